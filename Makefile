@@ -1,0 +1,73 @@
+# Everything is installed into .venv by the first target that needs it.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# Installed before anything else: to satisfy a plain `torch`, pip may fetch gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+BIN := .venv/bin
+RUN := .venv/installed
+DEV := .venv/installed-for-development
+
+CODE := $(wildcard gptmanager callbacks cuda tests examples)
+# The formatter reads no setup.cfg, so that its settings stand here.
+FORMAT := $(BIN)/ruff format --isolated --line-length 100
+
+.PHONY: help demo test bench lint style types format clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(RUN)  ## run a tiny model on a few requests
+	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl
+
+# Each worker has a core: threads of its own would only wait for those of the others.
+test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+bench: $(DEV)  ## time what the tests only run once
+	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)
+
+lint: style types  ## check format, style and types
+
+style: $(DEV)
+	$(FORMAT) --check $(CODE)
+	$(BIN)/isort --check-only --diff $(CODE)
+	$(BIN)/flake8 $(CODE)
+
+format: $(DEV)  ## format the code
+	$(BIN)/isort $(CODE)
+	$(FORMAT) $(CODE)
+
+types: build/types/checked
+
+# mypy does not follow package_dir, so it reads what the wheel holds, and is started beside it.
+# The folders are prerequisites for the sake of removed files.
+build/types/checked: $(DEV) $(shell find $(CODE) -name __pycache__ -prune -o \( -name '*.py' -o -type d \) -print)
+	rm -rf build
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/types .
+	$(BIN)/python -m zipfile --extract build/types/*.whl build/types
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/setup.cfg \
+	  --cache-dir $(CURDIR)/.mypy_cache --package gptmanager
+	touch $@
+
+clean:  ## remove what can be made again, but .venv
+	rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
+
+$(RUN): setup.cfg Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
+	  echo "gptmanager needs Python 3.10 to 3.13, and '$(PYTHON)' is none of them." >&2; \
+	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install $(TORCH)
+	$(BIN)/pip install --editable .
+	touch $@
+
+$(DEV): $(RUN)
+	$(BIN)/pip install --editable '.[test,lint]'
+	touch $@

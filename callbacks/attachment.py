@@ -1,0 +1,49 @@
+"""`Attachment`: what a queue needs of its manager beside the callbacks: to wake it, and its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from gptmanager import GptManager
+from gptmanager.errors import ManagerDeadError
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+class Attachment:
+    """Watches `manager` on a thread of its own; `on_end` is called there, once, with the reason.
+
+    The thread ends with the manager. It is a daemon, so it never holds up the interpreter.
+    """
+
+    def __init__(self, manager: GptManager, on_end: Callable[[ManagerDeadError], None]) -> None:
+        self._manager = manager
+        self._on_end = on_end
+        self._watcher = threading.Thread(target=self._watch, name="request-queue", daemon=True)
+        self._watcher.start()
+
+    def notify(self) -> None:
+        """Wake an idle manager; nothing if it is dead: the watcher tells."""
+        try:
+            self._manager.notify()
+        except ManagerDeadError:
+            pass
+
+    def join(self) -> None:
+        """Leave no thread behind: wait for the watcher if the manager has ended."""
+        if self._watcher is not threading.current_thread() and self._has_ended(0.0):
+            self._watcher.join(_JOIN_TIMEOUT_S)
+
+    def _watch(self) -> None:
+        while not self._has_ended(None):
+            pass
+        reason = ManagerDeadError("the manager ended before the request was answered")
+        reason.__cause__ = self._manager.exception
+        self._on_end(reason)
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        try:
+            return self._manager.wait(timeout)
+        except ManagerDeadError:
+            return True

@@ -1,0 +1,119 @@
+"""`JsonLinesSink`: keeps statistics in a file, one record a line, rotated by size."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+_logger = logging.getLogger(__name__)
+
+
+class JsonLinesSink:
+    """A ReturnBatchManagerStats callback that appends each record to `path`.
+
+    Each record reaches the operating system before the call returns, so a crash of the process
+    loses none. A line that a crash or a full disk cut short is closed before the next record.
+    Before the file would grow over `max_bytes` (None: never) it becomes `path.1`, that becomes
+    `path.2`, and so on; `backups` of them are kept. A single record over `max_bytes` gets a file
+    of its own.
+
+    Never raises in the manager's loop: a record that cannot be written is counted in
+    `num_dropped`, and the first of a series is logged. The constructor raises OSError. Safe from
+    several threads, so that several managers may share one.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, max_bytes: int | None = None, backups: int = 3
+    ) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError(f"max_bytes = {max_bytes} must be at least 1, or None")
+        if backups < 0:
+            raise ValueError(f"backups = {backups} must not be negative")
+        self._path = Path(path)
+        self._max_bytes = max_bytes
+        self._backups = backups
+        self._lock = threading.Lock()
+        self._is_failing = False
+        self._is_closed = False
+        self._is_torn = False  # the file ends within a line
+        self._size = 0
+        self.num_dropped = 0
+        self._file: io.FileIO | None = self._open()
+
+    def __call__(self, record: str) -> None:
+        # JSON has line breaks between tokens only
+        line = (record.replace("\r", " ").replace("\n", " ") + "\n").encode()
+        with self._lock:
+            try:
+                self._append(line)
+                self._is_failing = False
+            except (OSError, ValueError) as error:
+                self.num_dropped += 1
+                if not self._is_failing:
+                    self._is_failing = True
+                    _logger.warning("statistics cannot be written to %s: %s", self._path, error)
+
+    def close(self) -> None:
+        """Later records are dropped. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> JsonLinesSink:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> io.FileIO:
+        # unbuffered: what a record's write leaves over is known at once
+        file = io.FileIO(self._path, "a+")
+        self._size = file.seek(0, os.SEEK_END)
+        if self._size:
+            file.seek(-1, os.SEEK_END)
+            self._is_torn = file.read(1) != b"\n"
+        else:
+            self._is_torn = False
+        return file
+
+    def _append(self, line: bytes) -> None:
+        if self._is_closed:
+            raise ValueError("the sink is closed")
+        if self._file is None:  # the last rotation failed
+            self._file = self._open()
+        if self._max_bytes is not None and 0 < self._size > self._max_bytes - len(line):
+            self._file.close()
+            self._file = None
+            self._rotate()
+            self._file = self._open()
+        if self._is_torn:
+            line = b"\n" + line
+        self._is_torn = True
+        while line:
+            written = self._file.write(line)
+            self._size += written
+            line = line[written:]
+        self._is_torn = False
+
+    def _rotate(self) -> None:
+        if self._backups == 0:
+            self._path.unlink()
+            return
+        for number in range(self._backups - 1, 0, -1):
+            if self._backup(number).exists():
+                self._backup(number).replace(self._backup(number + 1))
+        self._path.replace(self._backup(1))
+
+    def _backup(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")

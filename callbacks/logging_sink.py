@@ -1,0 +1,86 @@
+"""`LoggingSink`: shows statistics as one line for people, now and then."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_DEFAULT_LOGGER = logging.getLogger("gptmanager.statistics")
+
+
+class LoggingSink:
+    """A ReturnBatchManagerStats callback that logs at most one summary in `every_s` seconds.
+
+    The first record is logged at once. Records between two summaries are not even parsed. Never
+    raises in the manager's loop: a record that is no JSON object is logged as it is.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger = _DEFAULT_LOGGER,
+        level: int = logging.INFO,
+        every_s: float = 10.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._level = level
+        self._every_s = every_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last: tuple[float, int] | None = None  # when, and at which iteration
+
+    def __call__(self, record: str) -> None:
+        now = self._clock()
+        with self._lock:
+            if self._last is not None and now - self._last[0] < self._every_s:
+                return
+            last, self._last = self._last, (now, 0)
+        if not self._logger.isEnabledFor(self._level):
+            return
+        try:
+            statistics = json.loads(record)
+            line = summary(statistics)
+            iteration = int(statistics["Iteration Counter"])
+        except (ValueError, TypeError, KeyError):
+            self._logger.log(self._level, "unreadable statistics: %s", record)
+            return
+        self._last = (now, iteration)
+        if last is not None and iteration > last[1] > 0:
+            line += f"; {(iteration - last[1]) / (now - last[0]):.1f} iterations/s"
+        self._logger.log(self._level, "%s", line)
+
+
+def summary(statistics: Mapping[str, Any]) -> str:
+    """The record in one line; what it does not have is left out."""
+    parts = [f"iteration {statistics['Iteration Counter']}", _requests(statistics)]
+    if "Used KV cache blocks" in statistics:
+        used, total = statistics["Used KV cache blocks"], statistics["Max KV cache blocks"]
+        parts.append(f"KV cache {used}/{total} blocks ({100 * used / max(total, 1):.0f} %)")
+    return ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
+
+
+def _requests(statistics: Mapping[str, Any]) -> str:
+    active = statistics["Active Request Count"]
+    limit = statistics["Max Request Count"]
+    scheduled = [
+        f"{statistics[key]} {word}"
+        for key, word in (
+            ("Context Requests", "in context"),
+            ("Generation Requests", "in generation"),
+            ("Total Context Tokens", "context tokens"),
+            ("Total Generation Tokens", "generation tokens"),
+            ("Empty Generation Slots", "empty slots"),
+        )
+        if key in statistics
+    ]
+    parts = [f"{active}/{limit} active", f"{statistics['Scheduled Requests']} scheduled"]
+    parts[1] += f" ({', '.join(scheduled)})"
+    for key, word in (("Waiting Requests", "waiting"), ("Paused Requests", "paused")):
+        if key in statistics:
+            parts.append(f"{statistics[key]} {word}")
+    return ", ".join(parts)

@@ -1,0 +1,39 @@
+"""`fan_out`: several callbacks where a manager takes one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+_logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[P, R]:
+    """A callback that calls `first`, then every observer, all with the same arguments.
+
+    `first` is the one that counts: its result is returned, and its exception is passed on to the
+    manager, after the observers have been called. An observer only looks: what it returns is
+    dropped, and what it raises is logged (with the traceback the first time) and stops nobody.
+
+        return_batch_manager_stats_cb=fan_out(JsonLinesSink("stats.jsonl"), LoggingSink())
+    """
+    failed: set[int] = set()
+
+    def call_all(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return first(*args, **kwargs)
+        finally:
+            for index, observer in enumerate(observers):
+                try:
+                    observer(*args, **kwargs)
+                except Exception as error:
+                    known = index in failed
+                    failed.add(index)
+                    _logger.warning(
+                        "observer %r raised %r", observer, error, exc_info=None if known else error
+                    )
+
+    return call_all

@@ -1,0 +1,284 @@
+"""`RequestQueue`: three of the four callbacks as a thread-safe bounded queue with futures.
+
+Decides who is fetched next and which handle a response belongs to. Knows nothing of what a
+request means: the manager checks it and answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from gptmanager import GptManager, InferenceRequest, NamedTensor
+from gptmanager.callbacks.attachment import Attachment
+from gptmanager.callbacks.checkpoint import TokenDefaults, ids_of
+from gptmanager.callbacks.generation import Generation
+from gptmanager.callbacks.pending_requests import PendingRequests
+from gptmanager.callbacks.result import cancelled_response
+from gptmanager.callbacks.wakeups import AsyncWakeups
+from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDeadError
+
+_logger = logging.getLogger(__name__)
+
+
+class RequestQueue:
+    """Submit from any thread; a manager fetches, answers and stops through the callbacks.
+
+        with RequestQueue() as queue, GptManager(
+            folder, ModelType.INFLIGHT_FUSED_BATCHING, 1, SchedulerConfig(),
+            queue.get_inference_requests, queue.send_response, queue.poll_stop_signal,
+        ) as manager:
+            queue.attach(manager)
+            for token in queue.submit([1, 2, 3], 20, is_streaming=True):
+                ...
+
+    The queue stands outside the manager in the `with`, so that the manager drains first; then
+    `close` answers what it never fetched. After `attach` the queue also closes itself when the
+    manager ends or dies, so no handle is ever left waiting. One queue serves one manager.
+
+    `max_pending`: how many requests may wait to be fetched; None: any number. Higher priority is
+    fetched first, equals in the order they came. `default_end_id` (an id or several, see
+    `TokenDefaults`) and `default_pad_id` are for requests that bring none. Set
+    `exclude_input_in_output` as in the manager's `OptionalParams`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_pending: int | None = 1024,
+        default_end_id: int | Sequence[int] | None = None,
+        default_pad_id: int | None = None,
+        exclude_input_in_output: bool = False,
+    ) -> None:
+        if max_pending is not None and max_pending < 1:
+            raise ValueError(f"max_pending = {max_pending} must be at least 1, or None")
+        self._max_pending = max_pending
+        self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
+        self._exclude_input = exclude_input_in_output
+        self._wakeups = AsyncWakeups()
+        self._changed = threading.Condition(threading.Lock())  # guards all that follows
+        self._pending = PendingRequests()
+        self._open: dict[int, Generation | None] = {}  # None: the id is taken by a waiting submit
+        self._stops: set[int] = set()
+        self._next_id = 1
+        self._closed_by: BaseException | None = None
+        self._attachment: Attachment | None = None
+        self._loop_thread: int | None = None
+
+    @classmethod
+    def for_checkpoint(cls, folder: str | os.PathLike[str], **options: Any) -> RequestQueue:
+        """A queue whose `end_id` and `pad_id` come from the folder's generation_config.json."""
+        defaults = TokenDefaults.of_folder(folder)
+        options.setdefault("default_end_id", defaults.end_ids)
+        options.setdefault("default_pad_id", defaults.pad_id)
+        return cls(**options)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that the manager has not fetched."""
+        return len(self._pending)
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a final response, pending ones included."""
+        return len(self._open)
+
+    # For the host, from any thread ----------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int] | InferenceRequest,
+        max_new_tokens: int | None = None,
+        *,
+        request_id: int | None = None,
+        timeout: float | None = None,
+        **by_name: Any,
+    ) -> Generation:
+        """Queue a request: token ids with what `InferenceRequest.from_tokens` takes, or a whole
+        `InferenceRequest`, on which the queue's defaults are set.
+
+        A full queue blocks for up to `timeout` seconds (None: for ever; never on the manager's
+        own thread, that is in a done callback), then `queue.Full` is raised. In asyncio use
+        `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
+        repeated run has the same ids and with them the same seeds.
+
+        Raises DuplicateRequestIdError for the id of an open request, and ManagerDeadError when
+        the queue is closed. What is wrong with the request itself is raised by the handle.
+        """
+        if isinstance(prompt, InferenceRequest):
+            if max_new_tokens is not None or request_id is not None or by_name:
+                raise TypeError("submit() takes nothing but timeout beside an InferenceRequest")
+            request_id = prompt.request_id
+        elif max_new_tokens is None:
+            raise TypeError("submit() of token ids needs max_new_tokens")
+        taken_id = self._take_id(request_id)
+        try:
+            if isinstance(prompt, InferenceRequest):
+                request = prompt
+            else:
+                request = InferenceRequest.from_tokens(
+                    taken_id, prompt, max_new_tokens or 0, **by_name
+                )
+            self._defaults.fill(request)
+            generation = Generation(
+                request, self.cancel, self._wakeups, exclude_input=self._exclude_input
+            )
+            self._enqueue(generation, timeout)
+        except BaseException:
+            with self._changed:
+                self._open.pop(taken_id, None)
+            raise
+        self._notify()
+        return generation
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request early; False if it is not open. Never waits.
+
+        A pending one ends at once and the manager never sees it, a fetched one at the next
+        iteration: in both cases without an error, finish reason CANCELLED.
+        """
+        with self._changed:
+            generation = self._open.get(request_id)
+            if generation is None:
+                return False
+            pending = self._pending.take(request_id)
+            if pending is None:
+                self._stops.add(request_id)
+            else:
+                del self._open[request_id]
+                self._changed.notify_all()
+        if pending is None:
+            self._notify()
+        else:
+            self._deliver(generation, cancelled_response(pending), True, "")
+        return True
+
+    def attach(self, manager: GptManager) -> None:
+        """Wake `manager` at each submit, and close the queue when it has ended."""
+        with self._changed:
+            if self._attachment is not None:
+                raise ValueError("the queue is attached to a manager already")
+            self._attachment = Attachment(manager, self.close)
+        self._notify()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Fail every open handle with `error` and refuse new requests; the first `error` stays.
+
+        What the manager still works on is stopped. To let it finish instead, call
+        `manager.shutdown()` first. Idempotent.
+        """
+        with self._changed:
+            if self._closed_by is None:
+                self._closed_by = error or ManagerDeadError(
+                    "the queue was closed before the request was answered"
+                )
+            reason = self._closed_by
+            never_fetched = {r.request_id for r in self._pending.pop(len(self._pending))}
+            failed = [generation for generation in self._open.values() if generation is not None]
+            self._stops.update(g.request_id for g in failed if g.request_id not in never_fetched)
+            self._open.clear()
+            self._changed.notify_all()
+        for generation in failed:
+            generation.fail(reason)
+        if self._attachment is not None:
+            self._attachment.join()
+
+    def __enter__(self) -> RequestQueue:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # For the manager, on its own thread -----------------------------------------------------
+
+    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        """The Get callback."""
+        self._loop_thread = threading.get_ident()
+        if not len(self._pending):  # without the lock: this is asked in every iteration
+            return []
+        with self._changed:
+            count = len(self._pending) if max_num_requests < 0 else max_num_requests
+            requests = self._pending.pop(count)
+            self._changed.notify_all()
+        return requests
+
+    def send_response(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        """The SendResponse callback. A response to an id that is not open is ignored."""
+        if is_final or error:
+            with self._changed:
+                generation = self._open.pop(request_id, None)
+                self._stops.discard(request_id)
+        else:
+            generation = self._open.get(request_id)
+        if generation is None:
+            _logger.debug("response to request %d, which is not open, is ignored", request_id)
+        else:
+            self._deliver(generation, tensors, is_final, error)
+
+    def poll_stop_signal(self) -> frozenset[int]:
+        """The PollStopSignal callback: an id is told until its final response."""
+        if not self._stops:
+            return frozenset()
+        with self._changed:
+            return frozenset(self._stops)
+
+    # Inside ---------------------------------------------------------------------------------
+
+    def _take_id(self, request_id: int | None) -> int:
+        with self._changed:
+            if request_id is None:
+                while self._next_id in self._open:
+                    self._next_id += 1
+                request_id = self._next_id
+                self._next_id += 1
+            elif request_id in self._open:
+                raise DuplicateRequestIdError(f"request_id = {request_id} is already in progress")
+            self._open[request_id] = None
+            return request_id
+
+    def _enqueue(self, generation: Generation, timeout: float | None) -> None:
+        if threading.get_ident() == self._loop_thread:
+            timeout = 0.0  # nobody else would make room
+        with self._changed:
+            if not self._changed.wait_for(self._is_ready_to_take, timeout):
+                raise queue.Full(f"{len(self._pending)} requests are pending")
+            if self._closed_by is not None:
+                raise ManagerDeadError("the queue is closed") from self._closed_by
+            self._open[generation.request_id] = generation
+            self._pending.push(generation.request)
+
+    def _is_ready_to_take(self) -> bool:
+        full = self._max_pending is not None and len(self._pending) >= self._max_pending
+        return not full or self._closed_by is not None
+
+    def _deliver(
+        self, generation: Generation, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        try:
+            generation.deliver(tensors, is_final, error)
+        except Exception as malformed:
+            # raising would only end the request; so does this, and the handle learns why
+            with self._changed:
+                was_open = self._open.pop(generation.request_id, None) is not None
+                if was_open:
+                    self._stops.add(generation.request_id)
+            if not generation.done():
+                failure = CallbackError(f"the response cannot be read: {malformed!r}")
+                failure.__cause__ = malformed
+                generation.fail(failure)
+
+    def _notify(self) -> None:
+        if self._attachment is not None:
+            self._attachment.notify()

@@ -1,0 +1,163 @@
+"""What the responses to one request amount to: a `GenerationResult`, or an error to raise.
+
+Knows the tensors of responses by name; knows nothing of threads, queues and waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from gptmanager import FinishReason, InferenceRequest, NamedTensor, errors
+
+# the fields of `request_metrics`, in order
+METRICS = (
+    "queue_s",
+    "first_token_s",
+    "last_token_s",
+    "pauses",
+    "cached_tokens",
+    "prompt_tokens",
+    "generated_tokens",
+)
+# tensors whose axis 2 counts tokens: a streaming response holds the new ones only
+_PER_TOKEN = ("generation_logits", "output_log_probs")
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationResult:
+    """How a request ended without an error. Sequences are one per beam, best first.
+
+    `generated_ids` holds neither prompt nor padding; of a cancelled request what it had so far.
+    `metrics` has the fields of `request_metrics`: times in seconds since the manager fetched the
+    request, NaN for what never happened, and counts.
+    """
+
+    request_id: int
+    generated_ids: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[FinishReason, ...]
+    metrics: Mapping[str, float]
+    _prompt: np.ndarray = field(repr=False)
+    _parts: Mapping[str, tuple[torch.Tensor, ...]] = field(repr=False)
+
+    @cached_property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return tuple(self._prompt.tolist())
+
+    @cached_property
+    def output_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Prompt and generated tokens, without padding, whatever the responses left out."""
+        return tuple(self.prompt_ids + generated for generated in self.generated_ids)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Every response tensor by name; what was streamed in parts is joined."""
+        return MappingProxyType(
+            {
+                name: parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+                for name, parts in self._parts.items()
+            }
+        )
+
+
+class ResponseCollector:
+    """Gathers the responses to `request`, in the order they come.
+
+    `exclude_input`: the manager's `OptionalParams.exclude_input_in_output`.
+    """
+
+    def __init__(self, request: InferenceRequest, *, exclude_input: bool = False) -> None:
+        self._request = request
+        self._exclude_input = exclude_input
+        self._tokens: list[int] = []
+        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
+
+    def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
+        """The new tokens of this response when the request streams, else an empty list."""
+        by_name = dict(tensors)
+        tokens: list[int] = []
+        if self._request.is_streaming:
+            output_ids = by_name.pop("output_ids", None)
+            tokens = [] if output_ids is None else output_ids.reshape(-1).tolist()
+            by_name.pop("sequence_length", None)
+            by_name.pop("output_offset", None)
+            self._tokens += tokens
+        for name, tensor in by_name.items():
+            earlier = self._parts.get(name, ()) if name in _PER_TOKEN else ()
+            self._parts[name] = (*earlier, tensor)
+        return tokens
+
+    def result(self) -> GenerationResult:
+        """All of it, after the final response."""
+        prompt = _prompt_of(self._request)
+        if self._request.is_streaming:
+            generated: tuple[tuple[int, ...], ...] = (tuple(self._tokens),)
+            self._parts["output_ids"] = (torch.tensor([generated], dtype=torch.int32),)
+            self._parts["sequence_length"] = (torch.tensor([[len(generated[0])]]).int(),)
+        else:
+            generated = self._without_prompt(prompt)
+        return GenerationResult(
+            request_id=self._request.request_id,
+            generated_ids=generated,
+            finish_reasons=tuple(FinishReason(value) for value in self._values("finish_reasons")),
+            metrics=MappingProxyType(
+                dict(zip(METRICS, self._values("request_metrics"), strict=False))
+            ),
+            _prompt=prompt,
+            _parts=self._parts,
+        )
+
+    def _without_prompt(self, prompt: np.ndarray) -> tuple[tuple[int, ...], ...]:
+        if "output_ids" not in self._parts:
+            return ()
+        lengths = self._values("sequence_length")
+        beams = self._parts["output_ids"][0].numpy().reshape(len(lengths), -1)
+        # a host that forgot to tell exclude_input is told by the tokens themselves
+        included = not self._exclude_input and all(
+            length >= len(prompt) and np.array_equal(beam[: len(prompt)], prompt)
+            for beam, length in zip(beams, lengths, strict=True)
+        )
+        start = len(prompt) if included else 0
+        return tuple(
+            tuple(beam[start:length].tolist()) for beam, length in zip(beams, lengths, strict=True)
+        )
+
+    def _values(self, name: str) -> list[int]:
+        parts = self._parts.get(name)
+        return [] if parts is None else parts[-1].reshape(-1).tolist()
+
+
+def cancelled_response(request: InferenceRequest) -> list[NamedTensor]:
+    """The final response to a request that no manager has seen: no tokens, CANCELLED."""
+    nan = math.nan
+    metrics = [nan, nan, nan, 0, 0, len(_prompt_of(request)), 0]
+    return [
+        NamedTensor("output_ids", torch.empty((1, 1, 0), dtype=torch.int32)),
+        NamedTensor("sequence_length", torch.zeros((1, 1), dtype=torch.int32)),
+        NamedTensor("finish_reasons", torch.tensor([[FinishReason.CANCELLED]], dtype=torch.int32)),
+        NamedTensor("request_metrics", torch.tensor(metrics, dtype=torch.float64)),
+    ]
+
+
+def error_of(text: str) -> errors.GptManagerError:
+    """The error of an error response: the class named at the front of `text`.
+
+    A text that begins with no class of `gptmanager.errors` becomes a RequestError.
+    """
+    match = re.match(r"(\w+): ", text)
+    cls = getattr(errors, match.group(1), None) if match else None
+    if match and isinstance(cls, type) and issubclass(cls, errors.GptManagerError):
+        return cls(text[match.end() :])
+    return errors.RequestError(text)
+
+
+def _prompt_of(request: InferenceRequest) -> np.ndarray:
+    ids = request.tensors.get("input_ids", ())
+    return np.asarray(ids.cpu() if isinstance(ids, torch.Tensor) else ids).reshape(-1)

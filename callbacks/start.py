@@ -1,0 +1,198 @@
+"""`generate`: the three-line start. Prompts in, completions out, the manager comes and goes.
+
+Decides nothing about the model: what it needs beside the public contract is a tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, Union, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.generation import Generation
+from gptmanager.callbacks.request_queue import RequestQueue
+from gptmanager.callbacks.text_stream import TextStream
+from gptmanager.errors import ConfigError, GptManagerError
+
+_PATIENCE_S = 1.0  # what takes longer shows a progress bar
+_REFRESH_S = 0.2
+
+# completions have the type of their prompts
+Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
+TokenizerSource = Union[Tokenizer, str, "os.PathLike[str]", None]
+
+
+def generate(
+    model: Any,
+    prompts: Prompts,
+    max_new_tokens: int = 64,
+    *,
+    tokenizer: TokenizerSource = None,
+    optional_params: OptionalParams | None = None,
+    progress: bool | None = None,
+    **sampling: Any,
+) -> Prompts:
+    """The completions of `prompts`, in their order: text for text, token ids for token ids.
+
+    `model` is what `GptManager` takes: a checkpoint folder, (config dict, state dict), or a
+    `Model` object. `prompts`: texts or lists of token ids; of a single prompt the completion
+    itself is returned. Completions hold neither the prompt nor what ended them. Text needs a
+    tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a folder that has one).
+
+    `sampling` takes the names of `InferenceRequest`, for all prompts alike: `temperature`,
+    `runtime_top_p`, `stop_words_list`, ... `end_id` and `pad_id` come from the checkpoint's
+    generation_config.json if not given. With beams the best one is returned.
+
+    `progress`: a bar on the standard error output once it takes over a second; None: if that is
+    a terminal. An interrupt (Ctrl-C) aborts the manager and leaves no thread behind. Raises
+    ConfigError as `GptManager` does, and the first error that a prompt is answered with.
+
+        from gptmanager.callbacks import generate
+        print(generate("examples/tiny_llama", "Once upon a time", 40))
+    """
+    is_single = _is_single(prompts)
+    batch: list[Any] = [prompts] if is_single else list(prompts)
+    if not batch:
+        return prompts
+    decoder = None
+    if any(isinstance(prompt, str) for prompt in batch):
+        decoder = _tokenizer(tokenizer, model)
+    prompt_ids = [
+        list(prompt)
+        if decoder is None or not isinstance(prompt, str)
+        else decoder.encode(prompt).ids
+        for prompt in batch
+    ]
+    generated = _run(model, prompt_ids, max_new_tokens, optional_params, progress, sampling)
+    completions = [
+        tokens if decoder is None or not isinstance(prompt, str) else _text(decoder, ids, tokens)
+        for prompt, ids, tokens in zip(batch, prompt_ids, generated, strict=True)
+    ]
+    return cast(Prompts, completions[0] if is_single else completions)
+
+
+def _run(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    optional_params: OptionalParams | None,
+    progress: bool | None,
+    sampling: Mapping[str, Any],
+) -> list[list[int]]:
+    params = optional_params or OptionalParams()
+    defaults = _token_defaults(model)
+    # leaving on an exception, an interrupt included, aborts the manager
+    with (
+        RequestQueue(
+            max_pending=None,
+            default_end_id=defaults.end_ids,
+            default_pad_id=defaults.pad_id,
+            exclude_input_in_output=params.exclude_input_in_output,
+        ) as queue,
+        GptManager(
+            model,
+            ModelType.INFLIGHT_FUSED_BATCHING,
+            sampling.get("beam_width", 1),
+            SchedulerConfig(),
+            queue.get_inference_requests,
+            queue.send_response,
+            queue.poll_stop_signal,
+            None,
+            params,
+        ) as manager,
+    ):
+        queue.attach(manager)
+        generations = [queue.submit(ids, max_new_tokens, **sampling) for ids in prompts]
+        _wait_for_all(generations, progress)
+    return [list(generation.result().generated_ids[0]) for generation in generations]
+
+
+def _wait_for_all(generations: Sequence[Generation], progress: bool | None) -> None:
+    """Returns when all are done; raises the first error, naming the prompt."""
+    done: SimpleQueue[int] = SimpleQueue()
+    for index, generation in enumerate(generations):
+        generation.add_done_callback(partial(_put, done, index))
+    num_tokens = 0
+    start = time.monotonic()
+    with _ProgressBar(
+        total=len(generations),
+        unit="prompt",
+        delay=_PATIENCE_S,
+        miniters=0,
+        leave=False,
+        disable=None if progress is None else not progress,
+    ) as bar:
+        for _ in generations:
+            index = _next(done, bar)
+            error = generations[index].exception()
+            if error is not None:
+                raise _naming_prompt(error, index) from error
+            num_tokens += sum(map(len, generations[index].result().generated_ids))
+            rate = num_tokens / (time.monotonic() - start)
+            bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            bar.update()
+
+
+def _next(done: SimpleQueue[int], bar: _ProgressBar) -> int:
+    while True:
+        try:
+            return done.get(timeout=_REFRESH_S)
+        except Empty:
+            bar.update(0)  # it shows itself once its delay is over
+
+
+def _put(done: SimpleQueue[int], index: int, _: object) -> None:
+    done.put(index)
+
+
+class _ProgressBar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # tqdm's monitor is a thread that would stay behind
+
+
+def _naming_prompt(error: BaseException, index: int) -> BaseException:
+    cls = type(error) if isinstance(error, GptManagerError) else GptManagerError
+    return cls(f"prompts[{index}]: {error}")
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    first = prompts[0] if len(prompts) else ()
+    return not isinstance(first, str) and np.ndim(first) == 0
+
+
+def _folder(model: Any) -> Path | None:
+    return Path(model) if isinstance(model, (str, os.PathLike)) else None
+
+
+def _token_defaults(model: Any) -> TokenDefaults:
+    folder = _folder(model)
+    if folder is not None:
+        return TokenDefaults.of_folder(folder)
+    if isinstance(model, tuple) and model and isinstance(model[0], Mapping):
+        return TokenDefaults.of_config(model[0])
+    return TokenDefaults()
+
+
+def _tokenizer(tokenizer: TokenizerSource, model: Any) -> Tokenizer:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    folder = _folder(model) if tokenizer is None else tokenizer
+    if folder is None:
+        raise ConfigError("text prompts need a tokenizer: pass one, token ids, or a model folder")
+    return load_tokenizer(folder)
+
+
+def _text(tokenizer: Tokenizer, prompt_ids: Sequence[int], tokens: Sequence[int]) -> str:
+    stream = TextStream(tokenizer, prompt_ids)
+    return stream.push(tokens) + stream.flush()

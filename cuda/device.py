@@ -1,0 +1,29 @@
+"""CuPy, imported when a host asks for a CUDA device and not before.
+
+Knows nothing of kernels: it only says whether any could be launched here, and if not, why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptmanager.errors import ConfigError
+
+
+def find_cupy() -> Any:
+    """Return CuPy if it can use a CUDA device; otherwise say what is missing, as a ConfigError."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            "device='cuda' needs CuPy: pip install 'gptmanager[cuda13]', or 'gptmanager[cuda12]' "
+            f"if the driver is older than CUDA 13 ({error})"
+        ) from error
+    try:
+        cupy.cuda.runtime.getDeviceCount()  # raises where there is none, too
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise ConfigError(
+            f"device='cuda' needs a CUDA device, and CuPy {cupy.__version__} finds none: {error}. "
+            "The driver must be as new as CuPy's CUDA (extras cuda12, cuda13)"
+        ) from error
+    return cupy

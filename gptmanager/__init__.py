@@ -1,0 +1,41 @@
+"""Run GPT-style models behind four callbacks: see `GptManager`."""
+
+from pathlib import Path as _Path
+
+_root = _Path(__file__).resolve().parent.parent
+if (_root / "setup.cfg").exists():  # a checkout: callbacks/ and cuda/ lie beside this folder
+    __path__.append(str(_root))
+
+from gptmanager.api import InferenceRequest, NamedTensor, word_list  # noqa: E402
+from gptmanager.config import (  # noqa: E402
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    FinishReason,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    PeftCacheManagerConfig,
+    SchedulerConfig,
+)
+from gptmanager.manager import GptManager, Health, ManagerState  # noqa: E402
+from gptmanager.responses import REQUEST_METRICS  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "REQUEST_METRICS",
+    "CapacitySchedulerPolicy",
+    "ContextChunkingPolicy",
+    "FinishReason",
+    "GptManager",
+    "Health",
+    "InferenceRequest",
+    "KvCacheConfig",
+    "ManagerState",
+    "ModelType",
+    "NamedTensor",
+    "OptionalParams",
+    "PeftCacheManagerConfig",
+    "SchedulerConfig",
+    "word_list",
+]

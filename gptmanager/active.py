@@ -1,0 +1,102 @@
+"""`ActiveRequest`: an accepted request, from its admission to its final response."""
+
+from __future__ import annotations
+
+from gptmanager.config import FinishReason
+from gptmanager.decoding.stop_words import StopWords
+from gptmanager.request import LlmRequest, SamplingParams
+
+
+class ActiveRequest(LlmRequest):
+    """What schedulers see of a request, and what its responses need.
+
+    `length_limit`: prompt + new tokens at which it ends. `num_sent`: tokens of its history that
+    have been sent, it survives pauses. Times are seconds of the clock of `Intake.now`; None: has
+    not happened.
+    """
+
+    __slots__ = (
+        "deadline",
+        "end_id",
+        "exclude_input",
+        "first_scheduled",
+        "first_token",
+        "include_stop",
+        "is_streaming",
+        "last_token",
+        "length_limit",
+        "num_sent",
+        "pad_id",
+        "queue_deadline",
+        "sampling",
+        "stop_state",
+        "stop_words",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        tokens: list[int],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        *,
+        is_streaming: bool = False,
+        pad_id: int = 0,
+        stop_words: StopWords | None = None,
+        include_stop: bool = False,
+        exclude_input: bool = False,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        priority: float = 0.5,
+        arrival_time: float = 0.0,
+    ) -> None:
+        super().__init__(
+            request_id, tokens, max_new_tokens, priority=priority, arrival_time=arrival_time
+        )
+        self.sampling = sampling
+        self.end_id = sampling.end_id
+        self.pad_id = pad_id
+        self.is_streaming = is_streaming
+        self.stop_words = stop_words
+        self.stop_state = 0
+        self.include_stop = include_stop
+        self.exclude_input = exclude_input
+        self.length_limit = len(tokens) + max_new_tokens
+        self.num_sent = len(tokens)
+        self.deadline = None if deadline_s is None else arrival_time + deadline_s
+        self.queue_deadline = None if queue_timeout_s is None else arrival_time + queue_timeout_s
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    def find_end(self, token: int) -> tuple[FinishReason, int] | None:
+        """Does the request end with `token`, just confirmed? Why, and where its output ends."""
+        num_tokens = len(self.tokens)
+        if token == self.end_id:
+            return FinishReason.END_ID, num_tokens - (not self.include_stop)
+        if self.stop_words is not None:
+            self.stop_state, matched = self.stop_words.advance(self.stop_state, token)
+            if matched:
+                kept = 0 if self.include_stop else matched
+                return FinishReason.STOP_WORDS, num_tokens - kept
+        if num_tokens >= self.length_limit:
+            return FinishReason.LENGTH, num_tokens
+        return None
+
+    @property
+    def streamable_end(self) -> int:
+        """History position up to which tokens may be sent: a live partial stop word is held."""
+        if self.stop_words is None:
+            return len(self.tokens)
+        return len(self.tokens) - self.stop_words.held(self.stop_state)
+
+    @property
+    def is_timed(self) -> bool:
+        return self.deadline is not None or self.queue_deadline is not None
+
+    def is_overdue(self, now: float) -> bool:
+        return (self.deadline is not None and now > self.deadline) or (
+            self.queue_deadline is not None
+            and self.first_scheduled is None
+            and now > self.queue_deadline
+        )

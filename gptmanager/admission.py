@@ -1,0 +1,211 @@
+"""Admission: from what a host sent to a request that the loop can run, or to a RequestError.
+
+Decides validity only, against limits that are fixed when the manager starts; knows nothing of
+what else is running.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.active import ActiveRequest
+from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
+from gptmanager.decoding.stop_words import StopWords
+from gptmanager.errors import CapacityError, InvalidRequestError
+from gptmanager.request import SamplingParams
+from gptmanager.tensors import (
+    INT32,
+    read_bool,
+    read_float,
+    read_int,
+    read_token_ids,
+    read_word_list,
+)
+
+logger = logging.getLogger("gptmanager")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may be. Lengths in tokens.
+
+    `pool_limited`: it is the KV cache that bounds `max_seq_len`. `max_run_len` bounds prompt +
+    new tokens - 1 where a request may have to run its whole history as one context again (an
+    evicting policy without chunks).
+    """
+
+    vocab_size: int
+    max_seq_len: int
+    max_input_len: int
+    num_blocks: int
+    tokens_per_block: int
+    pool_limited: bool = False
+    max_run_len: int | None = None
+    max_beam_width: int = 1
+    exclude_input_in_output: bool = False
+    seed: int = 0
+
+
+_Check = Callable[[str, Any], bool]  # (name, value) -> is it the neutral value?
+
+
+def _equals(neutral: float) -> _Check:
+    return lambda name, value: read_float(name, value, -math.inf) == neutral
+
+
+def _is_false(name: str, value: Any) -> bool:
+    return not read_bool(name, value)
+
+
+def _never(name: str, value: Any) -> bool:
+    return False
+
+
+def _with_one_beam(name: str, value: Any) -> bool:
+    return math.isfinite(read_float(name, value, -math.inf))
+
+
+# inputs whose support has not landed: refused unless they say what happens anyway
+_LATER: dict[str, _Check] = {
+    "bad_words_list": _never,
+    "embedding_bias": _never,
+    "len_penalty": _with_one_beam,
+    "early_stopping": _with_one_beam,
+    "repetition_penalty": _equals(1.0),
+    "presence_penalty": _equals(0.0),
+    "frequency_penalty": _equals(0.0),
+    "noRepeatNgramSize": _equals(0.0),
+    "num_return_sequences": _equals(1.0),
+    "return_log_probs": _is_false,
+    "return_context_logits": _is_false,
+    "return_generation_logits": _is_false,
+    "position_ids": _never,
+    "prompt_embedding_table": _never,
+    "prompt_vocab_size": _never,
+    "lora_task_id": _never,
+    "lora_weights": _never,
+    "lora_config": _never,
+    "draft_input_ids": _never,
+    "draft_logits": _never,
+}
+_SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
+
+
+def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveRequest:
+    """Check a whole request; raises RequestError for the first thing that is wrong with it."""
+    tensors = {TENSOR_ALIASES.get(name, name): value for name, value in request.tensors.items()}
+    for name in tensors:
+        if name not in PROPERTY_OF_TENSOR:
+            raise InvalidRequestError(f"Invalid tensor name: {name}")
+        if name in _LATER and not _LATER[name](name, tensors[name]):
+            raise InvalidRequestError(f"{name} is refused: its support has not landed yet")
+    if request.logits_post_processor is not None:
+        raise InvalidRequestError(
+            "logits_post_processor is refused: its support has not landed yet"
+        )
+    for name in ("input_ids", "request_output_len"):
+        if name not in tensors:
+            raise InvalidRequestError(f"Undefined tensor: {name}")
+    prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size)
+    max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
+    max_new_tokens = _fit(request.request_id, len(prompt), max_new_tokens, limits)
+    if "beam_width" in tensors:
+        read_int("beam_width", tensors["beam_width"], 1, limits.max_beam_width)
+    sampling = _read_sampling(request.request_id, tensors, limits)
+    pad_default = max(sampling.end_id, 0)
+    return ActiveRequest(
+        request.request_id,
+        prompt,
+        max_new_tokens,
+        sampling,
+        is_streaming=bool(request.is_streaming),
+        pad_id=read_int("pad_id", tensors.get("pad_id", pad_default), *INT32),
+        stop_words=_read_stop_words(tensors, limits),
+        include_stop=read_bool("include_stop_in_output", tensors.get("include_stop_in_output", 0)),
+        exclude_input=limits.exclude_input_in_output,
+        deadline_s=_seconds("deadline_s", request.deadline_s),
+        queue_timeout_s=_seconds("queue_timeout_s", request.queue_timeout_s),
+        priority=read_float("priority", request.priority, -math.inf),
+        arrival_time=now,
+    )
+
+
+def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
+    """The number of new tokens that fit behind the prompt."""
+    if prompt_len == 0:
+        raise InvalidRequestError("input_ids is empty, expected at least 1 token")
+    if prompt_len > limits.max_input_len:
+        text = (
+            f"Prompt length ({prompt_len}) exceeds maximum input length ({limits.max_input_len})."
+        )
+        if limits.pool_limited and prompt_len >= limits.max_seq_len:
+            needed = -(-(prompt_len + 1) // limits.tokens_per_block)
+            raise CapacityError(
+                f"{text} It needs {needed} KV cache blocks of {limits.tokens_per_block} tokens, "
+                f"the cache has {limits.num_blocks}."
+            )
+        raise InvalidRequestError(text)
+    room = limits.max_seq_len - prompt_len
+    if max_new_tokens > room:
+        logger.warning(
+            "request %d: request_output_len = %d lowered to %d: prompt of %d tokens, "
+            "max_seq_len = %d",
+            *(request_id, max_new_tokens, room, prompt_len, limits.max_seq_len),
+        )
+        max_new_tokens = room
+    run_len = prompt_len + max_new_tokens - 1
+    if limits.max_run_len is not None and run_len > limits.max_run_len:
+        raise InvalidRequestError(
+            "Request sequence length is potentially greater than max input length: prompt + new "
+            f"tokens - 1 = {run_len}, limit {limits.max_run_len}. This cannot be run unless "
+            "context chunking is enabled or the GUARANTEED_NO_EVICT scheduling policy is used"
+        )
+    return max_new_tokens
+
+
+def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
+    temperature = read_float("temperature", tensors.get("temperature", 1.0), 0.0)
+    top_k = read_int("runtime_top_k", tensors.get("runtime_top_k", 0), 0, INT32[1])
+    top_p = read_float("runtime_top_p", tensors.get("runtime_top_p", 1.0), 0.0, 1.0)
+    min_p = read_float("runtime_min_p", tensors.get("runtime_min_p", 0.0), 0.0, 1.0)
+    asked = any(name in tensors for name in _SAMPLING_TENSORS)
+    greedy = not asked or top_k == 1 or top_p == 0.0 or temperature == 0.0
+    seed = (
+        read_int("random_seed", tensors["random_seed"], 0, 2**64 - 1)
+        if "random_seed" in tensors
+        else derive_seed(limits.seed, request_id)
+    )
+    return SamplingParams(
+        greedy=greedy,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        min_length=read_int("min_length", tensors.get("min_length", 0), 0, INT32[1]),
+        end_id=read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1),
+    )
+
+
+def derive_seed(manager_seed: int, request_id: int) -> int:
+    """The seed of a request without one: SplitMix64 (Steele, Lea, Flood 2014) over both."""
+    mask = 2**64 - 1
+    x = (manager_seed + (request_id + 1) * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def _read_stop_words(tensors: dict[str, Any], limits: Limits) -> StopWords | None:
+    if "stop_words_list" not in tensors:
+        return None
+    words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
+    return StopWords(words) if words else None
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    return None if value is None else read_float(name, value, 0.0)

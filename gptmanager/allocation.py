@@ -1,0 +1,188 @@
+"""Allocation: from a scheduler's decision to a frozen `Schedule`, memory and slots included.
+
+The one place that calls the KV cache manager for running requests. Decides nothing: it checks
+that a decision is possible, carries it out on the accounting, and writes it down.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from gptmanager.active import ActiveRequest
+from gptmanager.errors import GptManagerError, SchedulerError
+from gptmanager.kv_cache import KvCacheManager
+from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.scheduler import SchedulerOutput
+from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+
+
+def check_output(
+    output: SchedulerOutput,
+    requests: Mapping[int, ActiveRequest],
+    scheduler: str,
+    *,
+    max_batch_size: int,
+    max_num_tokens: int,
+) -> None:
+    """Raise SchedulerError naming the class `scheduler` and the request it must not return."""
+    context, generation, paused = output
+    chosen = [*context, *generation, *paused]
+    find = requests.get
+    ids = set()
+    for request in chosen:
+        request_id = request.request_id
+        if find(request_id) is not request:
+            raise SchedulerError(f"{scheduler} returned {request!r}, which is not active")
+        ids.add(request_id)
+    if len(ids) != len(chosen):
+        twice = next(request for request in chosen if chosen.count(request) > 1)
+        raise SchedulerError(f"{scheduler} returned request {twice.request_id} twice")
+    num_tokens = len(generation)
+    for request in context:
+        size = request.context_chunk_size
+        if request.state is not _CONTEXT_INIT or size == 0:
+            raise SchedulerError(f"{scheduler} returned {request!r} as a context request")
+        num_tokens += request.context_remaining_length if size is None else size
+    for request in generation:
+        if request.state is not _IN_PROGRESS:
+            raise SchedulerError(f"{scheduler} returned {request!r} as a generation request")
+    num_requests = len(context) + len(generation)
+    if num_requests > max_batch_size:
+        raise SchedulerError(
+            f"{scheduler} returned {num_requests} requests, max_batch_size = {max_batch_size}; "
+            f"request {chosen[max_batch_size].request_id} is the first one too many"
+        )
+    if num_tokens > max_num_tokens:
+        raise SchedulerError(
+            f"{scheduler} returned {num_tokens} tokens, max_num_tokens = {max_num_tokens}; "
+            f"request {chosen[0].request_id} stands first"
+        )
+
+
+class Allocator:
+    """Slots and blocks of started sequences.
+
+    `num_slots`: sequences that may be started at the same time.
+    """
+
+    def __init__(self, kv_cache: KvCacheManager, num_slots: int) -> None:
+        self.kv_cache = kv_cache
+        self.num_slots = num_slots
+        self._free_slots = list(range(num_slots))[::-1]
+        self._epochs = itertools.count(1)
+        self._iterations = itertools.count()
+        self._paused: list[int] = []  # since the last schedule
+
+    def allocate(
+        self, output: SchedulerOutput, now: float, max_input_len: int, scheduler: str
+    ) -> Schedule | None:
+        """Carry a checked decision out; None when it lets nobody run.
+
+        Raises SchedulerError naming the class `scheduler` when memory does not suffice.
+        """
+        for request in output.paused_requests:
+            self.release(request)
+            request.pause(max_input_len)
+            self._paused.append(request.request_id)
+        starts: list[SequenceStart] = []
+        appends: list[BlockAppend] = []
+        context_rows = []
+        for request in output.context_requests:
+            if request.slot < 0:
+                self._start(cast(ActiveRequest, request), now, starts, appends, scheduler)
+            context_rows.append(_launch_context(request))
+        generation_rows = self._launch_generation(output.generation_requests, appends, scheduler)
+        if not context_rows and not generation_rows:
+            return None
+        paused, self._paused = self._paused, []
+        return Schedule(
+            iteration=next(self._iterations),
+            context_rows=tuple(context_rows),
+            generation_rows=tuple(generation_rows),
+            starts=tuple(starts),
+            block_appends=tuple(appends),
+            paused=tuple(paused),
+        )
+
+    def release(self, request: LlmRequest) -> None:
+        """Free what a request holds. Later steps that reuse it run after those that read it."""
+        if request.slot >= 0:
+            self.kv_cache.remove(request.request_id)
+            self._free_slots.append(request.slot)
+            request.slot = -1
+            request.epoch = 0
+
+    def check(self) -> None:
+        """Raises GptManagerError unless every block and slot has the owners it should have."""
+        self.kv_cache.check()
+        if len(set(self._free_slots)) != len(self._free_slots):
+            raise GptManagerError(f"a slot is free twice: {sorted(self._free_slots)}")
+
+    def _start(
+        self,
+        request: ActiveRequest,
+        now: float,
+        starts: list[SequenceStart],
+        appends: list[BlockAppend],
+        scheduler: str,
+    ) -> None:
+        if not self._free_slots:
+            raise SchedulerError(
+                f"{scheduler} started request {request.request_id}, but all {self.num_slots} "
+                "slots are held by started requests"
+            )
+        try:
+            self.kv_cache.add_sequence(request)
+        except GptManagerError as error:
+            raise _no_memory(scheduler, request, error) from error
+        request.slot = self._free_slots.pop()
+        request.epoch = next(self._epochs)
+        if request.first_scheduled is None:
+            request.first_scheduled = now
+        starts.append(
+            SequenceStart(
+                request.slot, tuple(request.tokens), request.orig_prompt_len, request.sampling
+            )
+        )
+        (block_ids,) = self.kv_cache.block_ids(request.request_id)
+        appends.append(BlockAppend(request.slot, 0, tuple(block_ids)))
+
+    def _launch_generation(
+        self, requests: Iterable[LlmRequest], appends: list[BlockAppend], scheduler: str
+    ) -> list[Row]:
+        add_token = self.kv_cache.add_token
+        tokens_per_block = self.kv_cache.tokens_per_block
+        rows = []
+        for request in requests:
+            position = request.num_tokens - 1
+            try:
+                new_blocks = add_token(request.request_id)
+            except GptManagerError as error:
+                raise _no_memory(scheduler, request, error) from error
+            if new_blocks:
+                appends.append(BlockAppend(request.slot, position // tokens_per_block, new_blocks))
+            rows.append(Row(request.request_id, request.epoch, request.slot, position, 1, True))
+            request.launch_token()
+        return rows
+
+
+def _launch_context(request: LlmRequest) -> Row:
+    position = request.context_current_position
+    request.move_to_next_context_chunk()
+    samples = request.state is not _CONTEXT_INIT
+    if samples:
+        request.launch_token()
+    num_tokens = request.context_current_position - position
+    return Row(request.request_id, request.epoch, request.slot, position, num_tokens, samples)
+
+
+def _no_memory(scheduler: str, request: LlmRequest, error: GptManagerError) -> SchedulerError:
+    return SchedulerError(
+        f"{scheduler} scheduled request {request.request_id}, for which memory does not suffice: "
+        f"{error}"
+    )

@@ -1,0 +1,232 @@
+"""What a host hands over and gets back: `InferenceRequest`, `NamedTensor`, callback signatures.
+
+Setting a tensor never validates: a request is checked as a whole when Get has returned it, and
+what is wrong with it is answered through SendResponse. Only an unknown property or keyword and an
+impossible id raise in the host's own line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Union
+
+import numpy as np
+import torch
+
+TensorLike = Union[torch.Tensor, np.ndarray]
+
+
+class NamedTensor(NamedTuple):
+    """One tensor of a response: a CPU torch tensor, the host's to keep, never overwritten."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+class Stream(Protocol):
+    """The stream that the logits are computed on; usable as a context manager."""
+
+    cuda_stream: int  # 0 on the CPU
+    stream_id: int
+    device_index: int
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+GetInferenceRequestsCallback = Callable[[int], "Iterable[InferenceRequest]"]
+SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
+PollStopSignalCallback = Callable[[], Iterable[int]]
+ReturnBatchManagerStatsCallback = Callable[[str], None]
+LogitsPostProcessor = Callable[
+    [int, torch.Tensor, Sequence[Sequence[int]], Stream, Union[int, None]],
+    Union[torch.Tensor, None],
+]
+
+# tensor name -> the Python property that holds it
+PROPERTY_OF_TENSOR: dict[str, str] = {
+    "input_ids": "input_ids",
+    "request_output_len": "max_new_tokens",
+    "position_ids": "position_ids",
+    "input_lengths": "input_lengths",
+    "beam_width": "beam_width",
+    "end_id": "end_id",
+    "pad_id": "pad_id",
+    "bad_words_list": "bad_words_list",
+    "stop_words_list": "stop_words_list",
+    "embedding_bias": "embedding_bias",
+    "temperature": "temperature",
+    "runtime_top_k": "runtime_top_k",
+    "runtime_top_p": "runtime_top_p",
+    "runtime_min_p": "runtime_min_p",
+    "len_penalty": "length_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "min_length": "min_length",
+    "early_stopping": "early_stopping",
+    "noRepeatNgramSize": "no_repeat_ngram_size",
+    "random_seed": "random_seed",
+    "return_log_probs": "return_log_probs",
+    "return_context_logits": "return_context_logits",
+    "return_generation_logits": "return_generation_logits",
+    "include_stop_in_output": "include_stop_in_output",
+    "num_return_sequences": "num_return_sequences",
+    "prompt_embedding_table": "prompt_embedding_table",
+    "prompt_vocab_size": "prompt_vocab_size",
+    "lora_task_id": "lora_task_id",
+    "lora_weights": "lora_weights",
+    "lora_config": "lora_config",
+    "draft_input_ids": "draft_input_ids",
+    "draft_logits": "draft_logits",
+}
+# other spellings of the public sources -> the tensor name above
+TENSOR_ALIASES: dict[str, str] = {
+    "max_new_tokens": "request_output_len",
+    "length_penalty": "len_penalty",
+    "no_repeat_ngram_size": "noRepeatNgramSize",
+}
+_TENSOR_OF_PROPERTY = {
+    **{prop: name for name, prop in PROPERTY_OF_TENSOR.items()},
+    **{name: name for name in PROPERTY_OF_TENSOR},
+    **TENSOR_ALIASES,
+}
+_WORD_LISTS = ("bad_words_list", "stop_words_list")
+_KEYWORDS = (
+    "is_streaming",
+    "logits_post_processor",
+    "client_id",
+    "priority",
+    "deadline_s",
+    "queue_timeout_s",
+    "cache_salt",
+)
+
+
+class InferenceRequest:
+    """A request: its id, its tensors by name, and what is not a tensor.
+
+    Every tensor name is also a property (`request.temperature = ...`); reading one that is not
+    set raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy
+    arrays; `contract` shapes `[n]` and `[1, n]`, scalar and `[1]` are taken alike.
+
+    `is_streaming`: one response per new token instead of one at the end. `priority`: higher runs
+    first, equals keep their order. `deadline_s` and `queue_timeout_s` count from the moment Get
+    returns the request: the whole life, and the time until its first computation.
+    `client_id` is passed to the logits post-processor. `cache_salt` keeps requests with another
+    salt from sharing cached blocks.
+
+    Raises ValueError for an id outside 0..2**64-1, TypeError for one that is no integer.
+    """
+
+    is_streaming: bool
+    logits_post_processor: Any
+    client_id: int | None
+    priority: float
+    deadline_s: float | None
+    queue_timeout_s: float | None
+    cache_salt: Any
+
+    def __init__(
+        self,
+        request_id: int,
+        tensors: Mapping[str, TensorLike] | None = None,
+        *,
+        is_streaming: bool = False,
+        logits_post_processor: Any = None,
+        client_id: int | None = None,
+        priority: float = 0.5,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        cache_salt: Any = None,
+    ) -> None:
+        if isinstance(request_id, bool) or not isinstance(request_id, (int, np.integer)):
+            raise TypeError(f"request_id must be an integer, got {request_id!r}")
+        if not 0 <= request_id < 2**64:
+            raise ValueError(f"request_id = {request_id} is outside 0..2**64-1")
+        attributes = self.__dict__
+        attributes["request_id"] = int(request_id)
+        attributes["tensors"] = dict(tensors or {})
+        attributes["is_streaming"] = is_streaming
+        attributes["logits_post_processor"] = logits_post_processor
+        attributes["client_id"] = client_id
+        attributes["priority"] = priority
+        attributes["deadline_s"] = deadline_s
+        attributes["queue_timeout_s"] = queue_timeout_s
+        attributes["cache_salt"] = cache_salt
+
+    @classmethod
+    def from_tokens(
+        cls,
+        request_id: int,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        **by_name: Any,
+    ) -> InferenceRequest:
+        """A request from plain Python values.
+
+        `by_name`: any tensor name with a scalar or a list (word lists as lists of lists of token
+        ids), and the constructor's keywords. None stands for "not given".
+        """
+        keywords = {key: by_name.pop(key) for key in _KEYWORDS if key in by_name}
+        request = cls(request_id, **keywords)
+        for name, value in {
+            "input_ids": input_ids,
+            "request_output_len": max_new_tokens,
+            **by_name,
+        }.items():
+            if value is None:
+                continue
+            if name in _WORD_LISTS and not isinstance(value, (torch.Tensor, np.ndarray)):
+                value = word_list(value)
+            setattr(request, name, _as_tensor(value))
+        return request
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _KEYWORDS:
+            self.__dict__[name] = value
+        elif name in _TENSOR_OF_PROPERTY:
+            self.__dict__["tensors"][_TENSOR_OF_PROPERTY[name]] = value
+        else:
+            raise AttributeError(f"InferenceRequest has no property {name!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSOR_OF_PROPERTY:
+            tensors = self.__dict__["tensors"]
+            if _TENSOR_OF_PROPERTY[name] in tensors:
+                return tensors[_TENSOR_OF_PROPERTY[name]]
+            raise AttributeError(f"Undefined tensor: {_TENSOR_OF_PROPERTY[name]}")
+        raise AttributeError(f"InferenceRequest has no property {name!r}")
+
+    def __reduce__(self) -> Any:
+        if self.logits_post_processor is not None:
+            raise TypeError("a request with a logits_post_processor cannot be pickled")
+        state = {name: getattr(self, name) for name in _KEYWORDS}
+        return _rebuild, (self.request_id, self.tensors, state)
+
+    def __repr__(self) -> str:
+        return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"
+
+
+def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
+    """Token words as the tensor `[1, 2, L]` int32: concatenated ids, inclusive ends with -1 pads.
+
+    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`.
+    """
+    words = [list(word) for word in words]
+    ids = [token for word in words for token in word]
+    ends = np.cumsum([len(word) for word in words], dtype=np.int64).tolist()
+    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], dtype=np.int32)
+
+
+def _as_tensor(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def _rebuild(
+    request_id: int, tensors: dict[str, TensorLike], state: dict[str, Any]
+) -> InferenceRequest:
+    return InferenceRequest(request_id, tensors, **state)

@@ -1,0 +1,188 @@
+"""`CallbackHost`: the loop's world, made of the four callbacks of a host application.
+
+Everything that a callback says or does wrong becomes a value here: a log line, a count, a failure
+in the next intake. Only a Get that keeps failing ends the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gptmanager.api import (
+    GetInferenceRequestsCallback,
+    InferenceRequest,
+    NamedTensor,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
+from gptmanager.errors import CallbackError, ConfigError, response_text
+from gptmanager.statistics import Counts, Laps, Memory, Timestamp, statistics_json
+from gptmanager.step import Failure, Intake
+from gptmanager.watchdog import CallbackTimer
+
+logger = logging.getLogger("gptmanager")
+
+
+class CallbackHost:
+    """Calls the host's callbacks on the loop thread, outside any lock.
+
+    `max_get_failures`: calls of Get in a row that may fail; one more sets `fatal`.
+    """
+
+    def __init__(
+        self,
+        get_inference_requests: GetInferenceRequestsCallback,
+        send_response: SendResponseCallback,
+        poll_stop_signal: PollStopSignalCallback | None,
+        return_stats: ReturnBatchManagerStatsCallback | None,
+        *,
+        max_get_failures: int,
+    ) -> None:
+        self._get = _required(get_inference_requests, "get_inference_requests_cb")
+        self._send = _required(send_response, "send_response_cb")
+        self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb")
+        self._return_stats = _optional(return_stats, "return_batch_manager_stats_cb")
+        self._max_get_failures = max_get_failures
+        self._get_failures = 0
+        self._stops: set[int] = set()
+        self._failures: list[Failure] = []
+        self._timestamp = Timestamp()
+        self.memory = Memory()
+        self.gil_wait_us: Callable[[], int] = lambda: 0
+        self.is_accepting = True  # False: Get is not called any more
+        self.num_fetched = 0  # by the last fetch
+        self.has_no_more = False  # the last fetch knows that the host holds nothing for now
+        self.fatal: CallbackError | None = None  # the loop must end
+        self.get_timer = CallbackTimer("GetInferenceRequests")
+        self.send_timer = CallbackTimer("SendResponse")
+        self.poll_timer = CallbackTimer("PollStopSignal")
+        self.stats_timer = CallbackTimer("ReturnBatchManagerStats")
+
+    @property
+    def timers(self) -> list[CallbackTimer]:
+        return [self.get_timer, self.send_timer, self.poll_timer, self.stats_timer]
+
+    # What the loop calls -------------------------------------------------------------------
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        requests: list[InferenceRequest] = []
+        self.has_no_more = not self.is_accepting
+        if self.is_accepting and room != 0:
+            requests = self._ask(-1 if room is None else room)
+        self.num_fetched = len(requests)
+        stops, self._stops = self._stops, set()
+        failures, self._failures = self._failures, []
+        return Intake(time.monotonic(), tuple(requests), frozenset(stops), (), tuple(failures))
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        timer = self.send_timer
+        timer.start()
+        try:
+            self._send(request_id, tensors, is_final, error)
+        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
+            timer.errors += 1
+            logger.exception(
+                "SendResponse raised for request %d%s", request_id, " (final)" if is_final else ""
+            )
+            if not is_final:
+                failure = CallbackError(f"SendResponse raised {response_text(raised)}")
+                self._failures.append(Failure(request_id, failure))
+        finally:
+            timer.stop()
+
+    def poll(self) -> None:
+        if self._poll is None:
+            return
+        with self._guarded(self.poll_timer):
+            stops = self._poll()
+            if stops:
+                self._stops.update(_checked_ids(stops))
+
+    def report(self, counts: Counts, laps: Laps) -> None:
+        if self._return_stats is None:
+            return
+        extra = {
+            "iteration_latency_us": laps.microseconds(),
+            "gil_wait_us": self.gil_wait_us(),
+            "callback_us": {timer.name: timer.total_ns // 1000 for timer in self.timers},
+            "callback_errors": {timer.name: timer.errors for timer in self.timers},
+        }
+        record = statistics_json(counts, self.memory, self._timestamp(), extra)
+        with self._guarded(self.stats_timer):
+            self._return_stats(record)
+
+    # How it calls them ---------------------------------------------------------------------
+
+    def _ask(self, room: int) -> list[InferenceRequest]:
+        """What Get returns; what it yielded before it raised is kept."""
+        requests: list[InferenceRequest] = []
+        failed = True
+        with self._guarded(self.get_timer):
+            foreign = None
+            for request in _iterate(self._get(room)):
+                if isinstance(request, InferenceRequest):
+                    requests.append(request)
+                else:
+                    foreign = request
+            if foreign is not None:
+                raise CallbackError(
+                    f"GetInferenceRequests returned an item of type {type(foreign).__name__}, "
+                    "expected InferenceRequest"
+                )
+            failed = False
+        self._get_failures = self._get_failures + 1 if failed else 0
+        if self._get_failures > self._max_get_failures:
+            self.fatal = CallbackError(
+                f"GetInferenceRequests failed {self._get_failures} times in a row, "
+                f"max_get_failures = {self._max_get_failures}"
+            )
+        self.has_no_more = not requests and not failed
+        return requests
+
+    @contextmanager
+    def _guarded(self, timer: CallbackTimer) -> Iterator[None]:
+        timer.start()
+        try:
+            yield
+        except BaseException:  # noqa: B036 - the loop outlives any callback
+            timer.errors += 1
+            logger.exception("callback %s failed; the loop goes on", timer.name)
+        finally:
+            timer.stop()
+
+
+def _required(callback: Any, name: str) -> Any:
+    if callback is None:
+        raise ConfigError(f"{name} is mandatory")
+    return _optional(callback, name)
+
+
+def _optional(callback: Any, name: str) -> Any:
+    if callback is not None and not callable(callback):
+        raise ConfigError(f"{name} = {callback!r} is not callable")
+    return callback
+
+
+def _iterate(answer: Any) -> Iterator[Any]:
+    try:
+        return iter(answer)
+    except TypeError:
+        raise CallbackError(
+            f"GetInferenceRequests returned {type(answer).__name__}, expected an iterable of "
+            "InferenceRequest"
+        ) from None
+
+
+def _checked_ids(stops: Any) -> list[int]:
+    try:
+        return [operator.index(request_id) for request_id in stops]
+    except TypeError as error:
+        raise CallbackError(f"PollStopSignal returned {stops!r}, expected request ids") from error

@@ -1,0 +1,8 @@
+"""Every op of the network: the reference in torch, and what overrides it on the CPU."""
+
+from __future__ import annotations
+
+from gptmanager.kernels.cpu import CpuKernels
+from gptmanager.kernels.reference import Kernels
+
+__all__ = ["CpuKernels", "Kernels"]

@@ -1,0 +1,235 @@
+"""Blocks of the KV cache: which are free, which tables hold the others, and the proof of both.
+
+Decides which block is handed out next. Knows nothing of requests, needs, or what a block holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gptmanager.errors import GptManagerError
+
+NEVER = -1  # as a count that no sequence reaches
+
+
+class LedgerError(GptManagerError, AssertionError):
+    """The accounts of the KV cache contradict each other: a defect of the library, not a host's."""
+
+
+class BlockCopy(NamedTuple):
+    """The first `num_tokens` positions of block `source` belong in block `destination` too.
+
+    Among the copies of one fork no block is both a source and a destination: they may run in any
+    order, or all at once.
+    """
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+class BlockTables:
+    """What one request holds: a block table for each beam, all of the same length.
+
+    `num_slots` counts positions stored, padding of the sink tokens included; past the attention
+    window it goes on counting although nothing grows. A block is due at `grows_at` slots.
+    `total_blocks` is the need of a whole life of `life_tokens` tokens and `remaining_blocks` what
+    is not held of it; with beams `life_tokens` is NEVER, and both are without meaning.
+    """
+
+    __slots__ = (
+        "grows_at", "life_tokens", "num_slots", "remaining_blocks", "request_id", "tables",
+        "total_blocks",
+    )  # fmt: skip
+
+    def __init__(self, request_id: int, num_slots: int, tables: list[list[int]]) -> None:
+        self.request_id = request_id
+        self.num_slots = num_slots
+        self.tables = tables
+        self.grows_at = self.life_tokens = NEVER
+        self.total_blocks = self.remaining_blocks = 0
+
+
+class BlockPool:
+    """The blocks `0..num_blocks-1`, counted by reference.
+
+    `ref_counts[block]` is the number of block tables that hold the block; a block that all beams
+    of a sequence share counts once for each beam. `free` holds the blocks without a reference,
+    the least recently freed first: the order in which they are handed out.
+    """
+
+    __slots__ = ("free", "ref_counts")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.ref_counts = [0] * num_blocks
+        # Ordered and keyed: a free block whose content is reused leaves from the middle.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    def take(self, count: int, references: int = 1) -> list[int]:
+        """`count` free blocks, each with so many references. The caller knows that they exist."""
+        popitem = self.free.popitem
+        blocks = [popitem(last=False)[0] for _ in range(count)]
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] = references
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One table less holds each of `blocks`; those that none holds are free, in this order."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
+                self.free[block] = None
+
+    def fork(
+        self, tables: list[list[int]], parents: Sequence[int], num_full: int, num_tail: int
+    ) -> tuple[list[list[int]], tuple[BlockCopy, ...]]:
+        """The tables when beam i goes on from beam `parents[i]`, and the copies that this takes.
+
+        The first `num_full` blocks become shared; the one after them, if it holds `num_tail` > 0
+        positions, stays private to each beam.
+        """
+        moved = [beam for beam, parent in enumerate(parents) if beam != parent]
+        for beam in moved:
+            for block in tables[parents[beam]][:num_full]:
+                self.ref_counts[block] += 1
+        for beam in moved:
+            self.release(reversed(tables[beam][:num_full]))
+        forked = [tables[parent][:num_full] for parent in parents]
+        copies = []
+        if num_tail:
+            for beam, old in enumerate(_inherited_tails(parents)):
+                source, block = tables[parents[beam]][num_full], tables[old][num_full]
+                forked[beam].append(block)
+                if block != source:
+                    copies.append(BlockCopy(source, block, num_tail))
+        return forked, tuple(copies)
+
+
+def _inherited_tails(parents: Sequence[int]) -> list[int]:
+    """For each beam, whose partial block it gets; the fewest copies, none from a block written to.
+
+    One child of each parent takes over the parent's own block, itself if it is among them; the
+    others get the blocks of beams without a child.
+    """
+    heirs: dict[int, int] = {}
+    for beam, parent in enumerate(parents):
+        if beam == parent or parent not in heirs:
+            heirs[parent] = beam
+    orphaned = iter([beam for beam in range(len(parents)) if beam not in heirs])
+    return [
+        parent if heirs[parent] == beam else next(orphaned) for beam, parent in enumerate(parents)
+    ]
+
+
+class WhatIf:
+    """How many blocks would be free if some sequences were removed from `pool` as it is now."""
+
+    __slots__ = ("num_free", "_pool", "_released", "_removed")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.num_free = len(pool.free)
+        self._pool = pool
+        self._released: dict[int, int] = {}
+        self._removed: set[int] = set()
+
+    def remove(self, sequence: BlockTables) -> None:
+        """Removing it again changes nothing."""
+        if sequence.request_id in self._removed:
+            return
+        self._removed.add(sequence.request_id)
+        ref_counts, released = self._pool.ref_counts, self._released
+        for table in sequence.tables:
+            for block in table:
+                gone = released[block] = released.get(block, 0) + 1
+                if gone == ref_counts[block]:
+                    self.num_free += 1
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheReport:
+    """Who holds what at one moment. `owners` maps each held block to the ids that hold it.
+
+    `problem` is the first contradiction in the accounts, None when they prove right.
+    """
+
+    total: int
+    free: int
+    used: int
+    owners: Mapping[int, tuple[int, ...]]
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+def audit(
+    pool: BlockPool,
+    sequences: Iterable[BlockTables],
+    *,
+    tokens_per_block: int,
+    max_slots: int,
+    private_tails: bool,
+) -> KvCacheReport:
+    """Count everything anew. `max_slots` is where a sequence stops growing; `private_tails`: a
+    partial last block may be in one table only."""
+    holders: dict[int, list[int]] = {}
+    problem = None
+    for sequence in sequences:
+        num_slots = min(sequence.num_slots, max_slots)
+        length = -(-num_slots // tokens_per_block)
+        problem = problem or _table_problem(sequence, length)
+        if private_tails and problem is None and num_slots % tokens_per_block:
+            problem = _tail_problem(sequence, pool)
+        for table in sequence.tables:
+            for block in table:
+                holders.setdefault(block, []).append(sequence.request_id)
+    owners = {block: tuple(dict.fromkeys(ids)) for block, ids in sorted(holders.items())}
+    total, free = len(pool.ref_counts), len(pool.free)
+    used = total - pool.ref_counts.count(0)
+    problem = problem or _pool_problem(pool, holders)
+    if problem is None and free + used != total:
+        problem = f"{free} free and {used} used blocks are not {total}"
+    return KvCacheReport(total, free, used, owners, problem)
+
+
+def _table_problem(sequence: BlockTables, length: int) -> str | None:
+    for beam, table in enumerate(sequence.tables):
+        where = f"beam {beam} of request {sequence.request_id}"
+        if len(table) != length:
+            last = f"its last is block {table[-1]}" if table else "it has none"
+            stored = f"{sequence.num_slots} positions"
+            return f"{where} holds {len(table)} blocks for {stored}, not {length}; {last}"
+        if len(set(table)) != length:
+            twice = next(block for block in table if table.count(block) > 1)
+            return f"block {twice} stands twice in the table of {where}"
+    return None
+
+
+def _tail_problem(sequence: BlockTables, pool: BlockPool) -> str | None:
+    for beam, table in enumerate(sequence.tables):
+        references = pool.ref_counts[table[-1]]
+        if references > 1:
+            return (
+                f"block {table[-1]}, which beam {beam} of request {sequence.request_id} is "
+                f"writing to, stands in {references} tables"
+            )
+    return None
+
+
+def _pool_problem(pool: BlockPool, holders: Mapping[int, list[int]]) -> str | None:
+    for block, references in enumerate(pool.ref_counts):
+        ids = holders.get(block, [])
+        owners = f"requests {sorted(set(ids))}" if ids else "no request"
+        if references != len(ids):
+            held = f"{len(ids)} tables hold it, of {owners}"
+            return f"block {block} counts {references} references, but {held}"
+        if (references == 0) != (block in pool.free):
+            state = "is free" if block in pool.free else "is not free"
+            return f"block {block} {state}, but {owners} holds it"
+    return None

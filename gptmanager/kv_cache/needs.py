@@ -1,0 +1,147 @@
+"""How many blocks a request takes: when it starts, in its next step, in its whole life.
+
+Pure counting from a request's lengths. Knows nothing of which block is free or who holds what.
+"""
+
+from __future__ import annotations
+
+from gptmanager.errors import ConfigError
+from gptmanager.request import LlmRequest, LlmRequestState
+
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_COMPLETE = LlmRequestState.GENERATION_COMPLETE
+_UNBOUNDED = 1 << 62
+
+
+class BlockNeeds:
+    """Needs of self attention. A *slot* is a stored position, padding of sink tokens included.
+
+    `bubble` is that padding; `max_slots` where a sequence stops growing because its attention
+    window is full.
+    """
+
+    __slots__ = ("bubble", "max_slots", "max_table_length", "tokens_per_block", "window")
+
+    grows = True
+
+    def __init__(
+        self, tokens_per_block: int, max_attention_window: int | None, sink_token_length: int
+    ) -> None:
+        window = _UNBOUNDED if max_attention_window is None else max_attention_window
+        if tokens_per_block < 1:
+            raise ConfigError(f"tokens_per_block must be at least 1, got {tokens_per_block}")
+        if window < 1:
+            raise ConfigError(f"max_attention_window must be at least 1, got {window}")
+        if not 0 <= sink_token_length < window:
+            limit = f"0 or more and less than max_attention_window ({max_attention_window})"
+            raise ConfigError(f"sink_token_length must be {limit}, got {sink_token_length}")
+        self.tokens_per_block = tokens_per_block
+        self.window = window
+        self.bubble = -sink_token_length % tokens_per_block
+        self.max_slots = window + self.bubble
+        self.max_table_length = self.table_length(self.max_slots)
+
+    def table_length(self, num_slots: int) -> int:
+        """Blocks of one beam that stores so many positions."""
+        return -(-min(num_slots, self.max_slots) // self.tokens_per_block)
+
+    def context_slots(self, request: LlmRequest) -> int:
+        """Positions that the context stores, whether or not the window holds them all."""
+        return request.prompt_len + self.bubble
+
+    def context(self, request: LlmRequest, num_drafts: int = 0) -> tuple[int, int]:
+        """Blocks when the context begins: those that all beams share, those of one beam only."""
+        tokens = min(request.prompt_len + num_drafts, self.window)
+        shared, partial = divmod(tokens + self.bubble, self.tokens_per_block)
+        return shared, request.beam_width if partial else 0
+
+    def life(self, request: LlmRequest) -> tuple[int, int]:
+        """Full blocks of the context, and blocks of the whole life, both in one beam."""
+        context = min(request.prompt_len, self.window) + self.bubble
+        return context // self.tokens_per_block, self._life_length(request)
+
+    def _life_length(self, request: LlmRequest) -> int:
+        tokens = request.prompt_len + request.max_new_tokens
+        slots = (tokens if tokens < self.window else self.window) + self.bubble
+        return -(-slots // self.tokens_per_block)
+
+    def whole_life(self, request: LlmRequest) -> int:
+        """Blocks in all beams, from the first token to the last."""
+        context, total = self.life(request)
+        return (total - context) * request.beam_width + context
+
+    def remaining(self, request: LlmRequest, held: int) -> int:
+        """Blocks still to take where each beam's table has `held` entries."""
+        if request.beam_width == 1:
+            return max(0, self._life_length(request) - held)
+        context, total = self.life(request)
+        if held < context:
+            return context - held + (total - context) * request.beam_width
+        return max(0, total - held) * request.beam_width
+
+    def one_step(self, request: LlmRequest, two_step_lookahead: bool) -> int:
+        """Blocks that the request takes if it runs now: one step, or two with the lookahead.
+
+        A first context chunk takes the whole prompt's and its drafts', a later one none. In
+        generation all tokens but the newest are stored; the step to come stores that one.
+        """
+        if request.state < _IN_PROGRESS:
+            if not request.is_first_context_chunk:
+                return 0
+            drafts = min(request.num_draft_tokens, request.max_new_tokens)
+            return sum(self.context(request, drafts))
+        if request.state >= _COMPLETE:
+            return 0
+        beyond_prompt = request.num_tokens - request.prompt_len - 1
+        if beyond_prompt < 0:  # its first token is still to come
+            beyond_prompt = 0
+        growth = request.num_draft_tokens + 1
+        if two_step_lookahead:
+            growth *= 2
+        room = request.max_new_tokens - beyond_prompt
+        if growth > room:
+            growth = room
+        stored = request.prompt_len + beyond_prompt + self.bubble
+        end = stored + growth
+        if end > self.max_slots:
+            end = self.max_slots
+        if end <= stored:
+            return 0
+        size = self.tokens_per_block
+        return ((end - 1) // size - (stored - 1) // size) * request.beam_width
+
+
+class CrossBlockNeeds(BlockNeeds):
+    """Needs of cross attention: the encoder's positions, shared by all beams, never more."""
+
+    __slots__ = ()
+
+    grows = False
+
+    def __init__(
+        self, tokens_per_block: int, max_attention_window: int | None, sink_token_length: int
+    ) -> None:
+        if max_attention_window is not None or sink_token_length:
+            raise ConfigError(
+                "cross=True: a cross KV cache has no max_attention_window and no sink_token_length"
+            )
+        super().__init__(tokens_per_block, None, 0)
+
+    def context_slots(self, request: LlmRequest) -> int:
+        return request.encoder_len
+
+    def context(self, request: LlmRequest, num_drafts: int = 0) -> tuple[int, int]:
+        return self.table_length(request.encoder_len), 0
+
+    def life(self, request: LlmRequest) -> tuple[int, int]:
+        blocks = self.table_length(request.encoder_len)
+        return blocks, blocks
+
+    def remaining(self, request: LlmRequest, held: int) -> int:
+        begun = request.state >= _IN_PROGRESS or request.context_current_position > 0
+        return 0 if begun or held else self.table_length(request.encoder_len)
+
+    def one_step(self, request: LlmRequest, two_step_lookahead: bool) -> int:
+        if request.state < _IN_PROGRESS and request.is_first_context_chunk:
+            return self.table_length(request.encoder_len)
+        return 0

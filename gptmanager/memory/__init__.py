@@ -1,0 +1,21 @@
+"""Tensors that outlive a step: the KV pool and the weights."""
+
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.weights import (
+    Place,
+    SafetensorsFolder,
+    StateDict,
+    TensorInfo,
+    TensorSource,
+    Weights,
+)
+
+__all__ = [
+    "KvPool",
+    "Place",
+    "SafetensorsFolder",
+    "StateDict",
+    "TensorInfo",
+    "TensorSource",
+    "Weights",
+]

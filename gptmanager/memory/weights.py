@@ -1,0 +1,305 @@
+"""`Weights`: a model's parameters, in storage that is owned here and filled by tensor name.
+
+Decides how a tensor reaches its storage: whole, or as rows of a fused parameter, transposed or
+not, converted to the storage's dtype while it is copied. The storage never moves, so whoever holds
+a parameter sees weights that are loaded later. Knows nothing of models: `Place`s tell which
+tensor belongs where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from gptmanager.errors import ConfigError
+
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MIN_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor of a checkpoint goes.
+
+    Rows `first_row` and on of `parameter`, as many as `num_rows` says (None: all). `transposed`:
+    the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
+    embeddings); this one may be missing, and where it is present it must be equal.
+    """
+
+    parameter: str
+    first_row: int = 0
+    num_rows: int | None = None
+    transposed: bool = False
+    twin: bool = False
+
+
+class TensorInfo(NamedTuple):
+    """What is known of a tensor before it is read; `dtype` as torch names it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorSource(Protocol):
+    """Named tensors to load from."""
+
+    def describe(self) -> Mapping[str, TensorInfo]: ...
+
+    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in slices along its first dimension: (first index, slice), all in order.
+
+        A slice is valid until the next one is asked for: it may lie in a mapped file.
+        """
+        ...
+
+
+class StateDict:
+    """Tensors that are in memory already. One that is no tensor: `ConfigError`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise ConfigError(f"{name}: a torch.Tensor is needed, got {type(tensor).__name__}")
+        self._tensors = tensors
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._tensors.items()
+        }
+
+    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self._tensors[name]
+
+
+class SafetensorsFolder:
+    """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
+
+    Files are memory-mapped. A page that was read stays resident as long as its mapping does, so
+    the mapping is renewed whenever `max_bytes` were read through it.
+    `ConfigError`: no safetensors, a broken file, a tensor in two files or not where the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tensors: dict[str, TensorInfo] = {}
+        self._files: dict[str, Path] = {}
+        self._mapped: Path | None = None
+        self._mapping: Any = None
+        self._bytes_read = 0
+        index = _read_index(folder)
+        names = {_SINGLE} if index is None else set(index.values())
+        for file in sorted(folder / name for name in names):
+            self._add_file(file)
+        for tensor, name in (index or {}).items():
+            if self._files.get(tensor) != folder / name:
+                raise ConfigError(f"{_INDEX}: tensor {tensor} is not in {name}")
+
+    def describe(self) -> Mapping[str, TensorInfo]:
+        return self._tensors
+
+    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+        shape, dtype = self._tensors[name]
+        row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
+        step = max(1, max_bytes // row_bytes)
+        for start in range(0, shape[0], step):
+            mapping = self._map(self._files[name], max_bytes)
+            piece = mapping.get_slice(name)[start : start + step]
+            self._bytes_read += piece.nbytes
+            yield start, piece
+            del piece, mapping  # or the old mapping would outlive the opening of the next
+
+    def close(self) -> None:
+        """Drop the mapping; reading opens one again."""
+        self._mapped = self._mapping = None
+
+    def _map(self, file: Path, max_bytes: int) -> Any:
+        if self._mapped != file or self._bytes_read >= max_bytes:
+            self.close()
+            self._mapping, self._mapped, self._bytes_read = _open(file), file, 0
+        return self._mapping
+
+    def _add_file(self, file: Path) -> None:
+        handle = _open(file)
+        for name in handle.offset_keys():
+            if name in self._files:
+                other = self._files[name].name
+                raise ConfigError(f"tensor {name} is in two files: {other} and {file.name}")
+            header = handle.get_slice(name)
+            dtype = header.get_dtype()
+            self._files[name] = file
+            self._tensors[name] = TensorInfo(
+                tuple(header.get_shape()), _SAFETENSORS_DTYPES.get(dtype, dtype)
+            )
+
+
+class Weights:
+    """Parameters by our names, filled from tensors by the checkpoint's names.
+
+    `places` says where each tensor goes; its name may come with `prefix` or without. Tensors
+    whose name matches `ignored` are passed over; any other that has no place is an error.
+    The first `load` makes the storage. `version` counts the loads, so that what was computed with
+    older weights can be told apart.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        places: Mapping[str, Place],
+        *,
+        prefix: str = "",
+        ignored: re.Pattern[str] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.version = 0
+        self._shapes = shapes
+        self._places = places
+        self._prefix = prefix
+        self._ignored = ignored
+        self._dtype, self._device = dtype, device
+        self._storage: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._storage[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._storage
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._storage.values())
+
+    def load(self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False) -> None:
+        """Copy tensors into their storage, converting the dtype; the storage stays where it is.
+
+        `partial`: tensors may be missing once all were loaded; what they fill is left as it is.
+        `ConfigError` names the tensors that are missing, unknown, double, misshapen, not of a
+        floating dtype (nothing is allocated or copied then), or not equal to their twin.
+        """
+        source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
+        found = source.describe()
+        names = self._names(found)
+        if not (partial and self.version):
+            twins = {name for name, place in self._places.items() if place.twin}
+            _refuse("tensors are missing", self._places.keys() - names.keys() - twins)
+        for name, given in names.items():
+            _check(given, found[given], self._expected_shape(self._places[name]))
+        if not self._storage:
+            self._storage = {
+                name: torch.empty(shape, dtype=self._dtype, device=self._device)
+                for name, shape in self._shapes.items()
+            }
+        self._copy_all(source, names)
+        self.version += 1
+
+    def _copy_all(self, source: TensorSource, names: Mapping[str, str]) -> None:
+        # twins are compared, so what they are compared with must be there
+        order = sorted(names, key=lambda name: self._places[name].twin)
+        total = sum(self._region(self._places[name]).nbytes for name in names)
+        max_bytes = max(_MIN_PIECE_BYTES, self.nbytes // 16)
+        with (
+            torch.no_grad(),
+            # drawn only for loads of more than a second, on a terminal
+            tqdm(
+                total=total, desc="weights", unit="B", unit_scale=True, delay=1.0, disable=None
+            ) as progress,
+        ):
+            for name in order:
+                for start, piece in source.pieces(names[name], max_bytes):
+                    self._copy(names[name], self._places[name], start, piece)
+                    progress.update(piece.numel() * self._dtype.itemsize)
+
+    def _names(self, given_names: Iterable[str]) -> dict[str, str]:
+        """The places' names -> the names as given."""
+        names: dict[str, str] = {}
+        unknown = []
+        for given in given_names:
+            name = given if given in self._places else self._prefix + given
+            if name in names:
+                raise ConfigError(f"tensor {name} is there twice: as {names[name]} and as {given}")
+            if name in self._places:
+                names[name] = given
+            elif self._ignored is None or not self._ignored.search(given):
+                unknown.append(given)
+        _refuse("tensors are unknown", unknown)
+        return names
+
+    def _expected_shape(self, place: Place) -> tuple[int, ...]:
+        shape = self._shapes[place.parameter]
+        num_rows = shape[0] - place.first_row if place.num_rows is None else place.num_rows
+        shape = (num_rows, *shape[1:])
+        return shape[::-1] if place.transposed else shape
+
+    def _region(self, place: Place) -> Tensor:
+        """The part of the storage that the tensor fills, in the checkpoint's orientation."""
+        rows = self._storage[place.parameter][place.first_row :][: place.num_rows]
+        return rows.t() if place.transposed else rows
+
+    def _copy(self, name: str, place: Place, start: int, piece: Tensor) -> None:
+        region = self._region(place)[start : start + len(piece)]
+        if not place.twin:
+            region.copy_(piece)
+        elif not torch.equal(region, piece.to(region)):
+            raise ConfigError(
+                f"tensor {name} differs from {place.parameter}, to which the config ties it "
+                "(tie_word_embeddings)"
+            )
+
+
+def _check(name: str, found: TensorInfo, expected: tuple[int, ...]) -> None:
+    if found.shape != expected:
+        raise ConfigError(
+            f"tensor {name} has shape {list(found.shape)}, the config asks for {list(expected)}"
+        )
+    if found.dtype not in _SAFETENSORS_DTYPES.values():
+        needed = ", ".join(_SAFETENSORS_DTYPES.values())
+        raise ConfigError(f"tensor {name} has dtype {found.dtype}; needed is one of {needed}")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> file name; None: the checkpoint is a single file."""
+    if (folder / _SINGLE).exists():
+        return None
+    file = folder / _INDEX
+    if not file.exists():
+        text = f"{folder} holds neither {_SINGLE} nor {_INDEX}"
+        pickles = sorted(file.name for file in folder.glob("*.bin"))
+        if pickles:
+            text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
+        raise ConfigError(text)
+    try:
+        index = dict(json.loads(file.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error!r}") from error
+    for name in index.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(f"{file}: weight_map names {name!r}, a file of the folder is needed")
+    return index
+
+
+def _refuse(what: str, names: Collection[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:8])
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise ConfigError(f"{what}: {shown}{more}")

@@ -1,0 +1,32 @@
+"""`Batch`: the packed inputs of one forward pass, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """T tokens of R sequences ("rows"), S of which yield a token; context rows come first.
+
+    `token_ids` int64 `[T]`; `positions` int64 `[T]`, absolute.
+    `row_starts` int32 `[R + 1]`: row r owns the packed tokens `row_starts[r]:row_starts[r + 1]`.
+    `kv_lengths` int32 `[R]`: positions in the KV cache once this step's are written.
+    `slots` int32 `[R]`: the row's line in `block_tables` int32 `[slots, blocks]` and in
+    `token_table` int32 `[slots, max_seq_len]` (all tokens known so far, this step's included).
+    `sample_index` int64 `[S]`: the packed token whose logits are wanted, for each sampling row.
+    `sample_rows` int64 `[S]`: that token's row.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    row_starts: Tensor
+    kv_lengths: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    token_table: Tensor
+    sample_index: Tensor
+    sample_rows: Tensor
+    num_context_rows: int

@@ -1,0 +1,355 @@
+"""Families of checkpoints, as a table: what a `config.json` and its tensors' names mean.
+
+Decides which config fields are honored and which values are refused; knows nothing of how the
+network runs or how tensors are read.
+
+A field that changes the mathematics is honored, or refused with a `ConfigError` that names it.
+Ignored are the fields about training (dropouts, initializer_range, ...), generation (token ids,
+use_cache, ...), bookkeeping (architectures, transformers_version, auto_map, ...), task heads
+(summary_*, id2label, ...), and those that only reorder the arithmetic (pretraining_tp,
+reorder_and_upcast_attn). An absent field has the default that transformers gives it; sizes must
+be there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from gptmanager.errors import ConfigError
+from gptmanager.memory.weights import Place
+from gptmanager.models.fields import Fields
+from gptmanager.models.layers import ModelSpec, parameter_shapes
+from gptmanager.models.rope import read_rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one `model_type` apart.
+
+    `prefix`: of tensor names, which a checkpoint may leave out. `tensors`: module of the
+    checkpoint -> ours, and its part where several are fused. `ignored`: tensors without a meaning.
+    `spellings`: our name of a config field -> theirs. `defaults`: by our names. `*_bias`: always,
+    never, or as a field says. `windows`: which layers a sliding window concerns. `transposed`:
+    layers hold their matrices as [in, out].
+    """
+
+    prefix: str
+    tensors: Mapping[str, tuple[str, str | None]]
+    ignored: re.Pattern[str]
+    spellings: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    activations: Mapping[str, Activation]
+    norm: Literal["rms", "layer"] = "rms"
+    rotary: bool = True
+    qk_norm: bool = False
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    windows: Literal["none", "all", "some"] = "none"
+    transposed: bool = False
+
+
+_LLAMA = Family(
+    prefix="model.",
+    tensors={
+        "model.embed_tokens": ("embedding", None),
+        "model.layers.{}.input_layernorm": ("attention_norm", None),
+        "model.layers.{}.self_attn.q_proj": ("qkv", "q"),
+        "model.layers.{}.self_attn.k_proj": ("qkv", "k"),
+        "model.layers.{}.self_attn.v_proj": ("qkv", "v"),
+        "model.layers.{}.self_attn.q_norm": ("q_norm", None),
+        "model.layers.{}.self_attn.k_norm": ("k_norm", None),
+        "model.layers.{}.self_attn.o_proj": ("out", None),
+        "model.layers.{}.post_attention_layernorm": ("mlp_norm", None),
+        "model.layers.{}.mlp.gate_proj": ("up", "gate"),
+        "model.layers.{}.mlp.up_proj": ("up", "up"),
+        "model.layers.{}.mlp.down_proj": ("down", None),
+        "model.norm": ("final_norm", None),
+        "lm_head": ("lm_head", None),
+    },
+    ignored=re.compile(r"(^|\.)rotary_emb\.inv_freq$"),
+    spellings={"norm_eps": "rms_norm_eps"},
+    defaults={
+        "hidden_act": "silu",
+        "norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+    },
+    activations={"silu": "silu", "swish": "silu"},
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
+_MISTRAL_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+_QWEN_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_MISTRAL = replace(
+    _LLAMA,
+    defaults={**_LLAMA.defaults, **_MISTRAL_DEFAULTS},
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    windows="all",
+)
+_QWEN2 = replace(
+    _MISTRAL,
+    defaults={**_LLAMA.defaults, **_QWEN_DEFAULTS},
+    qkv_bias=True,
+    windows="some",
+)
+_QWEN3 = replace(
+    _QWEN2,
+    defaults={**_QWEN2.defaults, "head_dim": 128},
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+)
+_GPT2 = Family(
+    prefix="transformer.",
+    tensors={
+        "transformer.wte": ("embedding", None),
+        "transformer.wpe": ("positions", None),
+        "transformer.h.{}.ln_1": ("attention_norm", None),
+        "transformer.h.{}.attn.c_attn": ("qkv", None),
+        "transformer.h.{}.attn.c_proj": ("out", None),
+        "transformer.h.{}.ln_2": ("mlp_norm", None),
+        "transformer.h.{}.mlp.c_fc": ("up", None),
+        "transformer.h.{}.mlp.c_proj": ("down", None),
+        "transformer.ln_f": ("final_norm", None),
+        "lm_head": ("lm_head", None),
+    },
+    ignored=re.compile(r"(^|\.)h\.\d+\.attn\.(bias|masked_bias)$"),
+    spellings={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": "n_inner",
+        "hidden_act": "activation_function",
+        "norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "hidden_act": "gelu_new",
+        "norm_eps": 1e-5,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+    },
+    activations={
+        "gelu": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+    },
+    norm="layer",
+    rotary=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    transposed=True,
+)
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "gpt2": _GPT2,
+}
+
+# Fields that change the mathematics of relatives of these families -> the value that does not.
+_NEUTRAL: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "attn_logit_softcapping": None,
+    "clip_qkv": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "logits_scaling": 1.0,
+    "num_experts": 0,
+    "num_local_experts": 0,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "residual_multiplier": 1.0,
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_spec(
+    config: Mapping[str, Any],
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_seq_len: int | None = None,
+) -> ModelSpec:
+    """The network that a `config.json` describes.
+
+    `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`. It
+    bounds the positions, and decides once which of longrope's factors hold.
+    """
+    name = config.get("model_type")
+    if name not in [*FAMILIES]:
+        raise ConfigError(f"config.json: model_type = {name!r}: needed is one of {[*FAMILIES]}")
+    family = FAMILIES[name]
+    fields = Fields(config, family.defaults, family.spellings)
+    _refuse_unsupported(fields, family)
+    hidden, num_layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    num_heads, num_kv_heads, head_dim = _read_heads(fields, hidden, family.rotary)
+    max_seq_len = _read_max_seq_len(fields, family.rotary, max_seq_len)
+    return ModelSpec(
+        family=name,
+        vocab_size=fields.size("vocab_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size", None if family.rotary else 4 * hidden),
+        max_position_embeddings=fields.size("max_position_embeddings"),
+        max_seq_len=max_seq_len,
+        dtype=_read_dtype(fields, dtype),
+        norm=family.norm,
+        norm_eps=fields.number("norm_eps"),
+        activation=family.activations[fields.get("hidden_act")],
+        rope=read_rope(fields, head_dim, max_seq_len) if family.rotary else None,
+        qk_norm=family.qk_norm,
+        qkv_bias=_read_bias(fields, family.qkv_bias),
+        out_bias=_read_bias(fields, family.out_bias),
+        mlp_bias=_read_bias(fields, family.mlp_bias),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        windows=_read_windows(fields, family.windows, num_layers, max_seq_len),
+        attention_scales=_read_scales(fields, head_dim, num_layers),
+    )
+
+
+def place_tensors(spec: ModelSpec) -> dict[str, Place]:
+    """Every tensor of a checkpoint of this network -> where it goes in `parameter_shapes`."""
+    family = FAMILIES[spec.family]
+    shapes = parameter_shapes(spec)
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    width = spec.intermediate_size
+    parts: dict[str | None, tuple[int, int | None]] = {
+        None: (0, None),
+        "q": (0, queries),
+        "k": (queries, keys),
+        "v": (queries + keys, keys),
+        "gate": (0, width),
+        "up": (width, width),
+    }
+    places: dict[str, Place] = {}
+    for theirs, (ours, part) in family.tensors.items():
+        in_layers = "{}" in theirs
+        for layer in range(spec.num_layers if in_layers else 1):
+            for kind in ("weight", "bias"):
+                parameter = f"layers.{layer}.{ours}.{kind}" if in_layers else f"{ours}.{kind}"
+                if parameter in shapes:
+                    is_matrix = in_layers and len(shapes[parameter]) == 2
+                    places[f"{theirs.format(layer)}.{kind}"] = Place(
+                        parameter, *parts[part], transposed=family.transposed and is_matrix
+                    )
+    if spec.tied_embeddings:
+        places["lm_head.weight"] = Place("embedding.weight", twin=True)
+    return places
+
+
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    for field, neutral in _NEUTRAL.items():
+        if fields.get(field) not in (None, neutral):
+            raise fields.error(field, "not supported")
+    if fields.get("hidden_act") not in [*family.activations]:
+        raise fields.error("hidden_act", f"needed is one of {[*family.activations]}")
+
+
+def _read_heads(fields: Fields, hidden: int, rotary: bool) -> tuple[int, int, int]:
+    """(query heads, KV heads, head dim)."""
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of the {heads} query heads is needed")
+    if fields.get("head_dim") is None and hidden % heads:
+        raise fields.error(
+            "num_attention_heads", f"a divisor of the hidden size {hidden} is needed"
+        )
+    head_dim = fields.size("head_dim", hidden // heads)
+    if rotary and head_dim % 2:
+        raise fields.error("head_dim", f"{head_dim} is odd, rotation needs pairs")
+    return heads, kv_heads, head_dim
+
+
+def _read_max_seq_len(fields: Fields, rotary: bool, max_seq_len: int | None) -> int:
+    max_positions = fields.size("max_position_embeddings")
+    if max_seq_len is None:
+        return max_positions
+    if max_seq_len < 1:
+        raise ConfigError(f"max_seq_len = {max_seq_len}: a positive integer is needed")
+    if max_seq_len > max_positions and not rotary:
+        raise ConfigError(
+            f"max_seq_len = {max_seq_len}: the checkpoint has learned positions for {max_positions}"
+        )
+    return max_seq_len
+
+
+def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
+    source = "dtype"
+    if dtype is None:
+        source = "torch_dtype" if fields.get("dtype") is None else "dtype"
+        dtype = fields.get(source) or "float32"
+        source = f"config.json: {source}"
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"{source} = {name!r}: needed is one of {list(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _read_bias(fields: Fields, bias: bool | str) -> bool:
+    return fields.flag(bias) if isinstance(bias, str) else bias
+
+
+def _read_scales(fields: Fields, head_dim: int, num_layers: int) -> tuple[float, ...]:
+    scale = head_dim**-0.5 if fields.flag("scale_attn_weights", if_null=True) else 1.0
+    if fields.flag("scale_attn_by_inverse_layer_idx"):
+        return tuple(scale / (layer + 1) for layer in range(num_layers))
+    return (scale,) * num_layers
+
+
+def _read_windows(
+    fields: Fields, concerned: Literal["none", "all", "some"], num_layers: int, max_seq_len: int
+) -> tuple[int | None, ...]:
+    """A window for each layer; one that no position can leave is none."""
+    window = None
+    if fields.get("sliding_window") is not None:
+        if concerned == "none":
+            raise fields.error("sliding_window", "not supported in this family")
+        if concerned == "all" or fields.flag("use_sliding_window"):
+            window = fields.size("sliding_window")
+    first = num_layers if window is None else 0
+    if window is not None and concerned == "some":
+        first = fields.count("max_window_layers")
+    types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    given = types if fields.get("layer_types") is None else fields.get("layer_types")
+    possible = ["full_attention", "sliding_attention"][: 1 if window is None else 2]
+    if given != types and (
+        concerned != "some"
+        or not isinstance(given, list)
+        or len(given) != num_layers
+        or not all(kind in possible for kind in given)
+    ):
+        need = f"needed are {num_layers} of {possible}" if concerned == "some" else "not supported"
+        raise fields.error("layer_types", need)
+    if window is not None and window >= max_seq_len:
+        window = None
+    return tuple(window if kind == "sliding_attention" else None for kind in given)

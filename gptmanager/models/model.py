@@ -1,0 +1,122 @@
+"""`Model`: what an executor runs; `load_model` makes one of a checkpoint.
+
+Decides where a checkpoint is read from; knows nothing of scheduling, sampling and requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.reference import Kernels
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.weights import SafetensorsFolder, Weights
+from gptmanager.models.batch import Batch
+from gptmanager.models.families import FAMILIES, place_tensors, read_spec
+from gptmanager.models.layers import Decoder, ModelSpec, parameter_shapes
+
+Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
+
+
+class Model(Protocol):
+    """A network that reads and writes a paged KV cache."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
+        """Write the batch's keys and values to the pool.
+
+        Returns float32 logits `[S, vocab]`, a row for each of `batch.sample_index`.
+        """
+        ...
+
+
+class CheckpointModel:
+    """A `Model` with weights of a checkpoint.
+
+    `weights.load(tensors)` replaces them in place, by the checkpoint's tensor names; what was
+    computed with the old ones, the KV cache included, is then stale.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, kernels: Kernels, device: torch.device | str
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._decoder = Decoder(spec, weights, kernels, device)
+
+    def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
+        with torch.inference_mode():
+            return self._decoder.forward(batch, kv_pool)
+
+
+def load_model(
+    source: Source,
+    *,
+    kernels: Kernels,
+    device: torch.device | str = "cpu",
+    dtype: str | torch.dtype | None = None,
+    max_seq_len: int | None = None,
+) -> CheckpointModel:
+    """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
+
+    `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
+    `ConfigError` names the config field or the tensor that cannot be used. At the peak the
+    memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
+    mapped files.
+    """
+    if isinstance(source, tuple):
+        config, state_dict = _check_pair(source)
+        folder = None
+    else:
+        config = _read_config(Path(source))
+        folder = SafetensorsFolder(Path(source))
+    spec = read_spec(config, dtype=dtype, max_seq_len=max_seq_len)
+    family = FAMILIES[spec.family]
+    weights = Weights(
+        parameter_shapes(spec),
+        place_tensors(spec),
+        prefix=family.prefix,
+        ignored=family.ignored,
+        dtype=spec.dtype,
+        device=device,
+    )
+    if folder is None:
+        weights.load(state_dict)
+    else:
+        weights.load(folder)
+        folder.close()
+    return CheckpointModel(spec, weights, kernels, device)
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"model_path = {str(folder)!r}: a checkpoint folder with a config.json is needed "
+            f"({error.strerror}: {file})"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: an object is needed")
+    return config
+
+
+def _check_pair(source: tuple[Any, ...]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+    if len(source) != 2 or not all(isinstance(part, Mapping) for part in source):
+        kinds = ", ".join(type(part).__name__ for part in source)
+        raise ConfigError(
+            f"model_path = ({kinds}): needed is a folder or (config dict, state dict)"
+        )
+    return source

@@ -1,0 +1,203 @@
+"""Rotary positions: the variants, from their config fields to the table of cosines and sines.
+
+Decides which scalings exist and what they compute; knows nothing of how a table is applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gptmanager.models.fields import Fields
+
+_COMMON = frozenset(
+    "rope_type type rope_theta original_max_position_embeddings partial_rotary_factor "
+    "finetuned".split()
+)
+_KINDS: Mapping[str, frozenset[str]] = {
+    "default": _COMMON,
+    "linear": _COMMON | {"factor"},
+    "llama3": _COMMON | {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": _COMMON.union(
+        "factor attention_factor beta_fast beta_slow truncate mscale mscale_all_dim".split()
+    ),
+    "longrope": _COMMON | {"factor", "attention_factor", "short_factor", "long_factor"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions: how fast each pair of a head's dimensions turns.
+
+    `kind`: default, linear, llama3, yarn, or longrope, whose `divisors` `[head_dim / 2]` are
+    chosen already. Cosines and sines are multiplied by `attention_factor`.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+
+
+def read_rope(fields: Fields, head_dim: int, max_seq_len: int) -> Rope:
+    """The rope of a config: `rope_parameters`, or `rope_scaling` beside `rope_theta`.
+
+    `max_seq_len` decides once which of longrope's two lists of factors holds.
+    """
+    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:
+        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {parameters!r}")
+    values = scaling or parameters or {}
+    label = "rope_scaling" if scaling else "rope_parameters"
+    if not isinstance(values, Mapping):
+        raise fields.error(label, "an object is needed")
+    original = fields.get("original_max_position_embeddings")
+    if original is not None:  # beside the rope's own fields it wins, as in transformers
+        values = {**values, "original_max_position_embeddings": original}
+    max_positions = fields.size("max_position_embeddings")
+    rope = Fields(
+        values,
+        {
+            "rope_type": values.get("type") or "default",
+            "rope_theta": fields.get("rope_theta"),
+            "original_max_position_embeddings": max_positions,
+        },
+        {} if "rope_type" in values else {"rope_type": "type"},
+        f"config.json: {label}.",
+    )
+    kind = rope.get("rope_type")
+    if kind not in [*_KINDS]:
+        raise rope.error("rope_type", f"needed is one of {[*_KINDS]}")
+    for field, value in values.items():
+        if value is not None and field not in _KINDS[kind]:
+            raise rope.error(field, f"not supported with the rope type {kind!r}")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise rope.error("partial_rotary_factor", "not supported")
+    return _scale_rope(rope, kind, head_dim, max_positions, max_seq_len)
+
+
+def rope_table(
+    rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """float32 `[num_positions, head_dim]`: cosines of the head_dim / 2 angles, then the sines."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, _inverse_frequencies(rope, head_dim))
+    table = torch.empty(num_positions, head_dim)
+    torch.cos(angles, out=table[:, : head_dim // 2])
+    torch.sin(angles, out=table[:, head_dim // 2 :])
+    return table.mul_(rope.attention_factor).to(device)
+
+
+def _scale_rope(
+    rope: Fields, kind: str, head_dim: int, max_positions: int, max_seq_len: int
+) -> Rope:
+    plain = Rope(kind, theta=rope.number("rope_theta"))
+    if plain.theta <= 1:
+        raise rope.error("rope_theta", "more than 1 is needed")
+    if kind == "default":
+        return plain
+    original = rope.size("original_max_position_embeddings")
+    if original == 1:
+        raise rope.error("original_max_position_embeddings", "more than 1 is needed")
+    implied = max_positions / original if kind in ("yarn", "longrope") else None
+    plain = replace(plain, factor=rope.number("factor", implied), original_max_positions=original)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise rope.error("high_freq_factor", f"more than low_freq_factor {low} is needed")
+        return replace(plain, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        return replace(
+            plain,
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            truncate=rope.flag("truncate", if_null=True),
+            attention_factor=rope.number("attention_factor", _yarn_attention(rope, plain.factor)),
+        )
+    if kind == "longrope":
+        stretch = math.log(plain.factor) / math.log(original) if plain.factor > 1 else 0.0
+        return replace(
+            plain,
+            divisors=_read_divisors(rope, head_dim, is_long=max_seq_len > original),
+            attention_factor=rope.number("attention_factor", math.sqrt(1 + stretch)),
+        )
+    return plain
+
+
+def _yarn_attention(rope: Fields, factor: float) -> float:
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+    return temperature(1.0)
+
+
+def _read_divisors(rope: Fields, head_dim: int, *, is_long: bool) -> tuple[float, ...]:
+    for field in ("short_factor", "long_factor"):
+        values = rope.get(field)
+        if not isinstance(values, list) or len(values) != head_dim // 2:
+            raise rope.error(field, f"a list of {head_dim // 2} numbers is needed")
+        if not all(isinstance(value, (int, float)) and value > 0 for value in values):
+            raise rope.error(field, "positive numbers are needed")
+    return tuple(float(value) for value in rope.get("long_factor" if is_long else "short_factor"))
+
+
+def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians a position, float32 `[head_dim / 2]`.
+
+    The order of the operations is that of transformers: at position 100,000 the last bit of a
+    frequency is worth 0.01 radians.
+    """
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, frequencies)
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
+    if rope.kind == "longrope":
+        powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        return 1.0 / (torch.tensor(rope.divisors) * powers)
+    return frequencies
+
+
+def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    length = rope.original_max_positions
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    wave_lengths = 2 * math.pi / frequencies
+    share = (length / wave_lengths - low) / (high - low)
+    between = (1 - share) * frequencies / rope.factor + share * frequencies
+    stretched = torch.where(wave_lengths > length / low, frequencies / rope.factor, frequencies)
+    is_between = (wave_lengths >= length / high) & (wave_lengths <= length / low)
+    return torch.where(is_between, between, stretched)
+
+
+def _yarn(rope: Rope, head_dim: int) -> Tensor:
+    """Dimensions that turn often within the original length are kept, slow ones stretched."""
+
+    def dimension(turns: float) -> float:
+        ratio = rope.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept

@@ -1,0 +1,115 @@
+"""The tensors of responses, in the order of the contract's table.
+
+Knows what a request has generated and sent; never decides when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from gptmanager.active import ActiveRequest
+from gptmanager.api import NamedTensor
+from gptmanager.config import FinishReason
+
+# the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
+REQUEST_METRICS = (
+    "queue_s",  # until its first computation
+    "first_token_s",
+    "last_token_s",
+    "pauses",
+    "cached_tokens",  # prompt tokens taken from the KV cache instead of computed
+    "prompt_tokens",
+    "generated_tokens",  # end_id and stop words included
+)
+
+# sent whenever logits were not asked for: the contract's dummies, shared by all responses
+_NO_LOGITS = (
+    NamedTensor("context_logits", torch.zeros(1, 1, 1)),
+    NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1)),
+)
+
+
+def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:
+    """One response for each request: its last token, which is the only one not sent yet.
+
+    One tensor a step, unbound into views: a tensor per value would cost 2.6 us each.
+    """
+    rows = len(requests)
+    tokens = torch.tensor([request.tokens[-1] for request in requests], dtype=torch.int32)
+    offsets = torch.tensor(
+        [request.num_sent - request.orig_prompt_len for request in requests], dtype=torch.int32
+    )
+    for request in requests:
+        request.num_sent += 1
+    return [
+        [
+            NamedTensor("output_ids", token),
+            NamedTensor("sequence_length", length),
+            NamedTensor("output_offset", offset),
+        ]
+        for token, length, offset in zip(
+            tokens.view(rows, 1, 1, 1).unbind(),
+            torch.ones((rows, 1, 1), dtype=torch.int32).unbind(),
+            offsets.view(rows, 1).unbind(),
+            strict=True,
+        )
+    ]
+
+
+def stream_tokens(request: ActiveRequest, end: int) -> list[NamedTensor]:
+    """The tokens of `request` that have not been sent, up to history position `end`."""
+    start, request.num_sent = request.num_sent, end
+    return _delta(request, start, end)
+
+
+def final(request: ActiveRequest, reason: FinishReason, output_end: int) -> list[NamedTensor]:
+    """The final response; output is the history up to position `output_end`."""
+    if request.is_streaming:
+        tensors = _delta(request, request.num_sent, max(output_end, request.num_sent))
+    else:
+        tensors = _whole(request, output_end)
+    return [
+        *tensors[:2],
+        *_NO_LOGITS,
+        *tensors[2:],
+        NamedTensor("finish_reasons", torch.tensor([[reason]], dtype=torch.int32)),
+        NamedTensor("request_metrics", _metrics(request)),
+    ]
+
+
+def _delta(request: ActiveRequest, start: int, end: int) -> list[NamedTensor]:
+    tokens = request.tokens[start:end]
+    return [
+        NamedTensor("output_ids", torch.tensor([[tokens]], dtype=torch.int32)),
+        NamedTensor("sequence_length", torch.tensor([[len(tokens)]], dtype=torch.int32)),
+        NamedTensor("output_offset", torch.tensor([start - request.orig_prompt_len]).int()),
+    ]
+
+
+def _whole(request: ActiveRequest, output_end: int) -> list[NamedTensor]:
+    start = request.orig_prompt_len if request.exclude_input else 0
+    tokens = request.tokens[start:output_end]
+    output_ids = torch.full((1, 1, request.length_limit - start), request.pad_id, dtype=torch.int32)
+    output_ids[0, 0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    return [
+        NamedTensor("output_ids", output_ids),
+        NamedTensor("sequence_length", torch.tensor([[len(tokens)]], dtype=torch.int32)),
+    ]
+
+
+def _metrics(request: ActiveRequest) -> torch.Tensor:
+    arrival = request.arrival_time
+    times = (request.first_scheduled, request.first_token, request.last_token)
+    return torch.tensor(
+        [
+            *(math.nan if time is None else time - arrival for time in times),
+            request.pause_count,
+            0,
+            request.orig_prompt_len,
+            len(request.tokens) - request.orig_prompt_len,
+        ],
+        dtype=torch.float64,
+    )

@@ -1,0 +1,30 @@
+"""Who runs: policies in pure Python, each constructible and steppable alone."""
+
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList, insert_by_priority
+from gptmanager.scheduler.capacity import (
+    CapacityScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxRequestsScheduler,
+    MaxUtilizationScheduler,
+    StaticBatchScheduler,
+)
+from gptmanager.scheduler.micro_batch import MicroBatchScheduler
+from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput, SimpleScheduler
+
+__all__ = [
+    "CapacityScheduler",
+    "GuaranteedNoEvictScheduler",
+    "KvCacheManager",
+    "LlmRequest",
+    "LlmRequestState",
+    "MaxRequestsScheduler",
+    "MaxUtilizationScheduler",
+    "MicroBatchScheduler",
+    "RequestList",
+    "RequestScheduler",
+    "SchedulerOutput",
+    "SimpleScheduler",
+    "StaticBatchScheduler",
+    "insert_by_priority",
+]

@@ -1,0 +1,300 @@
+"""Which active requests get memory in an iteration.
+
+Decides from states, block counts and adapter pages alone. Knows nothing of token budgets, of
+chunks to run, or of batches in flight (`micro_batch` decides those), and allocates nothing: it
+compares what the KV cache manager says that a request needs with what is free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar, Protocol
+
+from gptmanager.errors import ConfigError
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+
+
+class PeftCacheManager(Protocol):
+    """What a capacity scheduler asks of a cache of LoRA adapters. Counts in pages."""
+
+    def get_max_device_pages(self) -> int:
+        """Pages of the whole cache."""
+
+    def determine_num_pages(self, lora_task_id: int) -> int:
+        """Pages that one adapter takes, however many requests share it."""
+
+
+class CapacityScheduler(ABC):
+    """A policy: which of the active requests get memory now. Subclass it to write another one."""
+
+    # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
+    no_schedule_until_state: ClassVar[LlmRequestState] = LlmRequestState.CONTEXT_INIT
+    no_schedule_after_state: ClassVar[LlmRequestState] = LlmRequestState.GENERATION_COMPLETE
+
+    @abstractmethod
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        """The fitting requests and the requests to pause, each in the order of the decision.
+
+        `active_requests` stands in scheduling order, highest rank first, and is not changed.
+        """
+
+    def schedulable(self, active_requests: RequestList) -> RequestList:
+        """The requests whose state permits scheduling, in order."""
+        first, end = self.no_schedule_until_state, self.no_schedule_after_state
+        # the frequent states first: membership is decided by identity where it holds
+        members = (_IN_PROGRESS, _CONTEXT_INIT, _TO_COMPLETE, *LlmRequestState)
+        states = tuple(dict.fromkeys(state for state in members if first <= state < end))
+        return [request for request in active_requests if request.state in states]
+
+
+class MaxRequestsScheduler(CapacityScheduler):
+    """The first `max_num_requests` schedulable requests: for models without a KV cache."""
+
+    def __init__(self, max_num_requests: int) -> None:
+        self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        return self.schedulable(active_requests)[: self.max_num_requests], []
+
+
+class _KvCapacityScheduler(CapacityScheduler):
+    """What the policies over a KV cache are constructed from."""
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        kv_cache_manager: KvCacheManager,
+        *,
+        cross_kv_cache_manager: KvCacheManager | None = None,
+        peft_cache_manager: PeftCacheManager | None = None,
+        two_step_lookahead: bool = False,
+    ) -> None:
+        self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
+        self.kv_cache_manager = kv_cache_manager
+        self.cross_kv_cache_manager = cross_kv_cache_manager
+        self.peft_cache_manager = peft_cache_manager
+        self.two_step_lookahead = two_step_lookahead
+
+
+class GuaranteedNoEvictScheduler(_KvCapacityScheduler):
+    """A request starts only when the blocks of its whole life are free, and is never paused.
+
+    Generating requests are always taken and reserve what they may still need. Then contexts are
+    taken in order; the first whose blocks are not there stops admission, so that a large request
+    is not overtaken for ever. One whose adapter does not fit is passed over alone. A whole life
+    covers any number of steps: `two_step_lookahead` changes nothing.
+    """
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        schedulable = self.schedulable(active_requests)
+        fitting = self._running(schedulable)
+        if len(fitting) < min(self.max_num_requests, len(schedulable)):
+            self._admit(schedulable, fitting)
+        return fitting, []
+
+    def _running(self, schedulable: RequestList) -> RequestList:
+        """The generating requests, as many as may run."""
+        running = [
+            request
+            for request in schedulable
+            if (state := request.state) is _IN_PROGRESS or state is _TO_COMPLETE
+        ]
+        return running[: self.max_num_requests]
+
+    def _admit(self, schedulable: RequestList, fitting: RequestList) -> None:
+        """Append to `fitting`, which holds the running requests, the contexts that fit beside."""
+        max_num_requests = self.max_num_requests
+        needed_to_completion = self.kv_cache_manager.get_remaining_blocks_to_completion
+        free_blocks = _unreserved_blocks(self.kv_cache_manager, fitting)
+        cross = self.cross_kv_cache_manager
+        free_cross_blocks = 0 if cross is None else _unreserved_blocks(cross, fitting)
+        pages = _AdapterPages(self.peft_cache_manager, fitting)
+        for request in schedulable:
+            if request.state is not _CONTEXT_INIT:
+                continue
+            if len(fitting) >= max_num_requests:
+                break
+            needed = needed_to_completion(request)
+            needed_cross = 0 if cross is None else cross.get_remaining_blocks_to_completion(request)
+            if needed > free_blocks or needed_cross > free_cross_blocks:
+                break
+            if request.lora_task_id is None or pages.take(request.lora_task_id):
+                fitting.append(request)
+                free_blocks -= needed
+                free_cross_blocks -= needed_cross
+
+
+class StaticBatchScheduler(GuaranteedNoEvictScheduler):
+    """As GUARANTEED_NO_EVICT, but a batch is filled only when the one before it has ended."""
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        schedulable = self.schedulable(active_requests)
+        fitting = self._running(schedulable)
+        if not fitting:
+            self._admit(schedulable, fitting)
+        return fitting, []
+
+
+class MaxUtilizationScheduler(_KvCapacityScheduler):
+    """A request is taken when the blocks of its next step are free; others are paused for it.
+
+    On a misfit the last started request, from the end of the list back to the misfit itself, is
+    paused, and the walk then ends before it. Requests taken earlier in the walk are safe.
+    `cross_kv_cache_manager` is not consulted.
+
+    Two guards against thrash, off by default. `max_pauses`: a request paused that often is exempt;
+    it is paused again only if a started request cannot go on otherwise and there is no other
+    victim. `resume_headroom_blocks`: beside others, a paused request starts again only if so many
+    blocks stay free, and pauses nobody for it. Under the guards started requests behind a victim
+    or a misfit are still walked, but nothing new starts there.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        kv_cache_manager: KvCacheManager,
+        *,
+        cross_kv_cache_manager: KvCacheManager | None = None,
+        peft_cache_manager: PeftCacheManager | None = None,
+        two_step_lookahead: bool = False,
+        max_pauses: int | None = None,
+        resume_headroom_blocks: int = 0,
+    ) -> None:
+        super().__init__(
+            max_num_requests,
+            kv_cache_manager,
+            cross_kv_cache_manager=cross_kv_cache_manager,
+            peft_cache_manager=peft_cache_manager,
+            two_step_lookahead=two_step_lookahead,
+        )
+        self.max_pauses = None if max_pauses is None else at_least(0, "max_pauses", max_pauses)
+        self.resume_headroom_blocks = at_least(0, "resume_headroom_blocks", resume_headroom_blocks)
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        kv_cache_manager = self.kv_cache_manager
+        kv_cache_manager.start_scheduling()
+        needed_one_step = kv_cache_manager.get_needed_blocks_one_step
+        has_free_blocks = kv_cache_manager.scheduling_has_free_blocks
+        max_num_requests, lookahead = self.max_num_requests, self.two_step_lookahead
+        pages = _AdapterPages(self.peft_cache_manager)
+        walk = self.schedulable(active_requests)
+        fitting: RequestList = []
+        paused: RequestList = []
+        blocks = position = 0
+        while position < len(walk):
+            request = walk[position]
+            if request.pause_count and fitting and self._lacks_headroom(request, blocks):
+                walk[position:] = filter(_is_started, walk[position:])
+                continue
+            if len(fitting) < max_num_requests:
+                needed = needed_one_step(request, lookahead)
+                # `blocks` alone was found free before, and since then only more became free
+                if (not needed or has_free_blocks(blocks + needed)) and (
+                    request.lora_task_id is None or pages.take(request.lora_task_id)
+                ):
+                    fitting.append(request)
+                    blocks += needed
+                    position += 1
+                    continue
+            self._make_room(walk, position, paused)
+        return fitting, paused
+
+    def _make_room(self, walk: RequestList, position: int, paused: RequestList) -> None:
+        """Cut `walk` short because the request at `position` does not fit; pause a victim if any.
+
+        The victim, or without one the misfit, leaves the walk with all behind it but those that
+        `max_pauses` spared.
+        """
+        cut, spared = self._find_victim(walk, position)
+        if cut is None:
+            cut = position
+        else:
+            victim = walk[cut]
+            paused.append(victim)
+            self.kv_cache_manager.scheduling_remove_sequence(victim.request_id)
+        walk[cut:] = spared
+
+    def _find_victim(self, walk: RequestList, position: int) -> tuple[int | None, RequestList]:
+        """The victim's place in `walk` at or behind `position`, and the spared ones behind it."""
+        max_pauses = self.max_pauses
+        exempt: list[int] = []
+        for place in range(len(walk) - 1, position - 1, -1):
+            request = walk[place]
+            if request.state is _CONTEXT_INIT and not request.context_current_position:
+                continue  # as `_is_started` would say, but sooner: most of a long list waits
+            if _is_started(request):
+                if max_pauses is None or request.pause_count < max_pauses:
+                    return place, [walk[other] for other in reversed(exempt)]
+                exempt.append(place)
+        if exempt and exempt[-1] == position:
+            return exempt[0], []
+        return None, [walk[place] for place in reversed(exempt)]
+
+    def _lacks_headroom(self, request: LlmRequest, blocks: int) -> bool:
+        """Whether a paused request must wait, beside `blocks` that are scheduled already."""
+        headroom = self.resume_headroom_blocks
+        if not headroom or _is_started(request):
+            return False
+        kv_cache_manager = self.kv_cache_manager
+        needed = kv_cache_manager.get_needed_blocks_one_step(request, self.two_step_lookahead)
+        return not kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
+
+
+class _AdapterPages:
+    """The adapter pages of one pass. An adapter counts once; without a cache none counts."""
+
+    __slots__ = ("_free", "_peft_cache_manager", "_task_ids")
+
+    def __init__(
+        self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
+    ) -> None:
+        """`running` requests have their pages whether they fit or not."""
+        self._peft_cache_manager = peft_cache_manager
+        self._task_ids: set[int] = set()
+        self._free = 0
+        if peft_cache_manager is not None:
+            self._task_ids.update(r.lora_task_id for r in running if r.lora_task_id is not None)
+            claimed = sum(map(peft_cache_manager.determine_num_pages, self._task_ids))
+            self._free = peft_cache_manager.get_max_device_pages() - claimed
+
+    def take(self, task_id: int) -> bool:
+        """Whether the adapter's pages fit; then they are taken."""
+        if self._peft_cache_manager is None or task_id in self._task_ids:
+            return True
+        num_pages = self._peft_cache_manager.determine_num_pages(task_id)
+        if num_pages > self._free:
+            return False
+        self._free -= num_pages
+        self._task_ids.add(task_id)
+        return True
+
+
+def at_least(low: int, name: str, value: int) -> int:
+    """`value`, or a ConfigError that names it."""
+    if not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} = {value!r} must be an integer of at least {low}")
+    return value
+
+
+def _is_started(request: LlmRequest) -> bool:
+    """In generation, or in the context past its first chunk: it holds blocks to give."""
+    state = request.state
+    if state is _CONTEXT_INIT:
+        return not request.is_first_context_chunk
+    return state is _IN_PROGRESS or state is _TO_COMPLETE
+
+
+def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:
+    """Free blocks less what the running requests may still need."""
+    needed_by_all = getattr(kv_cache_manager, "sum_remaining_blocks_to_completion", None)
+    if needed_by_all is None:
+        reserved = sum(map(kv_cache_manager.get_remaining_blocks_to_completion, running))
+    else:
+        reserved = needed_by_all(running)
+    return kv_cache_manager.get_num_free_blocks() - reserved

@@ -1,0 +1,307 @@
+"""Which of the fitting requests run in the next step, and how much of each context.
+
+Decides within the limits of one step: requests, tokens, context length. Knows nothing of memory
+(`capacity` has decided that) and writes nothing but `context_chunk_size` and, where drafts are
+trimmed, `num_draft_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from operator import attrgetter
+from typing import ClassVar, Literal, NamedTuple
+
+from gptmanager.config import ContextChunkingPolicy
+from gptmanager.errors import ConfigError, SchedulerError
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.scheduler.capacity import at_least
+
+_ENCODER_INIT = LlmRequestState.ENCODER_INIT
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+
+_UNLIMITED = 1 << 62  # in requests or tokens
+
+
+class _Scan(NamedTuple):
+    """What one pass over the list accepted; `num_tokens` is what it charged to the budget.
+
+    `whole` run in one piece; `chunked` are contexts that may be cut, not charged.
+    """
+
+    whole: RequestList
+    chunked: RequestList
+    generation: RequestList
+    num_tokens: int
+    has_adapters: bool
+
+
+class MicroBatchScheduler:
+    """Fills one step from the front of the list. Subclass it to write another rule.
+
+    Limits, None meaning unlimited: `max_batch_size` requests, `max_num_tokens` tokens, and
+    `max_context_length` tokens of one context. With a `context_chunking_policy`, contexts that do
+    not fit are cut into chunks of multiples of `chunk_unit` tokens (default 1; unused without a
+    policy). Without one, a context longer than `max_context_length` raises SchedulerError.
+
+    `draft_rule`: drafts at the end of a context are charged with the whole space that they might
+    take ("reserve"), or with the number that is kept ("kept"). `reuse_credit_rule`: the
+    `estimated_reusable_tokens` of a first chunk make its beginning free ("prefix"), or move the
+    chunk on, so that only one which ends the context costs less ("shift"). `mixed_beam_widths`
+    lets generating requests of several beam widths into one step.
+    """
+
+    # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
+    no_schedule_until_state: ClassVar[LlmRequestState] = LlmRequestState.CONTEXT_INIT
+    no_schedule_after_state: ClassVar[LlmRequestState] = LlmRequestState.GENERATION_COMPLETE
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_num_tokens: int | None = None,
+        *,
+        max_context_length: int | None = None,
+        context_chunking_policy: ContextChunkingPolicy | None = None,
+        chunk_unit: int | None = None,
+        draft_rule: Literal["reserve", "kept"] = "reserve",
+        reuse_credit_rule: Literal["prefix", "shift"] = "prefix",
+        mixed_beam_widths: bool = False,
+    ) -> None:
+        limits = {"max_num_tokens": max_num_tokens, "max_context_length": max_context_length}
+        for name, limit in limits.items():
+            if limit is not None:
+                at_least(1, name, limit)
+        if draft_rule not in ("reserve", "kept"):
+            raise ConfigError(f"draft_rule = {draft_rule!r} must be 'reserve' or 'kept'")
+        if reuse_credit_rule not in ("prefix", "shift"):
+            raise ConfigError(f"reuse_credit_rule = {reuse_credit_rule!r}: 'prefix' or 'shift'")
+        chunk_unit = 1 if chunk_unit is None else at_least(1, "chunk_unit", chunk_unit)
+        self.max_batch_size = at_least(1, "max_batch_size", max_batch_size)
+        self.max_num_tokens = max_num_tokens
+        self.max_context_length = max_context_length
+        self.context_chunking_policy = context_chunking_policy
+        self.chunk_unit = chunk_unit
+        self.draft_rule = draft_rule
+        self.reuse_credit_rule = reuse_credit_rule
+        self.mixed_beam_widths = mixed_beam_widths
+        if context_chunking_policy is not None:
+            _check_policy(context_chunking_policy, chunk_unit, max_context_length)
+
+    def schedule(
+        self, fitting_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> tuple[RequestList, RequestList]:
+        """The context and the generation requests of the next step.
+
+        Both ascend by LoRA task id, none first, and otherwise keep the list's order. If chunking
+        had to cut, contexts that it leaves unfinished stand before the others.
+        """
+        if inflight_request_ids:
+            fitting_requests = [
+                r for r in fitting_requests if r.request_id not in inflight_request_ids
+            ]
+        scan = self._scan(fitting_requests)
+        context, generation = scan.whole, scan.generation
+        policy, cut = self.context_chunking_policy, False
+        if scan.chunked and policy is not None:
+            cut = self._fit_contexts(scan.chunked, policy, scan.num_tokens)
+            context += [request for request in scan.chunked if request.context_chunk_size]
+        if scan.has_adapters:
+            context.sort(key=_adapter_order)
+            generation.sort(key=_adapter_order)
+        if cut:
+            context.sort(key=attrgetter("is_last_context_chunk"))
+        return context, generation
+
+    def set_chunk_sizes(
+        self,
+        requests: RequestList,
+        policy: ContextChunkingPolicy,
+        capacity: int | None,
+        unit: int,
+        max_context_length: int | None,
+    ) -> None:
+        """Share `capacity` tokens out over contexts, then trim the drafts at their ends.
+
+        Sizes are multiples of `unit`, or all that remains of a context; 0: not in this step.
+        """
+        _check_policy(policy, unit, max_context_length)
+        room = _UNLIMITED if capacity is None else capacity
+        longest = _UNLIMITED if max_context_length is None else max_context_length
+        if policy is ContextChunkingPolicy.EQUAL_PROGRESS:
+            self._share_equally(requests, room, unit, longest)
+        elif policy is ContextChunkingPolicy.FORCE_CHUNK:
+            _share_units(requests, room, unit)
+        else:
+            self._serve_in_order(requests, room, unit, longest)
+        self._trim_drafts(requests, room, unit, longest)
+
+    def _scan(self, requests: RequestList) -> _Scan:
+        encoder_init, context_init, in_progress, to_complete = self._open_states()
+        limit = _UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
+        chunking = self.context_chunking_policy is not None
+        slots_left, has_adapters = self.max_batch_size, False
+        num_tokens = batch_beam_width = 0
+        whole: RequestList = []
+        chunked: RequestList = []
+        generation: RequestList = []
+        for request in requests:
+            state = request.state
+            if state is in_progress or state is to_complete:
+                beam_width = request.beam_width
+                cost = beam_width + request.num_draft_tokens
+                if num_tokens + cost > limit:
+                    break
+                if beam_width != batch_beam_width:
+                    if batch_beam_width and not self.mixed_beam_widths:
+                        continue
+                    batch_beam_width = beam_width
+                generation.append(request)
+                num_tokens += cost
+            elif state is context_init and chunking:
+                chunked.append(request)
+            elif state is context_init or state is encoder_init:
+                cost = self._whole_cost(request)
+                if num_tokens + cost > limit:
+                    break
+                whole.append(request)
+                num_tokens += cost
+            else:
+                continue
+            has_adapters = has_adapters or request.lora_task_id is not None
+            slots_left -= 1
+            if not slots_left:
+                break
+        return _Scan(whole, chunked, generation, num_tokens, has_adapters)
+
+    def _open_states(self) -> list[LlmRequestState | None]:
+        """Four states by place, None for one that is not open: the scan needs no second test."""
+        first, end = self.no_schedule_until_state, self.no_schedule_after_state
+        places = (_ENCODER_INIT, _CONTEXT_INIT, _IN_PROGRESS, _TO_COMPLETE)
+        return [state if first <= state < end else None for state in places]
+
+    def _whole_cost(self, request: LlmRequest) -> int:
+        """Tokens of an encoder input, or of a context that runs in one piece."""
+        if request.state is _ENCODER_INIT:
+            kind, cost = "encoder", request.encoder_len
+        else:
+            kind, cost = "context", request.num_tokens + request.num_draft_tokens
+            if request.estimated_reusable_tokens and request.is_first_context_chunk:
+                cost = max(1, cost - request.estimated_reusable_tokens)
+        longest = self.max_context_length
+        if longest is not None and cost > longest:
+            raise SchedulerError(
+                f"The number of {kind} tokens ({cost}) exceeds the limit value ({longest}): "
+                f"{request!r} needs a larger max_context_length or chunking"
+            )
+        return cost
+
+    def _fit_contexts(
+        self, contexts: RequestList, policy: ContextChunkingPolicy, num_tokens: int
+    ) -> bool:
+        """Size the contexts' chunks beside `num_tokens` others; whether they had to be cut."""
+        capacity, longest = self.max_num_tokens, self.max_context_length
+        if capacity is not None:
+            capacity -= num_tokens
+        fits = policy is not ContextChunkingPolicy.FORCE_CHUNK
+        total = 0
+        for request in contexts:
+            cost = request.prompt_len - request.context_current_position + request.num_draft_tokens
+            if request.estimated_reusable_tokens and request.is_first_context_chunk:
+                cost -= min(request.estimated_reusable_tokens, request.context_remaining_length)
+            total += cost
+            if longest is not None and cost > longest:
+                fits = False
+        if not fits or (capacity is not None and total > capacity):
+            self.set_chunk_sizes(contexts, policy, capacity, self.chunk_unit, longest)
+            return True
+        for request in contexts:
+            request.context_chunk_size = request.context_remaining_length
+        return False
+
+    def _share_equally(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
+        """Rounds of one unit each. Who cannot grow once never can again, and leaves the rounds."""
+        prefix = self.reuse_credit_rule == "prefix"
+        sizes = [0] * len(requests)
+        needs = [(request.context_remaining_length, _credit(request)) for request in requests]
+        growing = list(range(len(requests)))
+        charged = 0
+        while growing and charged < room:
+            grown = []
+            for index in growing:
+                size, (remaining, credit) = sizes[index], needs[index]
+                larger = size + unit if size + unit < remaining else remaining
+                cost = larger - size
+                if credit and prefix:
+                    cost = max(0, larger - credit) - max(0, size - credit)
+                elif credit:
+                    cost = min(larger, remaining - credit) - min(size, remaining - credit)
+                if charged + cost <= room and size < larger <= longest:
+                    sizes[index] = larger
+                    charged += cost
+                    grown.append(index)
+            growing = grown
+        for request, size in zip(requests, sizes, strict=True):
+            if request.context_chunk_size != size:
+                request.context_chunk_size = size
+
+    def _serve_in_order(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
+        """Each in order takes what it can; what rounding down leaves goes to the next."""
+        prefix = self.reuse_credit_rule == "prefix"
+        for request in requests:
+            remaining = request.prompt_len - request.context_current_position
+            credit = _credit(request) if request.estimated_reusable_tokens else 0
+            cost = remaining - credit
+            size = remaining if cost <= room else room
+            if prefix:
+                if size > credit + longest:
+                    size = credit + longest
+            elif min(size, cost) > longest:
+                size = longest
+            if size < remaining:
+                size -= size % unit
+            if request.context_chunk_size != size:  # most that wait keep their 0
+                request.context_chunk_size = size
+            room -= size if size < cost else cost
+
+    def _trim_drafts(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
+        """Drafts behind a last chunk must not open a unit, nor pass a limit."""
+        if not any(request.num_draft_tokens for request in requests):
+            return
+        for request in requests:
+            cost = request.context_remaining_length - _credit(request)
+            room -= min(request.context_chunk_size or 0, cost)
+        for request in requests:
+            num_drafts = request.num_draft_tokens
+            if num_drafts and request.is_last_context_chunk:
+                size = request.context_chunk_size or 0
+                space = max(0, min(-size % unit, longest - size, room))
+                request.num_draft_tokens = kept = min(num_drafts, space)
+                room -= space if self.draft_rule == "reserve" else kept
+
+
+def _share_units(requests: RequestList, room: int, unit: int) -> None:
+    """One unit each, or nothing; reusable tokens give no credit here."""
+    for request in requests:
+        size = min(request.context_remaining_length, unit)
+        request.context_chunk_size = size = size if size <= room else 0
+        room -= size
+
+
+def _credit(request: LlmRequest) -> int:
+    """Tokens at the beginning of the context that need no computation, while nothing of it ran."""
+    if request.context_current_position:
+        return 0
+    return min(request.estimated_reusable_tokens, request.prompt_len)
+
+
+def _check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:
+    if not isinstance(policy, ContextChunkingPolicy):
+        raise ConfigError(f"context_chunking_policy = {policy!r} is not a ContextChunkingPolicy")
+    at_least(1, "chunk_unit", unit)
+    if policy is ContextChunkingPolicy.FORCE_CHUNK and longest is not None and longest < unit:
+        raise ConfigError(f"chunk_unit = {unit} exceeds max_context_length = {longest}")
+
+
+def _adapter_order(request: LlmRequest) -> int:
+    return -1 if request.lora_task_id is None else request.lora_task_id

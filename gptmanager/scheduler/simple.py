@@ -1,0 +1,53 @@
+"""One whole scheduling decision: the interface that the loop calls, and its two-step form.
+
+Knows nothing of how either step decides. Who needs no two steps implements `RequestScheduler`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from typing import NamedTuple
+
+from gptmanager.request import RequestList
+from gptmanager.scheduler.capacity import CapacityScheduler
+from gptmanager.scheduler.micro_batch import MicroBatchScheduler
+
+
+class SchedulerOutput(NamedTuple):
+    """What one iteration runs, context and generation apart, and whom it pauses."""
+
+    context_requests: RequestList
+    generation_requests: RequestList
+    paused_requests: RequestList
+
+
+class RequestScheduler(ABC):
+    """Decides one iteration. Subclass it for a policy that does not decide in two steps."""
+
+    @abstractmethod
+    def schedule_request(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> SchedulerOutput:
+        """Choose among `active_requests`, which stand in scheduling order, highest rank first.
+
+        Requests of `inflight_request_ids` are in a step that has not returned: they count for
+        memory, may be paused, which then waits for their return, and must not run.
+        """
+
+
+class SimpleScheduler(RequestScheduler):
+    """First who gets memory, then who runs."""
+
+    def __init__(
+        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
+    ) -> None:
+        self.capacity_scheduler = capacity_scheduler
+        self.micro_batch_scheduler = micro_batch_scheduler
+
+    def schedule_request(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> SchedulerOutput:
+        fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
+        context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
+        return SchedulerOutput(context, generation, paused)

@@ -1,0 +1,146 @@
+"""How large the KV cache is and how long a sequence may be, with the log lines operators expect."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
+from gptmanager.errors import ConfigError
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.layers import ModelSpec
+
+logger = logging.getLogger("gptmanager")
+
+_GIB = 1 << 30
+_CPU_FRACTION = 0.25  # of free memory, when neither max_tokens nor a fraction is given
+_DEFAULT_FRACTION = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence."""
+
+    num_blocks: int
+    tokens_per_block: int
+    max_seq_len: int
+    max_input_len: int
+    pool_limited: bool
+    chunked: bool
+    max_context_length: int
+
+
+def size(params: OptionalParams, scheduler: SchedulerConfig, spec: ModelSpec) -> Sizes:
+    """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room."""
+    max_seq_len = spec.max_position_embeddings
+    if params.max_seq_len is not None:
+        if params.max_seq_len > max_seq_len:
+            raise ConfigError(
+                f"OptionalParams.max_seq_len = {params.max_seq_len} exceeds the checkpoint's "
+                f"max_position_embeddings = {max_seq_len}"
+            )
+        max_seq_len = params.max_seq_len
+    tokens_per_block = params.kv_cache_config.tokens_per_block
+    num_blocks = _num_blocks(params, spec, max_seq_len)
+    in_pool = (num_blocks - 1) * tokens_per_block + 1
+    pool_limited = -(-max_seq_len // tokens_per_block) > num_blocks
+    if pool_limited:
+        if in_pool < 2:
+            raise ConfigError(
+                f"a KV cache of {num_blocks} block of {tokens_per_block} tokens cannot hold one "
+                f"sequence of max_seq_len = {max_seq_len}: raise KvCacheConfig.max_tokens"
+            )
+        max_seq_len = in_pool
+        logger.warning(
+            "max_seq_len is too large for one sequence to fit in the KV cache: reduced to %d",
+            max_seq_len,
+        )
+        logger.warning("max_input_len is reduced to %d", max_seq_len - 1)
+    chunked = _is_chunked(params, scheduler)
+    max_input_len = max_seq_len - 1
+    if not chunked:  # a context runs in one piece
+        max_input_len = min(max_input_len, params.max_num_tokens)
+    _log(num_blocks, tokens_per_block, max_seq_len, spec)
+    return Sizes(
+        num_blocks=num_blocks,
+        tokens_per_block=tokens_per_block,
+        max_seq_len=max_seq_len,
+        max_input_len=max_input_len,
+        pool_limited=pool_limited,
+        chunked=chunked,
+        max_context_length=params.max_num_tokens if chunked else max_input_len,
+    )
+
+
+def free_memory_bytes() -> int:
+    """Memory that a new allocation could get without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the free pages are the best that POSIX offers
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _num_blocks(params: OptionalParams, spec: ModelSpec, max_seq_len: int) -> int:
+    config = params.kv_cache_config
+    free = free_memory_bytes()
+    logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
+    fraction = config.free_gpu_memory_fraction
+    if config.max_tokens is None:
+        max_tokens = params.max_batch_size * max_seq_len
+        fraction = fraction or _CPU_FRACTION
+    else:
+        max_tokens = config.max_tokens
+        fraction = fraction or _DEFAULT_FRACTION
+    num_blocks = -(-max_tokens // config.tokens_per_block)
+    block_bytes = _block_bytes(spec, config.tokens_per_block)
+    if block_bytes:
+        num_blocks = min(num_blocks, int(free * fraction) // block_bytes)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no KV cache block of {block_bytes} bytes fits into {fraction:g} of the "
+            f"{free} free bytes (KvCacheConfig.free_gpu_memory_fraction)"
+        )
+    return num_blocks
+
+
+def _block_bytes(spec: ModelSpec, tokens_per_block: int) -> int:
+    return KvPool.bytes_per_block(
+        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim
+    )
+
+
+def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
+    chunked = params.enable_chunked_context
+    if chunked is None:
+        policy = scheduler.capacity_scheduler_policy
+        chunked = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+    if scheduler.context_chunking_policy is not None and not chunked:
+        raise ConfigError(
+            "SchedulerConfig.context_chunking_policy = "
+            f"{scheduler.context_chunking_policy.name} has no effect without "
+            "OptionalParams.enable_chunked_context"
+        )
+    unit = params.kv_cache_config.tokens_per_block
+    if chunked and params.max_num_tokens < unit:
+        raise ConfigError(
+            f"OptionalParams.max_num_tokens = {params.max_num_tokens} is less than one context "
+            f"chunk of tokens_per_block = {unit} tokens"
+        )
+    return chunked
+
+
+def _log(num_blocks: int, tokens_per_block: int, max_seq_len: int, spec: ModelSpec) -> None:
+    logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
+    logger.info("number of blocks in the KV cache secondary pool: 0, onboard blocks: no")
+    logger.info("max KV cache blocks per sequence: %d", -(-max_seq_len // tokens_per_block))
+    logger.info("number of tokens per block: %d", tokens_per_block)
+    logger.info(
+        "allocated %.2f GiB for %d tokens in the paged KV cache",
+        num_blocks * _block_bytes(spec, tokens_per_block) / _GIB,
+        num_blocks * tokens_per_block,
+    )

@@ -1,0 +1,133 @@
+"""The statistics record of one iteration, as the JSON string that ReturnBatchManagerStats gets.
+
+The flat integer keys are the documented ones; everything of ours lies under "gptmanager". The
+JSON Schema beside this file (`statistics.schema.json`) describes both.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import orjson
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the tensors that the manager holds, by kind of memory."""
+
+    cpu: int = 0
+    gpu: int = 0
+    pinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one iteration ran and left behind."""
+
+    iteration: int
+    active: int
+    max_active: int
+    context: int
+    generation: int
+    context_tokens: int
+    paused: int
+    micro_batch_id: int
+    free_blocks: int
+    total_blocks: int
+    tokens_per_block: int
+
+
+def statistics_json(
+    counts: Counts, memory: Memory, timestamp: str, extra: Mapping[str, Any]
+) -> str:
+    """One record. `timestamp`: local time as "%m-%d-%Y %H:%M:%S"; `extra`: our own values."""
+    scheduled = counts.context + counts.generation
+    return orjson.dumps(
+        {
+            "Timestamp": timestamp,
+            "Iteration Counter": counts.iteration,
+            "Active Request Count": counts.active,
+            "Max Request Count": counts.max_active,
+            "Runtime CPU Memory Usage": memory.cpu,
+            "Runtime GPU Memory Usage": memory.gpu,
+            "Runtime Pinned Memory Usage": memory.pinned,
+            "Max KV cache blocks": counts.total_blocks,
+            "Free KV cache blocks": counts.free_blocks,
+            "Used KV cache blocks": counts.total_blocks - counts.free_blocks,
+            "Tokens per KV cache block": counts.tokens_per_block,
+            "Scheduled Requests": scheduled,
+            "Context Requests": counts.context,
+            "Generation Requests": counts.generation,
+            "Total Context Tokens": counts.context_tokens,
+            "MicroBatch ID": counts.micro_batch_id,
+            "Paused Requests": counts.paused,
+            "Waiting Requests": counts.active - scheduled,
+            "gptmanager": {"schema_version": SCHEMA_VERSION, **extra},
+        }
+    ).decode()
+
+
+class Timestamp:
+    """The wall clock at second resolution; formatted once a second only."""
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._text = ""
+
+    def __call__(self) -> str:
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            self._text = time.strftime("%m-%d-%Y %H:%M:%S", time.localtime(second))
+        return self._text
+
+
+class Laps:
+    """Where an iteration's time went: microseconds by phase.
+
+    The clock is given, so that a replay runs without one.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int]) -> None:
+        self.clock_ns = clock_ns
+        self.nanoseconds: dict[str, int] = {}
+        self._started = clock_ns()
+
+    def restart(self) -> None:
+        self.nanoseconds.clear()
+        self._started = self.clock_ns()
+
+    def microseconds(self) -> dict[str, int]:
+        total = self.clock_ns() - self._started
+        split = {name: lap // 1000 for name, lap in self.nanoseconds.items()}
+        split["total"] = total // 1000
+        return split
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def lap(
+    method: Callable[Concatenate[Any, _P], _R],
+) -> Callable[Concatenate[Any, _P], _R]:
+    """Count the time of a method in its object's `laps`, under the method's name."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def timed(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        laps: Laps = self.laps
+        started = laps.clock_ns()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            taken = laps.clock_ns() - started
+            laps.nanoseconds[name] = laps.nanoseconds.get(name, 0) + taken
+
+    return cast(Callable[Concatenate[Any, _P], _R], timed)

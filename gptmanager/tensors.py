@@ -1,0 +1,126 @@
+"""Reading a request's tensors: one typed value out of whatever a host put under a name.
+
+Any integer dtype whose values fit is taken for an integer field, floats never; `[n]` and `[1, n]`,
+scalar and `[1]` alike. Every function raises InvalidRequestError naming the tensor, what it is,
+and what it must be.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptmanager.errors import InvalidRequestError
+
+INT32 = (-(2**31), 2**31 - 1)
+
+
+def read_int(name: str, value: Any, low: int, high: int) -> int:
+    """A scalar of an integer dtype within `low..high`."""
+    number = _scalar(name, _integers(name, value))
+    if not low <= number <= high:
+        raise InvalidRequestError(f"{name} = {number} is outside {low}..{high}")
+    return int(number)
+
+
+def read_float(name: str, value: Any, low: float, high: float = math.inf) -> float:
+    """A finite scalar within `low..high`; integers are taken too."""
+    array = _array(name, value)
+    if array.dtype.kind not in "fiu":
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    number = float(_scalar(name, array))
+    if not math.isfinite(number):
+        raise InvalidRequestError(f"{name} = {number} is not finite")
+    if not low <= number <= high:
+        bounds = f"at least {low:g}" if math.isinf(high) else f"within {low:g}..{high:g}"
+        raise InvalidRequestError(f"{name} = {number:g} must be {bounds}")
+    return number
+
+
+def read_bool(name: str, value: Any) -> bool:
+    """A scalar of dtype bool, or the integers 0 and 1."""
+    array = _array(name, value)
+    if array.dtype.kind == "b":
+        return bool(_scalar(name, array))
+    return bool(read_int(name, value, 0, 1))
+
+
+def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
+    """Token ids of shape `[n]` or `[1, n]`, each within the vocabulary."""
+    array = _integers(name, value)
+    if array.ndim == 2:
+        if array.shape[0] != 1:
+            raise InvalidRequestError(
+                "Expected batch dimension to be 1 for each request, "
+                f"got shape {list(array.shape)} in {name}"
+            )
+        array = array[0]
+    if array.ndim != 1:
+        raise InvalidRequestError(f"{name} has shape {list(array.shape)}, expected [n] or [1, n]")
+    _check_vocabulary(name, array, vocab_size)
+    ids: list[int] = array.tolist()
+    return ids
+
+
+def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
+    """Words out of `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1."""
+    array = _integers(name, value)
+    if array.ndim == 3 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 2 or array.shape[0] != 2:
+        raise InvalidRequestError(
+            f"{name} has shape {list(array.shape)}, expected [1, 2, L] or [2, L]"
+        )
+    ids, offsets = array
+    ends = offsets[offsets != -1].tolist()
+    starts = [0, *ends[:-1]]
+    if any(not start < end <= len(ids) for start, end in zip(starts, ends, strict=False)):
+        raise InvalidRequestError(
+            f"{name} has end offsets {offsets.tolist()}, expected offsets that rise from 1 to at "
+            f"most {len(ids)}, padded with -1"
+        )
+    _check_vocabulary(name, ids[: ends[-1]] if ends else ids[:0], vocab_size)
+    return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    if value is None:
+        raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        array: np.ndarray = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+        return array
+    if isinstance(value, (np.ndarray, np.generic, bool, int, float, list, tuple)):
+        try:
+            array = np.asarray(value)
+        except (ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"{name} is no tensor: {error}") from None
+        if array.dtype.kind in "biuf":
+            return array
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
+    raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected a tensor")
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    array = _array(name, value)
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected an integer dtype")
+    return array
+
+
+def _scalar(name: str, array: np.ndarray) -> Any:
+    if array.size != 1:
+        raise InvalidRequestError(f"{name} has shape {list(array.shape)}, expected one value")
+    return array.reshape(-1)[0].item()
+
+
+def _check_vocabulary(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    if ids.size:
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if bad.size:
+            raise InvalidRequestError(
+                f"{name}[{bad[0]}] = {ids[bad[0]]} is outside the vocabulary of {vocab_size} tokens"
+            )

@@ -1,0 +1,324 @@
+"""For hosts' own tests: a model without weights, recording callbacks, and a contract checker.
+
+Everything here stands on the public contract, so a host can test its callbacks in milliseconds,
+without a checkpoint and without a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.api import (
+    GetInferenceRequestsCallback,
+    InferenceRequest,
+    NamedTensor,
+    SendResponseCallback,
+)
+from gptmanager.manager import GptManager
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.batch import Batch
+from gptmanager.step import Schedule, StepResult
+
+NextToken = Callable[[list[int]], int]  # the history, prompt included -> the next token
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedSpec:
+    """The least that a manager must know of a model; without layers the KV cache has no bytes."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    num_layers: int = 0
+    num_kv_heads: int = 1
+    head_dim: int = 1
+
+
+class ScriptedModel:
+    """A `Model` whose next token is given by a function of the history; it has no weights.
+
+    >>> model = ScriptedModel(lambda history: history[-1] + 1)
+    """
+
+    nbytes = 0
+
+    def __init__(
+        self,
+        next_token: NextToken,
+        *,
+        vocab_size: int = 1000,
+        max_position_embeddings: int = 2048,
+    ) -> None:
+        self.next_token = next_token
+        self.spec = ScriptedSpec(vocab_size, max_position_embeddings)
+        self.num_forwards = 0
+        self.num_tokens = 0  # over all forwards
+
+    def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
+        self.num_forwards += 1
+        self.num_tokens += len(batch.token_ids)
+        rows = batch.sample_rows.tolist()
+        logits = torch.full((len(rows), self.spec.vocab_size), -1e4)
+        for index, row in enumerate(rows):
+            length = int(batch.kv_lengths[row])
+            history = batch.token_table[int(batch.slots[row]), :length].tolist()
+            logits[index, self.next_token(history)] = 0.0
+        return logits
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int]
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ScriptedStep:
+    schedule: Schedule
+    tokens: list[int] = field(default_factory=list)
+
+
+class ScriptedExecutor:
+    """An `Executor` whose tokens are given by a function of the history.
+
+    It refuses a schedule that an executor could not run: a position that does not continue its
+    sequence, a token that is not known yet, a position without a block.
+    """
+
+    def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
+        self.next_token = next_token
+        self.tokens_per_block = tokens_per_block
+        self.schedules: list[Schedule] = []
+        self._sequences: dict[int, _Sequence] = {}
+
+    def forward(self, schedule: Schedule) -> ScriptedStep:
+        self.schedules.append(schedule)
+        for start in schedule.starts:
+            self._sequences[start.slot] = _Sequence(list(start.tokens))
+        for append in schedule.block_appends:
+            blocks = self._sequences[append.slot].block_ids
+            if len(blocks) != append.first:
+                raise ValueError(f"slot {append.slot} has {len(blocks)} blocks: {append}")
+            blocks.extend(append.block_ids)
+        for row in (*schedule.context_rows, *schedule.generation_rows):
+            sequence = self._sequences[row.slot]
+            end = row.position + row.num_tokens
+            if (
+                row.position != sequence.num_computed
+                or end > len(sequence.tokens)
+                or end > len(sequence.block_ids) * self.tokens_per_block
+                or row.num_tokens < 1
+            ):
+                raise ValueError(f"{row} cannot follow {sequence}")
+            sequence.num_computed = end
+        return ScriptedStep(schedule)
+
+    def sample(self, step: ScriptedStep) -> None:
+        for row in step.schedule.sampling_rows:
+            sequence = self._sequences[row.slot]
+            token = self.next_token(sequence.tokens)
+            sequence.tokens.append(token)
+            step.tokens.append(token)
+
+    def result(self, step: ScriptedStep) -> StepResult:
+        return StepResult(np.array(step.tokens, dtype=np.int32).reshape(-1, 1), now=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One call of SendResponse."""
+
+    request_id: int
+    tensors: dict[str, Tensor]
+    is_final: bool
+    error: str
+
+
+class RecordingCallbacks:
+    """The four callbacks of a host that keeps everything it is told.
+
+    `submit` and `stop` may be called from any thread; `manager`, once set, is woken by them.
+    """
+
+    def __init__(self, requests: Iterable[InferenceRequest] = ()) -> None:
+        self.manager: GptManager | None = None
+        self.responses: list[Response] = []
+        self.statistics: list[str] = []
+        self.rooms: list[int] = []  # what Get was called with
+        self._condition = threading.Condition()
+        self._waiting = list(requests)
+        self._stops: set[int] = set()
+
+    def submit(self, *requests: InferenceRequest) -> None:
+        with self._condition:
+            self._waiting.extend(requests)
+        if self.manager is not None:
+            self.manager.notify()
+
+    def stop(self, *request_ids: int) -> None:
+        with self._condition:
+            self._stops.update(request_ids)
+
+    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        with self._condition:
+            self.rooms.append(max_num_requests)
+            count = len(self._waiting) if max_num_requests < 0 else max_num_requests
+            taken, self._waiting = self._waiting[:count], self._waiting[count:]
+            return taken
+
+    def send_response(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        by_name = {name: tensor for name, tensor in tensors}
+        with self._condition:
+            self.responses.append(Response(request_id, by_name, is_final, error))
+            if is_final:
+                self._stops.discard(request_id)
+                self._condition.notify_all()
+
+    def poll_stop_signal(self) -> set[int]:
+        with self._condition:
+            return set(self._stops)
+
+    def return_batch_manager_stats(self, record: str) -> None:
+        self.statistics.append(record)
+
+    def keywords(self) -> dict[str, Any]:
+        """All four, as keyword arguments of GptManager."""
+        return {
+            "get_inference_requests_cb": self.get_inference_requests,
+            "send_response_cb": self.send_response,
+            "poll_stop_signal_cb": self.poll_stop_signal,
+            "return_batch_manager_stats_cb": self.return_batch_manager_stats,
+        }
+
+    def of(self, request_id: int) -> list[Response]:
+        """The responses to one request, in the order of their arrival."""
+        with self._condition:
+            return [r for r in self.responses if r.request_id == request_id]
+
+    def final(self, request_id: int, timeout: float = 10.0) -> Response:
+        """The final response to a request; raises TimeoutError when none comes."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._final(request_id), timeout):
+                raise TimeoutError(f"no final response to request {request_id} in {timeout} s")
+            final = self._final(request_id)
+        assert final is not None  # wait_for has just seen it
+        return final
+
+    def output(self, request_id: int) -> list[int]:
+        """All tokens of `output_ids` that a request's responses have brought, without padding."""
+        tokens: list[int] = []
+        for response in self.of(request_id):
+            if not response.error:
+                count = int(response.tensors["sequence_length"])
+                tokens += response.tensors["output_ids"][0, 0, :count].tolist()
+        return tokens
+
+    def _final(self, request_id: int) -> Response | None:
+        finals = [r for r in self.responses if r.request_id == request_id and r.is_final]
+        return finals[0] if finals else None
+
+
+class ContractViolation(AssertionError):
+    """A response broke the contract between manager and host."""
+
+
+class ContractChecker:
+    """Stands between a manager and a host's Get and Send, and holds both to the contract.
+
+    Every request that Get returns must have exactly one final response; streamed offsets must
+    continue each other; nothing may follow a final. `check` raises ContractViolation with all
+    that was seen, and with what is still missing.
+    """
+
+    def __init__(
+        self,
+        get_inference_requests: GetInferenceRequestsCallback,
+        send_response: SendResponseCallback,
+    ) -> None:
+        self._get = get_inference_requests
+        self._send = send_response
+        self._live: dict[int, InferenceRequest] = {}
+        self._offsets: dict[int, int] = {}
+        self._duplicates: Counter[int] = Counter()
+        self.violations: list[str] = []
+
+    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        requests = []
+        for request in self._get(max_num_requests):
+            requests.append(request)
+            if request.request_id in self._live:
+                self._duplicates[request.request_id] += 1
+            else:
+                self._live[request.request_id] = request
+                self._offsets[request.request_id] = 0
+        return requests
+
+    def send_response(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self._inspect(request_id, dict(tensors), is_final, error)
+        self._send(request_id, tensors, is_final, error)
+
+    def check(self, manager: GptManager | None = None) -> None:
+        """To be called when the manager is idle or has ended; with it, its blocks are audited."""
+        violations = list(self.violations)
+        violations += [f"request {request_id} has no final response" for request_id in self._live]
+        violations += [f"the second request {i} has no final response" for i in +self._duplicates]
+        if manager is not None:
+            report = manager.audit()
+            violations += report.problems
+            if report.used_blocks and not self._live:
+                violations.append(f"{report.used_blocks} blocks leaked: {dict(report.owners)}")
+        if violations:
+            raise ContractViolation("; ".join(violations))
+
+    def _inspect(
+        self, request_id: int, tensors: dict[str, Tensor], is_final: bool, error: str
+    ) -> None:
+        if self._duplicates[request_id] and error.startswith("DuplicateRequestIdError"):
+            self._duplicates[request_id] -= 1
+            return
+        request = self._live.get(request_id)
+        complain = self.violations.append
+        if request is None:
+            complain(f"a response to request {request_id}, which is not live")
+            return
+        if error and (tensors or not is_final):
+            complain(f"the error response to request {request_id} has tensors or is not final")
+        if not error:
+            self._inspect_tensors(request, tensors, is_final)
+        if is_final:
+            del self._live[request_id], self._offsets[request_id]
+
+    def _inspect_tensors(
+        self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
+    ) -> None:
+        request_id = request.request_id
+        complain = self.violations.append
+        output_ids, lengths = tensors["output_ids"], tensors["sequence_length"]
+        if output_ids.dtype != torch.int32 or output_ids.dim() != 3:
+            complain(f"request {request_id}: output_ids is {output_ids.dtype} {output_ids.shape}")
+        if request.is_streaming:
+            offset = int(tensors["output_offset"])
+            if offset != self._offsets[request_id]:
+                complain(
+                    f"request {request_id}: output_offset {offset}, expected "
+                    f"{self._offsets[request_id]}"
+                )
+            self._offsets[request_id] = offset + int(lengths)
+            if not is_final and not int(lengths):
+                complain(f"request {request_id}: a response without tokens that is not final")
+        elif not is_final:
+            complain(f"request {request_id} does not stream, yet got a response before its final")
+        if is_final and not {"finish_reasons", "request_metrics"} <= tensors.keys():
+            complain(f"request {request_id}: the final response has only {sorted(tensors)}")

@@ -1,0 +1,101 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from gptmanager import InferenceRequest
+from gptmanager.callbacks import TokenDefaults, load_tokenizer
+from gptmanager.errors import ConfigError
+
+
+def request(**by_name):
+    return InferenceRequest.from_tokens(0, [1], 5, **by_name)
+
+
+def test_generation_config_comes_before_config(checkpoint, tmp_path):
+    assert TokenDefaults.of_folder(checkpoint) == TokenDefaults((7, 8, 9), 3)
+
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert TokenDefaults.of_folder(tmp_path) == TokenDefaults((5,), None)
+
+
+def test_a_folder_that_says_nothing_gives_no_defaults(tmp_path):
+    assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
+    assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_an_unreadable_config_is_named(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        TokenDefaults.of_folder(tmp_path)
+
+
+def test_a_request_keeps_what_it_brings():
+    filled = request(end_id=-1, pad_id=4)
+
+    TokenDefaults((7, 8), 3).fill(filled)
+
+    assert filled.end_id.tolist() == -1
+    assert filled.pad_id.tolist() == 4
+    assert "stop_words_list" not in filled.tensors
+
+
+def test_nothing_is_set_without_defaults():
+    filled = request()
+
+    TokenDefaults().fill(filled)
+
+    assert filled.tensors.keys() == {"input_ids", "request_output_len"}
+
+
+def test_further_end_tokens_become_stop_words():
+    filled = request()
+
+    TokenDefaults((7, 8, 9), 3).fill(filled)
+
+    assert filled.end_id.tolist() == [7]
+    assert filled.pad_id.tolist() == [3]
+    assert filled.stop_words_list.tolist() == [[[8, 9], [1, 2]]]
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.tensor])
+@pytest.mark.parametrize("batched", [True, False])
+def test_further_end_tokens_join_the_stop_words_of_the_request(convert, batched):
+    words = [[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]
+    filled = request(stop_words_list=convert([words] if batched else words))
+
+    TokenDefaults((7, 8)).fill(filled)
+
+    assert filled.stop_words_list.tolist() == [[[5, 7, 3, 9, 2, 8], [3, 5, 6, -1, -1, -1]]]
+
+
+@pytest.mark.parametrize("words", [np.zeros((3, 2, 2), np.int32), np.zeros((1, 2, 2)), "stop"])
+def test_stop_words_that_are_none_are_left_to_the_manager(words):
+    filled = request()
+    filled.stop_words_list = words
+
+    TokenDefaults((7, 8)).fill(filled)
+
+    assert filled.stop_words_list is words
+
+
+def test_a_tokenizer_is_loaded(checkpoint):
+    tokenizer = load_tokenizer(checkpoint)
+
+    assert tokenizer.decode(tokenizer.encode("once upon").ids) == "once upon"
+
+
+def test_a_missing_tokenizer_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json.*pass token ids"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_is_a_config_error(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,69 @@
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptmanager import InferenceRequest
+from gptmanager.callbacks.pending_requests import PendingRequests
+
+
+def ids(requests):
+    return [request.request_id for request in requests]
+
+
+def fill(*priorities):
+    pending = PendingRequests()
+    for request_id, priority in enumerate(priorities):
+        pending.push(InferenceRequest(request_id, priority=priority))
+    return pending
+
+
+def test_equals_keep_their_order_and_higher_priority_goes_first():
+    pending = fill(0.5, 0.9, 0.5, 0.1, 0.9)
+
+    assert ids(pending.pop(3)) == [1, 4, 0]
+    assert ids(pending.pop(9)) == [2, 3]
+    assert pending.pop(1) == []
+
+
+@pytest.mark.parametrize("priority", [float("nan"), None, "high"])
+def test_an_impossible_priority_counts_as_the_default(priority):
+    assert ids(fill(0.4, priority, 0.6).pop(3)) == [2, 1, 0]
+
+
+def test_one_in_the_middle_can_be_taken_once():
+    pending = fill(0.5, 0.5, 0.5)
+
+    assert pending.take(1).request_id == 1
+    assert pending.take(1) is None
+    assert len(pending) == 2
+    assert ids(pending.pop(3)) == [0, 2]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("push"), st.sampled_from([0.1, 0.5, 0.9])),
+            st.tuples(st.just("pop"), st.integers(0, 3)),
+            st.tuples(st.just("take"), st.integers(0, 12)),
+        )
+    )
+)
+def test_it_behaves_as_a_stably_sorted_list(operations):
+    pending, model, next_id = PendingRequests(), [], 0
+    for operation, value in operations:
+        if operation == "push":
+            pending.push(InferenceRequest(next_id, priority=value))
+            model.append((-value, next_id))
+            next_id += 1
+        elif operation == "pop":
+            expected = deque(sorted(model))
+            popped = [expected.popleft() for _ in range(min(value, len(expected)))]
+            model = list(expected)
+            assert ids(pending.pop(value)) == [request_id for _, request_id in popped]
+        else:
+            found = [item for item in model if item[1] == value]
+            model = [item for item in model if item[1] != value]
+            assert (pending.take(value) is not None) == bool(found)
+        assert len(pending) == len(model)

@@ -1,0 +1,480 @@
+import asyncio
+import concurrent.futures
+import queue as std_queue
+import threading
+import time
+
+import pytest
+import torch
+from responding import ManagerStub, ending, streamed, whole
+
+from gptmanager import (
+    FinishReason,
+    GptManager,
+    InferenceRequest,
+    ModelType,
+    NamedTensor,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.callbacks import RequestQueue
+from gptmanager.errors import (
+    CallbackError,
+    DuplicateRequestIdError,
+    InvalidRequestError,
+    ManagerDeadError,
+)
+from gptmanager.testing import ContractChecker, ScriptedModel
+
+TIMEOUT = 5.0
+
+
+@pytest.fixture
+def queue():
+    with RequestQueue() as queue:
+        yield queue
+
+
+def fetched_ids(queue, room=-1):
+    return [request.request_id for request in queue.get_inference_requests(room)]
+
+
+def started(function, *args, **keywords):
+    """A future of a call that runs in a thread of its own."""
+    future = concurrent.futures.Future()
+
+    def run():
+        try:
+            future.set_result(function(*args, **keywords))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run).start()
+    return future
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+# What the manager sees -------------------------------------------------------------------------
+
+
+def test_requests_are_fetched_in_order_and_within_the_room(queue):
+    for prompt in ([1], [2], [3]):
+        queue.submit(prompt, 5)
+
+    assert queue.num_pending == queue.num_open == 3
+    assert fetched_ids(queue, 0) == []
+    assert fetched_ids(queue, 2) == [1, 2]
+    assert fetched_ids(queue, 2) == [3]
+    assert fetched_ids(queue) == []
+    assert (queue.num_pending, queue.num_open) == (0, 3)
+
+
+def test_negative_room_is_unbounded_and_priority_goes_first(queue):
+    queue.submit([1], 5)
+    queue.submit([1], 5, priority=0.9)
+
+    assert fetched_ids(queue, -1) == [2, 1]
+
+
+def test_a_submitted_request_carries_what_it_was_given(queue):
+    queue.submit([1, 2], 5, temperature=0.5, stop_words_list=[[3, 4]], is_streaming=True)
+
+    (request,) = queue.get_inference_requests(1)
+
+    assert request.input_ids.tolist() == [1, 2]
+    assert request.max_new_tokens.tolist() == 5
+    assert request.temperature.tolist() == 0.5
+    assert request.stop_words_list.tolist() == [[[3, 4], [2, -1]]]
+    assert request.is_streaming
+
+
+def test_defaults_are_for_requests_that_bring_none(checkpoint):
+    with RequestQueue.for_checkpoint(checkpoint, default_pad_id=0) as queue:
+        queue.submit([1], 5)
+        queue.submit([1], 5, end_id=-1)
+        queue.submit(InferenceRequest.from_tokens(9, [1], 5))
+
+        requests = queue.get_inference_requests(-1)
+
+    assert [request.end_id.reshape(-1).tolist() for request in requests] == [[7], [-1], [7]]
+    assert [request.pad_id.tolist() for request in requests] == [[0]] * 3
+
+
+# Submitting ------------------------------------------------------------------------------------
+
+
+def test_ids_are_counted_and_skip_those_in_use(queue):
+    whole_request = InferenceRequest.from_tokens(2, [1], 5)
+
+    handles = [queue.submit([1], 5), queue.submit(whole_request), queue.submit([1], 5)]
+
+    assert [handle.request_id for handle in handles] == [1, 2, 3]
+    assert handles[1].request is whole_request
+    assert queue.submit([1], 5, request_id=77).request_id == 77
+
+
+def test_an_open_id_is_refused_and_free_again_after_its_final_response(queue):
+    first = queue.submit([1], 5, request_id=7)
+
+    with pytest.raises(DuplicateRequestIdError, match="request_id = 7"):
+        queue.submit([1], 5, request_id=7)
+    queue.get_inference_requests(-1)
+    queue.send_response(7, whole([1, 9]), True, "")
+
+    assert first.result(0).generated_ids == ((9,),)
+    assert queue.submit([1], 5, request_id=7) is not first
+
+
+def test_what_cannot_be_submitted_is_refused_in_the_line(queue):
+    with pytest.raises(AttributeError, match="top_q"):
+        queue.submit([1], 5, top_q=0.5)
+    with pytest.raises(ValueError, match="outside"):
+        queue.submit([1], 5, request_id=-1)
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        queue.submit([1])
+    with pytest.raises(TypeError, match="InferenceRequest"):
+        queue.submit(InferenceRequest(1), 5)
+    with pytest.raises(ValueError, match="max_pending"):
+        RequestQueue(max_pending=0)
+
+    assert queue.num_open == 0
+
+
+def test_a_full_queue_raises_after_the_timeout_and_keeps_no_id():
+    with RequestQueue(max_pending=1) as queue:
+        queue.submit([1], 5)
+
+        with pytest.raises(std_queue.Full):
+            queue.submit([1], 5, request_id=7, timeout=0)
+        with pytest.raises(std_queue.Full):
+            queue.submit([1], 5, request_id=7, timeout=0.01)
+
+        queue.get_inference_requests(1)
+        assert queue.submit([1], 5, request_id=7, timeout=0).request_id == 7
+
+
+@pytest.mark.parametrize("room_by", ["fetching", "cancelling"])
+def test_a_full_queue_blocks_until_there_is_room(room_by):
+    with RequestQueue(max_pending=1) as queue:
+        # Given a full queue and a thread that submits
+        queue.submit([1], 5)
+        waiting = started(queue.submit, [2], 5)
+        wait_until(lambda: queue.num_open == 2)
+        assert not waiting.done()
+
+        # When there is room
+        if room_by == "fetching":
+            assert fetched_ids(queue, 1) == [1]
+        else:
+            assert queue.cancel(1)
+
+        # Then the submit goes through
+        assert waiting.result(TIMEOUT).request_id == 2
+        assert fetched_ids(queue) == [2]
+
+
+def test_a_done_callback_may_submit_but_never_waits():
+    with RequestQueue(max_pending=1) as queue:
+        # Given a full queue, and a callback on the manager's thread that submits
+        outcomes = []
+
+        def submit_next(done):
+            try:
+                outcomes.append(queue.submit([1], 5).request_id)
+            except std_queue.Full as full:
+                outcomes.append(full)
+
+        first = queue.submit([1], 5)
+        first.add_done_callback(submit_next)
+        queue.get_inference_requests(1)
+        second = queue.submit([1], 5)
+        second.add_done_callback(submit_next)
+
+        # When the manager's thread, this one, answers
+        queue.send_response(1, whole([1, 9]), True, "")
+        queue.get_inference_requests(1)
+        queue.send_response(2, whole([1, 9]), True, "")
+
+        # Then it was refused while the queue was full
+        assert isinstance(outcomes[0], std_queue.Full)
+        assert isinstance(outcomes[1], int)
+
+
+# Responses -------------------------------------------------------------------------------------
+
+
+def test_responses_find_their_handles(queue):
+    streaming = queue.submit([1], 5, is_streaming=True)
+    plain = queue.submit([1, 2], 5)
+    queue.get_inference_requests(-1)
+
+    queue.send_response(1, streamed([9]), False, "")
+    queue.send_response(2, whole([1, 2, 7]), True, "")
+    queue.send_response(1, [*streamed([8]), *ending()], True, "")
+
+    assert list(streaming) == [9, 8]
+    assert plain.result(0).output_ids == ((1, 2, 7),)
+    assert queue.num_open == 0
+
+
+def test_an_error_response_raises_its_class(queue):
+    handle = queue.submit([], 5)
+    queue.get_inference_requests(-1)
+
+    queue.send_response(1, [], True, "InvalidRequestError: input_ids is empty")
+
+    with pytest.raises(InvalidRequestError, match="^input_ids is empty$"):
+        handle.result(0)
+
+
+def test_responses_to_unknown_ids_are_ignored(queue):
+    queue.send_response(5, streamed([1]), False, "")
+    queue.send_response(5, whole([1]), True, "")
+
+
+@pytest.mark.parametrize("is_final", [False, True])
+def test_an_unreadable_response_fails_its_handle_and_never_the_callback(queue, is_final):
+    handle = queue.submit([1], 5, is_streaming=True)
+    queue.get_inference_requests(-1)
+
+    queue.send_response(1, [NamedTensor("output_ids", None), *ending(), 5], is_final, "")
+
+    with pytest.raises(CallbackError, match="cannot be read"):
+        handle.result(0)
+    assert queue.poll_stop_signal() == (set() if is_final else {1})
+    queue.send_response(1, whole([1]), True, "")
+    assert queue.poll_stop_signal() == set()
+
+
+# Cancelling ------------------------------------------------------------------------------------
+
+
+def test_a_pending_request_is_cancelled_at_once_and_never_fetched(queue):
+    handle = queue.submit([1, 2], 5, is_streaming=True)
+
+    assert handle.cancel()
+
+    assert handle.result(0).finish_reasons == (FinishReason.CANCELLED,)
+    assert handle.result(0).output_ids == ((1, 2),)
+    assert list(handle) == []
+    assert fetched_ids(queue) == []
+    assert queue.poll_stop_signal() == set()
+    assert not handle.cancel()
+
+
+def test_a_fetched_request_is_told_to_stop_until_its_final_response(queue):
+    # Given a request that runs
+    handle = queue.submit([1], 5, is_streaming=True)
+    queue.get_inference_requests(-1)
+    queue.send_response(1, streamed([9]), False, "")
+
+    # When it is cancelled twice
+    assert queue.cancel(1)
+    assert queue.cancel(1)
+
+    # Then the manager is told in every iteration, up to the final response
+    assert queue.poll_stop_signal() == {1}
+    queue.send_response(1, streamed([8]), False, "")
+    assert queue.poll_stop_signal() == {1}
+    queue.send_response(1, [*streamed([]), *ending(FinishReason.CANCELLED)], True, "")
+    assert queue.poll_stop_signal() == set()
+    assert list(handle) == [9, 8]
+    assert handle.result(0).finish_reasons == (FinishReason.CANCELLED,)
+    assert not queue.cancel(1)
+
+
+def test_cancelling_an_unknown_id_says_so(queue):
+    assert not queue.cancel(99)
+
+
+# The end ---------------------------------------------------------------------------------------
+
+
+def test_close_fails_every_handle_and_stops_what_runs(queue):
+    # Given a request that runs and one that waits
+    running, pending = queue.submit([1], 5), queue.submit([1], 5)
+    queue.get_inference_requests(1)
+    error = RuntimeError("the host is going down")
+
+    # When the queue is closed, twice
+    queue.close(error)
+    queue.close()
+
+    # Then both have failed, and only the running one has to be stopped
+    for handle in (running, pending):
+        assert handle.exception(0) is error
+        with pytest.raises(RuntimeError, match="going down"):
+            list(handle)
+    assert queue.poll_stop_signal() == {1}
+    assert fetched_ids(queue) == []
+    queue.send_response(1, whole([1]), True, "")
+    assert queue.poll_stop_signal() == set()
+    with pytest.raises(ManagerDeadError, match="closed") as refused:
+        queue.submit([1], 5)
+    assert refused.value.__cause__ is error
+
+
+def test_close_frees_a_submit_that_waits():
+    with RequestQueue(max_pending=1) as queue:
+        queue.submit([1], 5)
+        waiting = started(queue.submit, [1], 5)
+        wait_until(lambda: queue.num_open == 2)
+    assert isinstance(waiting.exception(TIMEOUT), ManagerDeadError)
+
+
+def test_a_done_callback_may_use_the_queue_that_closes(queue):
+    refused = []
+
+    def submit_again(done):
+        with pytest.raises(ManagerDeadError):
+            queue.submit([1], 5)
+        refused.append(done.request_id)
+
+    queue.submit([1], 5).add_done_callback(submit_again)
+    queue.close()
+
+    assert refused == [1]
+
+
+def test_an_attached_manager_is_woken(queue):
+    manager = ManagerStub()
+    queue.attach(manager)
+    assert manager.notified.acquire(timeout=TIMEOUT)
+
+    queue.submit([1], 5)
+    assert manager.notified.acquire(timeout=TIMEOUT)
+
+    with pytest.raises(ValueError, match="attached"):
+        queue.attach(manager)
+    manager.end()
+
+
+def test_no_handle_is_left_waiting_when_the_manager_dies(queue):
+    # Given a pending request and threads and tasks that wait for it
+    manager, cause = ManagerStub(), RuntimeError("boom")
+    queue.attach(manager)
+    handle = queue.submit([1], 5, is_streaming=True)
+
+    async def read():
+        return [token async for token in handle]
+
+    waiting = [started(handle.result), started(list, handle), started(asyncio.run, read())]
+
+    # When the manager dies
+    manager.end(cause)
+
+    # Then everyone learns why
+    for future in waiting:
+        error = future.exception(TIMEOUT)
+        assert isinstance(error, ManagerDeadError)
+        assert error.__cause__ is cause
+
+
+# With a manager --------------------------------------------------------------------------------
+
+
+def serve(queue, next_token, stats=None, checker=None, **params):
+    return GptManager(
+        ScriptedModel(next_token),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        1,
+        SchedulerConfig(),
+        (checker or queue).get_inference_requests,
+        (checker or queue).send_response,
+        queue.poll_stop_signal,
+        stats,
+        OptionalParams(**params),
+    )
+
+
+def count_up(history):
+    return (history[-1] + 1) % 1000
+
+
+def test_many_threads_and_a_real_manager():
+    # Given a small queue in front of a small manager that is only asked when notified
+    queue = RequestQueue(max_pending=4)
+    checker = ContractChecker(queue.get_inference_requests, queue.send_response)
+    with (
+        queue,
+        serve(queue, count_up, checker=checker, max_batch_size=4, idle_poll_s=None) as manager,
+    ):
+        queue.attach(manager)
+
+        def submit_some(first):
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                handles = pool.map(
+                    lambda token: queue.submit([token], 6, is_streaming=bool(token % 2)),
+                    range(first, first + 12),
+                )
+                return [(handle.request.input_ids[0], list(handle)) for handle in handles]
+
+        # When several threads submit and read
+        outputs = [started(submit_some, first) for first in (0, 100, 200)]
+
+        # Then every one has its own tokens
+        for output in outputs:
+            for first, tokens in output.result(20):
+                assert tokens == list(range(first + 1, first + 7))
+    checker.check(manager)
+
+
+def test_cancel_stream_and_drain_with_a_real_manager():
+    with RequestQueue() as queue, serve(queue, count_up) as manager:
+        queue.attach(manager)
+
+        async def read_some():
+            with queue.submit([1], 500, is_streaming=True) as generation:
+                async for token in generation:
+                    if token == 5:
+                        break
+            return await generation
+
+        # When a reader leaves early
+        result = asyncio.run(asyncio.wait_for(read_some(), TIMEOUT))
+        assert result.finish_reasons == (FinishReason.CANCELLED,)
+        assert result.generated_ids[0][:4] == (2, 3, 4, 5)
+        assert result.metrics["first_token_s"] <= result.metrics["last_token_s"]
+
+        # When the manager is left with work, it drains
+        last = queue.submit([1], 5)
+        while queue.num_pending:
+            manager.wait_idle(TIMEOUT)
+    assert last.result(0).generated_ids == ((2, 3, 4, 5, 6),)
+
+
+def test_what_a_failed_manager_never_fetched_is_answered_too():
+    def fail(history):
+        raise RuntimeError("boom")
+
+    with RequestQueue() as queue:
+        running = queue.submit([1], 5)
+        pending = queue.submit([1], 5)
+        manager = serve(queue, fail, max_active_requests=1)
+        queue.attach(manager)
+
+        for handle in (running, pending):
+            assert "boom" in repr(handle.exception(TIMEOUT)) + repr(handle.exception(0).__cause__)
+            assert isinstance(handle.exception(0), ManagerDeadError)
+
+
+def test_without_the_prompt_in_the_output():
+    with (
+        RequestQueue(exclude_input_in_output=True) as queue,
+        serve(queue, lambda history: history[-2], exclude_input_in_output=True) as manager,
+    ):
+        queue.attach(manager)
+
+        result = queue.submit([1, 2], 4).result(TIMEOUT)
+
+    assert result.generated_ids == ((1, 2, 1, 2),)
+    assert result.output_ids == ((1, 2, 1, 2, 1, 2),)
+    assert torch.equal(
+        result.tensors["output_ids"], torch.tensor([[[1, 2, 1, 2]]], dtype=torch.int32)
+    )

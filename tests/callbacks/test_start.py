@@ -1,0 +1,112 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from gptmanager import OptionalParams
+from gptmanager.callbacks import generate, start
+from gptmanager.errors import ConfigError, InvalidRequestError, ManagerDeadError
+from gptmanager.testing import ScriptedModel
+
+
+def counting(**keywords):
+    return ScriptedModel(lambda history: (history[-1] + 1) % 300, vocab_size=300, **keywords)
+
+
+def test_completions_come_in_the_order_of_the_prompts():
+    prompts = [[10], [20, 21], [30]]
+
+    assert generate(counting(), prompts, 3) == [[11, 12, 13], [22, 23, 24], [31, 32, 33]]
+    assert generate(counting(), [10, 11], 3) == [12, 13, 14]
+    assert generate(counting(), [], 3) == []
+
+
+def test_text_for_text(tokenizer):
+    ids = tokenizer.encode("once upon a time").ids
+    script = {tuple(ids[:n]): ids[n] for n in range(1, len(ids))}
+    model = ScriptedModel(lambda history: script.get(tuple(history), 0), vocab_size=300)
+    prompt = tokenizer.decode(ids[:1])
+
+    assert prompt + generate(model, prompt, 9, tokenizer=tokenizer, end_id=0) == "once upon a time"
+    assert generate(model, [prompt], 9, tokenizer=tokenizer, end_id=0) == [
+        "once upon a time".removeprefix(prompt)
+    ]
+
+
+def test_texts_and_ids_may_be_mixed(tokenizer, checkpoint):
+    letter = tokenizer.token_to_id("A")
+
+    completions = generate(counting(), ["A", [letter]], 2, tokenizer=checkpoint)
+
+    assert completions == [tokenizer.decode([letter + 1, letter + 2]), [letter + 1, letter + 2]]
+
+
+def test_sampling_and_options_reach_the_manager():
+    params = OptionalParams(exclude_input_in_output=True, max_batch_size=1)
+
+    completions = generate(
+        counting(), [[10], [20]], 9, optional_params=params, stop_words_list=[[12, 13]], end_id=22
+    )
+
+    assert completions == [[11], [21]]
+
+
+def test_text_without_a_tokenizer_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="need a tokenizer"):
+        generate(counting(), "once", 3)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        generate(str(tmp_path), "once", 3)
+
+
+def test_a_folder_that_is_no_checkpoint_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError):
+        generate(tmp_path, [1], 3)
+
+
+def test_an_error_names_its_prompt():
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: .*input_ids"):
+        generate(counting(), [[1], [], [2]], 3)
+
+
+def test_a_model_that_fails_leaves_nobody_waiting():
+    def fail(history):
+        raise RuntimeError("boom")
+
+    with pytest.raises(ManagerDeadError, match="boom"):
+        generate(ScriptedModel(fail), [[1], [2]], 3)
+
+
+def test_an_interrupt_aborts_and_leaves_no_thread():
+    # Given a long generation
+    before = set(threading.enumerate())
+
+    def interrupt(history):
+        if len(history) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+
+    # When Ctrl-C is pressed in the midst of it
+    with pytest.raises(KeyboardInterrupt):
+        generate(ScriptedModel(interrupt), [[1], [2]], 2000)
+
+    # Then nothing of it is left
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize(("progress", "is_shown"), [(True, True), (False, False), (None, False)])
+def test_a_bar_shows_what_takes_long(monkeypatch, capsys, progress, is_shown):
+    # Given a patience that is over at once, and no terminal
+    monkeypatch.setattr(start, "_PATIENCE_S", 0.0)
+    before = set(threading.enumerate())
+
+    generate(counting(), [[1], [2]], 3, progress=progress)
+
+    assert ("prompt" in capsys.readouterr().err) == is_shown
+    assert set(threading.enumerate()) == before
+
+
+def test_what_is_fast_shows_no_bar(capsys):
+    generate(counting(), [[1], [2]], 3, progress=True)
+
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,110 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from gptmanager.callbacks import TextStream
+
+END = 0
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer():
+    """Words with a leading mark for the space, and bytes for all else, as Llama 2 has."""
+    words = ["<unk>", "▁once", "▁upon", "a"]
+    vocabulary = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(
+        models.BPE({word: index for index, word in enumerate(vocabulary)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def pieces(stream, ids):
+    return [*map(stream.push, ids), stream.flush()]
+
+
+def byte_ids(text):
+    return [4 + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize("text", ["once upon a time", "café 🙂 naïve", "日本語", "12 + 30 = 42"])
+def test_the_pieces_are_the_text(tokenizer, text):
+    ids = tokenizer.encode(text).ids
+
+    assert "".join(pieces(TextStream(tokenizer), ids)) == text
+
+
+def test_an_incomplete_character_is_held_back(tokenizer):
+    ids = [tokenizer.token_to_id(letter) for letter in "ðŁĻĤ"]  # the four bytes of one emoji
+    stream = TextStream(tokenizer)
+
+    assert [stream.push(token) for token in ids] == ["", "", "", "🙂"]
+    assert stream.push(ids[0]) == ""
+    assert stream.flush() == REPLACEMENT
+    assert stream.flush() == ""
+
+
+def test_broken_bytes_do_not_hold_back_for_ever(tokenizer):
+    first_byte, letter = tokenizer.token_to_id("ð"), tokenizer.token_to_id("x")
+    stream = TextStream(tokenizer)
+
+    assert [stream.push(token) for token in (first_byte, first_byte, letter)] == [
+        "",
+        "",
+        f"{REPLACEMENT * 2}x",
+    ]
+
+
+def test_special_tokens_are_not_text(tokenizer):
+    ids = tokenizer.encode("once").ids
+
+    assert "".join(pieces(TextStream(tokenizer), [END, *ids, END, *ids])) == "onceonce"
+    shown = TextStream(tokenizer, skip_special_tokens=False)
+    assert "".join(pieces(shown, [*ids, END])) == "once<|end|>"
+
+
+def test_several_tokens_at_once(tokenizer):
+    stream = TextStream(tokenizer)
+
+    assert stream.push(tokenizer.encode("once upon").ids) == "once upon"
+    assert stream.push([]) == ""
+
+
+@given(data=st.data())
+def test_any_tokens_in_any_portions_give_the_text_of_all(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    stream, text, rest = TextStream(tokenizer), "", list(ids)
+    while rest:
+        size = data.draw(st.integers(1, 4))
+        text += stream.push(rest[:size])
+        rest = rest[size:]
+
+    assert text + stream.flush() == tokenizer.decode(ids)
+
+
+def test_the_space_after_the_prompt_is_kept(fallback_tokenizer):
+    assert "".join(pieces(TextStream(fallback_tokenizer), [1, 2])) == "once upon"
+    assert "".join(pieces(TextStream(fallback_tokenizer, [1]), [2, 1])) == " upon once"
+
+
+def test_a_long_prompt_costs_no_more_than_its_end(fallback_tokenizer):
+    stream = TextStream(fallback_tokenizer, [1] * 10_000)
+
+    assert stream.push(2) == " upon"
+    assert len(stream._window) < 20
+
+
+@pytest.mark.parametrize("text", ["aéa", "é🙂", "日本a"])
+def test_byte_fallback(fallback_tokenizer, text):
+    ids = [token for letter in text for token in ([3] if letter == "a" else byte_ids(letter))]
+
+    assert "".join(pieces(TextStream(fallback_tokenizer), ids)) == text

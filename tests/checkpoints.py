@@ -1,0 +1,199 @@
+"""Tiny random checkpoints made with transformers, their logits, and a driver of the paged cache."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmanager.memory import KvPool
+from gptmanager.models import Batch, Model
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    **_SPECIAL,
+}
+_GPT2_SIZES = {
+    "vocab_size": 96,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 160,
+    **_SPECIAL,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_SIZES},
+    "llama3": {"model_type": "llama", **_SIZES, "rope_parameters": LLAMA3_ROPE},
+    "llama_biased": {
+        "model_type": "llama",
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"model_type": "mistral", **_SIZES, "sliding_window": 7},
+    "qwen2": {"model_type": "qwen2", **_SIZES},
+    "qwen2_windows": {
+        "model_type": "qwen2",
+        **_SIZES,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", **_SIZES, "head_dim": 16},
+    "gpt2": {"model_type": "gpt2", **_GPT2_SIZES},
+    "gpt2_odd": {
+        "model_type": "gpt2",
+        **_GPT2_SIZES,
+        "n_inner": 40,
+        "activation_function": "gelu",
+        "scale_attn_by_inverse_layer_idx": True,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def random_model(config: Mapping[str, Any], seed: int = 0) -> Any:
+    """A transformers model in float32; every parameter is random, norms and biases included."""
+    fields = dict(config)
+    hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + noise / 5 if is_norm else noise / 5)
+    return model
+
+
+def checkpoint(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config dict as `save_pretrained` writes it, state dict)."""
+    return json.loads(model.config.to_json_string()), model.state_dict()
+
+
+def expected_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """transformers' logits `[T, vocab]` of one sequence alone, float32."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float()
+
+
+def is_greedy(model: Any, prompt: Sequence[int], generated: Sequence[int]) -> bool:
+    """Whether transformers, always taking the likeliest token, generates the same.
+
+    One pass decides: by induction each token must be the likeliest after those before it.
+    """
+    logits = expected_logits(model, [*prompt, *generated[:-1]])
+    return logits[len(prompt) - 1 :].argmax(-1).tolist() == list(generated)
+
+
+class PagedDriver:
+    """Runs packed batches of a model over its own pool, whose pages lie in a shuffled order.
+
+    Pages are filled with NaN at first: whoever reads what was never written shows it.
+    """
+
+    def __init__(self, model: Model, num_slots: int, tokens_per_block: int = 8) -> None:
+        spec = model.spec
+        num_blocks = -(-spec.max_seq_len // tokens_per_block)
+        total = num_slots * num_blocks
+        self.model = model
+        self.pool = KvPool(
+            spec.num_layers, total, tokens_per_block, spec.num_kv_heads, spec.head_dim
+        )
+        self.pool.keys.fill_(torch.nan)
+        self.pool.values.fill_(torch.nan)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+        self._block_tables = order.to(torch.int32).reshape(num_slots, num_blocks)
+        self._token_table = torch.zeros(num_slots, spec.max_seq_len, dtype=torch.int32)
+        self._lengths = [0] * num_slots
+
+    def forward(
+        self, rows: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None
+    ) -> Tensor:
+        """Run (slot, next tokens) rows; the logits of the packed tokens `sample`, None: of all."""
+        starts = [0]
+        positions: list[int] = []
+        for slot, tokens in rows:
+            first = self._lengths[slot]
+            self._lengths[slot] += len(tokens)
+            self._token_table[slot, first : self._lengths[slot]] = torch.tensor(tokens)
+            positions += range(first, self._lengths[slot])
+            starts.append(starts[-1] + len(tokens))
+        sample = range(starts[-1]) if sample is None else sample
+        row_of = [row for row, (_, tokens) in enumerate(rows) for _ in tokens]
+        batch = Batch(
+            token_ids=torch.tensor([token for _, tokens in rows for token in tokens]),
+            positions=torch.tensor(positions),
+            row_starts=torch.tensor(starts, dtype=torch.int32),
+            kv_lengths=torch.tensor([self._lengths[slot] for slot, _ in rows], dtype=torch.int32),
+            slots=torch.tensor([slot for slot, _ in rows], dtype=torch.int32),
+            block_tables=self._block_tables,
+            token_table=self._token_table,
+            sample_index=torch.tensor(list(sample), dtype=torch.int64),
+            sample_rows=torch.tensor([row_of[token] for token in sample], dtype=torch.int64),
+            num_context_rows=sum(len(tokens) > 1 for _, tokens in rows),
+        )
+        return self.model.forward(batch, self.pool)
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int | None = None
+    ) -> list[list[int]]:
+        """`num_new` tokens of each prompt; `chunk`: prompt tokens a step, None: all at once.
+
+        A prompt that is through generates while longer ones are still in their chunks.
+        """
+        waiting = {slot: list(prompt) for slot, prompt in enumerate(prompts)}
+        results: list[list[int]] = [[] for _ in prompts]
+        while waiting:
+            rows = [(slot, tokens[: chunk or len(tokens)]) for slot, tokens in waiting.items()]
+            rows.sort(key=lambda row: len(row[1]) == 1)
+            ends = torch.tensor([len(tokens) for _, tokens in rows]).cumsum(0) - 1
+            sampling = [
+                (slot, int(end))
+                for (slot, tokens), end in zip(rows, ends, strict=True)
+                if len(tokens) == len(waiting[slot])
+            ]
+            logits = self.forward(rows, [end for _, end in sampling])
+            for slot, tokens in rows:
+                waiting[slot] = waiting[slot][len(tokens) :]
+            for (slot, _), token in zip(sampling, logits.argmax(-1).tolist(), strict=True):
+                results[slot].append(token)
+                waiting[slot] = [token]
+                if len(results[slot]) == num_new:
+                    del waiting[slot]
+        return results

@@ -1,0 +1,172 @@
+"""A TokenLoop without a manager: a scripted executor, a host that is a few lists, a fake clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gptmanager.admission import Limits
+from gptmanager.allocation import Allocator
+from gptmanager.api import InferenceRequest, NamedTensor
+from gptmanager.config import ContextChunkingPolicy
+from gptmanager.kv_cache import KvCacheManager
+from gptmanager.loop import TokenLoop
+from gptmanager.scheduler import (
+    GuaranteedNoEvictScheduler,
+    MicroBatchScheduler,
+    RequestScheduler,
+    SchedulerOutput,
+    SimpleScheduler,
+)
+from gptmanager.statistics import Counts, Laps
+from gptmanager.step import Failure, Intake
+from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedExecutor
+
+VOCAB_SIZE = 100
+_FCFS = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+
+
+def next_token(history: list[int]) -> int:
+    """A function of the whole history, so that a lost or repeated token changes what follows."""
+    return (
+        sum((i + 1) * token for i, token in enumerate(history)) * 31 + len(history)
+    ) % VOCAB_SIZE
+
+
+def expected_output(prompt: Iterable[int], max_new_tokens: int) -> list[int]:
+    """What a request generates alone."""
+    history = list(prompt)
+    start = len(history)
+    for _ in range(max_new_tokens):
+        history.append(next_token(history))
+    return history[start:]
+
+
+class ListHost:
+    """A `Host` over RecordingCallbacks, held to the contract by a ContractChecker."""
+
+    def __init__(self) -> None:
+        self.callbacks = RecordingCallbacks()
+        self.checker = ContractChecker(
+            self.callbacks.get_inference_requests, self.callbacks.send_response
+        )
+        self.now = 0.0
+        self.counts: list[Counts] = []
+        self.stops: set[int] = set()
+        self.failures: list[Failure] = []
+        self.fail_to_send: Callable[[int, bool], bool] = lambda request_id, is_final: False
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        requests: list[InferenceRequest] = []
+        if room != 0:
+            requests = self.checker.get_inference_requests(-1 if room is None else room)
+        failures, self.failures = self.failures, []
+        stops, self.stops = self.stops, set()
+        self.now += 1.0
+        return Intake(self.now, tuple(requests), frozenset(stops), (), tuple(failures))
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.checker.send_response(request_id, tensors, is_final, error)
+        if self.fail_to_send(request_id, is_final) and not is_final:
+            self.failures.append(Failure(request_id, RuntimeError("the client has gone")))
+
+    def poll(self) -> None:
+        self.stops |= self.callbacks.poll_stop_signal()
+
+    def report(self, counts: Counts, laps: Laps) -> None:
+        self.counts.append(counts)
+
+
+class ForcedPauses(RequestScheduler):
+    """Wraps a scheduler and pauses the running requests that it is told to, once each."""
+
+    def __init__(self, scheduler: RequestScheduler) -> None:
+        self.scheduler = scheduler
+        self.victims: set[int] = set()
+
+    def schedule_request(self, active_requests: Any, inflight_request_ids: Any) -> SchedulerOutput:
+        paused = [r for r in active_requests if r.request_id in self.victims and r.slot >= 0]
+        self.victims.clear()
+        others = [r for r in active_requests if r not in paused]
+        if not others:
+            return SchedulerOutput([], [], paused)
+        context, generation, more = self.scheduler.schedule_request(others, inflight_request_ids)
+        return SchedulerOutput(context, generation, [*paused, *more])
+
+
+class LoopDriver:
+    """Builds a loop and runs it to the end."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 20,
+        tokens_per_block: int = 4,
+        max_batch_size: int = 4,
+        max_num_tokens: int = 64,
+        max_active: int | None = 8,
+        max_seq_len: int = 64,
+        run_ahead: int = 0,
+        chunked: bool = False,
+        script: Callable[[list[int]], int] = next_token,
+        scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
+    ) -> None:
+        self.host = ListHost()
+        self.kv_cache = KvCacheManager(num_blocks, tokens_per_block)
+        self.executor = ScriptedExecutor(script, tokens_per_block)
+        micro_batch = MicroBatchScheduler(
+            max_batch_size,
+            max_num_tokens,
+            max_context_length=max_num_tokens,
+            context_chunking_policy=_FCFS if chunked else None,
+            chunk_unit=tokens_per_block if chunked else None,
+        )
+        self.scheduler = scheduler(
+            SimpleScheduler(GuaranteedNoEvictScheduler(max_batch_size, self.kv_cache), micro_batch)
+        )
+        self.loop = TokenLoop(
+            self.host,
+            self.executor,
+            self.scheduler,
+            Allocator(self.kv_cache, num_slots=max_batch_size * (1 + run_ahead)),
+            Limits(
+                vocab_size=VOCAB_SIZE,
+                max_seq_len=max_seq_len,
+                max_input_len=max_seq_len - 1,
+                num_blocks=num_blocks,
+                tokens_per_block=tokens_per_block,
+            ),
+            max_active=max_active,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            run_ahead=run_ahead,
+            laps=Laps(lambda: 0),
+        )
+
+    def submit(self, *requests: InferenceRequest) -> None:
+        self.host.callbacks.submit(*requests)
+
+    def run(self, max_iterations: int = 1000) -> int:
+        """Iterate until there is nothing to do; returns how many iterations worked."""
+        worked = 0
+        for _ in range(max_iterations):
+            self.loop.allocator.check()
+            if self.loop.iterate():
+                worked += 1
+            elif not self.loop.active:
+                self.check_empty()
+                return worked
+        raise AssertionError(f"not done after {max_iterations} iterations: {self.loop.active}")
+
+    def check_empty(self) -> None:
+        """Nothing is held, and every request has had its one final response."""
+        self.host.checker.check()
+        assert self.kv_cache.get_num_free_blocks() == self.kv_cache.get_max_resource_count()
+
+    def output(self, request_id: int) -> list[int]:
+        return self.host.callbacks.output(request_id)
+
+    def final(self, request_id: int) -> Any:
+        return self.host.callbacks.final(request_id, timeout=0)

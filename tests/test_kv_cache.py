@@ -1,0 +1,845 @@
+"""The KV cache's accounts: worked examples of the contract, and a machine against a plain model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gptmanager.errors import (
+    CapacityError,
+    ConfigError,
+    DuplicateRequestIdError,
+    GptManagerError,
+)
+from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
+from gptmanager.request import LlmRequest, LlmRequestState
+
+
+def started(kv: KvCacheManager, request: LlmRequest) -> LlmRequest:
+    """`request` after its context step: the prompt is stored, one token is generated."""
+    kv.add_sequence(request)
+    request.move_to_next_context_chunk()
+    request.add_token()
+    return request
+
+
+def stepped(kv: KvCacheManager, request: LlmRequest, count: int = 1) -> LlmRequest:
+    for _ in range(count):
+        kv.add_token(request.request_id)
+        request.add_token()
+    return request
+
+
+def snapshot(kv: KvCacheManager, *request_ids: int) -> object:
+    held = [(kv.block_ids(i), kv.num_tokens(i)) for i in request_ids]
+    return kv.audit(), kv.get_num_free_blocks(), held
+
+
+# The contract's worked example: 20 blocks of 10 tokens, four requests of 10 + 80 ---------------
+
+
+def run_to_completion(
+    kv: KvCacheManager, requests: list[LlmRequest], admits: Callable[[list[LlmRequest]], bool]
+) -> list[int]:
+    """Used blocks after each iteration; a waiting request starts when `admits(running + it)`."""
+    waiting, running = list(requests), list[LlmRequest]()
+    used: list[int] = []
+    while waiting or running:
+        while waiting and admits([*running, waiting[0]]):
+            running.append(waiting.pop(0))
+        for request in list(running):
+            if request.state is LlmRequestState.CONTEXT_INIT:
+                started(kv, request)
+            else:
+                stepped(kv, request)
+            if request.num_generated == request.max_new_tokens:
+                kv.remove(request.request_id)
+                running.remove(request)
+        kv.check()
+        used.append(kv.num_blocks - kv.get_num_free_blocks())
+    return used
+
+
+def four_requests() -> list[LlmRequest]:
+    return [LlmRequest(i, 10, 80) for i in range(4)]
+
+
+def test_each_of_the_four_requests_needs_nine_blocks_in_its_life() -> None:
+    kv = KvCacheManager(20, 10)
+    request = four_requests()[0]
+    assert kv.get_max_resource_count() == kv.get_num_free_blocks() == kv.num_blocks == 20
+    assert kv.get_needed_resource_to_completion(request) == 9
+    assert kv.get_remaining_blocks_to_completion(request) == 9
+
+    started(kv, request)
+    assert kv.get_num_free_blocks() == kv.num_free_blocks == 19
+    assert kv.get_needed_resource_to_completion(request) == 9
+    assert kv.get_remaining_blocks_to_completion(request) == 8
+
+    stepped(kv, request, 79)
+    assert (kv.num_tokens(0), len(kv.block_ids(0)[0])) == (89, 9)
+    assert kv.get_needed_resource_to_completion(request) == 9
+    assert kv.get_remaining_blocks_to_completion(request) == 0
+
+
+def test_remaining_against_free_and_needed_against_total_both_run_two_at_a_time() -> None:
+    kv = KvCacheManager(20, 10)
+    by_free = run_to_completion(
+        kv,
+        four_requests(),
+        lambda rs: kv.sum_remaining_blocks_to_completion(rs) <= kv.get_num_free_blocks(),
+    )
+    by_total = run_to_completion(
+        kv,
+        four_requests(),
+        lambda rs: sum(map(kv.get_needed_resource_to_completion, rs)) <= kv.num_blocks,
+    )
+    assert by_free == by_total
+    assert (len(by_free), max(by_free), by_free[-1]) == (160, 18, 0)
+
+
+def test_needs_without_what_is_held_against_the_total_overcommit_at_iteration_53() -> None:
+    kv = KvCacheManager(40, 10)  # room to see how many of 20 blocks would have been used
+    used = run_to_completion(
+        kv,
+        four_requests(),
+        lambda rs: kv.sum_remaining_blocks_to_completion(rs) <= 20,
+    )
+    assert (max(used[:53]), used[53]) == (20, 21)
+
+
+# Needs, by hand ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new", "beams", "at_start", "whole_life"),
+    [
+        (25, 20, 1, 3, 5),
+        (25, 20, 3, 2 + 3, 2 + 3 * 3),  # two full blocks shared; the third and on, per beam
+        (20, 20, 3, 2, 2 + 2 * 3),  # on a boundary: nothing partial, the next block is per beam
+        (5, 1, 4, 4, 4),
+        (10, 0, 4, 1, 1),
+        (1, 100, 1, 1, 11),
+    ],
+)
+def test_needs_of_a_life(
+    prompt_len: int, max_new: int, beams: int, at_start: int, whole_life: int
+) -> None:
+    kv = KvCacheManager(100, 10)
+    request = LlmRequest(7, prompt_len, max_new, beam_width=beams)
+    assert kv.get_needed_resource_to_completion(request) == whole_life
+    assert kv.get_remaining_blocks_to_completion(request) == whole_life
+    assert kv.get_needed_blocks_one_step(request) == at_start
+
+    kv.add_sequence(request)
+    assert kv.get_num_free_blocks() == 100 - at_start
+    assert kv.get_needed_resource_to_completion(request) == whole_life
+    assert kv.get_remaining_blocks_to_completion(request) == whole_life - at_start
+    kv.check()
+
+
+def test_held_blocks_count_per_beam_once_past_the_context() -> None:
+    kv = KvCacheManager(100, 10)
+    request = started(kv, LlmRequest(1, 25, 20, beam_width=3))  # context 2, total 5
+    assert kv.get_remaining_blocks_to_completion(request) == (5 - 3) * 3
+    stepped(kv, request, 5)
+    assert kv.get_remaining_blocks_to_completion(request) == (5 - 3) * 3
+    stepped(kv, request)
+    assert kv.get_remaining_blocks_to_completion(request) == (5 - 4) * 3
+    kv.check()
+
+
+def test_a_first_chunk_takes_the_whole_prompt_and_later_chunks_nothing() -> None:
+    kv = KvCacheManager(10, 10)
+    request = LlmRequest(1, 45, 10, context_chunk_size=20)
+    assert kv.get_needed_blocks_one_step(request) == 5
+    kv.add_sequence(request)
+    assert kv.get_num_free_blocks() == 5
+    request.move_to_next_context_chunk()
+    request.context_chunk_size = 20
+    assert kv.get_needed_blocks_one_step(request) == 0
+    assert kv.get_remaining_blocks_to_completion(request) == 1
+
+
+def test_the_sampled_token_is_not_stored_before_the_next_step() -> None:
+    kv = KvCacheManager(10, 10)
+    request = LlmRequest(1, 10, 5)
+    assert kv.get_needed_blocks_one_step(request) == 1
+    started(kv, request)
+    assert (request.num_tokens, kv.num_tokens(1)) == (11, 10)
+    assert kv.get_needed_blocks_one_step(request) == 1
+    assert kv.add_token(1) == (1,)
+
+
+def test_lookahead_and_drafts_widen_a_step() -> None:
+    kv = KvCacheManager(100, 10)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 50, beam_width=2)), 9)  # 19 stored
+    assert kv.num_tokens(1) == 19
+    assert kv.get_needed_blocks_one_step(request) == 0
+    assert kv.get_needed_blocks_one_step(request, two_step_lookahead=True) == 2
+    request.num_draft_tokens = 11
+    assert kv.get_needed_blocks_one_step(request) == 2 * 2  # 12 more: 31
+    assert kv.get_needed_blocks_one_step(request, two_step_lookahead=True) == 3 * 2  # 24: 43
+
+
+def test_a_step_never_needs_more_than_the_tokens_that_are_left() -> None:
+    kv = KvCacheManager(100, 10)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 12, num_draft_tokens=30)), 9)
+    assert kv.num_tokens(1) == 19  # 9 beyond the prompt, 3 are left: 22
+    assert kv.get_needed_blocks_one_step(request, two_step_lookahead=True) == 1
+    first = LlmRequest(2, 10, 12, num_draft_tokens=30)
+    assert kv.get_needed_blocks_one_step(first) == 3  # 10 + min(30, 12)
+
+
+def test_a_request_that_is_complete_or_stored_beyond_its_end_needs_nothing() -> None:
+    kv = KvCacheManager(100, 10)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 3)), 2)
+    for _ in range(20):
+        kv.add_token(1)
+    assert kv.get_remaining_blocks_to_completion(request) == 0
+    request.max_new_tokens = 1
+    assert kv.get_needed_blocks_one_step(request) == 0
+    request.finish()
+    assert kv.get_needed_blocks_one_step(request) == 0
+
+
+def test_needs_follow_a_request_whose_lengths_change() -> None:
+    kv = KvCacheManager(100, 10)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 80)), 15)  # 25 stored in 3 blocks
+    assert kv.get_remaining_blocks_to_completion(request) == 6
+    request.max_new_tokens = 20
+    assert kv.get_remaining_blocks_to_completion(request) == 0
+    assert kv.sum_remaining_blocks_to_completion([request]) == 0
+    request.max_new_tokens = 95
+    assert kv.get_remaining_blocks_to_completion(request) == 8
+    assert kv.sum_remaining_blocks_to_completion([request, LlmRequest(2, 15, 15)]) == 8 + 3
+
+
+def test_a_pause_keeps_the_need_of_the_whole_life() -> None:
+    kv = KvCacheManager(100, 10)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 80)), 14)
+    kv.remove(1)
+    request.pause(max_input_len=1000)
+    assert (request.prompt_len, request.max_new_tokens) == (25, 65)
+    assert kv.get_remaining_blocks_to_completion(request) == 9
+    started(kv, request)
+    assert kv.get_remaining_blocks_to_completion(request) == 6
+
+
+# Attention window and sink tokens ------------------------------------------------------------
+
+
+def test_nothing_grows_past_the_attention_window() -> None:
+    kv = KvCacheManager(10, 10, max_attention_window=25)
+    request = LlmRequest(1, 18, 100)
+    assert kv.get_needed_resource_to_completion(request) == 3
+    assert kv.get_needed_blocks_one_step(request) == 2
+    started(kv, request)
+    taken = []
+    for _ in range(90):
+        expected = kv.get_needed_blocks_one_step(request)
+        taken.append(len(kv.add_token(1)))
+        request.add_token()
+        assert taken[-1] == expected
+        kv.check()
+    assert (sum(taken), taken.index(1)) == (1, 2)
+    assert kv.get_remaining_blocks_to_completion(request) == 0
+    assert kv.num_tokens(1) == 108
+
+
+def test_a_lookahead_across_the_window_counts_the_growth_up_to_it() -> None:
+    kv = KvCacheManager(10, 10, max_attention_window=21)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 100)), 10)
+    assert kv.num_tokens(1) == 20
+    assert kv.get_needed_blocks_one_step(request, two_step_lookahead=True) == 1
+
+
+def test_a_prompt_longer_than_the_window_takes_the_windows_blocks() -> None:
+    kv = KvCacheManager(10, 10, max_attention_window=25)
+    request = LlmRequest(1, 70, 10, beam_width=2)
+    assert kv.get_needed_resource_to_completion(request) == 2 + 2
+    assert kv.get_needed_blocks_one_step(request) == 2 + 2
+    started(kv, request)
+    assert kv.get_num_free_blocks() == 6
+    assert kv.add_token(1) == ()
+    assert kv.get_needed_blocks_one_step(request) == 0
+    kv.check()
+
+
+def test_sink_tokens_are_padded_to_a_whole_block() -> None:
+    kv = KvCacheManager(10, 10, max_attention_window=24, sink_token_length=4)  # padding of 6
+    request = LlmRequest(1, 4, 100)
+    assert kv.get_needed_resource_to_completion(request) == 3  # (24 + 6) / 10
+    assert kv.get_needed_blocks_one_step(request) == 1
+    started(kv, request)
+    assert kv.num_tokens(1) == 4
+    assert kv.get_needed_blocks_one_step(request) == 1
+    assert kv.add_token(1) == (1,)
+    for _ in range(50):
+        kv.add_token(1)
+        kv.check()
+    assert len(kv.block_ids(1)[0]) == 3
+
+
+def test_past_the_window_one_token_can_be_rewound_and_beams_cannot_be_reordered() -> None:
+    kv = KvCacheManager(10, 10, max_attention_window=20)
+    stepped(kv, started(kv, LlmRequest(1, 20, 100)), 5)
+    before = snapshot(kv, 1)
+    with pytest.raises(ValueError, match="request 1 is past its attention window"):
+        kv.rewind(1, 2)
+    assert snapshot(kv, 1) == before
+    kv.rewind(1, 1)
+    assert (kv.num_tokens(1), len(kv.block_ids(1)[0])) == (24, 2)
+
+    stepped(kv, started(kv, LlmRequest(2, 5, 100, beam_width=2)), 16)
+    with pytest.raises(ValueError, match="request 2 is past its attention window"):
+        kv.fork(2, (0, 0))
+
+
+# Blocks: order, sharing, failure ------------------------------------------------------------
+
+
+def test_the_least_recently_freed_block_is_handed_out_first_and_ends_before_prefixes() -> None:
+    kv = KvCacheManager(6, 10)
+    for request_id in (1, 2, 3):
+        kv.add_sequence(LlmRequest(request_id, 20, 10))
+    assert [kv.block_ids(i) for i in (1, 2, 3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    kv.remove(2)
+    kv.remove(1)
+    kv.add_sequence(LlmRequest(4, 40, 10))
+    assert kv.block_ids(4) == [[3, 2, 1, 0]]
+
+
+def test_beams_share_full_blocks_of_the_prompt() -> None:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 25, 10, beam_width=3))
+    assert kv.block_ids(1) == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    kv.add_sequence(LlmRequest(2, 20, 10, beam_width=2))
+    assert kv.block_ids(2) == [[5, 6], [5, 6]]
+    assert kv.add_token(2) == (7, 8)
+    assert kv.block_ids(2) == [[5, 6, 7], [5, 6, 8]]
+    report = kv.audit()
+    assert (report.total, report.free, report.used, report.ok) == (10, 1, 9, True)
+    assert report.owners == {block: (1,) if block < 5 else (2,) for block in range(9)}
+    kv.remove(1)
+    kv.remove(2)
+    assert kv.audit().owners == {}
+    assert kv.get_num_free_blocks() == 10
+    kv.check()
+
+
+def test_block_ids_are_the_callers_own() -> None:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 25, 10))
+    kv.block_ids(1)[0].clear()
+    assert kv.block_ids(1) == [[0, 1, 2]]
+
+
+def test_a_duplicate_id_is_refused_and_changes_nothing() -> None:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 25, 10))
+    before = snapshot(kv, 1)
+    with pytest.raises(DuplicateRequestIdError, match="request 1 already holds"):
+        kv.add_sequence(LlmRequest(1, 5, 10))
+    assert snapshot(kv, 1) == before
+    kv.remove(1)
+    kv.add_sequence(LlmRequest(1, 5, 10))
+
+
+def test_no_free_block_is_an_error_that_changes_nothing() -> None:
+    kv = KvCacheManager(5, 10)
+    request = started(kv, LlmRequest(1, 20, 10, beam_width=2))
+    before = snapshot(kv, 1)
+    with pytest.raises(CapacityError, match="request 2 needs 4 more KV cache blocks, 3 of 5 are"):
+        kv.add_sequence(LlmRequest(2, 31, 10))
+    assert snapshot(kv, 1) == before
+    assert 2 not in kv
+
+    kv.add_sequence(LlmRequest(3, 20, 10))
+    before = snapshot(kv, 1, 3)
+    with pytest.raises(CapacityError, match="request 1 needs 2 more KV cache blocks, 1 of 5 are"):
+        kv.add_token(request.request_id)
+    assert snapshot(kv, 1, 3) == before
+    kv.remove(3)
+    assert len(kv.add_token(1)) == 2
+    kv.check()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda kv: kv.add_token(9),
+        lambda kv: kv.rewind(9, 1),
+        lambda kv: kv.fork(9, (0,)),
+        lambda kv: kv.remove(9),
+        lambda kv: kv.remove(9, store=False),
+        lambda kv: kv.block_ids(9),
+        lambda kv: kv.num_tokens(9),
+    ],
+)
+def test_an_unknown_id_is_a_value_error_that_names_it(
+    use: Callable[[KvCacheManager], object],
+) -> None:
+    kv = KvCacheManager(5, 10)
+    with pytest.raises(ValueError, match="request 9 holds no KV cache blocks"):
+        use(kv)
+
+
+def test_rewind_frees_trailing_blocks() -> None:
+    kv = KvCacheManager(10, 10)
+    request = LlmRequest(1, 45, 30)
+    kv.add_sequence(request)
+    kv.rewind(1, 5)
+    assert (kv.num_tokens(1), kv.block_ids(1)) == (40, [[0, 1, 2, 3]])
+    assert kv.get_remaining_blocks_to_completion(request) == 4
+    kv.rewind(1, 21)
+    assert (kv.num_tokens(1), kv.block_ids(1)) == (19, [[0, 1]])
+    assert kv.get_remaining_blocks_to_completion(request) == 6
+    assert kv.add_token(1) == ()
+    assert kv.add_token(1) == (5,)
+    kv.rewind(1, 21)
+    assert (kv.block_ids(1), kv.get_num_free_blocks()) == ([[]], 10)
+    kv.check()
+    for wrong in (-1, 1):
+        with pytest.raises(ValueError, match=f"request 1: cannot rewind {wrong} of 0 tokens"):
+            kv.rewind(1, wrong)
+
+
+def test_beams_cannot_be_rewound() -> None:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 45, 30, beam_width=2))
+    with pytest.raises(ValueError, match="request 1: beams"):
+        kv.rewind(1, 1)
+
+
+def test_store_context_does_nothing_without_reuse() -> None:
+    kv = KvCacheManager(10, 10)
+    request = started(kv, LlmRequest(1, 45, 30))
+    before = snapshot(kv, 1)
+    kv.store_context(request)
+    assert snapshot(kv, 1) == before
+
+
+# Fork ----------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_full_blocks_and_copies_partial_ones() -> None:
+    kv = KvCacheManager(20, 10)
+    request = started(kv, LlmRequest(1, 15, 40, beam_width=3))
+    stepped(kv, request, 12)  # 27 stored: [0], then a full and a partial block for each beam
+    assert kv.block_ids(1) == [[0, 1, 4], [0, 2, 5], [0, 3, 6]]
+    assert kv.fork(1, (0, 0, 2)) == (BlockCopy(source=4, destination=5, num_tokens=7),)
+    assert kv.block_ids(1) == [[0, 1, 4], [0, 1, 5], [0, 3, 6]]
+    assert kv.get_num_free_blocks() == 20 - 6  # block 2 is free
+    assert kv.audit().owners[1] == (1,)
+    kv.check()
+
+
+def test_beams_that_change_places_exchange_their_blocks_without_a_copy() -> None:
+    kv = KvCacheManager(20, 10)
+    stepped(kv, started(kv, LlmRequest(1, 15, 40, beam_width=3)), 12)
+    assert kv.fork(1, (1, 2, 0)) == ()
+    assert kv.block_ids(1) == [[0, 2, 5], [0, 3, 6], [0, 1, 4]]
+    assert kv.fork(1, (0, 1, 2)) == ()
+    kv.check()
+
+
+def test_no_block_is_both_read_and_written_by_the_copies_of_a_fork() -> None:
+    kv = KvCacheManager(40, 10)
+    stepped(kv, started(kv, LlmRequest(1, 15, 40, beam_width=4)), 3)
+    copies = kv.fork(1, (1, 3, 1, 1))
+    assert len(copies) == 2
+    assert {c.source for c in copies}.isdisjoint(c.destination for c in copies)
+    kv.check()
+
+
+def test_a_fork_on_a_block_boundary_copies_nothing_and_the_next_blocks_are_private() -> None:
+    kv = KvCacheManager(20, 10)
+    request = started(kv, LlmRequest(1, 20, 40, beam_width=2))
+    stepped(kv, request, 10)
+    assert kv.block_ids(1) == [[0, 1, 2], [0, 1, 3]]
+    assert kv.fork(1, [1, 1]) == ()
+    assert kv.block_ids(1) == [[0, 1, 3], [0, 1, 3]]
+    assert kv.add_token(1) == (4, 5)
+    kv.check()
+
+
+def test_a_fork_works_in_a_full_pool() -> None:
+    kv = KvCacheManager(5, 10)
+    stepped(kv, started(kv, LlmRequest(1, 15, 40, beam_width=2)), 6)
+    assert kv.get_num_free_blocks() == 0
+    assert len(kv.fork(1, (1, 1))) == 1
+    assert kv.get_num_free_blocks() == 1
+
+
+@pytest.mark.parametrize("parents", [(0,), (0, 1, 1), (0, 2), (-1, 0)])
+def test_a_fork_with_impossible_parents_changes_nothing(parents: Sequence[int]) -> None:
+    kv = KvCacheManager(20, 10)
+    started(kv, LlmRequest(1, 15, 40, beam_width=2))
+    before = snapshot(kv, 1)
+    with pytest.raises(ValueError, match="request 1 has 2 beams, not parents"):
+        kv.fork(1, parents)
+    assert snapshot(kv, 1) == before
+
+
+# What if --------------------------------------------------------------------------------------
+
+
+def test_a_what_if_frees_what_only_the_removed_held_and_touches_nothing() -> None:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 25, 10, beam_width=3))  # 5 blocks
+    kv.add_sequence(LlmRequest(2, 20, 10))  # 2 blocks
+    before = snapshot(kv, 1, 2)
+    kv.start_scheduling()
+    assert kv.scheduling_has_free_blocks()
+    assert kv.scheduling_has_free_blocks(3)
+    assert not kv.scheduling_has_free_blocks(4)
+    kv.scheduling_remove_sequence(1)
+    kv.scheduling_remove_sequence(1)
+    kv.scheduling_remove_sequence(77)
+    assert kv.scheduling_has_free_blocks(8)
+    assert not kv.scheduling_has_free_blocks(9)
+    assert snapshot(kv, 1, 2) == before
+    kv.start_scheduling()
+    assert not kv.scheduling_has_free_blocks(4)
+
+
+# Cross attention --------------------------------------------------------------------------------
+
+
+def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
+    kv = KvCacheManager(10, 10, cross=True)
+    request = LlmRequest(1, 70, 80, encoder_len=25, beam_width=4, context_chunk_size=40)
+    assert kv.get_needed_resource_to_completion(request) == 3
+    assert kv.get_remaining_blocks_to_completion(request) == 3
+    assert kv.get_needed_blocks_one_step(request) == 3
+    kv.add_sequence(request)
+    assert kv.block_ids(1) == [[0, 1, 2]] * 4
+    assert kv.get_remaining_blocks_to_completion(request) == 0
+    kv.check()
+    request.move_to_next_context_chunk()
+    assert kv.get_needed_blocks_one_step(request) == 0
+    request.context_chunk_size = 30
+    request.move_to_next_context_chunk()
+    request.add_token()
+    assert kv.get_needed_blocks_one_step(request) == 0
+    assert kv.sum_remaining_blocks_to_completion([request]) == 0
+    assert kv.fork(1, (3, 3, 0, 1)) == ()
+    with pytest.raises(ValueError, match="request 1: a cross KV cache"):
+        kv.add_token(1)
+    with pytest.raises(ValueError, match="request 1: beams and cross"):
+        kv.rewind(1, 1)
+    kv.remove(1)
+    assert kv.get_num_free_blocks() == 10
+
+
+# Options, and the proof that finds what is wrong ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
+        ({"tokens_per_block": 0}, "tokens_per_block must be at least 1, got 0"),
+        ({"max_attention_window": 0}, "max_attention_window must be at least 1, got 0"),
+        ({"sink_token_length": -1}, "sink_token_length must be 0 or more"),
+        ({"sink_token_length": 8, "max_attention_window": 8}, r"sink_token_length .* got 8"),
+        ({"enable_block_reuse": True}, "enable_block_reuse=True is not supported"),
+        ({"cross": True, "sink_token_length": 4}, "cross=True"),
+        ({"cross": True, "max_attention_window": 40}, "cross=True"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        KvCacheManager(**{"num_blocks": 10, "tokens_per_block": 8, **options})
+
+
+def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:
+    kv = KvCacheManager(10, 10)
+    kv.add_sequence(LlmRequest(1, 25, 10))
+    started(kv, LlmRequest(2, 15, 10, beam_width=2))
+    kv.check()
+    spoil(kv)
+    return kv
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda kv: kv._pool.ref_counts.__setitem__(1, 2), r"block 1 counts 2 .*requests \[1\]"),
+        (lambda kv: kv._pool.ref_counts.__setitem__(9, 1), "block 9 counts 1 .*no request"),
+        (lambda kv: kv._pool.free.__setitem__(4, None), r"block 4 is free, but requests \[2\]"),
+        (lambda kv: kv._pool.free.pop(9), "block 9 is not free, but no request"),
+        (lambda kv: kv._pool.free.__setitem__(77, None), "6 free and 6 used|5 free and 6 used"),
+        (lambda kv: kv._sequences[1].tables[0].pop(), "beam 0 of request 1 holds 2 .*block 1"),
+        (lambda kv: kv._sequences[1].tables[0].clear(), "request 1 holds 0 .*has none"),
+        (lambda kv: kv._sequences[1].tables[0].__setitem__(0, 1), "block 1 stands twice .*1"),
+        (
+            lambda kv: (
+                kv._sequences[2].tables[1].__setitem__(1, kv._sequences[2].tables[0][1]),
+                kv._pool.ref_counts.__setitem__(kv._sequences[2].tables[0][1], 2),
+            ),
+            "block 4, which beam 0 of request 2 is writing to, stands in 2 tables",
+        ),
+    ],
+)
+def test_check_names_the_block_and_its_owner(
+    spoil: Callable[[KvCacheManager], object], problem: str
+) -> None:
+    kv = spoiled(spoil)
+    with pytest.raises(LedgerError, match=problem) as raised:
+        kv.check()
+    assert isinstance(raised.value, GptManagerError)
+    assert isinstance(raised.value, AssertionError)
+    report = kv.audit()
+    assert not report.ok
+    assert report.problem == str(raised.value)
+
+
+# A machine against a plain model ------------------------------------------------------------------
+
+
+class KvCacheMachine(RuleBasedStateMachine):
+    """Random lives of requests. The model: each beam's history as a list, and what lies in memory.
+
+    Memory is written as an executor would: through the block tables, and by the copies of a fork
+    in any order. What a beam reads back must be its own history.
+    """
+
+    @initialize(
+        num_blocks=st.integers(1, 30),
+        size=st.integers(1, 6),
+        window=st.none() | st.integers(1, 25),
+        sink=st.integers(0, 7),
+        seed=st.randoms(use_true_random=False),
+    )
+    def build(
+        self, num_blocks: int, size: int, window: int | None, sink: int, seed: random.Random
+    ) -> None:
+        self.window, self.size = window or 10**6, size
+        self.sink = min(sink, self.window - 1)
+        self.bubble = -self.sink % size
+        self.kv = KvCacheManager(
+            num_blocks, size, max_attention_window=window, sink_token_length=self.sink
+        )
+        self.random = seed
+        self.num_blocks = num_blocks
+        self.requests: dict[int, LlmRequest] = {}
+        self.histories: dict[int, list[list[int]]] = {}
+        self.memory: dict[tuple[int, int], int] = {}
+        self.next_value = 0
+
+    # What the model knows of places
+
+    def place(self, table: list[int], token: int) -> tuple[int, int]:
+        slot = token
+        if token >= self.sink:
+            slot = self.sink + self.bubble + (token - self.sink) % (self.window - self.sink)
+        return table[slot // self.size], slot % self.size
+
+    def write(self, request_id: int, beam: int) -> None:
+        self.next_value += 1
+        history = self.histories[request_id][beam]
+        table = self.kv.block_ids(request_id)[beam]
+        self.memory[self.place(table, len(history))] = self.next_value
+        history.append(self.next_value)
+
+    def blocks_of(self, num_tokens: int) -> int:
+        return -(-(min(num_tokens, self.window) + self.bubble) // self.size)
+
+    def stored(self, request_id: int) -> int:
+        return len(self.histories[request_id][0])
+
+    def held(self, *request_ids: int) -> set[int]:
+        return {block for i in request_ids for table in self.kv.block_ids(i) for block in table}
+
+    def some_id(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.histories)))
+
+    def expect_full(self, use: Callable[[], object]) -> None:
+        before = snapshot(self.kv, *self.histories)
+        with pytest.raises(CapacityError):
+            use()
+        assert snapshot(self.kv, *self.histories) == before
+
+    # What happens
+
+    @rule(
+        request_id=st.integers(0, 5),
+        prompt_len=st.integers(1, 40),
+        max_new=st.integers(1, 40),
+        beams=st.sampled_from([1, 1, 2, 3]),
+    )
+    def add(self, request_id: int, prompt_len: int, max_new: int, beams: int) -> None:
+        if request_id in self.histories:
+            before = snapshot(self.kv, *self.histories)
+            with pytest.raises(DuplicateRequestIdError):
+                self.kv.add_sequence(LlmRequest(request_id, prompt_len, max_new))
+            assert snapshot(self.kv, *self.histories) == before
+            return
+        if beams > 1:  # who executes must not let beams pass the window
+            prompt_len = min(prompt_len, self.window)
+            max_new = min(max_new, self.window - prompt_len + 1)
+        self.start(LlmRequest(request_id, prompt_len, max_new, beam_width=beams))
+
+    def start(self, request: LlmRequest) -> None:
+        request_id, beams, prompt_len = request.request_id, request.beam_width, request.prompt_len
+        free = self.kv.get_num_free_blocks()
+        full = (min(prompt_len, self.window) + self.bubble) // self.size
+        need = full + (self.blocks_of(prompt_len) - full) * beams
+        assert self.kv.get_needed_blocks_one_step(request) == need
+        if need > free:
+            self.expect_full(lambda: self.kv.add_sequence(request))
+            return
+        whole_life = self.kv.get_needed_resource_to_completion(request)
+        assert self.kv.get_remaining_blocks_to_completion(request) == whole_life
+        self.kv.add_sequence(request)
+        assert self.kv.get_num_free_blocks() == free - need
+        self.requests[request_id] = request
+        self.histories[request_id] = [[] for _ in range(beams)]
+        for _ in range(prompt_len):  # the prompt is the same in all beams: one value
+            self.next_value += 1
+            for history, table in zip(
+                self.histories[request_id], self.kv.block_ids(request_id), strict=True
+            ):
+                self.memory[self.place(table, len(history))] = self.next_value
+                history.append(self.next_value)
+        request.move_to_next_context_chunk()
+        request.add_token()
+
+    @precondition(lambda self: self.histories)
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def step(self, data: st.DataObject, count: int) -> None:
+        request = self.requests[self.some_id(data)]
+        request_id = request.request_id
+        for _ in range(count):
+            if request.num_generated >= request.max_new_tokens:
+                return
+            need = self.kv.get_needed_blocks_one_step(request)
+            assert need <= self.kv.get_needed_blocks_one_step(request, two_step_lookahead=True)
+            if need > self.kv.get_num_free_blocks():
+                self.expect_full(lambda: self.kv.add_token(request_id))
+                return
+            assert len(self.kv.add_token(request_id)) == need
+            request.add_token()
+            for beam in range(request.beam_width):
+                self.write(request_id, beam)
+
+    @precondition(lambda self: self.histories)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        request_id = self.some_id(data)
+        histories = self.histories[request_id]
+        if self.stored(request_id) > self.window:
+            with pytest.raises(ValueError, match="past its attention window"):
+                self.kv.fork(request_id, range(len(histories)))
+            return
+        parents = data.draw(
+            st.lists(
+                st.integers(0, len(histories) - 1),
+                min_size=len(histories),
+                max_size=len(histories),
+            )
+        )
+        free = self.kv.get_num_free_blocks()
+        copies = list(self.kv.fork(request_id, parents))
+        assert self.kv.get_num_free_blocks() >= free
+        self.random.shuffle(copies)
+        for source, destination, num_tokens in copies:
+            for offset in range(num_tokens):
+                if (source, offset) in self.memory:  # padding of the sink tokens is never written
+                    self.memory[destination, offset] = self.memory[source, offset]
+        self.histories[request_id] = [list(histories[parent]) for parent in parents]
+
+    @precondition(lambda self: self.histories)
+    @rule(data=st.data(), count=st.integers(0, 15))
+    def rewind(self, data: st.DataObject, count: int) -> None:
+        request = self.requests[self.some_id(data)]
+        request_id, stored = request.request_id, self.stored(request.request_id)
+        count = min(count, request.num_tokens - 1 - request.prompt_len)
+        if request.beam_width > 1 or (count > 1 and stored > self.window):
+            with pytest.raises(ValueError, match=f"request {request_id}"):
+                self.kv.rewind(request_id, count)
+            return
+        self.kv.rewind(request_id, count)
+        if count:
+            del self.histories[request_id][0][-count:]
+        request.num_tokens -= count
+        if request.state is LlmRequestState.GENERATION_TO_COMPLETE and count:
+            request.state = LlmRequestState.GENERATION_IN_PROGRESS
+
+    @precondition(lambda self: self.histories)
+    @rule(data=st.data(), store=st.booleans(), resume=st.booleans())
+    def remove(self, data: st.DataObject, store: bool, resume: bool) -> None:
+        request_id = self.some_id(data)
+        free, held = self.kv.get_num_free_blocks(), self.held(request_id)
+        self.kv.remove(request_id, store)
+        assert self.kv.get_num_free_blocks() == free + len(held)
+        request = self.requests.pop(request_id)
+        del self.histories[request_id]
+        if resume and request.num_generated < request.max_new_tokens:
+            request.tokens = [0] * request.num_tokens  # rewinds left the confirmed ones behind
+            request.pause(10**6)
+            self.start(request)
+
+    @precondition(lambda self: self.histories)
+    @rule(data=st.data())
+    def what_if(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.histories))))
+        stay = [i for i in self.histories if i not in gone]
+        self.kv.start_scheduling()
+        for request_id in gone:
+            self.kv.scheduling_remove_sequence(request_id)
+        free = self.num_blocks - len(self.held(*stay))
+        assert self.kv.scheduling_has_free_blocks(free)
+        assert not self.kv.scheduling_has_free_blocks(free + 1)
+
+    # What always holds
+
+    @invariant()
+    def accounts_are_right(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check()
+        held = self.held(*self.histories)
+        assert self.kv.get_num_free_blocks() == self.num_blocks - len(held)
+        report = self.kv.audit()
+        assert set(report.owners) == held
+        for request_id, histories in self.histories.items():
+            tables = self.kv.block_ids(request_id)
+            stored = self.stored(request_id)
+            assert self.kv.num_tokens(request_id) == stored
+            assert [len(table) for table in tables] == [self.blocks_of(stored)] * len(histories)
+            assert all(report.owners[block] == (request_id,) for table in tables for block in table)
+
+    @invariant()
+    def every_beam_reads_its_own_history(self) -> None:
+        for request_id, histories in getattr(self, "histories", {}).items():
+            tables = self.kv.block_ids(request_id)
+            for table, history in zip(tables, histories, strict=True):
+                oldest = max(self.sink, len(history) - (self.window - self.sink))
+                for token in (*range(min(self.sink, len(history))), *range(oldest, len(history))):
+                    assert self.memory[self.place(table, token)] == history[token]
+
+    @invariant()
+    def needs_add_up(self) -> None:
+        requests = getattr(self, "requests", {}).values()
+        remaining = [self.kv.get_remaining_blocks_to_completion(r) for r in requests]
+        assert self.kv.sum_remaining_blocks_to_completion(requests) == sum(remaining)
+        for request, need in zip(requests, remaining, strict=True):
+            held = len(self.held(request.request_id))
+            whole_life = self.kv.get_needed_resource_to_completion(request)
+            if request.beam_width == 1:
+                assert held + need == whole_life
+            assert 0 <= held + need <= whole_life  # forks share what was counted for each beam
+
+
+KvCacheMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+)
+TestKvCacheMachine = KvCacheMachine.TestCase

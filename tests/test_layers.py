@@ -1,0 +1,218 @@
+"""The architecture: one total order, in which a module imports only names that stand above it.
+
+A package's own line follows those of its modules, since its `__init__` only re-exports them. A
+line may be ahead of its module, never the other way. `no torch` in a description is checked too.
+"""
+
+import ast
+from collections.abc import Iterator
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+LAYERS = """
+errors                  every error, in one tree
+config                  what a host configures, and the enums of the contract (no torch)
+request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
+api                     what a host gives and gets: InferenceRequest, NamedTensor
+tensors                 one typed value out of whatever a host put under a name
+
+kv_cache.block          blocks and who owns them (no torch)
+kv_cache.prefix_tree    blocks found again by the tokens they hold (no torch)
+kv_cache.needs          how many blocks a request will want (no torch)
+kv_cache.manager        which sequence holds which block (no torch)
+kv_cache
+scheduler.capacity      which active requests get memory (no torch)
+scheduler.micro_batch   which of those run now, and how much of their context (no torch)
+scheduler.simple        the two as one (no torch)
+scheduler
+step                    Intake, Schedule, StepResult: all that passes between loop and executor
+
+kernels.reference       every operation in torch: the specification
+kernels.cpu             what is faster on a CPU
+kernels
+cuda.device             CuPy, once a host asks for a CUDA device
+parallel                ranks and collectives
+
+memory.kv_pool          the tensors that blocks stand for
+memory.weights          tensors loaded by name into storage the executor owns
+memory.lora             adapters, cached
+memory
+models.batch            a schedule as packed tensors
+models.fields           a checkpoint's config, read with checks
+models.rope             rotary positions
+models.layers           the parts of the network
+models.families         what differs between families, as a table
+models.model            the network
+models
+
+decoding.stop_words     where an output ends
+decoding.drafting       tokens guessed ahead
+decoding.logits         processors and masks, before sampling
+decoding.sampling       one token from each row
+decoding.beam_search    beams and their parents
+decoding.guided         grammars as masks
+decoding
+
+executor                one step, on a device
+active                  a request from its admission to its final response
+admission               whether a request can be taken at all
+allocation              a decision with its blocks, frozen as a Schedule
+statistics              what an iteration tells of itself
+recorder                intakes and schedules, written down
+responses               tokens as a host gets them
+loop                    iterate(), in about 25 lines
+watchdog                a callback that overstays its budget
+host                    the four callbacks, called safely
+inspection              who owns which block, and why a request waits
+sizing                  how large the KV cache is, and how long a sequence may be
+assembly                from checked options and a model to a loop
+manager                 GptManager: a thread, and a life around the loop
+gptmanager              the public names, as hosts import them
+
+callbacks.checkpoint        what a checkpoint says besides weights: end tokens, tokenizer
+callbacks.wakeups           asyncio waiters, woken from another thread
+callbacks.result            what the responses to one request amount to
+callbacks.generation        the handle on a request: a future, and a stream of tokens
+callbacks.pending_requests  requests that wait to be fetched, in the order they will be
+callbacks.attachment        what a queue needs of its manager beside the callbacks
+callbacks.request_queue     three of the four callbacks as a queue with futures
+callbacks.text_stream       tokens as text, while they come
+callbacks.observers         several callbacks as one
+callbacks.json_lines_sink   statistics, a line each
+callbacks.logging_sink      statistics, as log records
+callbacks.start             generate(): the three-line start
+callbacks                   ready-made callbacks: only what any host could have written
+testing                 scripted models and recording callbacks
+simulator               a schedule without a model
+picture                 a schedule, seen
+bench                   how fast it is
+cli                     the command line
+__main__
+"""
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("gptmanager", "callbacks", "cuda")
+Statement = ast.Import | ast.ImportFrom
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def layers(text: str = LAYERS) -> dict[str, str]:
+    """Module -> description, in order. Names are those below gptmanager, as `cuda.device`."""
+    lines = (line.partition(" ") for line in text.splitlines() if line)
+    return {name: description.strip() for name, _, description in lines}
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Module -> file, for every file of the library."""
+    found = {}
+    for path in (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))):
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        found[name.removeprefix("gptmanager.")] = path
+    return found
+
+
+def imports(node: ast.AST, in_function: bool = False) -> Iterator[tuple[Statement, bool]]:
+    """Every import below `node`, and whether it stands in a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Statement):
+            yield child, in_function
+        else:
+            yield from imports(child, in_function or isinstance(child, FUNCTIONS))
+
+
+def targets(statement: Statement, package: str, known: dict[str, str]) -> list[str]:
+    """What a statement imports; `from a import b` means a.b where that is a module."""
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    source = resolve_name("." * statement.level + (statement.module or ""), package)
+    names = (f"{source}.{alias.name}" for alias in statement.names)
+    return sorted({name if name.removeprefix("gptmanager.") in known else source for name in names})
+
+
+def complaint(module: str, target: str, in_function: bool, known: dict[str, str]) -> str | None:
+    """Why `module` must not import `target` there, if so."""
+    top, _, rest = target.partition(".")
+    if top in ("callbacks", "cuda"):
+        return f"imports {target}, which makes a second copy: write gptmanager.{target}"
+    if top == "cupy" and not in_function:
+        return "imports cupy before a CUDA device is asked for"
+    if top == "torch" and "no torch" in known[module]:
+        return "imports torch, and its line says that it does not"
+    if top != "gptmanager":
+        return None
+    name = rest or top
+    if in_function:
+        return f"imports {name} inside a function"
+    if name not in known:
+        return f"imports {name}, which is not in LAYERS"
+    if list(known).index(name) >= list(known).index(module):
+        return f"imports {name}, which does not stand above it"
+    return None
+
+
+def violations(root: Path, known: dict[str, str]) -> list[str]:
+    """Every line of the library that breaks a rule."""
+    found = []
+    for module, path in modules(root).items():
+        where = path.relative_to(root).as_posix()
+        if module not in known:
+            found.append(f"{where}: {module} is not in LAYERS")
+            continue
+        package = f"gptmanager.{module}".removesuffix(".gptmanager")
+        package = package if path.name == "__init__.py" else package.rpartition(".")[0]
+        for statement, in_function in imports(ast.parse(path.read_text("utf-8"))):
+            for target in targets(statement, package, known):
+                if why := complaint(module, target, in_function, known):
+                    found.append(f"{where}:{statement.lineno}: {why}")
+    return found
+
+
+def test_every_import_points_up_the_list():
+    assert {"gptmanager", "errors", "cuda.device"} <= modules(ROOT).keys()
+    assert len(layers()) == len([line for line in LAYERS.splitlines() if line]), "a name twice"
+    found = violations(ROOT, layers())
+    assert not found, "\n".join(found)
+
+
+ABOVE = "which does not stand above it"
+PLANTED = [
+    ("gptmanager/low.py", "from gptmanager.high import x", f"imports high, {ABOVE}"),
+    ("gptmanager/low.py", "from gptmanager import high", f"imports high, {ABOVE}"),
+    ("gptmanager/low.py", "if x:\n    from .high import x", f"imports high, {ABOVE}"),
+    ("gptmanager/low.py", "from gptmanager import Manager", f"imports gptmanager, {ABOVE}"),
+    ("gptmanager/pack/a.py", "from gptmanager.pack import x", f"imports pack, {ABOVE}"),
+    ("gptmanager/pack/a.py", "from ..high import x", f"imports high, {ABOVE}"),
+    ("gptmanager/high.py", "from gptmanager.lost import x", "imports lost, which is not in LAYERS"),
+    ("gptmanager/lost.py", "", "lost is not in LAYERS"),
+    ("gptmanager/high.py", "import cuda.op", "imports cuda.op, which makes a second copy"),
+    ("gptmanager/high.py", "from callbacks import x", "imports callbacks, which makes a second"),
+    ("gptmanager/high.py", "def f():\n    from .low import x", "imports low inside a function"),
+    ("cuda/op.py", "def f():\n    import gptmanager.low", "imports low inside a function"),
+    ("cuda/op.py", "import cupy", "imports cupy before a CUDA device is asked for"),
+    ("gptmanager/low.py", "def f():\n    import torch", "imports torch, and its line says"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "why"), PLANTED)
+def test_a_planted_violation_is_found(tmp_path, file, text, why):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+
+    found = violations(tmp_path, layers("low (no torch)\npack.a\npack\ncuda.op\nhigh\ngptmanager"))
+
+    assert len(found) == 1 and found[0].startswith(file) and why in found[0]
+
+
+def test_what_is_allowed_is_not_reported(tmp_path):
+    (tmp_path / "gptmanager/pack").mkdir(parents=True)
+    (tmp_path / "gptmanager/low.py").write_text("import numpy\n")
+    (tmp_path / "gptmanager/pack/a.py").write_text("import torch\nfrom ..low import x\n")
+    (tmp_path / "gptmanager/pack/__init__.py").write_text("from .a import x\n")
+    (tmp_path / "gptmanager/high.py").write_text(
+        "from gptmanager import low, pack\nfrom gptmanager.pack import a\n"
+        "def f():\n    import cupy\n    import transformers\n"
+    )
+
+    assert violations(tmp_path, layers("low (no torch)\npack.a\npack\nhigh")) == []

@@ -1,0 +1,310 @@
+"""The token loop alone: order, delivery, ends, run-ahead, forced pauses; no thread, no model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from loop_driver import ForcedPauses, LoopDriver, expected_output, next_token
+
+from gptmanager.api import InferenceRequest
+from gptmanager.config import FinishReason
+from gptmanager.errors import SchedulerError
+from gptmanager.request import LlmRequestState
+from gptmanager.responses import REQUEST_METRICS
+from gptmanager.scheduler import RequestScheduler, SchedulerOutput
+from gptmanager.step import StepResult
+
+run_ahead = pytest.mark.parametrize("run_ahead", [0, 1])
+
+
+def request(request_id, prompt, max_new_tokens, **by_name):
+    return InferenceRequest.from_tokens(request_id, prompt, max_new_tokens, **by_name)
+
+
+def reason(response):
+    return FinishReason(int(response.tensors["finish_reasons"]))
+
+
+@run_ahead
+def test_requests_of_mixed_lengths_generate_what_each_generates_alone(run_ahead):
+    driver = LoopDriver(run_ahead=run_ahead)
+    prompts = {i: [i + 1, 7, 3 * i][: 1 + i % 3] for i in range(10)}
+    driver.submit(*(request(i, p, 1 + 2 * i, is_streaming=i % 2 == 0) for i, p in prompts.items()))
+    driver.run()
+    for i, prompt in prompts.items():
+        expected = expected_output(prompt, 1 + 2 * i)
+        assert driver.output(i) == (expected if i % 2 == 0 else prompt + expected)
+        assert reason(driver.final(i)) is FinishReason.LENGTH
+
+
+def test_one_forward_an_iteration_and_contexts_stand_before_generation():
+    driver = LoopDriver()
+    driver.submit(request(1, [1, 2, 3], 4))
+    driver.loop.iterate()
+    driver.submit(request(2, [4, 5], 3))
+    driver.run()
+    second = driver.executor.schedules[1]
+    assert [row.request_id for row in second.context_rows] == [2]
+    assert [row.request_id for row in second.generation_rows] == [1]
+    assert [row.request_id for row in second.sampling_rows] == [2, 1]
+    assert len(driver.executor.schedules) == len(driver.host.counts) == 4
+
+
+@run_ahead
+def test_chunked_contexts_yield_one_token_at_their_last_chunk(run_ahead):
+    prompt = list(range(1, 24))
+    driver = LoopDriver(chunked=True, max_num_tokens=8, run_ahead=run_ahead)
+    driver.submit(request(1, prompt, 3))
+    driver.run()
+    chunks = [s.context_rows[0] for s in driver.executor.schedules if s.context_rows]
+    assert [(row.position, row.num_tokens, row.samples) for row in chunks] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 7, True),
+    ]
+    assert driver.output(1) == prompt + expected_output(prompt, 3)
+
+
+@run_ahead
+def test_end_id_is_no_output_and_ends_the_request(run_ahead):
+    tokens = expected_output([5, 6], 8)
+    driver = LoopDriver(run_ahead=run_ahead)
+    driver.submit(
+        request(1, [5, 6], 8, end_id=tokens[3]),
+        request(2, [5, 6], 8, end_id=tokens[3], include_stop_in_output=True),
+    )
+    driver.run()
+    first = tokens.index(tokens[3])
+    assert driver.output(1) == [5, 6] + tokens[:first]
+    assert driver.output(2) == [5, 6] + tokens[: first + 1]
+    assert reason(driver.final(1)) is FinishReason.END_ID
+    # padded with end_id to prompt + max_new_tokens
+    output_ids = driver.final(1).tensors["output_ids"]
+    assert output_ids.shape == (1, 1, 10)
+    assert set(output_ids[0, 0, 2 + first :].tolist()) == {tokens[3]}
+
+
+@run_ahead
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_words_are_held_back_while_they_may_still_match(run_ahead, include):
+    tokens = expected_output([9], 10)
+    word = tokens[4:7]
+    near_miss = [tokens[2], (tokens[3] + 1) % 100]
+    driver = LoopDriver(run_ahead=run_ahead)
+    driver.submit(
+        request(
+            *(1, [9], 10),
+            stop_words_list=[near_miss, word],
+            is_streaming=True,
+            include_stop_in_output=include,
+        )
+    )
+    driver.run()
+    assert driver.output(1) == (tokens[:7] if include else tokens[:4])
+    assert reason(driver.final(1)) is FinishReason.STOP_WORDS
+    # the near miss held a token back for one step, then two came at once
+    sizes = [int(r.tensors["sequence_length"]) for r in driver.host.callbacks.of(1)]
+    assert 2 in sizes
+
+
+@run_ahead
+def test_a_stop_takes_effect_before_the_next_launch_and_gives_the_tokens_so_far(run_ahead):
+    driver = LoopDriver(run_ahead=run_ahead)
+    driver.submit(request(1, [1], 50), request(2, [2], 6))
+    for _ in range(4):
+        driver.loop.iterate()
+    launched = len(driver.executor.schedules)
+    driver.host.callbacks.stop(1, 77)  # 77 is not known: ignored
+    driver.loop.iterate()
+    driver.run()
+    assert reason(driver.final(1)) is FinishReason.CANCELLED
+    output = driver.output(1)[1:]
+    assert output == expected_output([1], len(output))
+    rows = [row for s in driver.executor.schedules[launched + 1 :] for row in s.generation_rows]
+    assert all(row.request_id == 2 for row in rows)
+    assert driver.output(2) == [2] + expected_output([2], 6)
+
+
+def test_a_stopped_request_that_waits_ends_without_tokens():
+    driver = LoopDriver(max_batch_size=1)
+    driver.submit(request(1, [1], 9), request(2, [2], 9, is_streaming=True))
+    driver.loop.iterate()
+    driver.host.callbacks.stop(2)
+    driver.run()
+    final = driver.final(2)
+    assert reason(final) is FinishReason.CANCELLED
+    assert final.tensors["output_ids"].shape == (1, 1, 0)
+    assert driver.output(1) == [1] + expected_output([1], 9)
+
+
+@run_ahead
+def test_forced_pauses_are_invisible_and_no_token_is_sent_twice(run_ahead):
+    driver = LoopDriver(run_ahead=run_ahead, scheduler=ForcedPauses)
+    driver.submit(request(1, [1, 2], 20, is_streaming=True), request(2, [3], 15))
+    for iteration in range(60):
+        if iteration % 4 == 3:
+            driver.scheduler.victims.update({1, 2} if iteration % 8 == 3 else {1})
+        driver.loop.iterate()
+    driver.run()
+    assert driver.output(1) == expected_output([1, 2], 20)  # the checker has seen the offsets
+    assert driver.output(2) == [3] + expected_output([3], 15)
+    assert sum(len(s.paused) for s in driver.executor.schedules) > 2
+    metrics = driver.final(1).tensors["request_metrics"]
+    assert metrics[REQUEST_METRICS.index("pauses")] > 2
+
+
+def test_a_duplicate_of_a_live_id_is_rejected_and_the_id_is_free_after_the_final():
+    driver = LoopDriver()
+    driver.submit(request(5, [1], 3), request(5, [2], 3))
+    driver.run()
+    first, second = driver.host.callbacks.of(5)
+    assert first.error.startswith("DuplicateRequestIdError: ") and first.is_final
+    assert not second.error
+    driver.submit(request(5, [2], 3))
+    driver.run()
+    assert driver.host.callbacks.of(5)[2].tensors["output_ids"][0, 0, 0] == 2
+
+
+def test_a_failed_send_ends_only_its_request_with_one_final_error():
+    driver = LoopDriver()
+    driver.submit(request(1, [1], 9, is_streaming=True), request(2, [2], 9, is_streaming=True))
+    driver.host.fail_to_send = lambda request_id, is_final: request_id == 1
+    driver.run()
+    assert driver.final(1).error == "RuntimeError: the client has gone"
+    assert len(driver.host.callbacks.of(1)) == 2
+    assert driver.output(2) == expected_output([2], 9)
+
+
+def test_higher_priority_runs_first_and_equals_keep_their_order():
+    driver = LoopDriver(max_batch_size=1)
+    driver.submit(request(1, [1], 2), request(2, [2], 2), request(3, [3], 2, priority=0.9))
+    driver.run()
+    order = [s.context_rows[0].request_id for s in driver.executor.schedules if s.context_rows]
+    assert order == [3, 1, 2]
+
+
+def test_deadline_and_queue_timeout_end_a_request_with_what_it_has():
+    driver = LoopDriver(max_batch_size=1)
+    driver.submit(
+        request(1, [1], 40, deadline_s=5.5),  # the fake clock ticks once an iteration
+        request(2, [2], 3, queue_timeout_s=2.5),
+        request(3, [3], 3, queue_timeout_s=200.0),
+    )
+    driver.run()
+    assert reason(driver.final(1)) is FinishReason.TIMED_OUT
+    output = driver.output(1)[1:]
+    assert output == expected_output([1], len(output)) and len(output) == 6
+    assert reason(driver.final(2)) is FinishReason.TIMED_OUT
+    assert driver.output(2) == [2]
+    assert reason(driver.final(3)) is FinishReason.LENGTH
+
+
+def test_get_is_asked_for_the_room_that_is_left_and_not_with_zero():
+    driver = LoopDriver(max_active=2)
+    driver.submit(*(request(i, [i + 1], 3) for i in range(5)))
+    driver.run()
+    rooms = driver.host.callbacks.rooms
+    assert rooms[0] == 2 and 0 not in rooms and max(rooms) <= 2
+    unbounded = LoopDriver(max_active=None)
+    unbounded.submit(*(request(i, [i + 1], 3) for i in range(5)))
+    unbounded.run()
+    assert set(unbounded.host.callbacks.rooms) == {-1}
+
+
+def test_counts_are_those_of_the_schedule():
+    driver = LoopDriver(max_batch_size=2, tokens_per_block=4, num_blocks=20)
+    driver.submit(request(1, [1, 2, 3], 3), request(2, [4, 5], 2), request(3, [6], 1))
+    driver.run()
+    first, second, third = driver.host.counts
+    assert (first.active, first.context, first.generation, first.context_tokens) == (3, 2, 0, 5)
+    assert (second.active, second.context, second.generation) == (3, 0, 2)
+    assert (third.active, third.context, third.generation) == (2, 1, 1)
+    assert third.free_blocks == third.total_blocks == 20
+    assert [c.iteration for c in driver.host.counts] == [0, 1, 2]
+
+
+class Misbehaving(RequestScheduler):
+    """Returns what `answer` makes of a good scheduler's output."""
+
+    def __init__(self, scheduler, answer):
+        self.scheduler = scheduler
+        self.answer = answer
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        return self.answer(self.scheduler.schedule_request(active_requests, inflight_request_ids))
+
+
+def foreign(output):
+    return SchedulerOutput([*output.context_requests, object.__new__(Foreign)], [], [])
+
+
+class Foreign:
+    request_id = 99
+
+
+def twice(output):
+    return SchedulerOutput(output.context_requests * 2, output.generation_requests * 2, [])
+
+
+def wrong_phase(output):
+    return SchedulerOutput(output.generation_requests, output.context_requests, [])
+
+
+def raises(output):
+    raise ZeroDivisionError("of mine")
+
+
+def empty_chunk(output):
+    for chosen in output.context_requests:
+        chosen.context_chunk_size = 0
+    return output
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (foreign, "which is not active"),
+        (twice, "returned request 1 twice"),
+        (wrong_phase, "as a generation request"),
+        (raises, "raised ZeroDivisionError: of mine"),
+        (empty_chunk, "as a context request"),
+    ],
+)
+def test_a_scheduler_that_breaks_its_contract_is_named(answer, text):
+    driver = LoopDriver(scheduler=lambda scheduler: Misbehaving(scheduler, answer))
+    driver.submit(request(1, [1], 3))
+    with pytest.raises(SchedulerError, match="Misbehaving.*" + text):
+        driver.run()
+    driver.loop.abort(RuntimeError("dead"))
+    driver.check_empty()
+
+
+def test_a_scheduler_that_overcommits_memory_is_named():
+    class TakesAll(RequestScheduler):
+        def schedule_request(self, active_requests, inflight_request_ids):
+            context = [r for r in active_requests if r.state is LlmRequestState.CONTEXT_INIT]
+            return SchedulerOutput(context, [], [])
+
+    driver = LoopDriver(scheduler=lambda _: TakesAll(), num_blocks=3, tokens_per_block=4)
+    driver.submit(request(1, [1] * 8, 2), request(2, [1] * 8, 2))
+    with pytest.raises(SchedulerError, match="TakesAll scheduled request 2"):
+        driver.run()
+    driver.loop.abort(RuntimeError("dead"))
+    driver.check_empty()
+
+
+def test_rows_of_several_tokens_are_applied_in_order_and_cut_at_the_end():
+    """The seam that drafts need: a result row may carry n tokens."""
+    driver = LoopDriver()
+    driver.submit(request(1, [1], 3))
+    loop = driver.loop
+    step = loop.forward(loop.schedule(loop.fetch()))
+    tokens = expected_output([1], 5)
+    result = StepResult(np.array([tokens], dtype=np.int32), 0.0, np.array([5], dtype=np.int32))
+    loop.respond(*loop.apply(step, result))
+    assert driver.output(1) == [1] + tokens[:3]
+    driver.check_empty()
+
+
+def test_next_token_depends_on_order():
+    assert next_token([1, 2]) != next_token([2, 1])

@@ -1,0 +1,415 @@
+"""A manager's life with real threads: start, callbacks, drain, abort, failure, idle."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from importlib.resources import files
+
+import jsonschema
+import pytest
+from loop_driver import expected_output, next_token
+
+from gptmanager import (
+    FinishReason,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+)
+from gptmanager.errors import ConfigError, ManagerDeadError
+from gptmanager.manager import ManagerState
+from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
+
+FUSED = ModelType.INFLIGHT_FUSED_BATCHING
+SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
+
+
+def request(request_id, prompt, max_new_tokens, **by_name):
+    return InferenceRequest.from_tokens(request_id, prompt, max_new_tokens, **by_name)
+
+
+def params(**options):
+    options.setdefault("kv_cache_config", KvCacheConfig(max_tokens=256, tokens_per_block=4))
+    options.setdefault("max_batch_size", 4)
+    return OptionalParams(**options)
+
+
+def model(script=next_token, **options):
+    return ScriptedModel(script, vocab_size=100, max_position_embeddings=128, **options)
+
+
+@pytest.fixture
+def host():
+    return RecordingCallbacks()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind():
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = {t.name for t in set(threading.enumerate()) - before if t.name.startswith("gptmanager")}
+    assert not left
+
+
+def start(host, script=next_token, options=None, **callbacks):
+    keywords = {**host.keywords(), **callbacks}
+    manager = GptManager(model(script), FUSED, optional_params=options or params(), **keywords)
+    host.manager = manager
+    return manager
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_requests_are_served_and_the_manager_drains_on_leaving(host, run_ahead):
+    # Given a checker between the manager and the host
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    # When requests come from another thread while the loop runs
+    with start(
+        host,
+        options=params(run_ahead=run_ahead),
+        get_inference_requests_cb=checker.get_inference_requests,
+        send_response_cb=checker.send_response,
+    ) as manager:
+        assert manager.state is ManagerState.RUNNING
+        for i in range(12):
+            host.submit(request(i, [i + 1, 2], 3 + i, is_streaming=i % 3 == 0))
+        assert manager.wait_idle(timeout=20)
+        host.submit(request(100, [9], 5))
+        assert manager.wait_idle(timeout=20)
+    # Then each has its tokens and one final, and no block is held
+    assert manager.state is ManagerState.STOPPED and manager.exception is None
+    for i in range(12):
+        expected = expected_output([i + 1, 2], 3 + i)
+        assert host.output(i) == (expected if i % 3 == 0 else [i + 1, 2, *expected])
+    checker.check(manager)
+
+
+def test_one_forward_call_an_iteration_whose_tokens_are_the_scheduled_sum(host):
+    scripted = model()
+    with GptManager(scripted, FUSED, optional_params=params(), **host.keywords()) as manager:
+        host.manager = manager
+        host.submit(*(request(i, [1, 2, 3], 4) for i in range(6)))
+        manager.wait_idle(timeout=20)
+    records = [json.loads(record) for record in host.statistics]
+    assert scripted.num_forwards == len(records)
+    assert scripted.num_tokens == sum(
+        record["Total Context Tokens"] + record["Generation Requests"] for record in records
+    )
+
+
+def test_every_statistics_record_follows_the_schema(host):
+    with start(host) as manager:
+        host.submit(*(request(i, [1, 2, 3], 5) for i in range(6)))
+        manager.wait_idle(timeout=20)
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    assert len(host.statistics) >= 5
+    for number, text in enumerate(host.statistics):
+        record = json.loads(text)
+        validator.validate(record)
+        assert record["Iteration Counter"] == number
+        assert (
+            record["Free KV cache blocks"] + record["Used KV cache blocks"]
+            == record["Max KV cache blocks"]
+            == 64
+        )
+        assert record["Waiting Requests"] == (
+            record["Active Request Count"] - record["Scheduled Requests"]
+        )
+    assert json.loads(host.statistics[0])["Max Request Count"] == 4
+    assert json.loads(host.statistics[-1])["Used KV cache blocks"] == 0
+
+
+def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(host):
+    keywords = host.keywords()
+    with pytest.raises(ConfigError, match="send_response_cb is mandatory"):
+        GptManager(model(), FUSED, get_inference_requests_cb=keywords["get_inference_requests_cb"])
+    with pytest.raises(ConfigError, match="get_inference_requests_cb is mandatory"):
+        GptManager(model(), FUSED, send_response_cb=keywords["send_response_cb"])
+    with pytest.raises(ConfigError, match="model_type = 'V1'"):
+        GptManager(model(), "V1", **keywords)
+    with pytest.raises(ConfigError, match="V1 is refused"):
+        GptManager(model(), ModelType.V1, **keywords)
+    with pytest.raises(ConfigError, match="max_beam_width = 0"):
+        GptManager(model(), FUSED, 0, **keywords)
+    with pytest.raises(ConfigError, match="neither a checkpoint folder, nor a Model"):
+        GptManager(object(), FUSED, **keywords)
+    with pytest.raises(ConfigError, match="config.json"):
+        GptManager("/does/not/exist", FUSED, **keywords)
+    with pytest.raises(ConfigError, match="max_seq_len = 4096 exceeds"):
+        GptManager(model(), FUSED, optional_params=params(max_seq_len=4096), **keywords)
+    with pytest.raises(ConfigError, match="KvCacheConfig.use_uvm"):
+        options = params(kv_cache_config=KvCacheConfig(use_uvm=True))
+        GptManager(model(), FUSED, optional_params=options, **keywords)
+
+
+def test_the_options_are_the_managers_own_copy(host):
+    options = params()
+    with start(host, options=options) as manager:
+        options.idle_poll_s = None
+        options.kv_cache_config.max_tokens = 1
+        host.submit(request(1, [1], 3))
+        assert manager.wait_idle(timeout=20)
+    assert host.output(1) == [1, *expected_output([1], 3)]
+
+
+def test_an_exception_in_the_block_aborts_with_one_final_error_each(host):
+    gate = threading.Event()
+
+    def slow(history):
+        gate.wait(0.01)
+        return 1
+
+    with pytest.raises(KeyError), start(host, slow):
+        host.submit(*(request(i, [1], 100, is_streaming=True) for i in range(6)))
+        while not host.responses:
+            time.sleep(0.001)
+        raise KeyError("the host's own")
+    finals = [r for r in host.responses if r.is_final]
+    assert 4 <= len({r.request_id for r in finals}) == len(finals)
+    assert all(r.error.startswith("ManagerDeadError: the manager was shut down") for r in finals)
+
+
+def test_shutdown_drains_and_does_not_ask_get_again(host):
+    manager = start(host)
+    host.submit(*(request(i, [1], 30) for i in range(4)))
+    while not host.statistics:
+        time.sleep(0.001)
+    manager.shutdown()
+    asked = len(host.rooms)
+    host.submit = None
+    assert all(not host.final(i, 0).error for i in range(4))
+    assert len(host.rooms) == asked
+    manager.shutdown()  # idempotent
+    assert manager.wait(0) and manager.wait_idle(0)
+    assert manager.audit().ok and manager.audit().used_blocks == 0
+
+
+def test_shutdown_aborts_when_its_timeout_has_passed(host):
+    manager = start(host, lambda history: time.sleep(0.02) or 1)
+    host.submit(request(1, [1], 120))
+    while not host.statistics:
+        time.sleep(0.001)
+    started = time.monotonic()
+    manager.shutdown(timeout=0.1)
+    assert time.monotonic() - started < 2.0
+    assert host.final(1).error.startswith("ManagerDeadError")
+
+
+def test_shutdown_from_a_callback_only_asks(host):
+    manager = None
+
+    def send(*response):
+        host.send_response(*response)
+        manager.shutdown(drain=False)
+        assert not manager.wait() and not manager.wait_idle()
+        assert manager.audit().ok and manager.explain(1).request_id == 1
+
+    manager = start(host, send_response_cb=send)
+    host.submit(request(1, [1], 50, is_streaming=True))
+    assert manager.wait(10)
+    assert manager.state is ManagerState.STOPPED
+
+
+def test_a_failing_step_gives_every_request_one_final_error_and_fails_the_manager(host):
+    def explode(history):
+        if len(history) > 6:
+            raise FloatingPointError("the network is broken")
+        return 1
+
+    manager = start(host, explode)
+    host.submit(*(request(i, [1], 20) for i in range(7)))
+    assert manager.wait(10)
+    assert manager.state is ManagerState.FAILED
+    assert isinstance(manager.exception, FloatingPointError)
+    finals = [r for r in host.responses if r.is_final]
+    assert len({r.request_id for r in finals}) == len(finals) >= 4
+    for final in finals:
+        assert final.error.startswith(
+            "ManagerDeadError: Encountered an error in forwardAsync function: FloatingPointError"
+        )
+    for call in (manager.notify, manager.wait_idle, lambda: manager.explain(1)):
+        with pytest.raises(ManagerDeadError) as caught:
+            call()
+        assert caught.value.__cause__ is manager.exception
+    assert manager.audit().used_blocks == 0
+    assert not manager.health().alive
+    manager.shutdown()
+
+
+def test_a_get_that_keeps_failing_fails_the_manager_by_the_documented_rule(host, caplog):
+    calls = []
+
+    def get(room):
+        calls.append(room)
+        raise OSError("no queue")
+
+    manager = start(host, get_inference_requests_cb=get, options=params(max_get_failures=3))
+    assert manager.wait(10)
+    assert manager.state is ManagerState.FAILED
+    assert "GetInferenceRequests failed 4 times in a row" in str(manager.exception)
+    assert len(calls) == 4
+    assert "no queue" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [None, 5, [3], ["x"]])
+def test_a_wrong_answer_of_get_is_logged_and_the_loop_goes_on(host, answer, caplog):
+    answers = [answer, None, [request(1, [1], 2)]]
+    manager = start(host, get_inference_requests_cb=lambda room: answers.pop(0) if answers else [])
+    with manager:
+        assert host.final(1).error == ""
+    assert "GetInferenceRequests" in caplog.text
+
+
+def test_requests_that_a_raising_get_had_already_yielded_are_served(host):
+    def get(room):
+        if host.rooms:
+            return
+        host.rooms.append(room)
+        yield request(1, [1], 2)
+        raise OSError("half way")
+
+    with start(host, get_inference_requests_cb=get):
+        assert host.final(1).error == ""
+
+
+@pytest.mark.parametrize("callback", ["poll_stop_signal_cb", "return_batch_manager_stats_cb"])
+def test_a_raising_poll_or_stats_is_counted_and_the_loop_goes_on(host, callback):
+    def fail(*args):
+        raise LookupError("of the host")
+
+    with start(host, **{callback: fail}) as manager:
+        host.submit(request(1, [1], 5))
+        assert host.final(1).error == ""
+        errors = {name: latency.errors for name, latency in manager.health().callbacks.items()}
+    name = {"poll": "PollStopSignal", "return": "ReturnBatchManagerStats"}[callback.split("_")[0]]
+    assert errors[name] == 5 or errors[name] == 4  # the last one may not have run yet
+
+
+def test_a_raising_send_ends_only_its_request(host):
+    def send(request_id, tensors, is_final, error):
+        host.send_response(request_id, tensors, is_final, error)
+        if request_id == 1:
+            raise BrokenPipeError("client 1 has gone")
+
+    with start(host, send_response_cb=send):
+        host.submit(request(1, [1], 9, is_streaming=True), request(2, [2], 9, is_streaming=True))
+        assert "BrokenPipeError: client 1 has gone" in host.final(1).error
+        assert host.final(1).error.startswith("CallbackError: SendResponse raised")
+        assert host.final(2).error == ""
+    assert host.output(2) == expected_output([2], 9)
+    assert len(host.of(1)) == 2
+
+
+def test_the_watchdog_names_a_callback_that_overstays_with_its_stack(host, caplog):
+    def lingering_poll():
+        time.sleep(0.4)
+        return set()
+
+    options = params(callback_budget_s=0.1)
+    with start(host, poll_stop_signal_cb=lingering_poll, options=options) as manager:
+        host.submit(request(1, [1], 1))
+        host.final(1)
+        assert manager.wait_idle(10)
+        latency = manager.health().callbacks["PollStopSignal"]
+    assert latency.overstays == latency.calls == sum(latency.histogram) == 1
+    assert latency.max_us >= 400_000
+    assert "callback PollStopSignal has run for" in caplog.text
+    assert "lingering_poll" in caplog.text
+
+
+def test_stop_signals_cancel_and_unknown_ids_are_ignored(host):
+    with start(host, lambda history: time.sleep(0.002) or 1):
+        host.stop(4242)
+        host.submit(request(1, [1], 120), request(2, [1], 5))
+        while not host.statistics:
+            time.sleep(0.001)
+        host.stop(1)
+        final = host.final(1)
+        assert FinishReason(int(final.tensors["finish_reasons"])) is FinishReason.CANCELLED
+        assert host.final(2).error == ""
+
+
+def test_without_polling_an_idle_manager_asks_get_only_on_notify(host):
+    with start(host, options=params(idle_poll_s=None)) as manager:
+        assert manager.wait_idle(10)
+        asked = len(host.rooms)
+        time.sleep(0.05)
+        assert len(host.rooms) == asked
+        host.submit(request(1, [1], 2))
+        assert host.final(1).error == ""
+
+
+def test_an_idle_manager_uses_hardly_any_processor_time(host):
+    with start(host) as manager:
+        manager.wait_idle(10)
+        before = time.process_time()
+        time.sleep(0.5)
+        used = time.process_time() - before
+        asked = len(host.rooms)
+    assert asked < 200
+    assert used < 0.1  # 1 % of a core would be 0.005; this only catches a loop that spins
+
+
+def test_explain_and_audit_answer_in_numbers_while_requests_run(host):
+    gate = threading.Event()
+
+    def script(history):
+        gate.wait(0.01)
+        return 1
+
+    with start(host, script, options=params(kv_cache_config=KvCacheConfig(32, tokens_per_block=4))):
+        host.submit(request(1, [1] * 4, 24), request(2, [2] * 4, 20))
+        manager = host.manager
+        while not host.statistics:
+            time.sleep(0.001)
+        waiting, running, report = manager.explain(2), manager.explain(1), manager.audit()
+        gate.set()
+    assert waiting.reason == "kv_blocks"
+    assert waiting.needed_blocks == 6 and waiting.running == 1
+    assert waiting.free_blocks - waiting.reserved_blocks == 1
+    assert "short by 5" in waiting.text
+    assert running.reason == "running"
+    assert manager is host.manager and report.ok
+    assert set(sum(report.owners.values(), ())) == {1}
+    assert manager.explain(3).reason == "unknown"
+
+
+def test_lengths_that_the_pool_cannot_hold_are_clamped_with_a_warning(host, caplog):
+    caplog.set_level(logging.INFO, logger="gptmanager")
+    options = params(kv_cache_config=KvCacheConfig(max_tokens=40, tokens_per_block=4))
+    with start(host, options=options):
+        host.submit(request(1, [1] * 36, 50), request(2, [1] * 37, 1))
+        assert int(host.final(1).tensors["sequence_length"]) == 37
+        error = host.final(2).error
+    assert error.startswith(
+        "CapacityError: Prompt length (37) exceeds maximum input length (36). It needs 10 KV cache "
+        "blocks of 4 tokens, the cache has 10."
+    )
+    assert "reduced to 37" in caplog.text and "max_input_len is reduced to 36" in caplog.text
+    assert "request_output_len = 50 lowered to 1" in caplog.text
+    assert "number of blocks in the KV cache primary pool: 10" in caplog.text
+
+
+def test_health_tells_alive_progressing_and_accepting(host):
+    manager = start(host)
+    host.submit(request(1, [1], 3))
+    host.final(1)
+    manager.wait_idle(10)
+    health = manager.health()
+    assert health.alive and health.progressing and health.accepting and health.num_active == 0
+    assert health.last_step_age_s < 10
+    manager.shutdown()
+    health = manager.health()
+    assert not health.alive and not health.accepting
+
+
+def test_twenty_starts_and_stops_leave_nothing_behind(host):
+    for _ in range(20):
+        with start(RecordingCallbacks()):
+            pass

@@ -1,0 +1,457 @@
+"""Models against transformers: logits, greedy tokens, rope variants, dtypes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    CONFIGS,
+    LLAMA3_ROPE,
+    PagedDriver,
+    checkpoint,
+    expected_logits,
+    is_greedy,
+    random_model,
+)
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.models import load_model
+from gptmanager.models.families import FAMILIES, read_spec
+
+TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
+both_kernels = pytest.mark.parametrize("new_kernels", [Kernels, CpuKernels])
+
+
+@cache
+def reference(name: str) -> Any:
+    return random_model(CONFIGS[name])
+
+
+def random_tokens(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(96, (length,), generator=generator).tolist() for length in lengths]
+
+
+def packed_logits(driver: PagedDriver, sequences: Sequence[list[int]]) -> list[Tensor]:
+    """All logits of each sequence, computed in packed steps of whole and split contexts."""
+    cuts = [[], [4], [1, 2, 15], [10, 21, 22, 23], [7]]
+    parts = [
+        [sequence[start:stop] for start, stop in zip([0, *cut], [*cut, None], strict=True)]
+        for sequence, cut in zip(sequences, cuts, strict=True)
+    ]
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    for step in range(max(map(len, parts))):
+        rows = [(slot, part[step]) for slot, part in enumerate(parts) if step < len(part)]
+        rows.sort(key=lambda row: len(row[1]) == 1)
+        pieces = driver.forward(rows).split([len(tokens) for _, tokens in rows])
+        for (slot, _), piece in zip(rows, pieces, strict=True):
+            logits[slot].append(piece)
+    return [torch.cat(pieces) for pieces in logits]
+
+
+def max_difference(name_or_model: Any, driver: PagedDriver, sequences: list[list[int]]) -> float:
+    model = reference(name_or_model) if isinstance(name_or_model, str) else name_or_model
+    pairs = zip(packed_logits(driver, sequences), sequences, strict=True)
+    return max((ours - expected_logits(model, tokens)).abs().max().item() for ours, tokens in pairs)
+
+
+@both_kernels
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_logits_equal_transformers(name: str, new_kernels: Callable[[], Kernels]) -> None:
+    model = load_model(checkpoint(reference(name)), kernels=new_kernels())
+    sequences = random_tokens(1, 5, 23, 40, 8)
+    assert max_difference(name, PagedDriver(model, 5), sequences) < TOLERANCE
+
+
+@both_kernels
+@pytest.mark.parametrize("chunk", [None, 6], ids=["in one piece", "in chunks"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_64_greedy_tokens_equal_transformers(
+    name: str, chunk: int | None, new_kernels: Callable[[], Kernels]
+) -> None:
+    model = load_model(checkpoint(reference(name)), kernels=new_kernels())
+    prompts = random_tokens(2, 33, 7)
+    generated = PagedDriver(model, 3).greedy(prompts, 64, chunk)
+    assert [len(tokens) for tokens in generated] == [64, 64, 64]
+    for prompt, tokens in zip(prompts, generated, strict=True):
+        assert is_greedy(reference(name), prompt, tokens)
+
+
+SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.5, 2.0, 3.0, 4.5]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": SHORT,
+    "long_factor": LONG,
+    "original_max_position_embeddings": 40,
+}
+ROPES: Mapping[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": LLAMA3_ROPE,
+    "yarn": YARN,
+    "yarn_mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False},
+    "yarn_factor": {**YARN, "attention_factor": 1.3, "beta_fast": 20.0, "beta_slow": 2.0},
+    "longrope": {**LONGROPE, "factor": 4.0},
+    "longrope_implied": LONGROPE,
+    "longrope_factor": {**LONGROPE, "attention_factor": 1.2},
+}
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_variants(name: str, spelling: str) -> None:
+    rope = {"rope_theta": 300.0, **ROPES[name]}
+    hf = random_model({**CONFIGS["llama"], "rope_parameters": rope})
+    config, state_dict = checkpoint(hf)
+    if spelling == "rope_scaling":
+        del config["rope_parameters"]
+        config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+        rope["type"] = rope.pop("rope_type")
+    # transformers takes longrope's long factors when a sequence is longer than the original
+    # length, here the model's limit decides
+    sequences = random_tokens(60) if name.startswith("longrope") else random_tokens(60, 9)
+    model = load_model((config, state_dict), kernels=Kernels())
+    driver = PagedDriver(model, 2)
+    for slot, tokens in enumerate(sequences):
+        ours = driver.forward([(slot, tokens)])
+        assert (ours - expected_logits(hf, tokens)).abs().max() < TOLERANCE
+
+
+def test_longrope_takes_the_short_factors_for_a_short_limit() -> None:
+    hf = random_model({**CONFIGS["llama"], "rope_parameters": LONGROPE})
+    source = checkpoint(hf)
+    (tokens,) = random_tokens(40)
+    short = load_model(source, kernels=Kernels(), max_seq_len=40)
+    assert short.spec.rope is not None
+    assert short.spec.rope.divisors == tuple(SHORT)
+    ours = PagedDriver(short, 1).forward([(0, tokens)])
+    assert (ours - expected_logits(hf, tokens)).abs().max() < TOLERANCE
+
+    long = load_model(source, kernels=Kernels(), max_seq_len=41)
+    other = PagedDriver(long, 1).forward([(0, tokens)])
+    assert (ours - other).abs().max() > 0.01
+
+
+def test_the_original_length_beside_the_rope_wins() -> None:
+    config = {**CONFIGS["llama"], "rope_scaling": {**YARN}, "original_max_position_embeddings": 20}
+    rope = read_spec(config).rope
+    assert rope is not None
+    assert rope.original_max_positions == 20
+
+
+# Errors are the largest over 240 rows of 96 logits of standard deviation about 1.1, against
+# float32. transformers, computing in the same dtype, is the yardstick.
+@both_kernels
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_narrow_dtypes_are_as_exact_as_in_transformers(
+    name: str, dtype: str, tolerance: float, new_kernels: Callable[[], Kernels]
+) -> None:
+    model = load_model(checkpoint(reference(name)), kernels=new_kernels(), dtype=dtype)
+    assert model.spec.dtype == getattr(torch, dtype)
+    sequences = random_tokens(120, 120)
+    logits = PagedDriver(model, 2).forward(list(enumerate(sequences)))
+    assert logits.dtype == torch.float32
+    exact = torch.cat([expected_logits(reference(name), tokens) for tokens in sequences])
+    narrow = random_model(CONFIGS[name]).to(getattr(torch, dtype))
+    theirs = torch.cat([expected_logits(narrow, tokens) for tokens in sequences])
+    error, their_error = ((other - exact).abs().max().item() for other in (logits, theirs))
+    print(name, dtype, error, their_error)
+    assert error < tolerance
+    assert error < 1.5 * their_error
+
+
+def test_the_dtype_is_the_argument_else_the_configs_else_float32() -> None:
+    config = CONFIGS["llama"]
+    assert read_spec(config).dtype == torch.float32
+    assert read_spec({**config, "torch_dtype": "bfloat16"}).dtype == torch.bfloat16
+    assert read_spec({**config, "dtype": "float16"}).dtype == torch.float16
+    assert read_spec({**config, "dtype": "float16"}, dtype="float32").dtype == torch.float32
+    assert read_spec(config, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_windows_are_those_of_the_config() -> None:
+    assert read_spec(CONFIGS["mistral"]).windows == (7, 7, 7)
+    assert read_spec(CONFIGS["mistral"]).sliding_window == 7
+    assert read_spec({**CONFIGS["mistral"], "sliding_window": None}).windows == (None,) * 3
+    assert read_spec(CONFIGS["mistral"], max_seq_len=7).windows == (None,) * 3
+    assert read_spec(CONFIGS["qwen2"] | {"sliding_window": 9}).windows == (None,) * 3
+    assert read_spec(CONFIGS["qwen2_windows"]).windows == (None, 9, 9)
+    assert read_spec(CONFIGS["qwen2_windows"]).sliding_window is None
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read_spec({**CONFIGS["qwen2_windows"], "layer_types": types}).windows == (9, None, 9)
+    assert read_spec({**CONFIGS["qwen2_windows"], "max_window_layers": 0}).windows == (9, 9, 9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(family)
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    config = {
+        name: getattr(theirs, name)
+        for name in (*sizes, "intermediate_size", "n_inner")
+        if hasattr(theirs, name)
+    }
+    spec = read_spec({"model_type": family, **config})
+    eps = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"
+    assert spec.norm_eps == getattr(theirs, eps)
+    assert spec.max_position_embeddings == spec.max_seq_len == theirs.max_position_embeddings
+    assert spec.tied_embeddings == theirs.tie_word_embeddings
+    if family == "gpt2":
+        assert spec.intermediate_size == 4 * theirs.n_embd
+        return
+    assert spec.num_kv_heads == theirs.num_key_value_heads
+    assert spec.head_dim == getattr(theirs, "head_dim", 4096 // 32)
+    assert spec.rope is not None
+    assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
+    window = getattr(theirs, "sliding_window", None)
+    assert set(spec.windows) == {window}
+    assert spec.qkv_bias == (family == "qwen2")
+
+
+class CountingKernels(Kernels):
+    """Notes the rows of every product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, int]] = []
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        self.rows.append((len(x), len(weight)))
+        return super().linear(x, weight, bias)
+
+
+def test_only_sampling_tokens_reach_the_last_products() -> None:
+    kernels = CountingKernels()
+    model = load_model(checkpoint(reference("llama")), kernels=kernels)
+    driver = PagedDriver(model, 3)
+    rows = list(enumerate(random_tokens(9, 6, 5)))
+    logits = driver.forward(rows, [8, 19])
+    assert logits.shape == (2, 96)
+    per_layer = [64, 32, 112, 32]
+    assert kernels.rows[-4:] == [(2, 32), (2, 112), (2, 32), (2, 96)]
+    assert kernels.rows[:-4] == [(20, width) for width in [*per_layer, *per_layer, 64]]
+    everything = PagedDriver(model, 3).forward(rows)
+    assert torch.allclose(logits, everything[[8, 19]], atol=1e-5)
+
+
+@both_kernels
+def test_a_step_without_sampling_tokens_writes_the_cache(
+    new_kernels: Callable[[], Kernels],
+) -> None:
+    model = load_model(checkpoint(reference("llama")), kernels=new_kernels())
+    (tokens,) = random_tokens(21)
+    driver = PagedDriver(model, 1)
+    nothing = driver.forward([(0, tokens[:13])], [])
+    assert nothing.shape == (0, 96)
+    assert nothing.dtype == torch.float32
+    rest = driver.forward([(0, tokens[13:])])
+    assert (rest - expected_logits(reference("llama"), tokens)[13:]).abs().max() < TOLERANCE
+
+
+def test_replaced_weights_are_used() -> None:
+    model = load_model(checkpoint(reference("gpt2")), kernels=Kernels())
+    (tokens,) = random_tokens(12)
+    other = random_model(CONFIGS["gpt2"], seed=1)
+    model.weights.load(other.state_dict())
+    logits = PagedDriver(model, 1).forward([(0, tokens)])
+    assert (logits - expected_logits(other, tokens)).abs().max() < TOLERANCE
+
+    norm = {"transformer.ln_f.bias": torch.full((32,), 2.0)}
+    other.load_state_dict(norm, strict=False)
+    model.weights.load(norm, partial=True)
+    logits = PagedDriver(model, 1).forward([(0, tokens)])
+    assert (logits - expected_logits(other, tokens)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_windows", "gpt2"])
+def test_folders_single_and_sharded_equal_the_state_dict(name: str, tmp_path: Path) -> None:
+    hf = reference(name)
+    tokens = list(enumerate(random_tokens(9, 4)))
+    hf.save_pretrained(tmp_path / "single")
+    hf.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    pair = load_model(checkpoint(hf), kernels=Kernels())
+    expected = PagedDriver(pair, 2).forward(tokens)
+    for folder in ("single", "sharded"):
+        model = load_model(tmp_path / folder, kernels=Kernels())
+        assert model.spec == pair.spec
+        assert torch.equal(PagedDriver(model, 2).forward(tokens), expected)
+
+
+def test_the_first_gpt2_checkpoints_load() -> None:
+    """Their tensors have no prefix, and each layer saves its causal mask."""
+    config, state_dict = checkpoint(reference("gpt2"))
+    del state_dict["lm_head.weight"]
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in state_dict.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 160, 160).tril()
+    model = load_model((config, bare), kernels=Kernels())
+    (tokens,) = random_tokens(12)
+    logits = PagedDriver(model, 1).forward([(0, tokens)])
+    assert (logits - expected_logits(reference("gpt2"), tokens)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "texts"),
+    [
+        ("llama", {"model_type": "mamba"}, ["model_type = 'mamba'", "qwen3"]),
+        ("llama", {"model_type": None}, ["model_type = None"]),
+        ("llama", {"hidden_act": "relu"}, ["hidden_act = 'relu'", "silu"]),
+        ("gpt2", {"activation_function": "silu"}, ["activation_function = 'silu'", "gelu_new"]),
+        ("llama", {"hidden_size": "32"}, ["hidden_size = '32'", "positive integer"]),
+        ("llama", {"vocab_size": None}, ["vocab_size = None"]),
+        ("gpt2", {"n_embd": -1}, ["n_embd = -1"]),
+        ("llama", {"hidden_size": 33}, ["num_attention_heads = 4", "hidden size 33"]),
+        ("llama", {"head_dim": 7}, ["head_dim = 7", "odd"]),
+        ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads = 3", "4 query heads"]),
+        ("llama", {"rms_norm_eps": "x"}, ["rms_norm_eps = 'x'"]),
+        ("gpt2", {"layer_norm_epsilon": float("nan")}, ["layer_norm_epsilon = nan"]),
+        ("llama", {"attention_bias": "yes"}, ["attention_bias = 'yes'"]),
+        ("llama", {"sliding_window": 8}, ["sliding_window = 8"]),
+        ("mistral", {"sliding_window": -8}, ["sliding_window = -8"]),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, ["layer_types = ['full_attention'"]),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, ["layer_types", "full_attention"]),
+        ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types = ['full_attention']", "3"]),
+        ("qwen2", {"layer_types": 5}, ["layer_types = 5"]),
+        ("qwen2_windows", {"layer_types": ["linear_attention"] * 3}, ["linear_attention"]),
+        ("qwen2_windows", {"max_window_layers": -1}, ["max_window_layers = -1"]),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config = {'bits': 4}"]),
+        ("gpt2", {"add_cross_attention": True}, ["add_cross_attention = True"]),
+        ("qwen2", {"is_causal": False}, ["is_causal = False"]),
+        ("llama", {"torch_dtype": "int8"}, ["torch_dtype = 'int8'", "bfloat16"]),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, [".type = 'dynamic'"]),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, ["rope_type = 'dynamic'", "yarn"]),
+        ("llama", {"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor = None"]),
+        ("llama", {"rope_scaling": "yarn"}, ["rope_scaling = 'yarn'"]),
+        ("llama", {"rope_scaling": {**YARN, "extra": 1}}, ["rope_scaling.extra = 1", "yarn"]),
+        ("llama", {"rope_scaling": YARN, "rope_parameters": LONGROPE}, ["rope_scaling = {"]),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ("llama", {"rope_parameters": {"full_attention": YARN}}, [".full_attention = {"]),
+        ("llama", {"rope_parameters": {"rope_theta": 1.0}}, ["rope_theta = 1.0"]),
+        (
+            "llama",
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1}},
+            ["high_freq_factor = 1"],
+        ),
+        (
+            "llama",
+            {"rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+            ["long_factor = [1.0]", "4"],
+        ),
+        ("llama", {"rope_scaling": LONGROPE | {"short_factor": [0] * 4}}, ["short_factor = [0, 0"]),
+    ],
+)
+def test_config_values_that_are_not_supported_are_named(
+    name: str, change: dict[str, Any], texts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_spec({**CONFIGS[name], **change})
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_arguments_that_cannot_work_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"^dtype = 'float8'"):
+        read_spec(CONFIGS["llama"], dtype="float8")
+    with pytest.raises(ConfigError, match="max_seq_len = 0"):
+        read_spec(CONFIGS["llama"], max_seq_len=0)
+    with pytest.raises(ConfigError, match="max_seq_len = 161: .* learned positions for 160"):
+        read_spec(CONFIGS["gpt2"], max_seq_len=161)
+    assert read_spec(CONFIGS["llama"], max_seq_len=500).max_seq_len == 500
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from embedding.weight"),
+        ("qwen2", {"model_type": "llama"}, "unknown: model.layers.0.self_attn.k_proj.bias, "),
+        ("llama", {"model_type": "qwen2"}, "missing: model.layers.0.self_attn.k_proj.bias, "),
+        ("qwen3", {"model_type": "llama"}, "unknown: model.layers.0.self_attn.k_norm.weight"),
+        ("llama", {"num_hidden_layers": 2}, "unknown: model.layers.2."),
+        ("llama", {"num_hidden_layers": 4}, "missing: model.layers.3."),
+        ("llama", {"vocab_size": 10**15}, "embed_tokens.weight has shape [96, 32], the config"),
+        ("llama", {"head_dim": 16}, "self_attn.q_proj.weight has shape [32, 32], the config asks"),
+        (
+            "gpt2",
+            {"n_inner": 40},
+            "mlp.c_fc.weight has shape [32, 128], the config asks for [32, 4",
+        ),
+        ("gpt2_odd", {"n_positions": 99}, "transformer.wpe.weight has shape [160, 32]"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(
+    name: str, change: dict[str, Any], text: str
+) -> None:
+    config, state_dict = checkpoint(reference(name))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load_model((config | change, state_dict), kernels=Kernels())
+
+
+def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model_path = 'meta/llama': a checkpoint folder"):
+        load_model("meta/llama", kernels=Kernels())
+    with pytest.raises(ConfigError, match="a checkpoint folder with a config.json is needed"):
+        load_model(tmp_path, kernels=Kernels())
+    with pytest.raises(ConfigError, match=r"model_path = \(dict\): needed is a folder or"):
+        load_model(({},), kernels=Kernels())  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
+        load_model(tmp_path, kernels=Kernels())
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="an object is needed"):
+        load_model(tmp_path, kernels=Kernels())
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors"):
+        load_model(tmp_path, kernels=Kernels())
+
+
+# VmHWM, not getrusage: ru_maxrss is inherited from the process that started this one.
+_MEASURE = """
+import re, sys, torch
+from gptmanager.kernels import Kernels
+from gptmanager.models import load_model
+
+def kilobytes(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+
+tiny, folder = sys.argv[1:]
+load_model(tiny, kernels=Kernels())
+open("/proc/self/clear_refs", "w").write("5")
+before = kilobytes("VmHWM")
+model = load_model(folder, kernels=Kernels())
+print((kilobytes("VmHWM") - before) * 1024 / model.weights.nbytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_loading_peaks_at_the_final_weights_and_a_fifth(name: str, tmp_path: Path) -> None:
+    tiny, folder = tmp_path / "tiny", tmp_path / "large"
+    reference(name).save_pretrained(tiny)
+    width = {"llama": {"hidden_size": 1024}, "gpt2": {"n_embd": 1024}}[name]
+    # one tensor of 80 MB beside fused, transposed and tied ones: 0.15 GB in all
+    config = {**CONFIGS[name], **width, "vocab_size": 20000, "tie_word_embeddings": True}
+    if name == "llama":
+        config |= {"intermediate_size": 2816}
+    random_model(config).save_pretrained(folder)
+    process = subprocess.run(
+        [sys.executable, "-c", _MEASURE, tiny, folder], check=True, capture_output=True, text=True
+    )
+    share = float(process.stdout)
+    print(share)
+    assert 1.0 < share < 1.2

@@ -1,0 +1,174 @@
+"""What a user installs: the wheel's content, and what can be imported from where."""
+
+import configparser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {
+    "gptmanager": "gptmanager",
+    "callbacks": "gptmanager/callbacks",
+    "cuda": "gptmanager/cuda",
+}
+THIRD_PARTY = [path for path in sys.path if os.path.isdir(path) and Path(path) != ROOT]
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return config
+
+
+def library_files() -> dict[str, Path]:
+    """Name inside the wheel -> file in the checkout."""
+    return {
+        f"{inside}/{path.relative_to(ROOT / folder).as_posix()}": path
+        for folder, inside in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def run(*command: str | Path, cwd: Path, path: list[str | Path]) -> str:
+    """What a command prints that starts in `cwd` with `path` as PYTHONPATH."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_code(code: str, cwd: Path, path: list[str | Path]) -> str:
+    """Run code without `site`, which would find what this environment has installed as editable."""
+    return run(sys.executable, "-S", "-c", code, cwd=cwd, path=path)
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """A copy to build from: setuptools leaves files in its source and never removes stale ones."""
+    source = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT, source, dirs_exist_ok=True, ignore=keep_only_what_is_packaged)
+    return source
+
+
+def keep_only_what_is_packaged(folder, names):
+    kept = {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", *FOLDERS}
+    return set(names) - kept if Path(folder) == ROOT else {"__pycache__"}
+
+
+@pytest.fixture(scope="session")
+def pip(source):
+    """Runs a pip command on the copy, with no network."""
+
+    def pip(*arguments):
+        command = [sys.executable, "-m", "pip", *arguments, "--no-deps", "--no-build-isolation"]
+        run(*command, "--no-index", cwd=source, path=THIRD_PARTY)
+
+    return pip
+
+
+@pytest.fixture(scope="session")
+def wheel(source, pip):
+    pip("wheel", "--wheel-dir", source, source)
+    return next(source.glob("*.whl"))
+
+
+def test_package_list_is_the_folders():
+    folders = {name.rpartition("/")[0].replace("/", ".") for name in library_files()}
+
+    assert set(setup_cfg()["options"]["packages"].split()) == folders
+
+
+def test_wheel_holds_the_library_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+
+    assert {"gptmanager/py.typed", "gptmanager/cuda/device.py"} <= names
+    assert {name for name in names if ".dist-info/" not in name} == library_files().keys()
+
+
+def test_wheel_tells_its_command_version_and_licence(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist()}
+
+    assert "gptmanager = gptmanager.cli:main" in texts["entry_points.txt"]
+    assert {"Name: gptmanager", "License: Apache-2.0"} <= set(texts["METADATA"].splitlines())
+    assert texts["LICENSE"] == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize(
+    ("installed", "started_in", "found_in"),
+    [
+        ("nothing", "root", "root"),
+        ("wheel", "root", "root"),  # whose gptmanager/ hides the installed one
+        ("wheel", "elsewhere", "target"),
+        ("editable", "elsewhere", "source"),
+    ],
+)
+def test_mapped_packages_import(source, pip, wheel, tmp_path, installed, started_in, found_in):
+    # Given
+    target = tmp_path / "target"
+    places = {"root": ROOT, "elsewhere": tmp_path, "target": target, "source": source}
+    if installed == "wheel":
+        zipfile.ZipFile(wheel).extractall(target)
+    elif installed == "editable":
+        pip("install", "--target", target, "-e", source)
+
+    # When
+    files = run_code(
+        f"import site, json; site.addsitedir({str(target)!r})\n"
+        "import gptmanager, gptmanager.callbacks, gptmanager.cuda.device as device\n"
+        "print(json.dumps([m.__file__ for m in (gptmanager, gptmanager.callbacks, device)]))",
+        cwd=places[started_in],
+        path=[target, *THIRD_PARTY],
+    )
+
+    # Then
+    assert all(Path(file).is_relative_to(places[found_in]) for file in json.loads(files))
+
+
+def test_importing_the_library_imports_its_requirements_and_nothing_else():
+    requirements = re.findall(r"^\w+", setup_cfg()["options"]["install_requires"], re.MULTILINE)
+    at_once = sorted(set(requirements) - {"numba"})  # compiles on first use, and is slow to import
+    new = run_code(
+        f"import sys, {', '.join(at_once)}; before = set(sys.modules); import gptmanager\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - sys.stdlib_module_names))",
+        cwd=ROOT,
+        path=THIRD_PARTY,
+    )
+
+    assert set(new.split()) - set(at_once) == {"gptmanager"}
+
+
+@pytest.mark.parametrize("init_file", [False, True])
+def test_the_root_hides_nothing_of_nvidia(tmp_path, init_file):
+    """CuPy imports cuda.pathfinder, from a namespace package `cuda` as faked here."""
+    root, site = tmp_path / "root", tmp_path / "site"
+    (site / "cuda/pathfinder").mkdir(parents=True)
+    (site / "cuda/pathfinder/__init__.py").touch()
+    shutil.copytree(ROOT / "cuda", root / "cuda")
+    if init_file:
+        (root / "cuda/__init__.py").touch()  # the mistake that this test is here for
+        with pytest.raises(AssertionError, match="No module named 'cuda.pathfinder'"):
+            run_code("import cuda.pathfinder", cwd=root, path=[site])
+    else:
+        run_code("import cuda.pathfinder", cwd=root, path=[site])
+
+
+def test_no_file_of_cuda_has_a_name_of_nvidias():
+    taken = {"bindings", "cccl", "compute", "core", "pathfinder", "tile"}
+
+    assert not taken & {path.stem for path in (ROOT / "cuda").iterdir()}
+
+
+@pytest.mark.skipif(find_spec("cupy") is None, reason="CuPy is an extra, faked above")
+def test_cupy_imports_from_the_root():
+    run_code("import cupy, gptmanager.cuda.device", cwd=ROOT, path=THIRD_PARTY)

@@ -1,0 +1,211 @@
+"""Weights: tensors by name into storage that stays, from safetensors folders and state dicts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.memory import Place, SafetensorsFolder, Weights
+
+SHAPES = {"fused.weight": (5, 3), "conv.weight": (4, 2), "norm.weight": (3,)}
+PLACES = {
+    "m.a.weight": Place("fused.weight", 0, 2),
+    "m.b.weight": Place("fused.weight", 2, 3),
+    "m.conv.weight": Place("conv.weight", transposed=True),
+    "m.norm.weight": Place("norm.weight"),
+    "head.weight": Place("fused.weight", twin=True),
+}
+
+
+def new_weights(dtype: torch.dtype = torch.float32) -> Weights:
+    ignored = re.compile(r"\.inv_freq$")
+    return Weights(SHAPES, PLACES, prefix="m.", ignored=ignored, dtype=dtype)
+
+
+def new_tensors(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"m.a.weight": (2, 3), "m.b.weight": (3, 3), "m.conv.weight": (2, 4)}
+    shapes["m.norm.weight"] = (3,)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def save_sharded(folder: Path, *shards: dict[str, Tensor]) -> None:
+    weight_map = {}
+    for number, tensors in enumerate(shards):
+        file_name = f"model-{number}.safetensors"
+        save_file(tensors, folder / file_name)
+        weight_map.update(dict.fromkeys(tensors, file_name))
+    write_index(folder, weight_map)
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def assert_holds(weights: Weights, tensors: dict[str, Tensor]) -> None:
+    fused = torch.cat((tensors["m.a.weight"], tensors["m.b.weight"]))
+    assert torch.equal(weights["fused.weight"], fused)
+    assert torch.equal(weights["conv.weight"], tensors["m.conv.weight"].t())
+    assert torch.equal(weights["norm.weight"], tensors["m.norm.weight"])
+
+
+def test_tensors_reach_their_rows_and_orientation() -> None:
+    weights = new_weights()
+    tensors = new_tensors()
+    weights.load(tensors)
+    assert_holds(weights, tensors)
+    assert weights.nbytes == 4 * (15 + 8 + 3)
+    assert "norm.weight" in weights
+    assert "norm.bias" not in weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dtype_is_converted_while_copying(dtype: torch.dtype) -> None:
+    weights = new_weights(dtype)
+    tensors = new_tensors()
+    weights.load({name: tensor.double() for name, tensor in tensors.items()})
+    assert_holds(weights, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def test_a_prefix_may_be_missing_and_ignored_tensors_may_be_there() -> None:
+    weights = new_weights()
+    tensors = new_tensors()
+    bare = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
+    weights.load(bare | {"layer.inv_freq": torch.zeros(2, dtype=torch.int64)})
+    assert_holds(weights, tensors)
+
+
+def test_loading_again_changes_the_same_storage() -> None:
+    weights = new_weights()
+    weights.load(new_tensors())
+    held = weights["fused.weight"]
+    assert weights.version == 1
+
+    weights.load(new_tensors(seed=1))
+    assert weights["fused.weight"] is held
+    assert_holds(weights, new_tensors(seed=1))
+
+    weights.load({"norm.weight": torch.full((3,), 7.0)}, partial=True)
+    assert_holds(weights, new_tensors(seed=1) | {"m.norm.weight": torch.full((3,), 7.0)})
+    assert weights.version == 3
+
+
+def test_a_twin_must_be_equal() -> None:
+    weights = new_weights()
+    tensors = new_tensors()
+    fused = torch.cat((tensors["m.a.weight"], tensors["m.b.weight"]))
+    weights.load({"head.weight": fused} | tensors)
+    with pytest.raises(ConfigError, match=r"head\.weight differs from fused\.weight"):
+        weights.load({"head.weight": fused + 1} | tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"m.norm.weight": None}, "tensors are missing: m.norm.weight"),
+        ({"m.a.weight": None, "m.b.weight": None}, "missing: m.a.weight, m.b.weight"),
+        ({"m.a.bias": torch.zeros(2)}, "tensors are unknown: m.a.bias"),
+        ({"norm.weight": torch.zeros(3)}, "m.norm.weight is there twice: as m.norm.weight and as"),
+        ({"m.norm.weight": torch.zeros(4)}, "m.norm.weight has shape [4], the config asks for [3]"),
+        ({"m.norm.weight": torch.zeros(())}, "m.norm.weight has shape [], the config asks for [3]"),
+        ({"m.conv.weight": torch.zeros(4, 2)}, "m.conv.weight has shape [4, 2], the config asks"),
+        ({"m.b.weight": torch.zeros(2, 3)}, "m.b.weight has shape [2, 3], the config asks for [3"),
+        ({"m.norm.weight": torch.zeros(3, dtype=torch.int8)}, "m.norm.weight has dtype int8"),
+        ({"m.norm.weight": [1.0]}, "m.norm.weight: a torch.Tensor is needed, got list"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_copied(
+    change: dict[str, Tensor | None], text: str
+) -> None:
+    weights = new_weights()
+    weights.load(new_tensors())
+    tensors = new_tensors(seed=1) | change
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        weights.load({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    assert_holds(weights, new_tensors())
+    assert weights.version == 1
+
+
+def test_a_first_load_is_never_partial() -> None:
+    with pytest.raises(ConfigError, match="missing"):
+        new_weights().load({"m.norm.weight": torch.zeros(3)}, partial=True)
+
+
+def test_a_folder_is_read_single_or_sharded(tmp_path: Path) -> None:
+    tensors = new_tensors()
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    single.mkdir()
+    sharded.mkdir()
+    save_file(tensors, single / "model.safetensors")
+    first = {name: tensors.pop(name) for name in ("m.b.weight", "m.norm.weight")}
+    save_sharded(sharded, first, tensors)
+    for folder in (single, sharded):
+        weights = new_weights()
+        source = SafetensorsFolder(folder)
+        weights.load(source)
+        source.close()
+        assert_holds(weights, new_tensors())
+        weights.load(source)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tensors_larger_than_a_piece_are_whole(tmp_path: Path, transposed: bool) -> None:
+    # 3.5 MB in pieces of 1 MiB, rows that no piece divides evenly
+    tensor = torch.randn(700, 1250, generator=torch.Generator().manual_seed(0))
+    save_file({"a": tensor, "b": tensor + 1}, tmp_path / "model.safetensors")
+    shape = (1250, 700) if transposed else (700, 1250)
+    places = {name: Place(name.upper(), transposed=transposed) for name in ("a", "b")}
+    weights = Weights({"A": shape, "B": shape}, places)
+    weights.load(SafetensorsFolder(tmp_path))
+    assert torch.equal(weights["A"], tensor.t() if transposed else tensor)
+    assert torch.equal(weights["B"], (tensor.t() if transposed else tensor) + 1)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    tensors = new_tensors()
+    save_sharded(tmp_path, tensors, {"m.norm.weight": torch.zeros(3)})
+    text = "tensor m.norm.weight is in two files: model-0.safetensors and model-1.safetensors"
+    with pytest.raises(ConfigError, match=text):
+        SafetensorsFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "text"),
+    [
+        ({"m.a.weight": "model-9.safetensors"}, "model-9.safetensors does not exist"),
+        ({"m.z.weight": "model-0.safetensors"}, "tensor m.z.weight is not in model-0.safetensors"),
+        ({"m.a.weight": "../model-0.safetensors"}, "weight_map names '../model-0.safetensors'"),
+        ({"m.a.weight": 3}, "weight_map names 3"),
+        (["model-0.safetensors"], "index.json cannot be read"),
+        ("?", "index.json cannot be read"),
+    ],
+)
+def test_an_index_that_does_not_hold_is_refused(
+    tmp_path: Path, weight_map: object, text: str
+) -> None:
+    save_file(new_tensors(), tmp_path / "model-0.safetensors")
+    write_index(tmp_path, weight_map)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        SafetensorsFolder(tmp_path)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read as safetensors"):
+        SafetensorsFolder(tmp_path)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor .*json$"):
+        SafetensorsFolder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin is a pickle"):
+        SafetensorsFolder(tmp_path)
