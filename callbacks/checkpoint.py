@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from gptmanager import InferenceRequest
+from gptmanager import InferenceRequest, word_list
 from gptmanager.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ class TokenDefaults:
             words = _words(request.tensors.get("stop_words_list"))
             if words is not None:
                 words += [[end_id] for end_id in self.end_ids[1:]]
-                request.stop_words_list = _word_list(words)
+                request.stop_words_list = word_list(words)
 
 
 def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -94,13 +94,11 @@ def _one(value: int) -> np.ndarray:
     return np.array([value], dtype=np.int32)
 
 
-def _words(word_list: Any) -> list[list[int]] | None:
+def _words(tensor: Any) -> list[list[int]] | None:
     """The words of a `stop_words_list` tensor; None if it is not one: the manager will say so."""
-    if word_list is None:
+    if tensor is None:
         return []
-    if isinstance(word_list, torch.Tensor):
-        word_list = word_list.cpu()
-    rows = np.asarray(word_list)
+    rows = np.asarray(tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor)
     if rows.ndim == 3 and rows.shape[0] == 1:
         rows = rows[0]
     if rows.ndim != 2 or rows.shape[0] != 2 or rows.dtype.kind not in "iu":
@@ -108,7 +106,3 @@ def _words(word_list: Any) -> list[list[int]] | None:
     ids, ends = rows.tolist()
     starts = [0, *ends]
     return [ids[start:end] for start, end in zip(starts, ends, strict=False) if end >= 0]
-
-
-def _word_list(words: list[list[int]]) -> Any:
-    return InferenceRequest.from_tokens(0, [], 0, stop_words_list=words).stop_words_list

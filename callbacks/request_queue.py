@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.callbacks.attachment import Attachment
@@ -121,9 +121,8 @@ class RequestQueue:
             if isinstance(prompt, InferenceRequest):
                 request = prompt
             else:
-                request = InferenceRequest.from_tokens(
-                    taken_id, prompt, max_new_tokens or 0, **by_name
-                )
+                length = cast(int, max_new_tokens)
+                request = InferenceRequest.from_tokens(taken_id, prompt, length, **by_name)
             self._defaults.fill(request)
             generation = Generation(
                 request, self.cancel, self._wakeups, exclude_input=self._exclude_input

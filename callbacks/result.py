@@ -15,18 +15,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from gptmanager import FinishReason, InferenceRequest, NamedTensor, errors
+from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
 
-# the fields of `request_metrics`, in order
-METRICS = (
-    "queue_s",
-    "first_token_s",
-    "last_token_s",
-    "pauses",
-    "cached_tokens",
-    "prompt_tokens",
-    "generated_tokens",
-)
 # tensors whose axis 2 counts tokens: a streaming response holds the new ones only
 _PER_TOKEN = ("generation_logits", "output_log_probs")
 
@@ -36,7 +26,7 @@ class GenerationResult:
     """How a request ended without an error. Sequences are one per beam, best first.
 
     `generated_ids` holds neither prompt nor padding; of a cancelled request what it had so far.
-    `metrics` has the fields of `request_metrics`: times in seconds since the manager fetched the
+    `metrics` has the fields of `REQUEST_METRICS`: times in seconds since the manager fetched the
     request, NaN for what never happened, and counts.
     """
 
@@ -108,7 +98,7 @@ class ResponseCollector:
             generated_ids=generated,
             finish_reasons=tuple(FinishReason(value) for value in self._values("finish_reasons")),
             metrics=MappingProxyType(
-                dict(zip(METRICS, self._values("request_metrics"), strict=False))
+                dict(zip(REQUEST_METRICS, self._values("request_metrics"), strict=False))
             ),
             _prompt=prompt,
             _parts=self._parts,
@@ -136,8 +126,9 @@ class ResponseCollector:
 
 def cancelled_response(request: InferenceRequest) -> list[NamedTensor]:
     """The final response to a request that no manager has seen: no tokens, CANCELLED."""
-    nan = math.nan
-    metrics = [nan, nan, nan, 0, 0, len(_prompt_of(request)), 0]
+    counts = {"pauses": 0, "cached_tokens": 0, "generated_tokens": 0}
+    counts["prompt_tokens"] = len(_prompt_of(request))
+    metrics = [counts.get(name, math.nan) for name in REQUEST_METRICS]
     return [
         NamedTensor("output_ids", torch.empty((1, 1, 0), dtype=torch.int32)),
         NamedTensor("sequence_length", torch.zeros((1, 1), dtype=torch.int32)),

@@ -134,16 +134,16 @@ def retell(random: Random) -> tuple[str, str]:
 
 
 TASKS: dict[Callable[[Random], tuple[str, ...]], float] = {  # each with its share of the documents
-    add: 0.26,
-    subtract: 0.18,
-    word_problem: 0.08,
-    count: 0.08,
-    sort: 0.08,
+    add: 0.28,
+    subtract: 0.20,
+    word_problem: 0.10,
+    count: 0.05,
+    sort: 0.06,
     reverse: 0.06,
     copy: 0.06,
     chant: 0.04,
-    question: 0.1,
-    story: 0.04,
+    question: 0.10,
+    story: 0.03,
     retell: 0.02,
 }
 

@@ -175,11 +175,11 @@ class TokenLoop:
                 continue
             if request.first_token is None:
                 request.first_token = result.now
+            request.last_token = result.now
             for token in tokens[:count]:
                 request.confirm_token(token)
                 end = request.find_end(token)
                 if end is not None:
-                    request.last_token = result.now
                     finished.append((request, *end))
                     break
             else:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gptmanager.memory import KvPool
@@ -84,13 +87,22 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def random_model(config: Mapping[str, Any], seed: int = 0) -> Any:
-    """A transformers model in float32; every parameter is random, norms and biases included."""
-    fields = dict(config)
+def _new_model(config: Mapping[str, Any]) -> Any:
+    fields = copy.deepcopy(dict(config))  # transformers writes into them
     hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(
+    return AutoModelForCausalLM.from_config(
         hf_config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def default_config(model_type: str) -> Any:
+    """What transformers takes where a config.json says nothing."""
+    return AutoConfig.for_model(model_type)
+
+
+def random_model(config: Mapping[str, Any], seed: int = 0) -> Any:
+    """A transformers model in float32; every parameter is random, norms and biases included."""
+    model = _new_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -98,6 +110,18 @@ def random_model(config: Mapping[str, Any], seed: int = 0) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise / 5 if is_norm else noise / 5)
     return model
+
+
+def save_large(config: Mapping[str, Any], folder: Path) -> None:
+    """A checkpoint folder of any size, fast: its tensors all begin with the same numbers."""
+    with torch.device("meta"):
+        model = _new_model(config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    numbers = torch.randn(max(shape.numel() for shape in shapes.values()))
+    tensors = {name: numbers[: s.numel()].reshape(s).clone() for name, s in shapes.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(model.config.to_json_string())
 
 
 def checkpoint(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -110,6 +134,14 @@ def expected_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits.float()
+
+
+def expected_rope(config: Mapping[str, Any], positions: Tensor) -> Tensor:
+    """transformers' cosines `[T, head_dim / 2]` of a Llama's angles, then their sines."""
+    rotary = _new_model(config).model.rotary_emb
+    cos, sin = rotary(torch.zeros(1), positions[None])
+    half = cos.shape[-1] // 2
+    return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
 
 
 def is_greedy(model: Any, prompt: Sequence[int], generated: Sequence[int]) -> bool:

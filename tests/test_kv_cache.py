@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,7 @@ from gptmanager.errors import (
     GptManagerError,
 )
 from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
+from gptmanager.kv_cache.block import BlockPool, BlockTables, WhatIf
 from gptmanager.request import LlmRequest, LlmRequestState
 
 
@@ -196,25 +198,42 @@ def test_a_step_never_needs_more_than_the_tokens_that_are_left() -> None:
     assert kv.get_needed_blocks_one_step(first) == 3  # 10 + min(30, 12)
 
 
-def test_a_request_that_is_complete_or_stored_beyond_its_end_needs_nothing() -> None:
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_request_stored_beyond_its_end_needs_nothing(beams: int) -> None:
     kv = KvCacheManager(100, 10)
-    request = stepped(kv, started(kv, LlmRequest(1, 10, 3)), 2)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 3, beam_width=beams)), 2)
     for _ in range(20):
         kv.add_token(1)
     assert kv.get_remaining_blocks_to_completion(request) == 0
     request.max_new_tokens = 1
     assert kv.get_needed_blocks_one_step(request) == 0
+
+
+def test_a_complete_request_needs_no_step() -> None:
+    kv = KvCacheManager(100, 10)
+    request = stepped(kv, started(kv, LlmRequest(1, 10, 11)), 10)
+    assert kv.num_tokens(1) == 20
+    assert kv.get_needed_blocks_one_step(request) == 1
     request.finish()
     assert kv.get_needed_blocks_one_step(request) == 0
+
+
+def test_a_request_in_generation_without_a_token_has_stored_its_prompt() -> None:
+    kv = KvCacheManager(100, 10)
+    request = LlmRequest(1, 20, 10, state=LlmRequestState.GENERATION_IN_PROGRESS)
+    assert kv.get_needed_blocks_one_step(request) == 1
+    kv.add_sequence(request)
+    assert len(kv.add_token(1)) == 1
 
 
 def test_needs_follow_a_request_whose_lengths_change() -> None:
     kv = KvCacheManager(100, 10)
     request = stepped(kv, started(kv, LlmRequest(1, 10, 80)), 15)  # 25 stored in 3 blocks
     assert kv.get_remaining_blocks_to_completion(request) == 6
-    request.max_new_tokens = 20
-    assert kv.get_remaining_blocks_to_completion(request) == 0
-    assert kv.sum_remaining_blocks_to_completion([request]) == 0
+    for shorter in (20, 5):
+        request.max_new_tokens = shorter
+        assert kv.get_remaining_blocks_to_completion(request) == 0
+        assert kv.sum_remaining_blocks_to_completion([request]) == 0
     request.max_new_tokens = 95
     assert kv.get_remaining_blocks_to_completion(request) == 8
     assert kv.sum_remaining_blocks_to_completion([request, LlmRequest(2, 15, 15)]) == 8 + 3
@@ -295,6 +314,12 @@ def test_past_the_window_one_token_can_be_rewound_and_beams_cannot_be_reordered(
     assert snapshot(kv, 1) == before
     kv.rewind(1, 1)
     assert (kv.num_tokens(1), len(kv.block_ids(1)[0])) == (24, 2)
+    with pytest.raises(ValueError, match="request 1 is past its attention window"):
+        kv.rewind(1, 1)  # two in all are as bad as two at once
+    kv.rewind(1, 0)
+    kv.add_token(1)
+    kv.rewind(1, 1)
+    assert kv.num_tokens(1) == 24
 
     stepped(kv, started(kv, LlmRequest(2, 5, 100, beam_width=2)), 16)
     with pytest.raises(ValueError, match="request 2 is past its attention window"):
@@ -402,6 +427,9 @@ def test_rewind_frees_trailing_blocks() -> None:
     assert kv.get_remaining_blocks_to_completion(request) == 6
     assert kv.add_token(1) == ()
     assert kv.add_token(1) == (5,)
+    kv.add_sequence(LlmRequest(2, 70, 10))
+    assert kv.block_ids(2) == [[6, 7, 8, 9, 4, 3, 2]]  # the last blocks were freed first
+    kv.remove(2)
     kv.rewind(1, 21)
     assert (kv.block_ids(1), kv.get_num_free_blocks()) == ([[]], 10)
     kv.check()
@@ -447,6 +475,14 @@ def test_beams_that_change_places_exchange_their_blocks_without_a_copy() -> None
     assert kv.block_ids(1) == [[0, 2, 5], [0, 3, 6], [0, 1, 4]]
     assert kv.fork(1, (0, 1, 2)) == ()
     kv.check()
+
+
+def test_a_beam_that_is_its_own_parent_keeps_its_table() -> None:
+    kv = KvCacheManager(20, 10)
+    stepped(kv, started(kv, LlmRequest(1, 15, 40, beam_width=3)), 12)
+    tables = kv.block_ids(1)
+    assert kv.fork(1, (2, 2, 2)) == (BlockCopy(6, 4, 7), BlockCopy(6, 5, 7))
+    assert kv.block_ids(1) == [[0, 3, 4], [0, 3, 5], tables[2]]
 
 
 def test_no_block_is_both_read_and_written_by_the_copies_of_a_fork() -> None:
@@ -509,6 +545,18 @@ def test_a_what_if_frees_what_only_the_removed_held_and_touches_nothing() -> Non
     assert not kv.scheduling_has_free_blocks(4)
 
 
+def test_a_what_if_counts_a_block_that_two_sequences_hold_for_both() -> None:
+    pool = BlockPool(3)
+    first, second = (BlockTables(i, 10, [[0]]) for i in (1, 2))
+    pool.take(1, references=2)
+    what_if = WhatIf(pool)
+    what_if.remove(first)
+    what_if.remove(first)
+    assert what_if.num_free == 2
+    what_if.remove(second)
+    assert what_if.num_free == 3
+
+
 # Cross attention --------------------------------------------------------------------------------
 
 
@@ -518,6 +566,8 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
     assert kv.get_needed_resource_to_completion(request) == 3
     assert kv.get_remaining_blocks_to_completion(request) == 3
     assert kv.get_needed_blocks_one_step(request) == 3
+    begun = LlmRequest(2, 70, 80, encoder_len=25, context_current_position=40)
+    assert kv.get_remaining_blocks_to_completion(begun) == 0
     kv.add_sequence(request)
     assert kv.block_ids(1) == [[0, 1, 2]] * 4
     assert kv.get_remaining_blocks_to_completion(request) == 0
@@ -538,7 +588,7 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
     assert kv.get_num_free_blocks() == 10
 
 
-# Options, and the proof that finds what is wrong ---------------------------------------------------
+# Options, and the proof that finds what is wrong ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -554,9 +604,10 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
         ({"cross": True, "max_attention_window": 40}, "cross=True"),
     ],
 )
-def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, int], named: str) -> None:
+def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    good: dict[str, Any] = {"num_blocks": 10, "tokens_per_block": 8}
     with pytest.raises(ConfigError, match=named):
-        KvCacheManager(**{"num_blocks": 10, "tokens_per_block": 8, **options})
+        KvCacheManager(**{**good, **options})
 
 
 def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:
@@ -631,15 +682,16 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.requests: dict[int, LlmRequest] = {}
         self.histories: dict[int, list[list[int]]] = {}
+        self.written: dict[int, int] = {}  # the most tokens stored at any rewind
         self.memory: dict[tuple[int, int], int] = {}
         self.next_value = 0
 
     # What the model knows of places
 
     def place(self, table: list[int], token: int) -> tuple[int, int]:
-        slot = token
         if token >= self.sink:
-            slot = self.sink + self.bubble + (token - self.sink) % (self.window - self.sink)
+            token = self.sink + (token - self.sink) % (self.window - self.sink)
+        slot = self.bubble + token
         return table[slot // self.size], slot % self.size
 
     def write(self, request_id: int, beam: int) -> None:
@@ -746,9 +798,11 @@ class KvCacheMachine(RuleBasedStateMachine):
                 max_size=len(histories),
             )
         )
-        free = self.kv.get_num_free_blocks()
+        free, tables = self.kv.get_num_free_blocks(), self.kv.block_ids(request_id)
         copies = list(self.kv.fork(request_id, parents))
         assert self.kv.get_num_free_blocks() >= free
+        for beam, table in enumerate(self.kv.block_ids(request_id)):
+            assert parents[beam] != beam or table == tables[beam]
         self.random.shuffle(copies)
         for source, destination, num_tokens in copies:
             for offset in range(num_tokens):
@@ -762,7 +816,9 @@ class KvCacheMachine(RuleBasedStateMachine):
         request = self.requests[self.some_id(data)]
         request_id, stored = request.request_id, self.stored(request.request_id)
         count = min(count, request.num_tokens - 1 - request.prompt_len)
-        if request.beam_width > 1 or (count > 1 and stored > self.window):
+        written = self.written[request_id] = max(stored, self.written.get(request_id, 0))
+        lost = written > self.window and count > 0 and stored - count < written - 1
+        if request.beam_width > 1 or lost:
             with pytest.raises(ValueError, match=f"request {request_id}"):
                 self.kv.rewind(request_id, count)
             return
@@ -782,6 +838,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         assert self.kv.get_num_free_blocks() == free + len(held)
         request = self.requests.pop(request_id)
         del self.histories[request_id]
+        self.written.pop(request_id, None)
         if resume and request.num_generated < request.max_new_tokens:
             request.tokens = [0] * request.num_tokens  # rewinds left the confirmed ones behind
             request.pause(10**6)
@@ -822,7 +879,8 @@ class KvCacheMachine(RuleBasedStateMachine):
         for request_id, histories in getattr(self, "histories", {}).items():
             tables = self.kv.block_ids(request_id)
             for table, history in zip(tables, histories, strict=True):
-                oldest = max(self.sink, len(history) - (self.window - self.sink))
+                # What the next token will see: the window's last place is its own.
+                oldest = max(self.sink, len(history) + 1 - (self.window - self.sink))
                 for token in (*range(min(self.sink, len(history))), *range(oldest, len(history))):
                     assert self.memory[self.place(table, token)] == history[token]
 

@@ -30,7 +30,11 @@ scheduler
 step                    Intake, Schedule, StepResult: all that passes between loop and executor
 
 kernels.reference       every operation in torch: the specification
-kernels.cpu             what is faster on a CPU
+kernels.lanes           SIMD words for Numba
+kernels.threads         compiled code in torch's own threads
+kernels.token_loops     what takes tokens one by one: rotation and KV write, norms, activations
+kernels.paged_attention attention straight on the pages of the KV cache
+kernels.cpu             the override for CPUs: what pays, compiled
 kernels
 cuda.device             CuPy, once a host asks for a CUDA device
 parallel                ranks and collectives
@@ -87,6 +91,9 @@ callbacks                   ready-made callbacks: only what any host could have 
 testing                 scripted models and recording callbacks
 simulator               a schedule without a model
 picture                 a schedule, seen
+requests_file           requests as JSON lines
+live_view               what a person sees while requests run
+run                     a file of requests through a manager
 bench                   how fast it is
 cli                     the command line
 __main__

@@ -1,4 +1,4 @@
-"""Models against transformers: logits, greedy tokens, rope variants, dtypes, and what is refused."""
+"""Models against transformers: logits, greedy tokens, ropes, dtypes, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from checkpoints import (
     LLAMA3_ROPE,
     PagedDriver,
     checkpoint,
+    default_config,
     expected_logits,
+    expected_rope,
     is_greedy,
     random_model,
+    save_large,
 )
 from torch import Tensor
 
@@ -28,6 +31,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES, read_spec
+from gptmanager.models.rope import rope_table
 
 TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
 both_kernels = pytest.mark.parametrize("new_kernels", [Kernels, CpuKernels])
@@ -129,6 +133,32 @@ def test_rope_variants(name: str, spelling: str) -> None:
         assert (ours - expected_logits(hf, tokens)).abs().max() < TOLERANCE
 
 
+LLAMA_3_1 = LLAMA3_ROPE | {"factor": 8.0, "rope_theta": 5e5}
+LONG_YARN = YARN | {"rope_theta": 50.0, "original_max_position_embeddings": 131072}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e6},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {**LLAMA_3_1, "original_max_position_embeddings": 8192},
+        {**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 32768},
+        {**LONG_YARN, "beta_fast": 1e5, "beta_slow": 1e-3},
+    ],
+    ids=["default", "linear", "llama3", "yarn", "yarn of all dimensions"],
+)
+def test_tables_are_exact_far_out(rope: dict[str, Any]) -> None:
+    sizes = {"max_position_embeddings": 131072, "head_dim": 128, "rope_parameters": rope}
+    spec = read_spec({**CONFIGS["llama"], **sizes})
+    assert spec.rope is not None
+    positions = torch.tensor([0, 1, 4097, 131071])
+    table = rope_table(spec.rope, spec.head_dim, spec.max_seq_len)
+    assert table.shape == (131072, 128)
+    expected = expected_rope({**CONFIGS["llama"], **sizes}, positions)
+    assert torch.allclose(table[positions], expected, rtol=0, atol=1e-6)
+
+
 def test_longrope_takes_the_short_factors_for_a_short_limit() -> None:
     hf = random_model({**CONFIGS["llama"], "rope_parameters": LONGROPE})
     source = checkpoint(hf)
@@ -151,10 +181,10 @@ def test_the_original_length_beside_the_rope_wins() -> None:
     assert rope.original_max_positions == 20
 
 
-# Errors are the largest over 240 rows of 96 logits of standard deviation about 1.1, against
+# Root mean square errors over 240 rows of logits, as a share of their standard deviation, against
 # float32. transformers, computing in the same dtype, is the yardstick.
 @both_kernels
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.004)])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_narrow_dtypes_are_as_exact_as_in_transformers(
     name: str, dtype: str, tolerance: float, new_kernels: Callable[[], Kernels]
@@ -167,10 +197,9 @@ def test_narrow_dtypes_are_as_exact_as_in_transformers(
     exact = torch.cat([expected_logits(reference(name), tokens) for tokens in sequences])
     narrow = random_model(CONFIGS[name]).to(getattr(torch, dtype))
     theirs = torch.cat([expected_logits(narrow, tokens) for tokens in sequences])
-    error, their_error = ((other - exact).abs().max().item() for other in (logits, theirs))
-    print(name, dtype, error, their_error)
+    error, their_error = ((x - exact).std() / exact.std() for x in (logits, theirs))
     assert error < tolerance
-    assert error < 1.5 * their_error
+    assert error < 1.2 * their_error
 
 
 def test_the_dtype_is_the_argument_else_the_configs_else_float32() -> None:
@@ -197,9 +226,7 @@ def test_windows_are_those_of_the_config() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
-    from transformers import AutoConfig
-
-    theirs = AutoConfig.for_model(family)
+    theirs = default_config(family)
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     config = {
         name: getattr(theirs, name)
@@ -429,29 +456,28 @@ from gptmanager.models import load_model
 def kilobytes(field):
     return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 
-tiny, folder = sys.argv[1:]
+tiny, *folders = sys.argv[1:]
 load_model(tiny, kernels=Kernels())
-open("/proc/self/clear_refs", "w").write("5")
-before = kilobytes("VmHWM")
-model = load_model(folder, kernels=Kernels())
-print((kilobytes("VmHWM") - before) * 1024 / model.weights.nbytes)
+for folder in folders:
+    open("/proc/self/clear_refs", "w").write("5")
+    before = kilobytes("VmHWM")
+    model = load_model(folder, kernels=Kernels())
+    print((kilobytes("VmHWM") - before) * 1024 / model.weights.nbytes)
+    del model
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_loading_peaks_at_the_final_weights_and_a_fifth(name: str, tmp_path: Path) -> None:
-    tiny, folder = tmp_path / "tiny", tmp_path / "large"
-    reference(name).save_pretrained(tiny)
-    width = {"llama": {"hidden_size": 1024}, "gpt2": {"n_embd": 1024}}[name]
-    # one tensor of 80 MB beside fused, transposed and tied ones: 0.15 GB in all
-    config = {**CONFIGS[name], **width, "vocab_size": 20000, "tie_word_embeddings": True}
-    if name == "llama":
-        config |= {"intermediate_size": 2816}
-    random_model(config).save_pretrained(folder)
-    process = subprocess.run(
-        [sys.executable, "-c", _MEASURE, tiny, folder], check=True, capture_output=True, text=True
-    )
-    share = float(process.stdout)
-    print(share)
-    assert 1.0 < share < 1.2
+def test_loading_peaks_at_the_final_weights_and_a_fifth(tmp_path: Path) -> None:
+    # one tensor of 80 MB beside fused, transposed and tied ones: 0.2 GB of llama, 0.08 of gpt2
+    large = {"vocab_size": 20000, "tie_word_embeddings": True}
+    llama = {"hidden_size": 1024, "intermediate_size": 2816}
+    random_model(CONFIGS["llama"]).save_pretrained(tmp_path / "tiny")
+    save_large(CONFIGS["llama"] | large | llama, tmp_path / "llama")
+    save_large(CONFIGS["gpt2"] | large | {"n_embd": 512}, tmp_path / "gpt2")
+    folders = [tmp_path / name for name in ("tiny", "llama", "gpt2")]
+    command = [sys.executable, "-c", _MEASURE, *folders]
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
+    shares = [float(line) for line in process.stdout.split()]
+    assert len(shares) == 2
+    assert all(1.0 < share < 1.2 for share in shares)

@@ -1,24 +1,21 @@
 """`Sampler`: chooses one token a row from a step's logits, each row by its own parameters.
 
-The order on the logits is fixed (contract): post-processor, embedding bias, penalties, bad words
-and n-grams change them before they come here; then min_length, temperature, top-k, top-p, min-p.
-This module decides what those five keep and which kept token is drawn. It knows nothing of
-requests, stop words, or the network.
+The order on the logits is fixed: post-processor, embedding bias, penalties, bad words and n-grams
+have changed them before they come here; then min_length, temperature, top-k, top-p, min-p. This
+module decides what those five keep and which kept token is drawn. It knows nothing of requests,
+stop words, or the network.
 
-A row's token depends on its logits, parameters, seed and position alone, bit for bit. Hence the
-only operations here are ones whose result for a row cannot depend on its neighbors: correctly
-rounded elementwise ones, and reductions that never cross or split a row.
+A row's token depends on its own logits, parameters, seed and position, bit for bit. Hence the only
+operations here are elementwise ones and reductions that neither cross nor split a row.
 
-Drawing inverts the cumulative distribution in the order of token ids, without a sort. Top-p needs
-none either: a token is drawn from the whole distribution and accepted if the mass ranked above it
-is below p; otherwise the next draw is from what ranks above it. That is the distribution over the
-nucleus, and takes 1/p draws at most on average.
+A draw inverts the cumulative distribution over ascending ids. Top-p needs no sort: a token drawn
+from what top-k left is accepted if the mass ranked above it is less than p; else the next draw is
+from what ranks above it. This yields the distribution over the nucleus in 1/p draws at most on
+average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,25 +26,40 @@ from torch import Tensor
 from gptmanager.request import SamplingParams
 
 Ints = npt.NDArray[np.int64]
+Singles = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
+Params = npt.NDArray[np.void]  # of _PARAMS
 
-_BLOCK = 128  # tokens whose weights are summed before any cumulative sum
-_MAX_NARROW = 1024  # rows with a smaller top_k are cut to their best tokens first
-_PART = 1 << 20  # logits worked on at a time: the temporaries stay in cache
+_PARAMS = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("top_k", np.int64),  # 0: unlimited
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("end_id", np.int64),
+        ("first_end", np.int64),  # the position from which on end_id is allowed
+        ("temperature", np.float32),
+        ("greedy", np.bool_),
+    ],
+    align=True,
+)
+_BLOCK = 128  # tokens that one entry of a cumulative sum over the whole vocabulary stands for
+_PART = 1 << 21  # logits worked on at a time, so that what is made of them stays in cache
+_MIN_GROUPS = 512  # of tokens, whose maxima bound the k-th best logit from below
 _LOW_32 = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _PHILOX_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _PHILOX_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 
 
-def philox4x32(counter: Words, key: Words, rounds: int = 10) -> Words:
-    """Philox4x32 (Salmon et al. 2011) of `counter` `[4, n]` under `key` `[2, n]`: `[4, n]`.
+def philox4x32(counter: Words, key: Words) -> Words:
+    """Philox4x32-10 (Salmon et al. 2011) of `counter` `[4, n]` under `key` `[2, n]`: `[4, n]`.
 
-    All are uint64 arrays of 32-bit words, the least significant word first.
+    All hold 32-bit words in uint64, the least significant word first.
     """
     even, odd = counter[0::2], counter[1::2]
-    for _ in range(rounds):
+    for _ in range(10):
         product = even * _PHILOX_FACTORS
         even = (product >> _HALF)[::-1] ^ odd ^ key
         odd = (product & _LOW_32)[::-1]
@@ -56,281 +68,234 @@ def philox4x32(counter: Words, key: Words, rounds: int = 10) -> Words:
 
 
 def uniform(seeds: Words, positions: Ints, draw: int = 0) -> Floats:
-    """Numbers in [0, 1) with 53 random bits, `[n]`: functions of (seed, position, draw) alone.
+    """Numbers in [0, 1) of 53 random bits, `[n]`: functions of (seed, position, draw) alone.
 
-    `seeds` uint64 `[n]`; `positions` `[n]`, not negative; `draw` tells apart the numbers that one
-    token needs.
+    `seeds` uint64 `[n]`; `positions` int64 `[n]`, not negative; `draw` tells apart the numbers
+    that one token needs. They are the upper bits of Philox4x32-10's first two words, key = seed,
+    counter = (position, draw, 0).
     """
     places = positions.astype(np.uint64)
-    counter = np.stack(
-        (places & _LOW_32, places >> _HALF, np.full_like(places, draw), np.zeros_like(places))
-    )
+    counter = np.zeros((4, len(places)), dtype=np.uint64)
+    counter[0], counter[1], counter[2] = places & _LOW_32, places >> _HALF, draw
     words = philox4x32(counter, np.stack((seeds & _LOW_32, seeds >> _HALF)))
-    high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
-    return (high * 2.0**26 + low) * 2.0**-53
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """What governs n rows; every array has n entries."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: Ints
-    top_p: Floats
-    min_p: Floats
-    seeds: Words
-    positions: Ints
+    return np.asarray(((words[0] << _HALF | words[1]) >> np.uint64(11)) * 2.0**-53)
 
 
 class Sampler:
-    """Per-slot parameters, and the choice of tokens for any set of slots.
+    """Sampling parameters by slot, and the choice of tokens for any set of slots.
 
-    top_k keeps all that tie with the k-th. top_p keeps the shortest ranking whose mass reaches p,
-    in single precision; equal logits rank by descending id, as in transformers. min_p compares
-    with the most likely token. The most likely token is always kept.
+    As in transformers, top_k keeps all that tie with the k-th best, top_p the shortest ranking
+    whose mass reaches p in single precision, min_p is a share of the best token's probability, and
+    the best token is always kept. Equal logits rank by ascending id (there, in no defined order).
 
-    Odd logits harm their own row only: NaN counts as -inf; +inf is taken (the lowest id of
-    several), by sampling rows too; a row of nothing but -inf yields token 0.
+    Odd logits harm their own row only. NaN counts as -inf. +inf is the token, the lowest id of
+    several, for sampling rows too. A row of nothing but -inf yields token 0.
 
-    `device` is where the logits lie; from elsewhere than the CPU they are copied to it.
+    `device` is where the logits lie; those of another device than the CPU are copied to it.
     """
 
-    def __init__(
-        self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
-        self.device = torch.device(device)
-        self._greedy = np.ones(num_slots, dtype=np.bool_)
-        self._temperature = np.ones(num_slots, dtype=np.float32)
-        self._top_k = np.zeros(num_slots, dtype=np.int64)  # 0: unlimited
-        self._width = np.full(num_slots, vocab_size, dtype=np.int64)
-        self._top_p = np.ones(num_slots, dtype=np.float64)
-        self._min_p = np.zeros(num_slots, dtype=np.float64)
-        self._seeds = np.zeros(num_slots, dtype=np.uint64)
-        self._end_id = np.zeros(num_slots, dtype=np.int64)
-        self._first_end = np.zeros(num_slots, dtype=np.int64)  # end_id's first lawful position
+        self._device = torch.device(device)
+        self._params: Params = np.zeros(num_slots, dtype=_PARAMS)
 
     def load(self, slot: int, params: SamplingParams, orig_prompt_len: int) -> None:
-        """The sequence in `slot` is sampled by `params` from now on; these are valid values.
+        """The sequence in `slot` is sampled by `params`, which are valid, from now on.
 
         `orig_prompt_len`: tokens that the host sent; min_length counts from there.
         """
-        self._greedy[slot] = (
-            params.greedy or params.top_k == 1 or params.top_p <= 0 or params.temperature <= 0
-        )
-        top_k = params.top_k if params.top_k < self.vocab_size else 0
-        # The width follows from the request alone, and has room for one token beyond the k-th.
-        width = max(64, 1 << top_k.bit_length())
-        narrow = 0 < top_k and width <= _MAX_NARROW and width < self.vocab_size
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = top_k
-        self._width[slot] = width if narrow else self.vocab_size
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._seeds[slot] = params.seed & (2**64 - 1)
+        only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
         has_end = 0 <= params.end_id < self.vocab_size
-        self._end_id[slot] = params.end_id if has_end else 0
-        self._first_end[slot] = orig_prompt_len + params.min_length if has_end else 0
+        self._params[slot] = (
+            params.seed & (2**64 - 1),
+            params.top_k if params.top_k < self.vocab_size else 0,
+            params.top_p,
+            params.min_p,
+            params.end_id if has_end else 0,
+            orig_prompt_len + params.min_length if has_end else 0,
+            params.temperature,
+            params.greedy or only_best,
+        )
 
     def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> npt.NDArray[np.int32]:
         """The next token of each of S rows, int32 `[S]`.
 
         `logits` float32 `[S, vocab_size]`, may be changed; `slots` int64 `[S]`; `positions` int64
-        `[S]`: the absolute position of the token to be chosen. Raises ValueError for other logits.
+        `[S]`: the absolute position of the token to be chosen. ValueError for other logits.
         """
-        if logits.shape != (len(slots), self.vocab_size) or logits.dtype != torch.float32:
-            raise ValueError(
-                f"logits are {logits.dtype} {list(logits.shape)}, "
-                f"expected torch.float32 {[len(slots), self.vocab_size]}"
-            )
-        early = np.flatnonzero(positions < self._first_end[slots])
+        given = (logits.dtype, tuple(logits.shape), logits.device.type)
+        expected = (torch.float32, (len(slots), self.vocab_size), self._device.type)
+        if given != expected:
+            raise ValueError(f"logits are {given}, expected {expected}")
+        params = self._params[slots]
+        early = np.flatnonzero(positions < params["first_end"])
         if early.size:
-            logits[early, self._end_id[slots[early]]] = -torch.inf
-        logits = logits.cpu()
-        tokens, peaks = _best(logits)
-        rows = np.flatnonzero(~self._greedy[slots])
-        if rows.size:
-            with np.errstate(over="ignore"):
-                # An infinite quotient leaves nothing to draw: the best token has all the mass.
-                rows = rows[np.isfinite(peaks[rows] / self._temperature[slots[rows]])]
-            self._draw(logits, rows, slots, positions, tokens)
+            logits[early, params["end_id"][early]] = -torch.inf
+        values = logits.cpu().numpy()
+        tokens, peaks = _best(values)
+        if not params["greedy"].all():
+            _draw(values, params, positions, peaks, tokens)
         return tokens.astype(np.int32)
 
-    def _draw(
-        self, logits: Tensor, rows: Ints, slots: Ints, positions: Ints, tokens: Ints
-    ) -> None:
-        """Put the tokens of `rows` in place, rows of one width together."""
-        widths = self._width[slots[rows]]
-        wide = [rows[widths == self.vocab_size]]
-        for width in np.unique(widths[widths < self.vocab_size]).tolist():
-            for part in self._parts(rows[widths == width]):
-                governing = self._governing(slots[part], positions[part])
-                tokens[part], overflowing = _choose_narrow(logits[part], width, governing)
-                wide.append(part[overflowing])
-        for part in self._parts(np.concatenate(wide)):
-            governing = self._governing(slots[part], positions[part])
-            tokens[part] = _choose_wide(logits[part], governing)
 
-    def _parts(self, rows: Ints) -> Iterator[Ints]:
-        step = max(1, _PART // self.vocab_size)
-        return (rows[start : start + step] for start in range(0, len(rows), step))
-
-    def _governing(self, slots: Ints, positions: Ints) -> _Rows:
-        return _Rows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seeds[slots],
-            positions=positions,
-        )
-
-
-def _best(logits: Tensor) -> tuple[Ints, npt.NDArray[np.float32]]:
+def _best(values: Singles) -> tuple[Ints, Singles]:
     """The best token of each row, the lowest id on a tie, and its logit; NaN becomes -inf."""
-    values = logits.numpy()  # NumPy's argmax is several times faster than torch's here
-    tokens = values.argmax(axis=1)
+    tokens = values.argmax(axis=1)  # NumPy's is several times faster than torch's
     peaks = values[np.arange(len(values)), tokens]
-    broken = np.flatnonzero(np.isnan(peaks))  # a NaN is its row's maximum
+    broken = np.flatnonzero(np.isnan(peaks))  # a NaN passes for the maximum
     if broken.size:
-        repaired = np.where(np.isnan(values[broken]), np.float32(-np.inf), values[broken])
-        values[broken] = repaired
-        tokens[broken] = repaired.argmax(axis=1)
-        peaks[broken] = repaired.max(axis=1)
+        values[broken] = np.where(np.isnan(values[broken]), -np.inf, values[broken])
+        tokens[broken], peaks[broken] = _best(values[broken])
     return tokens, peaks
 
 
-def _choose_narrow(
-    logits: Tensor, width: int, rows: _Rows
-) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Tokens of rows with top_k < width, and which of them need more columns after all.
+def _draw(values: Singles, params: Params, positions: Ints, peaks: Singles, tokens: Ints) -> None:
+    """Replace the best tokens of sampling rows by drawn ones; `peaks` are the best logits."""
+    step = max(1, _PART // values.shape[1])
+    limited = params["top_k"] > 0
+    with np.errstate(all="ignore"):  # extreme logits and temperatures overflow, harmlessly
+        # An infinite quotient leaves nothing to draw: the best token has all the mass.
+        sampling = np.isfinite(peaks / params["temperature"]) & ~params["greedy"]
+        for choose, mine in ((_choose_wide, ~limited), (_choose_narrow, limited)):
+            rows = np.flatnonzero(sampling & mine)
+            for start in range(0, len(rows), step):
+                part = rows[start : start + step]
+                tokens[part] = choose(_take(values, part), params[part], positions[part])
 
-    A row overflows when tokens beyond its `width` best may tie with its k-th.
+
+def _choose_wide(values: Singles, params: Params, positions: Ints) -> Ints:
+    """Tokens of rows without top_k: all of the vocabulary, summed in blocks."""
+    scaled = torch.from_numpy(values) / torch.from_numpy(params["temperature"])[:, None]
+    padding = -scaled.shape[1] % _BLOCK
+    if padding:
+        scaled = torch.nn.functional.pad(scaled, (0, padding), value=-torch.inf)
+    weights = torch.softmax(scaled, dim=1)
+    return _choose(weights.view(len(values), -1, _BLOCK), params, positions)
+
+
+def _choose_narrow(values: Singles, params: Params, positions: Ints) -> Ints:
+    """Tokens of rows with top_k: only the candidates, in blocks of one.
+
+    How many columns there are depends on the other rows; as each sum runs over single columns
+    one after another, columns of no weight change no bit of it.
     """
-    scaled, ids = torch.topk(logits, width)
-    scaled.div_(_column(rows.temperature))
-    kth = scaled.gather(1, _column(rows.top_k - 1))
-    last = scaled[:, -1:]
-    overflowing = ((last >= kth) & (last > -torch.inf)).squeeze(1)
-    ids, order = ids.sort(dim=1)
-    chosen = _choose(scaled.gather(1, order), kth, rows)
-    return ids.gather(1, _column(chosen)).squeeze(1).numpy(), overflowing.numpy()
+    owners, ids = np.divmod(_candidates(values, params["top_k"]), values.shape[1])
+    counts = np.bincount(owners, minlength=len(values))
+    starts = np.cumsum(counts) - counts
+    columns = np.arange(len(owners)) - starts[owners]
+    scaled = np.full((len(values), counts.max()), -np.inf)
+    scaled[owners, columns] = values[owners, ids] / params["temperature"][owners]
+    ascending = np.sort(scaled, axis=1)
+    kth = _from_end(ascending, np.minimum(params["top_k"], counts))
+    weights = np.where(scaled >= kth, np.exp(scaled - ascending[:, -1:]), 0.0)
+    chosen = _choose(torch.from_numpy(weights[:, :, None]), params, positions)
+    return np.asarray(ids[starts + chosen])
 
 
-def _choose_wide(logits: Tensor, rows: _Rows) -> Ints:
-    """Tokens of rows of any top_k, over the whole vocabulary."""
-    scaled = logits / _column(rows.temperature)
-    kth = None
-    limited = np.flatnonzero(rows.top_k)
-    if limited.size:
-        kth = torch.full((len(scaled), 1), -torch.inf)
-        best = torch.topk(scaled[limited], int(rows.top_k.max())).values
-        kth[limited] = best.gather(1, _column(rows.top_k[limited] - 1))
-    if scaled.shape[1] % _BLOCK:
-        padding = (0, -scaled.shape[1] % _BLOCK)
-        scaled = torch.nn.functional.pad(scaled, padding, value=-torch.inf)
-    return _choose(scaled, kth, rows)
+def _candidates(values: Singles, top_k: Ints) -> Ints:
+    """Flat indices, ascending, of few finite logits of each row, its top_k best and ties included.
 
-
-def _choose(scaled: Tensor, kth: Tensor | None, rows: _Rows) -> Ints:
-    """A column of `scaled` `[n, columns]`, logits over temperature by ascending id, for each row.
-
-    `kth` `[n, 1]`: the least logit that top-k keeps.
+    The k-th best maximum of disjoint groups of tokens is a lower bound for the k-th best token.
     """
-    weights, totals = _weights(scaled, kth, rows.min_p)
-    chosen = _pick(weights, uniform(rows.seeds, rows.positions))
-    pending = np.flatnonzero(rows.top_p < 1)
-    if 0 < pending.size < len(chosen):
-        scaled, weights = scaled[pending], weights[pending]
+    rows, vocab_size = values.shape
+    per_group = max(1, vocab_size // max(_MIN_GROUPS, 2 * int(top_k.max())))
+    groups = vocab_size // per_group
+    maxima = values[:, : per_group * groups].reshape(rows, per_group, groups).max(axis=1)
+    floor = _from_end(np.sort(maxima, axis=1), top_k)
+    # Division by the temperature may round a logit up to its neighbor: that one ties as well.
+    floor -= np.abs(floor) * np.float32(2.0**-22)
+    return np.flatnonzero(values >= np.maximum(floor, np.finfo(np.float32).min))
+
+
+def _choose(weights: Tensor, params: Params, positions: Ints) -> Ints:
+    """The column drawn for each row.
+
+    `weights` `[n, blocks, columns]`, changed: what top-k leaves of the probabilities, to any
+    scale, by ascending id.
+    """
+    totals = _cumulative(weights)[:, -1]
+    if params["min_p"].any():
+        # What min-p removes ranks lowest: before top-p it does the same, given top-p's totals.
+        best = weights.amax(dim=(1, 2), keepdim=True)
+        floor = best * torch.from_numpy(params["min_p"]).to(weights.dtype)[:, None, None]
+        weights.mul_(torch.ge(weights, floor, out=torch.empty_like(weights)))
+    chosen = _pick(weights, uniform(params["seed"], positions))
+    pending = np.flatnonzero(params["top_p"] < 1)
+    if pending.size < len(chosen):
+        weights = _rows_of(weights, pending)
     draw = 0
     while pending.size:
-        outside, weights = _outside_nucleus(
-            scaled, weights, chosen[pending], rows.top_p[pending], totals[pending]
-        )
-        pending, scaled = pending[outside], scaled[outside]
+        top_p, total = params["top_p"][pending], totals[pending]
+        outside, weights = _outside_nucleus(weights, chosen[pending], top_p, total)
+        pending = pending[outside]
         draw += 1
-        chosen[pending] = _pick(weights, uniform(rows.seeds[pending], rows.positions[pending], draw))
+        fractions = uniform(params["seed"][pending], positions[pending], draw)
+        chosen[pending] = _pick(weights, fractions)
     return chosen
 
 
-def _weights(scaled: Tensor, kth: Tensor | None, min_p: Floats) -> tuple[Tensor, Floats]:
-    """What top-k and min-p keep of the probabilities, and the mass that top-p is a part of.
-
-    Top-p stands between them, but min-p only ever removes what ranks lowest: taking it first
-    changes no kept set, as long as the mass is that from before.
-    """
-    weights = torch.softmax(scaled, dim=-1)
-    if kth is not None:
-        weights.mul_(_at_least(scaled, kth))
-    totals = _cumulative(weights)[:, -1]
-    if min_p.any():
-        floor = weights.amax(dim=1, keepdim=True) * _column(min_p.astype(np.float32))
-        weights.mul_(_at_least(weights, floor))
-    return weights, totals
-
-
 def _outside_nucleus(
-    scaled: Tensor, weights: Tensor, chosen: Ints, top_p: Floats, totals: Floats
+    weights: Tensor, chosen: Ints, top_p: Floats, totals: Floats
 ) -> tuple[Ints, Tensor]:
-    """Which rows chose a token beyond their nucleus; for those, the weights that rank above it."""
-    columns = _column(chosen)
-    own = scaled.gather(1, columns)
-    above = _at_least(scaled, own).mul_(weights)
-    # First as if all that tie with the token ranked above it: seldom does it matter.
-    mass = _cumulative(above)[:, -1] - weights.gather(1, columns).squeeze(1).numpy()
-    outside = np.flatnonzero(_beyond(mass, totals, top_p))
-    if not outside.size:
-        return outside, above[:0]
-    above = above[outside]
-    level = scaled[outside] == own[outside]
-    above.masked_fill_(level & (torch.arange(scaled.shape[1]) <= columns[outside]), 0.0)
+    """The rows whose choice lies beyond their nucleus, and the weights that rank above it there.
+
+    Masks are floats: with bools these passes take several times as long.
+    """
+    columns = torch.from_numpy(chosen)[:, None]
+    own = weights.flatten(1).gather(1, columns)
+    mask = torch.empty_like(weights)
+    tied = torch.eq(weights, own[:, :, None], out=mask).sum(dim=(1, 2)).numpy() - 1
+    above = torch.gt(weights, own[:, :, None], out=mask).mul_(weights)
     mass = _cumulative(above)[:, -1]
-    still = np.flatnonzero((mass > 0) & _beyond(mass, totals[outside], top_p[outside]))
-    return outside[still], above[still]
+    all_ties = mass + tied * own[:, 0].numpy()
+    unclear = np.flatnonzero(_reach(all_ties, totals, top_p) & ~_reach(mass, totals, top_p))
+    if unclear.size:
+        some = _rows_of(weights, unclear).flatten(1)
+        higher = (some == own[unclear]) & (torch.arange(some.shape[1]) < columns[unclear])
+        above[unclear] += (some * higher).view_as(above[unclear])
+        mass[unclear] = _cumulative(above[unclear])[:, -1]
+    outside = np.flatnonzero(_reach(mass, totals, top_p))
+    return outside, _rows_of(above, outside)
 
 
-def _beyond(mass_above: Floats, totals: Floats, top_p: Floats) -> npt.NDArray[np.bool_]:
-    """Whether what ranks above a token reaches p already: compared from below, as transformers."""
-    below = (1 - mass_above / totals).astype(np.float32)
-    return below <= (1 - top_p).astype(np.float32)
+def _reach(mass: Floats, totals: Floats, top_p: Floats) -> npt.NDArray[np.bool_]:
+    """Whether the mass above a choice is p already; compared from below, as in transformers."""
+    rest = (1 - mass / totals).astype(np.float32)
+    return np.asarray((mass > 0) & (rest <= (1 - top_p).astype(np.float32)))
 
 
 def _pick(weights: Tensor, fractions: Floats) -> Ints:
     """The column at which the cumulative weight of each row passes its fraction of the sum."""
-    cumulative = _cumulative(weights)
-    chosen, fractions = _invert(cumulative, fractions)
-    if cumulative.shape[1] == weights.shape[1]:
-        return chosen
-    blocks = weights.unflatten(1, (-1, _BLOCK))[np.arange(len(chosen)), chosen]
-    inner, _ = _invert(np.cumsum(blocks.numpy(), axis=1, dtype=np.float64), fractions)
-    return chosen * _BLOCK + inner
+    blocks, fractions = _invert(_cumulative(weights), fractions)
+    inside = weights[np.arange(len(blocks)), blocks].numpy().cumsum(axis=1, dtype=np.float64)
+    return blocks * weights.shape[2] + _invert(inside, fractions)[0]
 
 
 def _invert(cumulative: Floats, fractions: Floats) -> tuple[Ints, Floats]:
-    """Where each row passes its fraction, and what fraction of that entry lies before the spot.
-
-    An entry of no weight is never returned.
-    """
+    """The entry at which each row passes its fraction, never one of no weight; how far into it."""
     totals = cumulative[:, -1]
     spots = np.minimum(fractions * totals, np.nextafter(totals, 0))
     chosen = (cumulative <= spots[:, None]).sum(axis=1)
     index = np.arange(len(chosen))
-    ends = cumulative[index, chosen]
-    starts = np.where(chosen > 0, cumulative[index, chosen - 1], 0.0)
+    ends, starts = cumulative[index, chosen], cumulative[index, chosen - 1] * (chosen > 0)
     return chosen, (spots - starts) / (ends - starts)
 
 
 def _cumulative(weights: Tensor) -> Floats:
-    """Cumulative sums of each row: of single columns, or of whole blocks where there are many."""
-    if weights.shape[1] > _MAX_NARROW:
-        weights = weights.unflatten(1, (-1, _BLOCK)).sum(dim=-1)
-    return np.cumsum(weights.numpy(), axis=1, dtype=np.float64)
+    """Cumulative sums `[n, blocks]` over the blocks of each row."""
+    return weights.sum(dim=2).numpy().cumsum(axis=1, dtype=np.float64)
 
 
-def _at_least(values: Tensor, floor: Tensor) -> Tensor:
-    """1.0 where `values` reach `floor`, else 0.0: much faster than masks of bools."""
-    return torch.ge(values, floor, out=torch.empty_like(values))
+def _from_end(ascending: npt.NDArray[Any], place: Ints) -> npt.NDArray[Any]:
+    """The entry of each row that is `place`-th from its end, `[n, 1]`."""
+    return np.take_along_axis(ascending, ascending.shape[1] - place[:, None], axis=1)
 
 
-def _column(values: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(values).unsqueeze(1)
+def _take(values: Singles, rows: Ints) -> Singles:
+    """`values[rows]`, without a copy where the rows adjoin."""
+    adjoining = rows[-1] - rows[0] == len(rows) - 1
+    return values[rows[0] : rows[-1] + 1] if adjoining else values[rows]
+
+
+def _rows_of(values: Tensor, rows: Ints) -> Tensor:
+    return values.index_select(0, torch.from_numpy(rows))

@@ -1,9 +1,245 @@
-"""`CpuKernels`: stand-in until the Numba kernels land (KERNELS is at it); same interface."""
+"""`CpuKernels`: the ops that pay, by Numba, in torch's own threads; the rest is the reference's.
+
+It decides which op is overridden, converts at the border (everything here is float32: bfloat16
+and float16 tensors are widened and the result rounded once), and hands addresses to the compiled
+bodies. Every op but `linear` is bitwise independent of the other tokens in the call, in both
+modes, and of the number of threads.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from numba import cfunc, types
+from torch import Tensor
+
+from gptmanager.kernels import paged_attention, token_loops
+from gptmanager.kernels.paged_attention import AttentionTask
 from gptmanager.kernels.reference import Kernels
+from gptmanager.kernels.threads import Team
+from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
+
+# Waking a second thread costs about as much as this many elements.
+SMALL = 1 << 15
+PARTS_PER_THREAD = 8
+
+
+@functools.cache
+def compiled(body: Callable[[int], None]) -> int:
+    """Address of the machine code, from Numba's cache on disk where a folder can be written."""
+    signature = types.void(types.int64)
+    try:
+        return int(cfunc(signature, cache=True)(body).address)
+    except RuntimeError:  # no cache folder
+        return int(cfunc(signature)(body).address)
+
+
+def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
+    """Of the first element, 0 for None. The bodies trust it: TypeError for any other layout."""
+    if tensor is None:
+        return 0
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
+    return tensor.data_ptr()
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
 
 
 class CpuKernels(Kernels):
-    """The reference, for now."""
+    """The ops on the CPU. Pages are float32; `q` and the attention's result are as well.
+
+    The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
+    so for all of them. Two managers may use one object, or one each, from two threads.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
+        super().__init__(deterministic)
+        self._team = Team()
+
+    def warm_up(self) -> None:
+        """Compiles every body, about 7 s the first time on a machine and 0.3 s from then on."""
+        for body in (
+            paged_attention.attention,
+            token_loops.rope_and_write,
+            token_loops.normalize,
+            token_loops.activate,
+        ):
+            compiled(body)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normalize(x, None, weight, None, eps, centered=False)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normalize(x, residual, weight, None, eps, centered=False)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._normalize(x, None, weight, bias, eps, centered=True)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return self._normalize(x, residual, weight, bias, eps, centered=True)
+
+    def _normalize(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        centered: bool,
+    ) -> Tensor:
+        dtype = x.dtype
+        if residual is not None and residual.dtype is not torch.float32:
+            residual += x
+            x, residual = residual, None
+        x, weight, bias = _wide(x), _wide(weight), _wide(bias)
+        result = torch.empty_like(x)
+        task = NormTask(
+            x=_address(x),
+            residual=_address(residual),
+            weight=_address(weight),
+            bias=_address(bias),
+            result=result.data_ptr(),
+            num_tokens=x.numel() // x.shape[-1],
+            width=x.shape[-1],
+            centered=centered,
+            eps=eps,
+        )
+        self._run(token_loops.normalize, task, x.numel())
+        return result.to(dtype)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        wide, width = _wide(gate_up), gate_up.shape[-1] // 2
+        result = wide.new_empty(*gate_up.shape[:-1], width)
+        task = ActivationTask(
+            x=_address(wide),
+            factor=_address(wide) + 4 * width,
+            result=result.data_ptr(),
+            num_tokens=result.numel() // width,
+            width=width,
+            stride=2 * width,
+            kind=token_loops.SILU_MUL,
+        )
+        self._run(token_loops.activate, task, result.numel())
+        return result.to(gate_up.dtype)
+
+    def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+        wide, width = _wide(x), x.shape[-1]
+        result = torch.empty_like(wide)
+        task = ActivationTask(
+            x=_address(wide),
+            result=result.data_ptr(),
+            num_tokens=x.numel() // width,
+            width=width,
+            stride=width,
+            kind=token_loops.GELU_TANH if approximate == "tanh" else token_loops.GELU_ERF,
+        )
+        self._run(token_loops.activate, task, result.numel())
+        return result.to(x.dtype)
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        keys: Tensor,
+        values: Tensor,
+        row_starts: Tensor,
+        kv_lengths: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+    ) -> Tensor:
+        num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
+        num_tokens = qkv.shape[0]
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        qkv, q_norm, k_norm = _wide(qkv), _wide(q_norm), _wide(k_norm)
+        q = qkv.new_empty(num_tokens * (num_heads + 1), head_dim)
+        task = RopeTask(
+            qkv=_address(qkv),
+            q=q.data_ptr(),
+            keys=_address(keys),
+            values=_address(values),
+            positions=_address(positions, torch.int64),
+            cos_sin=_address(cos_sin),
+            q_norm=_address(q_norm),
+            k_norm=_address(k_norm),
+            row_starts=_address(row_starts, torch.int32),
+            kv_lengths=_address(kv_lengths, torch.int32),
+            slots=_address(slots, torch.int32),
+            block_tables=_address(block_tables, torch.int32),
+            num_tokens=num_tokens,
+            table_width=block_tables.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
+            tokens_per_block=tokens_per_block,
+            eps=eps,
+        )
+        self._run(token_loops.rope_and_write, task, qkv.numel())
+        return q[: num_tokens * num_heads].view(num_tokens, num_heads, head_dim)
+
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        row_starts: Tensor,
+        kv_lengths: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        num_context_rows: int = 0,
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads, tokens_per_block = keys.shape[1], keys.shape[3]
+        wide = _wide(q)
+        result = wide.new_empty(num_tokens, num_heads * head_dim)
+        size = self._team.max_size
+        floats = paged_attention.scratch_floats(
+            num_heads // num_kv_heads, head_dim, tokens_per_block
+        )
+        scratch = wide.new_empty(size, floats)
+        task = AttentionTask(
+            num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
+            q=_address(wide),
+            keys=_address(keys),
+            values=_address(values),
+            result=result.data_ptr(),
+            row_starts=_address(row_starts, torch.int32),
+            kv_lengths=_address(kv_lengths, torch.int32),
+            slots=_address(slots, torch.int32),
+            block_tables=_address(block_tables, torch.int32),
+            num_rows=kv_lengths.shape[0],
+            table_width=block_tables.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            tokens_per_block=tokens_per_block,
+            window=window or 0,
+            scratch=scratch.data_ptr(),
+            scratch_bytes=4 * floats,
+            scale=scale,
+        )
+        self._team.run(compiled(paged_attention.attention), task, size)
+        return result.to(q.dtype)
+
+    def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:
+        """`work`: elements. Little of it stays on the caller's thread."""
+        size = self._team.max_size if work >= SMALL else 1
+        task.num_parts = PARTS_PER_THREAD * size if size > 1 else 1
+        self._team.run(compiled(body), task, size)

@@ -36,18 +36,19 @@ class BlockTables:
 
     `num_slots` counts positions stored, padding of the sink tokens included; past the attention
     window it goes on counting although nothing grows. A block is due at `grows_at` slots.
+    `peak_slots` is the most that there were at any rewind so far.
     `total_blocks` is the need of a whole life of `life_tokens` tokens and `remaining_blocks` what
     is not held of it; with beams `life_tokens` is NEVER, and both are without meaning.
     """
 
     __slots__ = (
-        "grows_at", "life_tokens", "num_slots", "remaining_blocks", "request_id", "tables",
-        "total_blocks",
+        "grows_at", "life_tokens", "num_slots", "peak_slots", "remaining_blocks", "request_id",
+        "tables", "total_blocks",
     )  # fmt: skip
 
     def __init__(self, request_id: int, num_slots: int, tables: list[list[int]]) -> None:
         self.request_id = request_id
-        self.num_slots = num_slots
+        self.num_slots = self.peak_slots = num_slots
         self.tables = tables
         self.grows_at = self.life_tokens = NEVER
         self.total_blocks = self.remaining_blocks = 0

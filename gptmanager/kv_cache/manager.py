@@ -42,8 +42,8 @@ class KvCacheManager:
     token lies where the oldest one lay, and nothing grows. Beams share their prompt's blocks
     there too, so who executes must not let beams pass the window; `fork` refuses them.
 
-    *Sink tokens.* The first `sink_token_length` tokens stay for ever and are padded to whole
-    blocks, so that the others begin on a block of their own.
+    *Sink tokens.* The first `sink_token_length` tokens stay for ever. They are padded to whole
+    blocks at the front, so that position = token + padding and the others begin on a block.
 
     *Cross.* `cross=True` counts a cross attention cache: a request needs `encoder_len` positions
     from its first context chunk on, shared by all beams, and never more.
@@ -127,8 +127,8 @@ class KvCacheManager:
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Forget the last `num_tokens` positions; blocks that held nothing else become free.
 
-        ValueError for beams, for more than is stored, and for more than one token past the
-        attention window, where older tokens have been overwritten.
+        ValueError for beams, for more than is stored, and past the attention window for more than
+        the last token: what the window lost to the others is needed again.
         """
         sequence = self._sequence(request_id)
         stored, window = sequence.num_slots - self._needs.bubble, self._needs.window
@@ -136,12 +136,14 @@ class KvCacheManager:
             raise ValueError(f"request {request_id}: beams and cross caches cannot be rewound")
         if not 0 <= num_tokens <= stored:
             raise ValueError(f"request {request_id}: cannot rewind {num_tokens} of {stored} tokens")
-        if num_tokens > 1 and stored > window:
+        left = sequence.num_slots - num_tokens
+        peak = max(sequence.peak_slots, sequence.num_slots)
+        if peak > self._needs.max_slots and left < min(peak - 1, sequence.num_slots):
             raise ValueError(
-                f"request {request_id} is past its attention window ({stored} of {window} tokens): "
-                f"only the last can be rewound, not {num_tokens}"
+                f"request {request_id} is past its attention window of {window} tokens: only the "
+                f"last can be rewound, not {num_tokens}"
             )
-        sequence.num_slots -= num_tokens
+        sequence.num_slots, sequence.peak_slots = left, peak
         table = sequence.tables[0]
         keep = self._needs.table_length(sequence.num_slots)
         self._pool.release(reversed(table[keep:]))

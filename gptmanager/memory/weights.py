@@ -132,7 +132,7 @@ class SafetensorsFolder:
 
     def _add_file(self, file: Path) -> None:
         handle = _open(file)
-        for name in handle.offset_keys():
+        for name in handle.keys():
             if name in self._files:
                 other = self._files[name].name
                 raise ConfigError(f"tensor {name} is in two files: {other} and {file.name}")

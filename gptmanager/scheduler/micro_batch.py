@@ -25,10 +25,7 @@ _UNLIMITED = 1 << 62  # in requests or tokens
 
 
 class _Scan(NamedTuple):
-    """What one pass over the list accepted; `num_tokens` is what it charged to the budget.
-
-    `whole` run in one piece; `chunked` are contexts that may be cut, not charged.
-    """
+    """What the pass over the list accepted: `chunked` contexts, not charged, may yet be cut."""
 
     whole: RequestList
     chunked: RequestList
@@ -107,8 +104,8 @@ class MicroBatchScheduler:
             cut = self._fit_contexts(scan.chunked, policy, scan.num_tokens)
             context += [request for request in scan.chunked if request.context_chunk_size]
         if scan.has_adapters:
-            context.sort(key=_adapter_order)
-            generation.sort(key=_adapter_order)
+            for requests in (context, generation):
+                requests.sort(key=lambda r: -1 if r.lora_task_id is None else r.lora_task_id)
         if cut:
             context.sort(key=attrgetter("is_last_context_chunk"))
         return context, generation
@@ -301,7 +298,3 @@ def _check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None)
     at_least(1, "chunk_unit", unit)
     if policy is ContextChunkingPolicy.FORCE_CHUNK and longest is not None and longest < unit:
         raise ConfigError(f"chunk_unit = {unit} exceeds max_context_length = {longest}")
-
-
-def _adapter_order(request: LlmRequest) -> int:
-    return -1 if request.lora_task_id is None else request.lora_task_id

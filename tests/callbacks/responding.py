@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -37,6 +39,20 @@ def whole(*beams: Sequence[int], pad: int = 0, width: int = 12) -> list[NamedTen
         NamedTensor("sequence_length", torch.tensor([[len(b) for b in beams]], dtype=torch.int32)),
         *ending(beams=len(beams)),
     ]
+
+
+def in_thread(function: Callable[..., Any], *args: Any, **keywords: Any) -> Future[Any]:
+    """A future of a call that runs in a thread of its own."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args, **keywords))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run).start()
+    return future
 
 
 class ManagerStub:

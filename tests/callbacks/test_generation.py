@@ -3,7 +3,7 @@ import concurrent.futures
 import threading
 
 import pytest
-from responding import ending, streamed, whole
+from responding import ending, in_thread, streamed, whole
 
 from gptmanager import FinishReason, InferenceRequest
 from gptmanager.callbacks.generation import Generation
@@ -32,20 +32,6 @@ def cancellations():
 def make(cancellations, is_streaming=True):
     request = InferenceRequest.from_tokens(4, [1, 2], 5, is_streaming=is_streaming)
     return Generation(request, cancellations, AsyncWakeups())
-
-
-def in_thread(function, *args):
-    """A future of `function(*args)`, run in a thread of its own."""
-    future = concurrent.futures.Future()
-
-    def run():
-        try:
-            future.set_result(function(*args))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run).start()
-    return future
 
 
 def answer(generation, *parts):

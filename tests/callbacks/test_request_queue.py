@@ -1,22 +1,12 @@
 import asyncio
-import concurrent.futures
 import queue as std_queue
 import threading
 import time
 
 import pytest
-import torch
-from responding import ManagerStub, ending, streamed, whole
+from responding import ManagerStub, ending, in_thread, streamed, whole
 
-from gptmanager import (
-    FinishReason,
-    GptManager,
-    InferenceRequest,
-    ModelType,
-    NamedTensor,
-    OptionalParams,
-    SchedulerConfig,
-)
+from gptmanager import FinishReason, InferenceRequest, NamedTensor
 from gptmanager.callbacks import RequestQueue
 from gptmanager.errors import (
     CallbackError,
@@ -24,7 +14,6 @@ from gptmanager.errors import (
     InvalidRequestError,
     ManagerDeadError,
 )
-from gptmanager.testing import ContractChecker, ScriptedModel
 
 TIMEOUT = 5.0
 
@@ -37,20 +26,6 @@ def queue():
 
 def fetched_ids(queue, room=-1):
     return [request.request_id for request in queue.get_inference_requests(room)]
-
-
-def started(function, *args, **keywords):
-    """A future of a call that runs in a thread of its own."""
-    future = concurrent.futures.Future()
-
-    def run():
-        try:
-            future.set_result(function(*args, **keywords))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run).start()
-    return future
 
 
 def wait_until(condition):
@@ -164,7 +139,7 @@ def test_a_full_queue_blocks_until_there_is_room(room_by):
     with RequestQueue(max_pending=1) as queue:
         # Given a full queue and a thread that submits
         queue.submit([1], 5)
-        waiting = started(queue.submit, [2], 5)
+        waiting = in_thread(queue.submit, [2], 5)
         wait_until(lambda: queue.num_open == 2)
         assert not waiting.done()
 
@@ -323,7 +298,7 @@ def test_close_fails_every_handle_and_stops_what_runs(queue):
 def test_close_frees_a_submit_that_waits():
     with RequestQueue(max_pending=1) as queue:
         queue.submit([1], 5)
-        waiting = started(queue.submit, [1], 5)
+        waiting = in_thread(queue.submit, [1], 5)
         wait_until(lambda: queue.num_open == 2)
     assert isinstance(waiting.exception(TIMEOUT), ManagerDeadError)
 
@@ -364,7 +339,7 @@ def test_no_handle_is_left_waiting_when_the_manager_dies(queue):
     async def read():
         return [token async for token in handle]
 
-    waiting = [started(handle.result), started(list, handle), started(asyncio.run, read())]
+    waiting = [in_thread(handle.result), in_thread(list, handle), in_thread(asyncio.run, read())]
 
     # When the manager dies
     manager.end(cause)
@@ -374,107 +349,3 @@ def test_no_handle_is_left_waiting_when_the_manager_dies(queue):
         error = future.exception(TIMEOUT)
         assert isinstance(error, ManagerDeadError)
         assert error.__cause__ is cause
-
-
-# With a manager --------------------------------------------------------------------------------
-
-
-def serve(queue, next_token, stats=None, checker=None, **params):
-    return GptManager(
-        ScriptedModel(next_token),
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        1,
-        SchedulerConfig(),
-        (checker or queue).get_inference_requests,
-        (checker or queue).send_response,
-        queue.poll_stop_signal,
-        stats,
-        OptionalParams(**params),
-    )
-
-
-def count_up(history):
-    return (history[-1] + 1) % 1000
-
-
-def test_many_threads_and_a_real_manager():
-    # Given a small queue in front of a small manager that is only asked when notified
-    queue = RequestQueue(max_pending=4)
-    checker = ContractChecker(queue.get_inference_requests, queue.send_response)
-    with (
-        queue,
-        serve(queue, count_up, checker=checker, max_batch_size=4, idle_poll_s=None) as manager,
-    ):
-        queue.attach(manager)
-
-        def submit_some(first):
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                handles = pool.map(
-                    lambda token: queue.submit([token], 6, is_streaming=bool(token % 2)),
-                    range(first, first + 12),
-                )
-                return [(handle.request.input_ids[0], list(handle)) for handle in handles]
-
-        # When several threads submit and read
-        outputs = [started(submit_some, first) for first in (0, 100, 200)]
-
-        # Then every one has its own tokens
-        for output in outputs:
-            for first, tokens in output.result(20):
-                assert tokens == list(range(first + 1, first + 7))
-    checker.check(manager)
-
-
-def test_cancel_stream_and_drain_with_a_real_manager():
-    with RequestQueue() as queue, serve(queue, count_up) as manager:
-        queue.attach(manager)
-
-        async def read_some():
-            with queue.submit([1], 500, is_streaming=True) as generation:
-                async for token in generation:
-                    if token == 5:
-                        break
-            return await generation
-
-        # When a reader leaves early
-        result = asyncio.run(asyncio.wait_for(read_some(), TIMEOUT))
-        assert result.finish_reasons == (FinishReason.CANCELLED,)
-        assert result.generated_ids[0][:4] == (2, 3, 4, 5)
-        assert result.metrics["first_token_s"] <= result.metrics["last_token_s"]
-
-        # When the manager is left with work, it drains
-        last = queue.submit([1], 5)
-        while queue.num_pending:
-            manager.wait_idle(TIMEOUT)
-    assert last.result(0).generated_ids == ((2, 3, 4, 5, 6),)
-
-
-def test_what_a_failed_manager_never_fetched_is_answered_too():
-    def fail(history):
-        raise RuntimeError("boom")
-
-    with RequestQueue() as queue:
-        running = queue.submit([1], 5)
-        pending = queue.submit([1], 5)
-        manager = serve(queue, fail, max_active_requests=1)
-        queue.attach(manager)
-
-        for handle in (running, pending):
-            assert "boom" in repr(handle.exception(TIMEOUT)) + repr(handle.exception(0).__cause__)
-            assert isinstance(handle.exception(0), ManagerDeadError)
-
-
-def test_without_the_prompt_in_the_output():
-    with (
-        RequestQueue(exclude_input_in_output=True) as queue,
-        serve(queue, lambda history: history[-2], exclude_input_in_output=True) as manager,
-    ):
-        queue.attach(manager)
-
-        result = queue.submit([1, 2], 4).result(TIMEOUT)
-
-    assert result.generated_ids == ((1, 2, 1, 2),)
-    assert result.output_ids == ((1, 2, 1, 2, 1, 2),)
-    assert torch.equal(
-        result.tensors["output_ids"], torch.tensor([[[1, 2, 1, 2]]], dtype=torch.int32)
-    )

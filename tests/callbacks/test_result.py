@@ -5,17 +5,12 @@ import pytest
 import torch
 from responding import METRICS, ending, streamed, whole
 
-from gptmanager import FinishReason, InferenceRequest, NamedTensor, errors, responses
-from gptmanager.callbacks import result
+from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
 from gptmanager.callbacks.result import ResponseCollector, cancelled_response, error_of
 
 
 def request(prompt=(1, 2, 3), **keywords):
     return InferenceRequest.from_tokens(4, list(prompt), 5, **keywords)
-
-
-def test_the_metrics_are_named_as_the_manager_sends_them():
-    assert result.METRICS == responses.REQUEST_METRICS
 
 
 def test_a_whole_response_is_cut_into_prompt_and_generated_tokens():
@@ -29,7 +24,7 @@ def test_a_whole_response_is_cut_into_prompt_and_generated_tokens():
     assert done.prompt_ids == (1, 2, 3)
     assert done.output_ids == ((1, 2, 3, 9, 8),)
     assert done.finish_reasons == (FinishReason.LENGTH,)
-    assert dict(done.metrics) == dict(zip(result.METRICS, METRICS, strict=True))
+    assert dict(done.metrics) == dict(zip(REQUEST_METRICS, METRICS, strict=True))
     assert done.tensors["output_ids"].shape == (1, 1, 12)
     with pytest.raises(AttributeError):
         done.request_id = 5

@@ -1,0 +1,335 @@
+"""SIMD words for Numba: sixteen float32 lanes at a time, at raw addresses.
+
+It decides how a word becomes LLVM instructions, and no more. Numba's own loops over arrays are
+vectorized when LLVM sees fit, with sums in an order of its choosing; here every lane's
+arithmetic, fused multiply-adds included, is written out, so that a result is the same bits
+wherever its element lies. An address is an int64, an index counts elements, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+LANES = 16
+FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR, INDICES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+EXP2_TERMS = (
+    1.0,
+    0.6931471824645996,
+    0.24022647738456726,
+    0.055503323674201965,
+    0.00961843691766262,
+    0.0013398876180872321,
+    0.00015353376511484385,
+)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """Numba's name for the type of sixteen float32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__("Vector(16 x float32)")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, VECTOR)
+
+
+vector = Vector()
+long, real, nothing = types.int64, types.float32, types.void
+
+
+def word(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes `emit(builder, *values) -> value` a function of those Numba types for Numba code."""
+
+    def make(emit: Callable[..., Any]) -> Any:
+        def type_it(*_: Any) -> Any:
+            def generate(context: Any, builder: Any, _: Any, values: Sequence[Any]) -> Any:
+                emitted = emit(builder, *values)
+                return context.get_dummy_value() if result is nothing else emitted
+
+            return result(*arguments), generate
+
+        type_it.__name__ = emit.__name__
+        type_it.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+        return intrinsic(type_it)
+
+    return make
+
+
+def _at(builder: Any, address: Any, index: Any, kind: Any) -> Any:
+    """Pointer to a `kind` at `index` elements of 4 bytes (8 for LONG) after `address`."""
+    size = ir.Constant(LONG, 8 if kind is LONG else 4)
+    return builder.inttoptr(builder.add(address, builder.mul(index, size)), kind.as_pointer())
+
+
+def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(empty, value, ir.Constant(INT, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(INDICES, [0] * LANES))
+
+
+def _floats(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+def _ints(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return _call(builder, "llvm.fma.v16f32", VECTOR, a, b, c)
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered("<", a, b), b, a)
+
+
+def _lanes_from(builder: Any, comparison: str, bound: Any) -> Any:
+    """Which lanes stand in that relation to the int64 `bound`."""
+    lanes = ir.Constant(INDICES, list(range(LANES)))
+    return builder.icmp_signed(comparison, lanes, _splat(builder, builder.trunc(bound, INT)))
+
+
+def _load_masked(builder: Any, pointer: Any, count: Any) -> Any:
+    mask, align = _lanes_from(builder, "<", count), ir.Constant(INT, 4)
+    name = "llvm.masked.load.v16f32.p0"
+    return _call(builder, name, VECTOR, pointer, align, mask, ir.Constant(VECTOR, None))
+
+
+def _is_full(builder: Any, count: Any) -> Any:
+    return builder.icmp_signed(">=", count, ir.Constant(LONG, LANES))
+
+
+for _operator, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+
+    def _emit(_: Any, builder: Any, __: Any, values: Any, name: str = _instruction) -> Any:
+        return getattr(builder, name)(*values)
+
+    _cases = {"cases": [signature(vector, vector, vector)]}
+    infer_global(_operator)(type(f"Vector_{_instruction}", (ConcreteTemplate,), _cases))
+    lower_builtin(_operator, vector, vector)(_emit)
+
+
+@word(vector, long, long)
+def load(builder: Any, address: Any, index: Any) -> Any:
+    return builder.load(_at(builder, address, index, VECTOR), align=4)
+
+
+@word(vector, long, long, long)
+def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
+    """The first `count` lanes; the rest are zero and their memory is not touched."""
+    pointer = _at(builder, address, index, VECTOR)
+    with builder.if_else(_is_full(builder, count)) as (full, part):
+        with full:
+            whole, full_block = builder.load(pointer, align=4), builder.block
+        with part:
+            masked, part_block = _load_masked(builder, pointer, count), builder.block
+    value = builder.phi(VECTOR)
+    value.add_incoming(whole, full_block)
+    value.add_incoming(masked, part_block)
+    return value
+
+
+@word(nothing, long, long, vector)
+def store(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(value, _at(builder, address, index, VECTOR), align=4)
+
+
+@word(nothing, long, long, vector, long)
+def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    """The first `count` lanes; the memory of the others is not touched."""
+    pointer, align = _at(builder, address, index, VECTOR), ir.Constant(INT, 4)
+    with builder.if_else(_is_full(builder, count)) as (full, part):
+        with full:
+            builder.store(value, pointer, align=4)
+        with part:
+            mask, name = _lanes_from(builder, "<", count), "llvm.masked.store.v16f32.p0"
+            _call(builder, name, ir.VoidType(), value, pointer, align, mask)
+
+
+@word(real, long, long)
+def get(builder: Any, address: Any, index: Any) -> Any:
+    return builder.load(_at(builder, address, index, FLOAT))
+
+
+@word(nothing, long, long, real)
+def put(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(value, _at(builder, address, index, FLOAT))
+
+
+@word(long, long, long)
+def get_int(builder: Any, address: Any, index: Any) -> Any:
+    return builder.sext(builder.load(_at(builder, address, index, INT)), LONG)
+
+
+@word(long, long, long)
+def get_long(builder: Any, address: Any, index: Any) -> Any:
+    return builder.load(_at(builder, address, index, LONG))
+
+
+@word(long, long, long)
+def claim(builder: Any, address: Any, index: Any) -> Any:
+    """Atomically adds one to an int64; returns what it was."""
+    pointer = _at(builder, address, index, LONG)
+    return builder.atomic_rmw("add", pointer, ir.Constant(LONG, 1), "monotonic")
+
+
+@word(types.voidptr, long)
+def pointer_to(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
+
+
+@word(nothing, long, long)
+def prefetch(builder: Any, address: Any, index: Any) -> None:
+    pointer = _at(builder, address, index, FLOAT)
+    read, second_level, data = (ir.Constant(INT, x) for x in (0, 2, 1))
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
+
+
+@word(vector, real)
+def splat(builder: Any, value: Any) -> Any:
+    return _splat(builder, value)
+
+
+@word(vector, vector, vector, vector)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """`a * b + c`, rounded once."""
+    return _fma(builder, a, b, c)
+
+
+@word(vector, vector, vector)
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    return _larger(builder, a, b)
+
+
+@word(vector, vector, long, long, real)
+def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
+    """`value` in the lanes low <= i < high, `other` elsewhere, NaN or not."""
+    inside = builder.and_(
+        _lanes_from(builder, ">=", low), _lanes_from(builder, "<", high)
+    )
+    return builder.select(inside, value, _splat(builder, other))
+
+
+@word(vector, vector)
+def exp2(builder: Any, x: Any) -> Any:
+    """2^x to 7e-8 relative; x is brought into -126..127, NaN stays NaN."""
+    x = builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(-126.0), x)
+    x = builder.select(builder.fcmp_ordered(">", x, _floats(127.0)), _floats(127.0), x)
+    # Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
+    shifted = builder.fadd(x, _floats(12582912.0))
+    rest = builder.fsub(x, builder.fsub(shifted, _floats(12582912.0)))
+    result = _floats(EXP2_TERMS[-1])
+    for term in reversed(EXP2_TERMS[:-1]):
+        result = _fma(builder, result, rest, _floats(term))
+    exponent = builder.shl(builder.bitcast(shifted, INDICES), _ints(23))
+    power = builder.bitcast(builder.add(exponent, _ints(0x3F800000)), VECTOR)
+    return builder.fmul(result, power)
+
+
+def _across(builder: Any, value: Any, combine: Callable[..., Any]) -> Any:
+    """One float32 of all lanes, halves first: the order never varies."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        kind = ir.VectorType(INT, width)
+        empty = ir.Constant(value.type, ir.Undefined)
+        low = ir.Constant(kind, list(range(width)))
+        high = ir.Constant(kind, list(range(width, 2 * width)))
+        value = combine(
+            builder,
+            builder.shuffle_vector(value, empty, low),
+            builder.shuffle_vector(value, empty, high),
+        )
+    return builder.extract_element(value, ir.Constant(INT, 0))
+
+
+@word(real, vector)
+def sum_lanes(builder: Any, value: Any) -> Any:
+    return _across(builder, value, lambda b, low, high: b.fadd(low, high))
+
+
+@word(real, vector)
+def max_lanes(builder: Any, value: Any) -> Any:
+    return _across(builder, value, _larger)
+
+
+@word(nothing)
+def compact(builder: Any) -> None:
+    """Keeps LLVM from unrolling the calling function's loops: a third of the compile time."""
+    builder.function.attributes.add("optsize")
+
+
+def tile(rows: int, vectors: int, partial: bool = False) -> Any:
+    """A word for one register tile of a matrix product, `rows` x (16 * `vectors`) elements:
+
+    `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`: c = a @ b, or c += a @ b if `add`,
+    row-major with strides in elements, depth >= 1. Each element is one chain of fused multiply-adds
+    along `depth`, whatever the tile's shape. `partial`: reads only the first `columns` of b.
+    """
+
+    @word(nothing, long, long, long, long, long, long, long, types.boolean, long)
+    def product(
+        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        depth: Any, add: Any, columns: Any,
+    ) -> None:  # fmt: skip
+        def index(row: Any, stride: Any, column: int) -> Any:
+            return builder.add(builder.mul(row, stride), ir.Constant(LONG, column))
+
+        cells = [(row, v) for row in range(rows) for v in range(vectors)]
+        row_of = [ir.Constant(LONG, row) for row in range(rows)]
+        targets = [_at(builder, c, index(row_of[r], c_stride, v * LANES), VECTOR) for r, v in cells]
+        zero = ir.Constant(VECTOR, None)
+        initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
+        before, loop = builder.block, builder.append_basic_block("depth")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(LONG)
+        sums = [builder.phi(VECTOR) for _ in cells]
+        right = []
+        for v in range(vectors):
+            pointer = _at(builder, b, index(step, b_stride, v * LANES), VECTOR)
+            if partial:
+                right.append(_load_masked(builder, pointer, columns))
+            else:
+                right.append(builder.load(pointer, align=4))
+        left = [
+            _splat(builder, builder.load(_at(builder, a, builder.add(builder.mul(r, a_stride), step), FLOAT)))
+            for r in row_of
+        ]
+        new = [_fma(builder, left[r], right[v], total) for (r, v), total in zip(cells, sums)]
+        following = builder.add(step, ir.Constant(LONG, 1))
+        done = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+        step.add_incoming(ir.Constant(LONG, 0), before)
+        step.add_incoming(following, loop)
+        for total, start, end in zip(sums, initial, new):
+            total.add_incoming(start, before)
+            total.add_incoming(end, loop)
+        builder.position_at_end(done)
+        for target, value in zip(targets, new):
+            builder.store(value, target, align=4)
+
+    return product

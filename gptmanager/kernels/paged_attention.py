@@ -1,0 +1,329 @@
+"""Attention straight on the pages of the KV cache: what one thread does of it.
+
+One code for context, chunk and generation: a tile of up to `TILE_ROWS` (token, query head) rows of
+one sequence that share a KV head goes over that head's pages, so each page is read once. It knows
+addresses and sizes only. Every query takes the positions from 0 in spans of at least `SPAN`, each
+span with its own maximum (online softmax), and what it does not see weighs exactly zero: its
+arithmetic is the same whatever stands beside it in the tile, the chunk or the batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from gptmanager.kernels.lanes import (
+    LANES,
+    claim,
+    exp2,
+    fma,
+    get,
+    get_int,
+    keep_lanes,
+    larger,
+    load,
+    load_part,
+    max_lanes,
+    pointer_to,
+    prefetch,
+    put,
+    splat,
+    store,
+    store_part,
+    sum_lanes,
+    tile,
+)
+from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
+
+TILE_ROWS = 32
+SPAN = 64
+LOG2_E = 1.4426950408889634
+LOWEST = np.float32(-3.0e38)
+ZERO, ONE = np.float32(0.0), np.float32(1.0)
+
+
+class AttentionTask(ctypes.Structure):
+    """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread."""
+
+    _fields_ = task_fields(
+        "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
+        " num_heads num_kv_heads head_dim tokens_per_block window scratch scratch_bytes",
+        "scale",
+    )
+
+
+TASK = np.dtype(AttentionTask)
+
+four_by_four, four_by_two, four_by_one = tile(4, 4), tile(4, 2), tile(4, 1)
+two_by_four, two_by_two, two_by_one = tile(2, 4), tile(2, 2), tile(2, 1)
+four_by_part, two_by_part = tile(4, 1, partial=True), tile(2, 1, partial=True)
+
+
+def padded(size: int) -> int:
+    """`size` rounded up to whole vectors."""
+    return (size + LANES - 1) // LANES * LANES
+
+
+def tile_tokens(group: int) -> int:
+    """Tokens of a tile, with `group` query heads to a KV head."""
+    return max(1, TILE_ROWS // group)
+
+
+def span_of(tokens_per_block: int) -> int:
+    """Positions of a span: whole blocks."""
+    return tokens_per_block * max(1, SPAN // tokens_per_block)
+
+
+def scratch_floats(group: int, head_dim: int, tokens_per_block: int) -> int:
+    """What `_areas` lays out."""
+    row = 2 * padded(head_dim) + LANES + padded(span_of(tokens_per_block)) + LANES + 3
+    return padded(tile_tokens(group) * group) * row
+
+
+_padded, _tile_tokens, _span_of = njit(padded), njit(tile_tokens), njit(span_of)
+
+
+@njit
+def _areas(t: Any, scratch: int) -> tuple[int, ...]:
+    """Addresses of queries, outputs and lane sums by row; scores; three numbers for each row."""
+    group = t.num_heads // t.num_kv_heads
+    room, wide = _padded(_tile_tokens(group) * group), _padded(t.head_dim)
+    mixed = scratch + 4 * room * wide
+    sums = mixed + 4 * room * wide
+    highest = sums + 4 * room * LANES
+    risen, shrink = highest + 4 * room, highest + 8 * room
+    return scratch, mixed, sums, highest, risen, shrink, shrink + 4 * room
+
+
+@njit
+def _multiply(
+    c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+    rows: int, columns: int, depth: int, add: bool,
+) -> None:  # fmt: skip
+    """`c = a @ b`, or `c += a @ b`. Rows of c and a go in twos and fours, columns of c in 16."""
+    row = 0
+    while row < rows:
+        four = rows - row > 2
+        column = 0
+        while column < columns:
+            to, left = c + 4 * (row * c_stride + column), a + 4 * row * a_stride
+            right, rest = b + 4 * column, columns - column
+            if rest >= 4 * LANES:
+                column += 4 * LANES
+                if four:
+                    four_by_four(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_four(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            elif rest >= 2 * LANES:
+                column += 2 * LANES
+                if four:
+                    four_by_two(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_two(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            elif rest >= LANES:
+                column += LANES
+                if four:
+                    four_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            else:
+                column += LANES
+                if four:
+                    four_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+        row += 4 if four else 2
+
+
+@njit
+def _seen(t: Any, position: int, at: int) -> tuple[int, int]:
+    """Which columns of the span from position `at` a query sees: low <= column < high."""
+    low = max(0, position + 1 - t.window - at) if t.window else 0
+    return low, min(_span_of(t.tokens_per_block), position + 1 - at)
+
+
+@njit
+def _maximum(scores: int, low: int, high: int) -> float:
+    best = splat(LOWEST)
+    for column in range(low // LANES * LANES, high, LANES):
+        value = load(scores, column)
+        if column < low or column + LANES > high:
+            value = keep_lanes(value, low - column, high - column, LOWEST)
+        best = larger(best, value)
+    return max_lanes(best)
+
+
+@njit
+def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> Any:
+    """Turns scores into weights, zero where unseen; returns their sum, lane by lane."""
+    total = splat(ZERO)
+    for column in range(0, columns, LANES):
+        weight = splat(ZERO)
+        if low < column + LANES and column < high:
+            weight = exp2(load(scores, column) - splat(maximum))
+            if column < low or column + LANES > high:
+                weight = keep_lanes(weight, low - column, high - column, ZERO)
+        store(scores, column, weight)
+        total = total + weight
+    return total
+
+
+@njit
+def _softmax(
+    t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int
+) -> None:
+    """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
+    _, mixed, sums, highest, risen, shrink, scores = areas
+    group, wide = t.num_heads // t.num_kv_heads, _padded(t.head_dim)
+    stride = _padded(_span_of(t.tokens_per_block)) + LANES
+    for row in range(rows):
+        low, high = _seen(t, position + row // group, at)
+        top = get(highest, row)
+        if low < high:
+            top = max(top, _maximum(scores + 4 * row * stride, low, high))
+        put(risen, row, top)
+    for row in range(0, rows, LANES):
+        store(shrink, row, exp2(load(highest, row) - load(risen, row)))
+        store(highest, row, load(risen, row))
+    for row in range(rows):
+        low, high = _seen(t, position + row // group, at)
+        total = _weigh(scores + 4 * row * stride, columns, low, high, get(highest, row))
+        factor = splat(get(shrink, row))
+        store(sums, row * LANES, fma(load(sums, row * LANES), factor, total))
+        for d in range(row * wide, row * wide + wide, LANES):
+            store(mixed, d, load(mixed, d) * factor)
+
+
+@njit
+def _page(t: Any, table: int, position: int, kv_head: int) -> int:
+    """Index of the first element of a page, the same for keys and values."""
+    block = get_int(table, position // t.tokens_per_block)
+    return (block * t.num_kv_heads + kv_head) * t.head_dim * t.tokens_per_block
+
+
+@njit
+def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
+    size = t.tokens_per_block
+    for at in range(start, stop, size):
+        page = _page(t, table, at, kv_head)
+        for d in range(t.head_dim):
+            for column in range(0, min(size, stop - at), LANES):
+                prefetch(t.keys, page + d * size + column)
+
+
+@njit
+def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
+    size = t.tokens_per_block
+    for at in range(start, stop, size):
+        page = _page(t, table, at, kv_head)
+        for index in range(0, min(size, stop - at) * t.head_dim, LANES):
+            prefetch(t.values, page + index)
+
+
+@njit
+def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
+    queries, mixed, sums, highest = areas[:4]
+    group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, _padded(t.head_dim)
+    factor = splat(np.float32(t.scale * LOG2_E))
+    for row in range(rows):
+        head = (token + row // group) * t.num_heads + kv_head * group + row % group
+        for d in range(0, dim, LANES):
+            store(queries, row * wide + d, load_part(t.q, head * dim + d, dim - d) * factor)
+            store(mixed, row * wide + d, splat(ZERO))
+        store(sums, row * LANES, splat(ZERO))
+        put(highest, row, LOWEST)
+
+
+@njit
+def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
+    _, mixed, sums = areas[:3]
+    group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, _padded(t.head_dim)
+    for row in range(rows):
+        head = (token + row // group) * t.num_heads + kv_head * group + row % group
+        factor = splat(ONE / sum_lanes(load(sums, row * LANES)))
+        for d in range(0, dim, LANES):
+            value = load(mixed, row * wide + d) * factor
+            store_part(t.result, head * dim + d, value, dim - d)
+
+
+@njit
+def _attend(
+    t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
+) -> None:
+    """Tokens at `position` to `end`, packed from `token` on, against one KV head's pages."""
+    queries, mixed, scores = areas[0], areas[1], areas[6]
+    dim, size, wide = t.head_dim, t.tokens_per_block, _padded(t.head_dim)
+    span = _span_of(size)
+    stride = _padded(span) + LANES
+    rows = (end - position) * (t.num_heads // t.num_kv_heads)
+    seen_from = max(0, position + 1 - t.window) if t.window else 0
+    first = seen_from // size * size
+    _begin(t, areas, rows, token, kv_head)
+    for at in range(seen_from // span * span, end, span):
+        start, stop = max(at, first), min(at + span, end)
+        # Pages are fetched one product ahead of their use: the values while the scores are
+        # computed, the next keys (or the next head's first) while the values are mixed.
+        _prefetch_values(t, table, start, stop, kv_head)
+        for here in range(start, stop, size):
+            keys = t.keys + 4 * _page(t, table, here, kv_head)
+            to, columns = scores + 4 * (here - at), min(size, _padded(stop - here))
+            _multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
+        _softmax(t, areas, rows, position, at, stop - at)
+        if stop < end:
+            _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)
+        elif kv_head + 1 < t.num_kv_heads:
+            until = min(seen_from // span * span + span, end)
+            _prefetch_keys(t, table, first, until, kv_head + 1)
+        for here in range(start, stop, size):
+            values = t.values + 4 * _page(t, table, here, kv_head)
+            weights, depth = scores + 4 * (here - at), min(size, stop - here)
+            _multiply(mixed, wide, weights, stride, values, dim, rows, dim, depth, True)
+    _finish(t, areas, rows, token, kv_head)
+
+
+@njit
+def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
+    """Of the tile of `row` from packed `token` on: position, end, and the cost of a KV head."""
+    group = t.num_heads // t.num_kv_heads
+    row_stop = get_int(t.row_starts, row + 1)
+    count = min(_tile_tokens(group), row_stop - token)
+    position = get_int(t.kv_lengths, row) - row_stop + token
+    end = position + count
+    read = min(end, t.window + count) if t.window else end
+    # Reading a page costs about as much as four rows of arithmetic on it.
+    return position, end, (read + LANES) * (count * group + 4)
+
+
+@njit
+def _total_cost(t: Any, tokens: int) -> int:
+    total = 0
+    for row in range(t.num_rows):
+        for token in range(get_int(t.row_starts, row), get_int(t.row_starts, row + 1), tokens):
+            total += _tile_at(t, row, token)[2]
+    return total * t.num_kv_heads
+
+
+def attention(address: int) -> None:
+    """Parts are equal shares of the cost of all (tile of tokens, KV head) pairs, in order."""
+    t = carray(pointer_to(address), 1, TASK)[0]
+    tokens = _tile_tokens(t.num_heads // t.num_kv_heads)
+    total = _total_cost(t, tokens)
+    areas = _areas(t, t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes)
+    done, begin, finish = 0, 0, 0
+    for row in range(t.num_rows):
+        table = t.block_tables + 4 * get_int(t.slots, row) * t.table_width
+        for token in range(get_int(t.row_starts, row), get_int(t.row_starts, row + 1), tokens):
+            position, end, cost = _tile_at(t, row, token)
+            for kv_head in range(t.num_kv_heads):
+                while done >= finish:
+                    part = claim(address, NEXT_PART)
+                    if part >= t.num_parts:
+                        return
+                    begin = total * part // t.num_parts
+                    finish = total * (part + 1) // t.num_parts
+                if done >= begin:
+                    _attend(t, areas, token, position, end, table, kv_head)
+                done += cost

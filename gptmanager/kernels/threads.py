@@ -1,0 +1,56 @@
+"""`Team`: runs a compiled body in torch's own OpenMP threads.
+
+A second pool of threads (Numba's prange brings one) would fight torch's for the cores: each spins
+while it waits for the other. Numba's default layer where there is no OpenMP, workqueue, also
+aborts the process when two managers use it from two threads. So the bodies are handed to the
+OpenMP runtime that torch has loaded: no pool of ours, no library that could be missing, and any
+number of managers. The interpreter lock is kept meanwhile, as bodies never need it: handing it
+over costs up to 5 ms beside a busy host thread. It decides nothing about the work itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
+    """Fields of a task: its two counters, then int64 and float64 values by name."""
+    names = ["next_part", "next_thread", "num_parts", *longs.split()]
+    return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
+
+
+NEXT_PART, NEXT_THREAD = 0, 1
+
+
+class Team:
+    """Torch's threads; one thread, the caller's, where that runtime has no GNU entry point."""
+
+    def __init__(self) -> None:
+        # Symbols are looked up in the library and all it was linked with.
+        runtime = ctypes.PyDLL(torch._C.__file__)
+        self._parallel = getattr(runtime, "GOMP_parallel", None)
+        if self._parallel is not None:
+            self._parallel.restype = None
+            self._parallel.argtypes = (
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_uint,
+                ctypes.c_uint,
+            )
+        self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+
+    @property
+    def max_size(self) -> int:
+        """How many threads `run` may use."""
+        return 1 if self._parallel is None else torch.get_num_threads()
+
+    def run(self, body: int, task: ctypes.Structure, size: int) -> None:
+        """Calls `body(address of task)` in up to `size` threads; returns when all have."""
+        address = ctypes.addressof(task)
+        if size > 1 and self._parallel is not None:
+            self._parallel(body, address, size, 0)
+        else:
+            self._alone(body)(address)

@@ -1,0 +1,99 @@
+"""What the documents show runs, and what they list is what the code holds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gptmanager.api import PROPERTY_OF_TENSOR
+from gptmanager.loop import TokenLoop
+from gptmanager.manager import NEXT_MANAGER_STATES
+from gptmanager.request import NEXT_STATES, LlmRequestState
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def table_names(text):
+    """The first cell of every row of every table, split at commas."""
+    cells = re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)
+    return [name for cell in cells for name in cell.split(", ")]
+
+
+def test_the_diagram_of_the_loop_has_the_words_and_the_order_of_iterate():
+    """`iterate` calls the phases, `finish` the three that come of a result."""
+    diagram = page("loop.md").split("```")[1]
+    words = [
+        word
+        for line in diagram.splitlines()
+        if "run-ahead" not in line
+        for word in re.findall(r"\b[a-z]+\b", line)
+        if callable(getattr(TokenLoop, word, None))
+    ]
+    tree = ast.parse((ROOT / "gptmanager" / "loop.py").read_text(encoding="utf-8"))
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+    def calls(name):
+        """Own methods that a method calls, in the order in which they run."""
+        found = []
+        for node in ast.walk(methods[name]):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
+                    found.append((node.end_lineno, node.end_col_offset, node.func.attr))
+        return [attribute for *_, attribute in sorted(found)]
+
+    order = []
+    for call in calls("iterate"):
+        order += calls("finish") if call == "finish" else [call]
+    last = {word: index for index, word in enumerate(order)}  # without run-ahead
+    assert words == sorted(last, key=lambda word: last[word])
+
+
+def test_the_loop_is_about_25_lines():
+    tree = ast.parse((ROOT / "gptmanager" / "loop.py").read_text(encoding="utf-8"))
+    (iterate,) = (n for n in ast.walk(tree) if getattr(n, "name", None) == "iterate")
+    assert iterate.end_lineno - iterate.lineno <= 27
+
+
+def test_the_state_tables_are_those_of_the_code():
+    rows = re.findall(r"^\| ([A-Z_]+) \|(?:[^|]*\|)? ([^|]*) \|$", page("loop.md"), re.MULTILINE)
+    documented = {name: set(re.findall(r"[A-Z_]{5,}", successors)) for name, successors in rows}
+    for table in (NEXT_STATES, NEXT_MANAGER_STATES):
+        for state, successors in table.items():
+            if state not in (LlmRequestState.UNKNOWN, LlmRequestState.ENCODER_INIT):
+                assert documented[state.name] == {successor.name for successor in successors}
+
+
+def test_the_table_of_tensors_is_complete():
+    section = page("requests.md").split("## Tensors")[1].split("##")[0]
+    assert set(table_names(section)) - {"name", "---"} == set(PROPERTY_OF_TENSOR)
+
+
+def test_the_statistics_tables_are_those_of_the_schema():
+    schema = json.loads((ROOT / "gptmanager" / "statistics.schema.json").read_text())
+    flat = schema["properties"]
+    names = set(flat) - {"gptmanager"} | set(flat["gptmanager"]["properties"])
+    assert set(table_names(page("statistics.md"))) - {"key", "---"} == names
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_python_examples_run(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    namespace: dict[str, object] = {}
+    prologue = "import numpy as np\nfrom gptmanager import *\n"
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(prologue + block, str(path), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target

@@ -1,0 +1,453 @@
+"""Sampling: kept sets against transformers, the drawn distribution, random numbers, invariance."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from gptmanager.decoding import sampling
+from gptmanager.decoding.sampling import Sampler, philox4x32, uniform
+from gptmanager.request import SamplingParams
+
+WORDS_32 = st.integers(0, 2**32 - 1)
+# (temperature, top_k, top_p, min_p)
+SETTINGS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (1.0, 5, 1.0, 0.0),
+    (1.3, 100, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (0.8, 0, 0.5, 0.0),
+    (2.0, 0, 0.07, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (1.0, 12, 0.8, 0.0),
+    (1.5, 12, 0.95, 0.1),
+    (0.9, 0, 0.7, 0.15),
+]
+
+
+def params(
+    setting: tuple[float, int, float, float] = (1.0, 0, 1.0, 0.0), seed: int = 0, **more: Any
+) -> SamplingParams:
+    temperature, top_k, top_p, min_p = setting
+    return SamplingParams(False, temperature, top_k, top_p, min_p, seed, **more)
+
+
+def sampler_of(all_params: list[SamplingParams], vocab_size: int, prompt_len: int = 0) -> Sampler:
+    sampler = Sampler(len(all_params), vocab_size)
+    for slot, one in enumerate(all_params):
+        sampler.load(slot, one, prompt_len)
+    return sampler
+
+
+def draw_many(
+    row: torch.Tensor, setting: tuple[float, int, float, float], count: int, seed: int = 1
+) -> np.ndarray:
+    """`count` tokens for the same logits, at as many positions."""
+    sampler = sampler_of([params(setting, seed)], len(row))
+    slots, positions = np.zeros(count, dtype=np.int64), np.arange(count)
+    return sampler.sample(row.repeat(count, 1), slots, positions)
+
+
+def warped(row: torch.Tensor, setting: tuple[float, int, float, float]) -> np.ndarray:
+    """The probabilities that transformers samples from.
+
+    Where its top-p cuts through equal logits, an unstable sort decides there which ones stay; here
+    as many of them stay, those of the lowest ids.
+    """
+    temperature, top_k, top_p, min_p = setting
+    scores = scaled = TemperatureLogitsWarper(temperature)(None, row[None])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    dropped = scaled[0].argsort(descending=True, stable=True)[int((scores > -torch.inf).sum()) :]
+    return scaled[0].index_fill(0, dropped, -torch.inf).double().softmax(-1).numpy()
+
+
+def random_row(seed: int, vocab_size: int, scale: float = 2.0, step: float = 0.0) -> torch.Tensor:
+    """Normal logits; `step` rounds them, for many ties."""
+    row = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+    return (row / step).round() * step if step else row
+
+
+def assert_fits(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Chi-square of the observed counts, entries expected less than five times taken together."""
+    counts = np.bincount(tokens, minlength=len(probabilities)).astype(np.float64)
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities * len(tokens)
+    often = expected >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic = float(((observed - wanted) ** 2 / wanted).sum())
+    degrees = max(1, len(wanted) - 1)
+    assert statistic < degrees + 5 * np.sqrt(2 * degrees) + 10
+
+
+# Random numbers -----------------------------------------------------------------------------
+
+
+def scalar_philox(counter: list[int], key: list[int]) -> list[int]:
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        high_0, low_0 = divmod(0xD2511F53 * c[0], 2**32)
+        high_1, low_1 = divmod(0xCD9E8D57 * c[2], 2**32)
+        c = [high_1 ^ c[1] ^ k[0], low_1, high_0 ^ c[3] ^ k[1], low_0]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # the known answers that Random123 ships
+        ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
+    words = [[int(word, 16) for word in text.split()] for text in (counter, key, expected)]
+    columns = [np.array(word, dtype=np.uint64)[:, None] for word in words]
+    assert (philox4x32(columns[0], columns[1]) == columns[2]).all()
+    assert scalar_philox(words[0], words[1]) == words[2]
+
+
+@given(
+    st.lists(st.tuples(*[WORDS_32] * 6), min_size=1, max_size=4),
+)
+def test_philox_is_the_scalar_one_in_every_column(columns: list[tuple[int, ...]]) -> None:
+    words = np.array(columns, dtype=np.uint64).T
+    expected = [scalar_philox(list(column[:4]), list(column[4:])) for column in columns]
+    assert philox4x32(words[:4], words[4:]).T.tolist() == expected
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 5))
+def test_uniform_is_the_documented_function(seed: int, position: int, draw: int) -> None:
+    words = scalar_philox([position % 2**32, position >> 32, draw, 0], [seed % 2**32, seed >> 32])
+    expected = ((words[0] << 32 | words[1]) >> 11) / 2**53
+    assert uniform(np.array([seed], dtype=np.uint64), np.array([position]), draw) == [expected]
+
+
+@pytest.mark.parametrize("varied", ["seed", "high seed", "position", "draw"])
+def test_uniform_numbers_are_uniform_and_independent(varied: str) -> None:
+    n = 40_000
+    index = np.arange(n)
+    seeds = np.full(n, 12345, dtype=np.uint64)
+    positions = np.full(n, 77)
+    if varied == "draw":
+        numbers = np.concatenate([uniform(seeds[:1], positions[:1], draw) for draw in range(4000)])
+    elif varied == "position":
+        numbers = uniform(seeds, index)
+    else:
+        shift = np.uint64(32 if varied == "high seed" else 0)
+        numbers = uniform(index.astype(np.uint64) << shift, positions)
+    assert 0 <= numbers.min() and numbers.max() < 1
+    cells = np.full(64, 1 / 64)
+    assert_fits((numbers * 64).astype(np.int64), cells)
+    pairs = (numbers[:-1] * 8).astype(np.int64) * 8 + (numbers[1:] * 8).astype(np.int64)
+    assert_fits(pairs[::2], cells)
+
+
+# Greedy -------------------------------------------------------------------------------------
+
+
+def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[0, [400, 999]] = 2.0
+    logits[2, [0, 1]] = 1.0
+    sampler = sampler_of([SamplingParams()], 1000)
+    tokens = sampler.sample(logits, np.zeros(3, dtype=np.int64), np.arange(3))
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == [400, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        params((0.0, 0, 1.0, 0.0)),
+        params((1.0, 1, 1.0, 0.0)),
+        params((1.0, 0, 0.0, 0.0)),
+        params((1e-45, 0, 1.0, 0.0)),
+    ],
+)
+def test_what_leaves_only_the_best_token_is_greedy(one: SamplingParams) -> None:
+    logits = torch.stack([random_row(seed, 200, step=1.0) for seed in range(8)])
+    sampler = sampler_of([one], 200)
+    tokens = sampler.sample(logits.clone(), np.zeros(8, dtype=np.int64), np.arange(8))
+    assert tokens.tolist() == logits.numpy().argmax(1).tolist()
+
+
+def test_greedy_rows_and_sampling_rows_share_a_batch() -> None:
+    everyone = [SamplingParams(), params((1.0, 3, 1.0, 0.0), seed=5), params(seed=6)]
+    logits = torch.stack([random_row(seed, 64) for seed in range(3)])
+    tokens = sampler_of(everyone, 64).sample(logits.clone(), np.arange(3), np.full(3, 9))
+    assert tokens[0] == int(logits[0].argmax())
+    assert tokens[1] in logits[1].topk(3).indices.tolist()
+
+
+# min_length ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_end_id_comes_only_after_min_length_tokens(greedy: bool) -> None:
+    end = 7
+    logits = torch.zeros(6, 50)
+    logits[:, end] = 50.0
+    one = SamplingParams(greedy=greedy, min_length=3, end_id=end)
+    sampler = sampler_of([one], 50, prompt_len=10)
+    tokens = sampler.sample(logits, np.zeros(6, dtype=np.int64), 10 + np.arange(6))
+    assert (tokens == end).tolist() == [False] * 3 + [True] * 3
+
+
+def test_min_length_without_an_end_id_changes_nothing() -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, 49] = 1.0
+    for end_id in (-1, 50):
+        one = SamplingParams(min_length=3, end_id=end_id)
+        assert sampler_of([one], 50).sample(logits, np.array([0]), np.array([0])) == [49]
+
+
+def test_a_slot_taken_over_forgets_its_last_sequence() -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, 7] = 50.0
+    sampler = sampler_of([params(min_length=9, end_id=7)], 50)
+    sampler.load(0, SamplingParams(), 0)
+    assert sampler.sample(logits, np.array([0]), np.array([0])) == [7]
+
+
+# Kept sets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("step", [0.0, 0.5])
+def test_kept_set_is_that_of_transformers(
+    setting: tuple[float, int, float, float], step: float
+) -> None:
+    for seed in range(4):
+        row = random_row(seed, 40, scale=1.0, step=step)
+        expected = warped(row, setting)
+        drawn = set(draw_many(row, setting, 4000).tolist())
+        assert drawn <= set(np.flatnonzero(expected).tolist())
+        assert drawn >= set(np.flatnonzero(expected > 0.005).tolist())
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ((1.0, 0, 0.5, 0.0), [0, 1, 2, 3]),
+        ((1.0, 0, 0.8, 0.0), [0, 1, 2, 3, 4, 5, 6]),
+        ((1.0, 0, 1e-9, 0.0), [0]),
+        ((1.0, 2, 1.0, 0.0), list(range(8))),
+        ((1.0, 2, 0.5, 0.0), [0, 1, 2, 3]),
+        ((1.0, 0, 1.0, 1.0), list(range(8))),
+    ],
+)
+def test_kept_set_of_equal_logits(
+    setting: tuple[float, int, float, float], kept: list[int]
+) -> None:
+    row = torch.zeros(8)
+    assert np.flatnonzero(warped(row, setting)).tolist() == kept
+    assert sorted(set(draw_many(row, setting, 500).tolist())) == kept
+
+
+@given(
+    st.integers(0, 2**20),
+    st.floats(0.02, 0.98),
+    st.sampled_from([0.5, 3.0]),
+    st.sampled_from([0.0, 0.25]),
+)
+def test_nucleus_token_by_token(seed: int, top_p: float, scale: float, step: float) -> None:
+    row = random_row(seed, 256, scale, step)
+    weights = row.softmax(-1).view(1, 2, 128).repeat(256, 1, 1)
+    everything = (np.full(256, top_p), np.ones(256))
+    outside, above = sampling._outside_nucleus(weights, np.arange(256), *everything)
+    kept = np.setdiff1d(np.arange(256), outside)
+    expected = np.flatnonzero(warped(row, (1.0, 0, top_p, 0.0)))
+    # The boundary may fall to either side where its mass is p up to rounding.
+    for token in np.setxor1d(kept, expected):
+        ranked = (row > row[token]) | ((row == row[token]) & (torch.arange(256) < token))
+        assert abs(float(row.double().softmax(-1)[ranked].sum()) - top_p) < 1e-6
+    for token, rest in zip(outside, above.flatten(1), strict=True):
+        assert rest[token] == 0 and set(expected) - {token} <= set(rest.nonzero()[:, 0].tolist())
+
+
+@given(st.integers(0, 2**20), st.integers(1, 3000), st.sampled_from([0.0, 0.25, 4.0]))
+def test_candidates_hold_the_top_k_and_its_ties(seed: int, top_k: int, step: float) -> None:
+    rows = torch.stack([random_row(seed + i, 3001, step=step) for i in range(2)])
+    rows[1, 40:] = -torch.inf
+    counts = np.array([top_k, max(1, top_k // 3)])
+    flat = sampling._candidates(rows.numpy(), counts)
+    assert (np.diff(flat) > 0).all()
+    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        kth = row.topk(int(count)).values[-1]
+        wanted = torch.nonzero((row >= kth) & row.isfinite())[:, 0]
+        assert set(wanted.tolist()) <= set((flat[flat // 3001 == index] % 3001).tolist())
+
+
+# Distribution -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("vocab_size", [30, 333, 2048])
+def test_tokens_follow_the_distribution_of_transformers(
+    setting: tuple[float, int, float, float], vocab_size: int
+) -> None:
+    row = random_row(vocab_size, vocab_size, scale=1.5)
+    assert_fits(draw_many(row, setting, 6000), warped(row, setting))
+
+
+def test_seeds_give_independent_tokens() -> None:
+    row = random_row(3, 100)
+    sampler = sampler_of([params(seed=seed) for seed in range(4000)], 100)
+    tokens = sampler.sample(row.repeat(4000, 1), np.arange(4000), np.full(4000, 5))
+    assert_fits(tokens, warped(row, SETTINGS[0]))
+
+
+# Invariance ---------------------------------------------------------------------------------
+
+
+def mixed_batch(vocab_size: int) -> tuple[list[SamplingParams], torch.Tensor]:
+    everyone = [
+        params(setting, seed=2**60 + 17 * index + repeat)
+        for repeat, (index, setting) in itertools.product(range(2), enumerate(SETTINGS))
+    ]
+    everyone += [SamplingParams(), params((1.0, vocab_size // 2, 0.9, 0.0), seed=3)]
+    logits = [random_row(i, vocab_size, step=(i % 2) * 0.25) for i in range(len(everyone))]
+    return everyone, torch.stack(logits)
+
+
+@pytest.mark.parametrize("vocab_size", [50, 517, 40_001])
+def test_a_token_does_not_depend_on_the_batch(vocab_size: int) -> None:
+    # Given one row of each kind
+    everyone, logits = mixed_batch(vocab_size)
+    sampler = sampler_of(everyone, vocab_size)
+    slots = np.arange(len(everyone))
+    positions = 100 + slots
+    # When they are sampled together, alone, and shuffled in halves
+    together = sampler.sample(logits.clone(), slots, positions)
+    alone = [
+        sampler.sample(logits[i : i + 1].clone(), slots[i : i + 1], positions[i : i + 1])[0]
+        for i in slots
+    ]
+    order = np.random.default_rng(0).permutation(len(everyone))
+    halves = np.concatenate(
+        [sampler.sample(logits[half], half, positions[half]) for half in np.array_split(order, 2)]
+    )
+    # Then each has the same token
+    assert together.tolist() == alone
+    assert together[order].tolist() == halves.tolist()
+
+
+@pytest.mark.parametrize("setting", [SETTINGS[1], SETTINGS[2], SETTINGS[7]])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_drawn_from_does_not_depend_on_the_batch_bit_for_bit(
+    setting: tuple[float, int, float, float], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a look at how far into its entry each draw falls, which every rounding moves
+    spots: list[np.ndarray] = []
+    invert = sampling._invert
+
+    def spy(*arguments: Any) -> Any:
+        result = invert(*arguments)
+        spots.append(result[1])
+        return result
+
+    monkeypatch.setattr(sampling, "_invert", spy)
+    vocab_size = 40_001
+    logits = torch.stack([random_row(i, vocab_size) for i in range(12)])
+    sampler = sampler_of([params(setting, seed=seed) for seed in range(12)], vocab_size)
+    slots, before = np.arange(12), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        # When twelve rows are sampled together and one by one
+        sampler.sample(logits.clone(), slots, slots)
+        together = [part.copy() for part in spots]
+        for i in slots:
+            spots.clear()
+            sampler.sample(logits[i : i + 1].clone(), slots[i : i + 1], slots[i : i + 1])
+            # Then not a bit differs
+            assert [float(part[0]) for part in spots] == [float(part[i]) for part in together]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tokens_depend_on_seed_and_position() -> None:
+    row = torch.zeros(1, 10_000)
+    sampler = sampler_of([params(seed=1), params(seed=2)], 10_000)
+    tokens = {
+        int(sampler.sample(row.clone(), np.array([slot]), np.array([position]))[0])
+        for slot in (0, 1)
+        for position in (0, 1, 2**33)
+    }
+    assert len(tokens) == 6
+
+
+# Odd logits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_odd_logits_harm_their_own_row_only(setting: tuple[float, int, float, float]) -> None:
+    # Given rows of all kinds of oddities beside a sound one
+    nan, inf, lowest = torch.nan, torch.inf, torch.finfo(torch.float32).min
+    logits = random_row(0, 600).repeat(8, 1)
+    logits[1] = nan
+    logits[2, ::2] = nan
+    logits[3, [40, 30]] = inf
+    logits[4] = -inf
+    logits[5] = lowest
+    logits[5, 11] = 3.0
+    logits[6, [20, 21]] = torch.tensor([nan, inf])
+    logits[7] = -inf
+    logits[7, [5, 6]] = 1.0
+    sampler = sampler_of([params(setting, seed=4)], 600)
+    slots, positions = np.zeros(8, dtype=np.int64), np.full(8, 3)
+    # When they are sampled together
+    tokens = sampler.sample(logits.clone(), slots, positions)
+    # Then the sound one is what it is alone, and the others are as documented
+    assert tokens[0] == sampler.sample(logits[:1].clone(), slots[:1], positions[:1])[0]
+    assert tokens[1] == 0
+    assert tokens[2] % 2 == 1
+    assert tokens[3] == 30
+    assert tokens[4] == 0
+    assert tokens[5] == 11
+    assert tokens[6] == 21
+    assert tokens[7] in (5, 6)
+
+
+def test_greedy_with_nan() -> None:
+    logits = torch.tensor([[0.0, torch.nan, 2.0, 1.0], [torch.nan] * 4, [-torch.inf] * 4])
+    sampler = sampler_of([SamplingParams()], 4)
+    tokens = sampler.sample(logits, np.zeros(3, dtype=np.int64), np.arange(3))
+    assert tokens.tolist() == [2, 0, 0]
+
+
+def test_an_empty_batch() -> None:
+    empty = np.zeros(0, dtype=np.int64)
+    assert sampler_of([params()], 16).sample(torch.zeros(0, 16), empty, empty).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "logits", [torch.zeros(1, 15), torch.zeros(2, 16), torch.zeros(1, 16).double()]
+)
+def test_other_logits_are_refused(logits: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        sampler_of([params()], 16).sample(logits, np.array([0]), np.array([0]))
