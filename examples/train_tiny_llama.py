@@ -55,7 +55,6 @@ def train_tokenizer(random: Random) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator((document.prompt + document.completions[0] for document in sample), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=end,
         eos_token=end,
         pad_token=pad,
         padding_side="left",
@@ -74,7 +73,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
+        bos_token_id=None,  # a prompt begins with its own first word
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )

@@ -291,14 +291,14 @@ def test_nothing_new_starts_at_the_cost_of_an_exempt_request() -> None:
 
 
 def test_a_paused_request_starts_again_only_with_headroom() -> None:
-    kv = KvCacheManager(6, 10)
+    kv = KvCacheManager(7, 10)
     active = [
-        generating(kv, 0, prompt_len=5),
+        generating(kv, 0),
         paused_often(waiting(1, 20), 1),
         waiting(2, 5),
         generating(kv, 3, prompt_len=5),
     ]
-    # 4 blocks are free: 2 for the context, 2 besides
+    # 5 blocks are free: 1 for request 0, 2 for the context, 2 besides
     with_two = MaxUtilizationScheduler(8, kv, resume_headroom_blocks=2)
     assert decide(with_two, active) == ([0, 1, 2, 3], [])
     # nothing new overtakes it, and who runs goes on

@@ -94,7 +94,7 @@ picture                 a schedule, seen
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager
-bench                   how fast it is
+bench                   how fast it is, beside a peer
 cli                     the command line
 __main__
 """

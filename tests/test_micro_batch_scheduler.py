@@ -309,6 +309,9 @@ def test_credit_and_the_limit_of_one_context(rule: str, expected: int) -> None:
     scheduler.set_chunk_sizes([request], FCFS, None, 10, 19)
     # 30 = 20 free and 10 computed; 20 + 19 is no multiple of the unit
     assert request.context_chunk_size == expected
+    # what must be computed is within the limit, though the context is not
+    scheduler.set_chunk_sizes([request], FCFS, None, 10, 20)
+    assert request.context_chunk_size == 40
 
 
 def test_shift_charges_the_end_of_a_context_less() -> None:

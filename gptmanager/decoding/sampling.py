@@ -10,8 +10,7 @@ operations here are elementwise ones and reductions that neither cross nor split
 
 A draw inverts the cumulative distribution over ascending ids. Top-p needs no sort: a token drawn
 from what top-k left is accepted if the mass ranked above it is less than p; else the next draw is
-from what ranks above it. This yields the distribution over the nucleus in 1/p draws at most on
-average.
+from what ranks above it: the nucleus' own distribution, in 1/p draws on average at most.
 """
 
 from __future__ import annotations
