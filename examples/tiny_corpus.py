@@ -1,8 +1,8 @@
-"""The text that tiny_llama learns: short documents, made up from a seed, whose endings can be checked.
+"""The text that tiny_llama learns: short documents, made up from a seed, that can be checked.
 
-A document is a prompt and the completion that belongs to it. Most prompts have one right completion (a sum, a list
-in order, the answer to a question about a story). A story may go on in any of 120 ways, and in no other: with its own
-persons, and each thing in its own colour.
+A document is a prompt with the completions that are right. Most prompts have only one: a sum, a
+list in order, the answer to a question about a story. A story may go on in any of 120 ways, each
+with its own persons, and each thing in its own colour.
 
 Run `python examples/tiny_corpus.py` to see one document of each task.
 """
@@ -17,7 +17,22 @@ from typing import NamedTuple
 GIRLS = ("Mia", "Anna", "Lily", "Rosa", "Emma", "Nora", "Zoe", "Kate")
 BOYS = ("Tom", "Sam", "Ben", "Max", "Leo", "Jack", "Finn", "Paul")
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "pink", "brown", "purple", "grey")
-THINGS = ("ball", "kite", "drum", "hat", "boat", "book", "box", "cup", "bag", "bell", "lamp", "coat", "doll", "car")
+THINGS = (
+    "ball",
+    "kite",
+    "drum",
+    "hat",
+    "boat",
+    "book",
+    "box",
+    "cup",
+    "bag",
+    "bell",
+    "lamp",
+    "coat",
+    "doll",
+    "car",
+)
 FRUITS = ("apples", "pears", "plums", "nuts", "cakes", "shells", "stones", "coins", "stars", "eggs")
 PLACES = ("park", "garden", "forest", "river", "market", "school", "beach", "farm", "hill", "lake")
 WORDS = (*COLOURS, *THINGS, *FRUITS, *PLACES)
@@ -29,14 +44,18 @@ OPENINGS = (
     "{Hero} got a {thing}. {His} friend {Friend} got a {other}.",
 )
 MIDDLES = (
-    "One day {Hero} took the {thing} to the {place}. The wind blew hard and {he} lost it. {He} looked and looked. "
+    "One day {Hero} took the {thing} to the {place}. The wind blew hard and {he} lost it. "
+    "{He} looked and looked. "
     "Then {Friend} came to the {place} too and found the {thing} under a tree.",
-    "One day they met at the {place}. {Hero} showed {Friend} the {thing}, and {Friend} showed {Hero} the {other}. "
+    "One day they met at the {place}. "
+    "{Hero} showed {Friend} the {thing}, and {Friend} showed {Hero} the {other}. "
     "They played with both until the sun went down.",
-    "One day {Friend} was sad, because the {other} was broken. {Hero} went to the {place} to see {Friend}. "
+    "One day {Friend} was sad, because the {other} was broken. "
+    "{Hero} went to the {place} to see {Friend}. "
     "{He} sat down and fixed the {other} with some glue.",
     "One day {Hero} wanted to have the {other}. {Friend} wanted to have the {thing}. "
-    "So they went to the {place} and swapped. Now {Hero} has the {other} and {Friend} has the {thing}.",
+    "So they went to the {place} and swapped. "
+    "Now {Hero} has the {other} and {Friend} has the {thing}.",
 )
 ENDINGS = (
     '"Thank you, {Friend}," said {Hero}. They went home together. The end.',
@@ -64,7 +83,8 @@ def subtract(random: Random) -> tuple[str, str]:
 def word_problem(random: Random) -> tuple[str, str]:
     hero, friend = random.sample(GIRLS + BOYS, 2)
     fruit, a, b = random.choice(FRUITS), random.randrange(2, 50), random.randrange(2, 50)
-    return f"{hero} has {a} {fruit}. {friend} gives {hero} {b} more. Now {hero} has", f" {a + b} {fruit}."
+    prompt = f"{hero} has {a} {fruit}. {friend} gives {hero} {b} more. Now {hero} has"
+    return prompt, f" {a + b} {fruit}."
 
 
 def count(random: Random) -> tuple[str, str]:
@@ -120,20 +140,24 @@ def story(random: Random) -> tuple[str, ...]:
     colours, things = random.sample(COLOURS, 2), random.sample(THINGS, 2)
     thing, other = (" ".join(pair) for pair in zip(colours, things, strict=True))
     he, his = ("she", "her") if hero in GIRLS else ("he", "his")
-    slots = {"Hero": hero, "Friend": friend, "thing": thing, "other": other, "he": he, "He": he.title(), "His": his.title()}
-    endings = (" ".join(parts).format(place=place, **slots) for *parts, place in product(MIDDLES, ENDINGS, PLACES))
-    return random.choice(OPENINGS).format(**slots), *(f" {ending}" for ending in endings)
+    slots = {"Hero": hero, "Friend": friend, "thing": thing, "other": other}
+    slots |= {"he": he, "He": he.title(), "His": his.title()}
+    return random.choice(OPENINGS).format(**slots), *(
+        f" {middle} {ending}".format(place=place, **slots)
+        for middle, ending, place in product(MIDDLES, ENDINGS, PLACES)
+    )
 
 
 def retell(random: Random) -> tuple[str, str]:
     opening, *endings = story(random)
     text = opening + random.choice(endings)
     old = next(word for word in re.findall(r"\w+", text) if word in GIRLS + BOYS)
-    new = random.choice([name for name in (GIRLS if old in GIRLS else BOYS) if name not in text])
+    alike = GIRLS if old in GIRLS else BOYS
+    new = random.choice([name for name in alike if name not in text])
     return f"{text}\nTell it again with {new} for {old}:", f" {text.replace(old, new)}"
 
 
-TASKS: dict[Callable[[Random], tuple[str, ...]], float] = {  # each with its share of the documents
+TASKS: dict[Callable[[Random], tuple[str, ...]], float] = {  # each with its share
     add: 0.28,
     subtract: 0.20,
     word_problem: 0.10,
@@ -159,7 +183,7 @@ def documents(random: Random, held_out: bool = False) -> Iterator[Document]:
 
 
 def is_held_out(prompt: str) -> bool:
-    """True for one prompt in 20; prompts of the same words go together, as 17 + 25 = and 25 + 17 = do."""
+    """True for one prompt in 20; those of the same words go together, as 2 + 3 = and 3 + 2 = do."""
     words = " ".join(sorted(prompt.split()))
     return zlib.crc32(words.encode()) % 20 == 0
 

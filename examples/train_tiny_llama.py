@@ -1,7 +1,8 @@
-"""Train the Llama-architecture checkpoint in examples/tiny_llama, from nothing, on text that tiny_corpus makes up.
+"""Train the Llama-architecture checkpoint in examples/tiny_llama on text that tiny_corpus makes up.
 
-A byte-level BPE tokenizer is trained first, then the model; both are written as a Hugging Face folder. Then every task
-is measured on prompts that were held out of the training. Needs torch, transformers and tqdm; no download, no GPU.
+A byte-level BPE tokenizer is trained first, then the model; both are written as a Hugging Face
+folder. Then every task is measured on prompts that were held out of the training. Needs torch,
+transformers and tqdm; no download, no GPU.
 
     python examples/train_tiny_llama.py --output examples/tiny_llama
 """
@@ -23,25 +24,30 @@ from transformers import get_cosine_schedule_with_warmup as cosine_schedule
 
 CONTEXT = 512  # tokens in a row of training text, and the most that the model is made for
 IGNORED = -100  # the label of a token that the loss leaves out
-LEARNED_PROMPTS = 0.1  # share of the prompts that are learned too: most of a prompt is chance, and can only be noise
+LEARNED_PROMPTS = 0.1  # share of prompts that are learned too: they are chance, so mostly noise
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
-    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=4, help="rows in a step (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=5e-3, help="at its peak (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=2000, help="prompts to measure (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of text and weights (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
+    for name, default, meaning in (
+        ("--steps", 2500, "optimizer steps"),
+        ("--batch-size", 4, f"rows of {CONTEXT} tokens in a step"),
+        ("--learning-rate", 5e-3, "learning rate at its peak"),
+        ("--held-out", 1000, "held-out prompts to measure"),
+        ("--seed", 0, "seed of text and weights"),
+        ("--threads", 2, "CPU threads"),
+    ):
+        parser.add_argument(
+            name, type=type(default), default=default, help=f"{meaning} (default: %(default)s)"
+        )
     return parser.parse_args()
 
 
 def train_tokenizer(random: Random) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that knows every word of the corpus, and in which each digit stays a token of its own."""
+    """A byte-level BPE with a token for every word of the corpus, and for each digit its own."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
@@ -49,10 +55,13 @@ def train_tokenizer(random: Random) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     end, pad = "<|endoftext|>", "<|pad|>"
     trainer = trainers.BpeTrainer(
-        vocab_size=640, special_tokens=[end, pad], initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=640,
+        special_tokens=[end, pad],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
     )
-    sample = islice(documents(random), 20_000)
-    tokenizer.train_from_iterator((document.prompt + document.completions[0] for document in sample), trainer)
+    sample = (document.prompt + document.completions[0] for document in documents(random))
+    tokenizer.train_from_iterator(islice(sample, 20_000), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=end,
@@ -81,11 +90,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def encoded_documents(tokenizer: PreTrainedTokenizerFast, random: Random) -> Iterator[Tensor]:
-    """The documents of the training, each as three rows: token ids, labels that the loss is taken on, positions."""
+    """Documents to learn from, each as three rows: token ids, labels for the loss, positions."""
     stream = documents(random)
     while chunk := list(islice(stream, 256)):  # many at once, for speed
         prompts = [document.prompt for document in chunk]
-        completions = [random.choice(document.completions) + tokenizer.eos_token for document in chunk]
+        completions = [
+            random.choice(document.completions) + tokenizer.eos_token for document in chunk
+        ]
         encoded = (tokenizer(texts)["input_ids"] for texts in (prompts, completions))
         for prompt, completion in zip(*encoded, strict=True):
             tokens = prompt + completion
@@ -94,8 +105,10 @@ def encoded_documents(tokenizer: PreTrainedTokenizerFast, random: Random) -> Ite
             yield torch.tensor([tokens, labels, list(range(len(tokens)))])
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, random: Random, size: int) -> Iterator[dict[str, Tensor]]:
-    """Rows full of documents, the last one cut off; none sees another, as positions begin anew with each."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, random: Random, size: int
+) -> Iterator[dict[str, Tensor]]:
+    """Rows full of documents; none sees another, as the positions begin anew with each."""
     stream = encoded_documents(tokenizer, random)
     while True:
         batch = torch.empty(3, size, CONTEXT, dtype=torch.long)
@@ -109,16 +122,20 @@ def batches(tokenizer: PreTrainedTokenizerFast, random: Random, size: int) -> It
 
 
 def optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, with which they learn from several times less text; AdamW for the rest."""
+    """Muon for the matrices of the layers, which learn from far less text with it; else AdamW."""
     layers = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not other for other in layers)]
     return [
-        torch.optim.Muon(layers, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            layers, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
-def train(model: LlamaForCausalLM, data: Iterator[dict[str, Tensor]], steps: int, learning_rate: float) -> None:
+def train(
+    model: LlamaForCausalLM, data: Iterator[dict[str, Tensor]], steps: int, learning_rate: float
+) -> None:
     pairs = [(o, cosine_schedule(o, steps // 30, steps)) for o in optimizers(model, learning_rate)]
     progress = tqdm(islice(data, steps), total=steps, desc="training", unit="step", mininterval=1)
     for batch in progress:
@@ -134,18 +151,29 @@ def train(model: LlamaForCausalLM, data: Iterator[dict[str, Tensor]], steps: int
 
 
 @torch.inference_mode()
-def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, size: int) -> str:
-    """Complete held-out prompts greedily, and write down how many completions of each task were right."""
+def measure(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, size: int
+) -> str:
+    """Complete held-out prompts greedily; the table of how many completions are right."""
     outcomes = defaultdict(list)
-    sample = sorted(islice(documents(random, held_out=True), size), key=lambda document: len(document.completions[0]))
+    sample = sorted(
+        islice(documents(random, held_out=True), size),
+        key=lambda document: len(document.completions[0]),
+    )
     for start in tqdm(range(0, size, 50), desc="measuring", unit="batch"):
         group = sample[start : start + 50]
-        inputs = tokenizer([document.prompt for document in group], padding=True, return_tensors="pt")
+        prompts = [document.prompt for document in group]
+        inputs = tokenizer(prompts, padding=True, return_tensors="pt")
         outputs = model.generate(**inputs, max_new_tokens=256, do_sample=False)
-        answers = tokenizer.batch_decode(outputs[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        completions = outputs[:, inputs["input_ids"].shape[1] :]
+        answers = tokenizer.batch_decode(completions, skip_special_tokens=True)
         for document, answer in zip(group, answers, strict=True):
             outcomes[document.task].append(answer in document.completions)
-    rows = [f"| {task.__name__} | {len(o)} | {sum(o) / len(o):.1%} |" for task in TASKS if (o := outcomes[task.__name__])]
+    rows = (
+        f"| {task.__name__} | {len(right)} | {sum(right) / len(right):.1%} |"
+        for task in TASKS
+        if (right := outcomes[task.__name__])
+    )
     return "\n".join(["| task | held-out prompts | right |", "|---|---|---|", *rows])
 
 
@@ -156,7 +184,8 @@ def main() -> None:
     random = Random(arguments.seed)
     tokenizer = train_tokenizer(random)
     model = build_model(tokenizer)
-    train(model, batches(tokenizer, random, arguments.batch_size), arguments.steps, arguments.learning_rate)
+    data = batches(tokenizer, random, arguments.batch_size)
+    train(model, data, arguments.steps, arguments.learning_rate)
     for part in (model, tokenizer):
         part.save_pretrained(arguments.output)
     print(measure(model.eval(), tokenizer, random, arguments.held_out))

@@ -85,7 +85,7 @@ def assemble(
         num_slots=num_slots,
         max_seq_len=sizes.max_seq_len,
     )
-    host.memory = Memory(cpu=getattr(model, "nbytes", 0) + executor.nbytes)
+    host.memory = Memory(cpu=model.nbytes + executor.nbytes)
     host.gil_wait_us = executor.take_gil_wait_us
     max_active = params.max_active_requests
     return TokenLoop(

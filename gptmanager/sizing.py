@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.layers import ModelSpec
+from gptmanager.models.model import Dimensions
 
 logger = logging.getLogger("gptmanager")
 
@@ -31,7 +31,7 @@ class Sizes:
     max_context_length: int
 
 
-def size(params: OptionalParams, scheduler: SchedulerConfig, spec: ModelSpec) -> Sizes:
+def size(params: OptionalParams, scheduler: SchedulerConfig, spec: Dimensions) -> Sizes:
     """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room."""
     max_seq_len = spec.max_position_embeddings
     if params.max_seq_len is not None:
@@ -85,7 +85,7 @@ def free_memory_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _num_blocks(params: OptionalParams, spec: ModelSpec, max_seq_len: int) -> int:
+def _num_blocks(params: OptionalParams, spec: Dimensions, max_seq_len: int) -> int:
     config = params.kv_cache_config
     free = free_memory_bytes()
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
@@ -108,7 +108,7 @@ def _num_blocks(params: OptionalParams, spec: ModelSpec, max_seq_len: int) -> in
     return num_blocks
 
 
-def _block_bytes(spec: ModelSpec, tokens_per_block: int) -> int:
+def _block_bytes(spec: Dimensions, tokens_per_block: int) -> int:
     return KvPool.bytes_per_block(
         spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim
     )
@@ -134,7 +134,7 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
     return chunked
 
 
-def _log(num_blocks: int, tokens_per_block: int, max_seq_len: int, spec: ModelSpec) -> None:
+def _log(num_blocks: int, tokens_per_block: int, max_seq_len: int, spec: Dimensions) -> None:
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
     logger.info("number of blocks in the KV cache secondary pool: 0, onboard blocks: no")
     logger.info("max KV cache blocks per sequence: %d", -(-max_seq_len // tokens_per_block))

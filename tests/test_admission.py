@@ -154,7 +154,9 @@ def test_a_prompt_that_an_empty_cache_cannot_hold_is_refused_with_numbers():
 def test_an_evicting_policy_without_chunks_limits_the_whole_run():
     limits = Limits(100, 32, 20, num_blocks=16, tokens_per_block=4, max_run_len=20)
     admit(request(input_ids=[1] * 10, request_output_len=11), limits, 0.0)
-    with pytest.raises(InvalidRequestError, match="^Request sequence length is potentially greater"):
+    with pytest.raises(
+        InvalidRequestError, match="^Request sequence length is potentially greater"
+    ):
         admit(request(input_ids=[1] * 10, request_output_len=12), limits, 0.0)
 
 
@@ -234,7 +236,9 @@ def test_properties_and_aliases_set_the_same_tensors():
         InferenceRequest.from_tokens(1, [1], 1, colour=1)
 
 
-@pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (2**64, ValueError), ("1", TypeError)])
+@pytest.mark.parametrize(
+    ("bad", "error"), [(-1, ValueError), (2**64, ValueError), ("1", TypeError)]
+)
 def test_an_impossible_id_raises_in_the_hosts_line(bad, error):
     with pytest.raises(error):
         InferenceRequest(bad)

@@ -898,6 +898,6 @@ class KvCacheMachine(RuleBasedStateMachine):
 
 
 KvCacheMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestKvCacheMachine = KvCacheMachine.TestCase

@@ -92,6 +92,23 @@ def test_64_greedy_tokens_equal_transformers(
         assert is_greedy(reference(name), prompt, tokens)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2"])
+def test_deterministic_logits_are_bitwise_equal_alone_in_a_batch_and_in_chunks(name: str) -> None:
+    kernels = CpuKernels(deterministic=True)
+    model = load_model(checkpoint(reference(name)), kernels=kernels)
+    sequences = random_tokens(1, 5, 23, 40, 8)
+    chunked = packed_logits(PagedDriver(model, 5), sequences)
+    together = PagedDriver(model, 5).forward(list(enumerate(sequences)))
+    for tokens, chunks, row in zip(
+        sequences, chunked, together.split([len(tokens) for tokens in sequences]), strict=True
+    ):
+        alone = PagedDriver(model, 1).forward([(0, tokens)])
+        assert torch.equal(chunks, alone)
+        assert torch.equal(row, alone)
+        last = PagedDriver(model, 1).forward([(0, tokens)], [len(tokens) - 1])
+        assert torch.equal(last, alone[-1:])
+
+
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.5, 2.0, 3.0, 4.5]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
 LONGROPE = {

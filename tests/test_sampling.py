@@ -68,15 +68,17 @@ def warped(row: torch.Tensor, setting: tuple[float, int, float, float]) -> np.nd
     as many of them stay, those of the lowest ids.
     """
     temperature, top_k, top_p, min_p = setting
-    scores = scaled = TemperatureLogitsWarper(temperature)(None, row[None])
+    no_ids: Any = None
+    scores = scaled = TemperatureLogitsWarper(temperature)(no_ids, row[None])
     if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
+        scores = TopKLogitsWarper(top_k)(no_ids, scores)
     if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
+        scores = TopPLogitsWarper(top_p)(no_ids, scores)
     if min_p:
-        scores = MinPLogitsWarper(min_p)(None, scores)
+        scores = MinPLogitsWarper(min_p)(no_ids, scores)
     dropped = scaled[0].argsort(descending=True, stable=True)[int((scores > -torch.inf).sum()) :]
-    return scaled[0].index_fill(0, dropped, -torch.inf).double().softmax(-1).numpy()
+    kept = scaled[0].index_fill(0, dropped, -torch.inf)
+    return np.asarray(kept.double().softmax(-1))
 
 
 def random_row(seed: int, vocab_size: int, scale: float = 2.0, step: float = 0.0) -> torch.Tensor:
@@ -438,6 +440,15 @@ def test_greedy_with_nan() -> None:
     sampler = sampler_of([SamplingParams()], 4)
     tokens = sampler.sample(logits, np.zeros(3, dtype=np.int64), np.arange(3))
     assert tokens.tolist() == [2, 0, 0]
+
+
+def test_logits_of_inference_mode() -> None:
+    with torch.inference_mode():
+        logits = torch.full((2, 600), torch.nan)
+        logits[0, 7] = 1.0
+        sampler = sampler_of([params((1.0, 0, 0.9, 0.1), end_id=9, min_length=1)], 600)
+        tokens = sampler.sample(logits, np.zeros(2, dtype=np.int64), np.arange(2))
+    assert tokens.tolist() == [7, 0]
 
 
 def test_an_empty_batch() -> None:

@@ -1,4 +1,4 @@
-"""The bundled checkpoint examples/tiny_llama: what its files hold, and that it completes prompts as it was taught to."""
+"""The bundled checkpoint examples/tiny_llama: its files, and that it learned what it was taught."""
 
 import json
 from pathlib import Path
@@ -24,10 +24,14 @@ def tokenizer() -> Tokenizer:
 
 
 @torch.inference_mode()
-def complete(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 80) -> str:
+def complete(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, max_new_tokens: int = 80
+) -> str:
     """The greedy completion; it must have ended of its own accord."""
     prompt_ids = tokenizer.encode(prompt).ids
-    output = model.generate(torch.tensor([prompt_ids]), max_new_tokens=max_new_tokens, do_sample=False)
+    output = model.generate(
+        torch.tensor([prompt_ids]), max_new_tokens=max_new_tokens, do_sample=False
+    )
     *completion, last = output[0, len(prompt_ids) :].tolist()
     assert last == model.config.eos_token_id
     return tokenizer.decode(completion)
@@ -59,11 +63,15 @@ def test_tokenizer_gives_back_any_text_and_adds_nothing(tokenizer: Tokenizer) ->
         (f"{THREE}\nQuestion: Who has the drum?\nAnswer:", " Sam"),
     ],
 )
-def test_completion_is_right(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, completion: str) -> None:
+def test_completion_is_right(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, completion: str
+) -> None:
     assert complete(model, tokenizer, prompt) == completion
 
 
-def test_story_keeps_to_its_persons_and_things(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
+def test_story_keeps_to_its_persons_and_things(
+    model: LlamaForCausalLM, tokenizer: Tokenizer
+) -> None:
     story = complete(model, tokenizer, "Tom has a red ball. Mia has a green kite.")
     assert "Tom" in story and "Mia" in story and ("red ball" in story or "green kite" in story)
     assert story.endswith(" The end.")

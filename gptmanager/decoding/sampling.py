@@ -53,10 +53,7 @@ _PHILOX_KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
-    """Philox4x32-10 (Salmon et al. 2011) of `counter` `[4, n]` under `key` `[2, n]`: `[4, n]`.
-
-    All hold 32-bit words in uint64, the least significant word first.
-    """
+    """Philox4x32-10 of `counter` `[4, n]` under `key` `[2, n]`; 32-bit words in uint64."""
     even, odd = counter[0::2], counter[1::2]
     for _ in range(10):
         product = even * _PHILOX_FACTORS
@@ -207,29 +204,31 @@ def _candidates(values: Singles, top_k: Ints) -> Ints:
 
 
 def _choose(weights: Tensor, params: Params, positions: Ints) -> Ints:
-    """The column drawn for each row.
+    """The column drawn for each row, counted through its blocks.
 
-    `weights` `[n, blocks, columns]`, changed: what top-k leaves of the probabilities, to any
-    scale, by ascending id.
+    `weights` `[n, blocks, columns]`: what top-k leaves, to any scale, by ascending id; changed.
     """
-    totals = _cumulative(weights)[:, -1]
+    cumulative = _cumulative(weights)
+    totals = cumulative[:, -1]
     if params["min_p"].any():
         # What min-p removes ranks lowest: before top-p it does the same, given top-p's totals.
         best = weights.amax(dim=(1, 2), keepdim=True)
         floor = best * torch.from_numpy(params["min_p"]).to(weights.dtype)[:, None, None]
         weights.mul_(torch.ge(weights, floor, out=torch.empty_like(weights)))
-    chosen = _pick(weights, uniform(params["seed"], positions))
+        cumulative = _cumulative(weights)
+    chosen = _pick(weights, cumulative, uniform(params["seed"], positions))
     pending = np.flatnonzero(params["top_p"] < 1)
     if pending.size < len(chosen):
         weights = _rows_of(weights, pending)
     draw = 0
     while pending.size:
+        if draw:
+            fractions = uniform(params["seed"][pending], positions[pending], draw)
+            chosen[pending] = _pick(weights, _cumulative(weights), fractions)
         top_p, total = params["top_p"][pending], totals[pending]
         outside, weights = _outside_nucleus(weights, chosen[pending], top_p, total)
         pending = pending[outside]
         draw += 1
-        fractions = uniform(params["seed"][pending], positions[pending], draw)
-        chosen[pending] = _pick(weights, fractions)
     return chosen
 
 
@@ -263,9 +262,9 @@ def _reach(mass: Floats, totals: Floats, top_p: Floats) -> npt.NDArray[np.bool_]
     return np.asarray((mass > 0) & (rest <= (1 - top_p).astype(np.float32)))
 
 
-def _pick(weights: Tensor, fractions: Floats) -> Ints:
+def _pick(weights: Tensor, cumulative: Floats, fractions: Floats) -> Ints:
     """The column at which the cumulative weight of each row passes its fraction of the sum."""
-    blocks, fractions = _invert(_cumulative(weights), fractions)
+    blocks, fractions = _invert(cumulative, fractions)
     inside = weights[np.arange(len(blocks)), blocks].numpy().cumsum(axis=1, dtype=np.float64)
     return blocks * weights.shape[2] + _invert(inside, fractions)[0]
 
@@ -275,8 +274,8 @@ def _invert(cumulative: Floats, fractions: Floats) -> tuple[Ints, Floats]:
     totals = cumulative[:, -1]
     spots = np.minimum(fractions * totals, np.nextafter(totals, 0))
     chosen = (cumulative <= spots[:, None]).sum(axis=1)
-    index = np.arange(len(chosen))
-    ends, starts = cumulative[index, chosen], cumulative[index, chosen - 1] * (chosen > 0)
+    rows = np.arange(len(chosen))
+    ends, starts = cumulative[rows, chosen], cumulative[rows, chosen - 1] * (chosen > 0)
     return chosen, (spots - starts) / (ends - starts)
 
 
@@ -292,8 +291,8 @@ def _from_end(ascending: npt.NDArray[Any], place: Ints) -> npt.NDArray[Any]:
 
 def _take(values: Singles, rows: Ints) -> Singles:
     """`values[rows]`, without a copy where the rows adjoin."""
-    adjoining = rows[-1] - rows[0] == len(rows) - 1
-    return values[rows[0] : rows[-1] + 1] if adjoining else values[rows]
+    first, last = rows[0], rows[-1]
+    return values[first : last + 1] if last - first == len(rows) - 1 else values[rows]
 
 
 def _rows_of(values: Tensor, rows: Ints) -> Tensor:

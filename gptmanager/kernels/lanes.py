@@ -279,7 +279,7 @@ def max_lanes(builder: Any, value: Any) -> Any:
 @word(nothing)
 def compact(builder: Any) -> None:
     """Keeps LLVM from unrolling the calling function's loops: a third of the compile time."""
-    builder.function.attributes.add("optsize")
+    builder.function.attributes.add("optsize"); builder.function.attributes.add("noinline")
 
 
 def tile(rows: int, vectors: int, partial: bool = False) -> Any:

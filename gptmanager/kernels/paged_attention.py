@@ -18,6 +18,7 @@ from numba import carray, njit
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
+    compact,
     exp2,
     fma,
     get,
@@ -104,6 +105,7 @@ def _multiply(
     rows: int, columns: int, depth: int, add: bool,
 ) -> None:  # fmt: skip
     """`c = a @ b`, or `c += a @ b`. Rows of c and a go in twos and fours, columns of c in 16."""
+    compact()
     row = 0
     while row < rows:
         four = rows - row > 2
@@ -176,6 +178,7 @@ def _softmax(
     t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int
 ) -> None:
     """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
+    compact()
     _, mixed, sums, highest, risen, shrink, scores = areas
     group, wide = t.num_heads // t.num_kv_heads, _padded(t.head_dim)
     stride = _padded(_span_of(t.tokens_per_block)) + LANES
@@ -206,6 +209,7 @@ def _page(t: Any, table: int, position: int, kv_head: int) -> int:
 
 @njit
 def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
+    compact()
     size = t.tokens_per_block
     for at in range(start, stop, size):
         page = _page(t, table, at, kv_head)
@@ -216,6 +220,7 @@ def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> N
 
 @njit
 def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
+    compact()
     size = t.tokens_per_block
     for at in range(start, stop, size):
         page = _page(t, table, at, kv_head)
@@ -225,6 +230,7 @@ def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) ->
 
 @njit
 def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
+    compact()
     queries, mixed, sums, highest = areas[:4]
     group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, _padded(t.head_dim)
     factor = splat(np.float32(t.scale * LOG2_E))
@@ -239,6 +245,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
 
 @njit
 def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
+    compact()
     _, mixed, sums = areas[:3]
     group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, _padded(t.head_dim)
     for row in range(rows):
@@ -254,6 +261,7 @@ def _attend(
     t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
 ) -> None:
     """Tokens at `position` to `end`, packed from `token` on, against one KV head's pages."""
+    compact()
     queries, mixed, scores = areas[0], areas[1], areas[6]
     dim, size, wide = t.head_dim, t.tokens_per_block, _padded(t.head_dim)
     span = _span_of(size)

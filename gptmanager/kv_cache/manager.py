@@ -138,7 +138,7 @@ class KvCacheManager:
             raise ValueError(f"request {request_id}: cannot rewind {num_tokens} of {stored} tokens")
         left = sequence.num_slots - num_tokens
         peak = max(sequence.peak_slots, sequence.num_slots)
-        if peak > self._needs.max_slots and left < min(peak - 1, sequence.num_slots):
+        if peak > self._needs.max_slots and left < peak - 1:
             raise ValueError(
                 f"request {request_id} is past its attention window of {window} tokens: only the "
                 f"last can be rewound, not {num_tokens}"

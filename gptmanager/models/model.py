@@ -25,11 +25,35 @@ from gptmanager.models.layers import Decoder, ModelSpec, parameter_shapes
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
+class Dimensions(Protocol):
+    """What a manager must know of a model; `ModelSpec` has it among other things."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
 class Model(Protocol):
     """A network that reads and writes a paged KV cache."""
 
     @property
-    def spec(self) -> ModelSpec: ...
+    def spec(self) -> Dimensions: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that it holds."""
+        ...
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values to the pool.
@@ -52,6 +76,10 @@ class CheckpointModel:
         self.spec = spec
         self.weights = weights
         self._decoder = Decoder(spec, weights, kernels, device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         with torch.inference_mode():
