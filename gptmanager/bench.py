@@ -185,7 +185,7 @@ class TransformersPeer:
             do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=1 << 20
         )
         self._batching = transformers.ContinuousBatchingConfig(
-            max_batch_tokens=512, num_blocks=1024
+            max_batch_tokens=512, num_blocks=128
         )
 
     def run(self, requests: Sequence[Request]) -> Figures:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Callable
-from typing import Literal
+from pathlib import Path
+from types import FunctionType
+from typing import Literal, cast
 
 import torch
 from numba import cfunc, types
 from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.paged_attention import AttentionTask
+from gptmanager.kernels.paged_attention import AttentionTask, scratch_floats
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
@@ -33,9 +36,24 @@ def compiled(body: Callable[[int], None]) -> int:
     """Address of the machine code, from Numba's cache on disk where a folder can be written."""
     signature = types.void(types.int64)
     try:
-        return int(cfunc(signature, cache=True)(body).address)
-    except RuntimeError:  # no cache folder
-        return int(cfunc(signature)(body).address)
+        address = cfunc(signature, cache=True)(_stamped(body)).address
+    except (RuntimeError, OSError):  # no folder can be written, or the disk is full
+        address = cfunc(signature)(body).address
+    return cast(int, address)
+
+
+def _stamped(body: Callable[[int], None]) -> FunctionType:
+    """The same function under a name that changes with any source in this folder.
+
+    Numba's cache looks at the file of the body alone, not at those of the words it is made of.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    name = f"{body.__name__}_{digest.hexdigest()[:12]}"
+    stamped = FunctionType(body.__code__, body.__globals__, name)
+    stamped.__qualname__ = name
+    return stamped
 
 
 def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
@@ -48,8 +66,36 @@ def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
     return tensor.data_ptr()
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()
+
+
+def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _wide(tensor)
+
+
+def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
+    """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`."""
+    _, num_kv_heads, head_dim, tokens_per_block = keys.shape
+    return {
+        "keys": _address(keys),
+        "values": _address(values),
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "tokens_per_block": tokens_per_block,
+    }
+
+
+def _rows(
+    row_starts: Tensor, kv_lengths: Tensor, slots: Tensor, block_tables: Tensor
+) -> dict[str, int]:
+    return {
+        "row_starts": _address(row_starts, torch.int32),
+        "kv_lengths": _address(kv_lengths, torch.int32),
+        "slots": _address(slots, torch.int32),
+        "block_tables": _address(block_tables, torch.int32),
+        "table_width": block_tables.shape[1],
+    }
 
 
 class CpuKernels(Kernels):
@@ -64,7 +110,7 @@ class CpuKernels(Kernels):
         self._team = Team()
 
     def warm_up(self) -> None:
-        """Compiles every body, about 7 s the first time on a machine and 0.3 s from then on."""
+        """Compiles every body, about 6 s of CPU time once on a machine and 0.3 s from then on."""
         for body in (
             paged_attention.attention,
             token_loops.rope_and_write,
@@ -101,7 +147,7 @@ class CpuKernels(Kernels):
         if residual is not None and residual.dtype is not torch.float32:
             residual += x
             x, residual = residual, None
-        x, weight, bias = _wide(x), _wide(weight), _wide(bias)
+        x, weight, bias = _wide(x), _wide(weight), _wide_if_given(bias)
         result = torch.empty_like(x)
         task = NormTask(
             x=_address(x),
@@ -161,31 +207,22 @@ class CpuKernels(Kernels):
         slots: Tensor,
         block_tables: Tensor,
     ) -> Tensor:
-        num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
-        num_tokens = qkv.shape[0]
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        qkv, q_norm, k_norm = _wide(qkv), _wide(q_norm), _wide(k_norm)
+        num_tokens, head_dim = qkv.shape[0], keys.shape[2]
+        num_heads = qkv.shape[1] // head_dim - 2 * keys.shape[1]
+        qkv, q_norm, k_norm = _wide(qkv), _wide_if_given(q_norm), _wide_if_given(k_norm)
         q = qkv.new_empty(num_tokens * (num_heads + 1), head_dim)
         task = RopeTask(
+            **_pages(keys, values),
+            **_rows(row_starts, kv_lengths, slots, block_tables),
             qkv=_address(qkv),
             q=q.data_ptr(),
-            keys=_address(keys),
-            values=_address(values),
             positions=_address(positions, torch.int64),
             cos_sin=_address(cos_sin),
             q_norm=_address(q_norm),
             k_norm=_address(k_norm),
-            row_starts=_address(row_starts, torch.int32),
-            kv_lengths=_address(kv_lengths, torch.int32),
-            slots=_address(slots, torch.int32),
-            block_tables=_address(block_tables, torch.int32),
             num_tokens=num_tokens,
-            table_width=block_tables.shape[1],
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
             rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
-            tokens_per_block=tokens_per_block,
             eps=eps,
         )
         self._run(token_loops.rope_and_write, task, qkv.numel())
@@ -206,30 +243,18 @@ class CpuKernels(Kernels):
         num_context_rows: int = 0,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
-        num_kv_heads, tokens_per_block = keys.shape[1], keys.shape[3]
-        wide = _wide(q)
+        wide, size = _wide(q), self._team.max_size
         result = wide.new_empty(num_tokens, num_heads * head_dim)
-        size = self._team.max_size
-        floats = paged_attention.scratch_floats(
-            num_heads // num_kv_heads, head_dim, tokens_per_block
-        )
+        floats = scratch_floats(num_heads // keys.shape[1], head_dim, keys.shape[3])
         scratch = wide.new_empty(size, floats)
         task = AttentionTask(
+            **_pages(keys, values),
+            **_rows(row_starts, kv_lengths, slots, block_tables),
             num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
             q=_address(wide),
-            keys=_address(keys),
-            values=_address(values),
             result=result.data_ptr(),
-            row_starts=_address(row_starts, torch.int32),
-            kv_lengths=_address(kv_lengths, torch.int32),
-            slots=_address(slots, torch.int32),
-            block_tables=_address(block_tables, torch.int32),
             num_rows=kv_lengths.shape[0],
-            table_width=block_tables.shape[1],
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            tokens_per_block=tokens_per_block,
             window=window or 0,
             scratch=scratch.data_ptr(),
             scratch_bytes=4 * floats,

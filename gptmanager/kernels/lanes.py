@@ -6,18 +6,22 @@ arithmetic, fused multiply-adds included, is written out, so that a result is th
 wherever its element lies. An address is an int64, an index counts elements, and nothing is checked.
 """
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
-from llvmlite import ir
-from numba import types
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 LANES = 16
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -33,7 +37,7 @@ EXP2_TERMS = (
 )
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """Numba's name for the type of sixteen float32 lanes."""
 
     def __init__(self) -> None:
@@ -41,7 +45,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, VECTOR)
 
@@ -68,7 +72,12 @@ def word(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     return make
 
 
-def _at(builder: Any, address: Any, index: Any, kind: Any) -> Any:
+def loop(function: Function) -> Function:
+    """Compiles a function for compiled callers; divisions go unchecked."""
+    return cast("Function", njit(function, error_model="numpy"))
+
+
+def at(builder: Any, address: Any, index: Any, kind: Any) -> Any:
     """Pointer to a `kind` at `index` elements of 4 bytes (8 for LONG) after `address`."""
     size = ir.Constant(LONG, 8 if kind is LONG else 4)
     return builder.inttoptr(builder.add(address, builder.mul(index, size)), kind.as_pointer())
@@ -79,7 +88,7 @@ def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
-def _splat(builder: Any, value: Any) -> Any:
+def spread(builder: Any, value: Any) -> Any:
     empty = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(empty, value, ir.Constant(INT, 0))
     return builder.shuffle_vector(first, empty, ir.Constant(INDICES, [0] * LANES))
@@ -89,11 +98,7 @@ def _floats(value: float) -> Any:
     return ir.Constant(VECTOR, [value] * LANES)
 
 
-def _ints(value: int) -> Any:
-    return ir.Constant(INDICES, [value] * LANES)
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _call(builder, "llvm.fma.v16f32", VECTOR, a, b, c)
 
 
@@ -104,10 +109,10 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 def _lanes_from(builder: Any, comparison: str, bound: Any) -> Any:
     """Which lanes stand in that relation to the int64 `bound`."""
     lanes = ir.Constant(INDICES, list(range(LANES)))
-    return builder.icmp_signed(comparison, lanes, _splat(builder, builder.trunc(bound, INT)))
+    return builder.icmp_signed(comparison, lanes, spread(builder, builder.trunc(bound, INT)))
 
 
-def _load_masked(builder: Any, pointer: Any, count: Any) -> Any:
+def load_masked(builder: Any, pointer: Any, count: Any) -> Any:
     mask, align = _lanes_from(builder, "<", count), ir.Constant(INT, 4)
     name = "llvm.masked.load.v16f32.p0"
     return _call(builder, name, VECTOR, pointer, align, mask, ir.Constant(VECTOR, None))
@@ -134,18 +139,18 @@ for _operator, _instruction in (
 
 @word(vector, long, long)
 def load(builder: Any, address: Any, index: Any) -> Any:
-    return builder.load(_at(builder, address, index, VECTOR), align=4)
+    return builder.load(at(builder, address, index, VECTOR), align=4)
 
 
 @word(vector, long, long, long)
 def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
     """The first `count` lanes; the rest are zero and their memory is not touched."""
-    pointer = _at(builder, address, index, VECTOR)
+    pointer = at(builder, address, index, VECTOR)
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
             whole, full_block = builder.load(pointer, align=4), builder.block
         with part:
-            masked, part_block = _load_masked(builder, pointer, count), builder.block
+            masked, part_block = load_masked(builder, pointer, count), builder.block
     value = builder.phi(VECTOR)
     value.add_incoming(whole, full_block)
     value.add_incoming(masked, part_block)
@@ -154,13 +159,13 @@ def load_part(builder: Any, address: Any, index: Any, count: Any) -> Any:
 
 @word(nothing, long, long, vector)
 def store(builder: Any, address: Any, index: Any, value: Any) -> None:
-    builder.store(value, _at(builder, address, index, VECTOR), align=4)
+    builder.store(value, at(builder, address, index, VECTOR), align=4)
 
 
 @word(nothing, long, long, vector, long)
 def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
     """The first `count` lanes; the memory of the others is not touched."""
-    pointer, align = _at(builder, address, index, VECTOR), ir.Constant(INT, 4)
+    pointer, align = at(builder, address, index, VECTOR), ir.Constant(INT, 4)
     with builder.if_else(_is_full(builder, count)) as (full, part):
         with full:
             builder.store(value, pointer, align=4)
@@ -171,28 +176,28 @@ def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -
 
 @word(real, long, long)
 def get(builder: Any, address: Any, index: Any) -> Any:
-    return builder.load(_at(builder, address, index, FLOAT))
+    return builder.load(at(builder, address, index, FLOAT))
 
 
 @word(nothing, long, long, real)
 def put(builder: Any, address: Any, index: Any, value: Any) -> None:
-    builder.store(value, _at(builder, address, index, FLOAT))
+    builder.store(value, at(builder, address, index, FLOAT))
 
 
 @word(long, long, long)
 def get_int(builder: Any, address: Any, index: Any) -> Any:
-    return builder.sext(builder.load(_at(builder, address, index, INT)), LONG)
+    return builder.sext(builder.load(at(builder, address, index, INT)), LONG)
 
 
 @word(long, long, long)
 def get_long(builder: Any, address: Any, index: Any) -> Any:
-    return builder.load(_at(builder, address, index, LONG))
+    return builder.load(at(builder, address, index, LONG))
 
 
 @word(long, long, long)
 def claim(builder: Any, address: Any, index: Any) -> Any:
     """Atomically adds one to an int64; returns what it was."""
-    pointer = _at(builder, address, index, LONG)
+    pointer = at(builder, address, index, LONG)
     return builder.atomic_rmw("add", pointer, ir.Constant(LONG, 1), "monotonic")
 
 
@@ -203,20 +208,26 @@ def pointer_to(builder: Any, address: Any) -> Any:
 
 @word(nothing, long, long)
 def prefetch(builder: Any, address: Any, index: Any) -> None:
-    pointer = _at(builder, address, index, FLOAT)
+    pointer = at(builder, address, index, FLOAT)
     read, second_level, data = (ir.Constant(INT, x) for x in (0, 2, 1))
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
 
 
+@loop
+def task_at(address: int, kind: Any) -> Any:
+    """The record of NumPy type `kind` at `address`."""
+    return carray(pointer_to(address), 1, kind)[0]
+
+
 @word(vector, real)
 def splat(builder: Any, value: Any) -> Any:
-    return _splat(builder, value)
+    return spread(builder, value)
 
 
 @word(vector, vector, vector, vector)
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """`a * b + c`, rounded once."""
-    return _fma(builder, a, b, c)
+    return multiply_add(builder, a, b, c)
 
 
 @word(vector, vector, vector)
@@ -227,10 +238,8 @@ def larger(builder: Any, a: Any, b: Any) -> Any:
 @word(vector, vector, long, long, real)
 def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
     """`value` in the lanes low <= i < high, `other` elsewhere, NaN or not."""
-    inside = builder.and_(
-        _lanes_from(builder, ">=", low), _lanes_from(builder, "<", high)
-    )
-    return builder.select(inside, value, _splat(builder, other))
+    inside = builder.and_(_lanes_from(builder, ">=", low), _lanes_from(builder, "<", high))
+    return builder.select(inside, value, spread(builder, other))
 
 
 @word(vector, vector)
@@ -243,9 +252,11 @@ def exp2(builder: Any, x: Any) -> Any:
     rest = builder.fsub(x, builder.fsub(shifted, _floats(12582912.0)))
     result = _floats(EXP2_TERMS[-1])
     for term in reversed(EXP2_TERMS[:-1]):
-        result = _fma(builder, result, rest, _floats(term))
-    exponent = builder.shl(builder.bitcast(shifted, INDICES), _ints(23))
-    power = builder.bitcast(builder.add(exponent, _ints(0x3F800000)), VECTOR)
+        result = multiply_add(builder, result, rest, _floats(term))
+    exponent = builder.shl(builder.bitcast(shifted, INDICES), ir.Constant(INDICES, [23] * LANES))
+    power = builder.bitcast(
+        builder.add(exponent, ir.Constant(INDICES, [0x3F800000] * LANES)), VECTOR
+    )
     return builder.fmul(result, power)
 
 
@@ -278,58 +289,9 @@ def max_lanes(builder: Any, value: Any) -> Any:
 
 @word(nothing)
 def compact(builder: Any) -> None:
-    """Keeps LLVM from unrolling the calling function's loops: a third of the compile time."""
-    builder.function.attributes.add("optsize"); builder.function.attributes.add("noinline")
+    """Compiles the calling function once and small, neither unrolled nor inlined.
 
-
-def tile(rows: int, vectors: int, partial: bool = False) -> Any:
-    """A word for one register tile of a matrix product, `rows` x (16 * `vectors`) elements:
-
-    `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`: c = a @ b, or c += a @ b if `add`,
-    row-major with strides in elements, depth >= 1. Each element is one chain of fused multiply-adds
-    along `depth`, whatever the tile's shape. `partial`: reads only the first `columns` of b.
+    The loops that matter are unrolled by hand, and compile time falls by a third.
     """
-
-    @word(nothing, long, long, long, long, long, long, long, types.boolean, long)
-    def product(
-        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
-        depth: Any, add: Any, columns: Any,
-    ) -> None:  # fmt: skip
-        def index(row: Any, stride: Any, column: int) -> Any:
-            return builder.add(builder.mul(row, stride), ir.Constant(LONG, column))
-
-        cells = [(row, v) for row in range(rows) for v in range(vectors)]
-        row_of = [ir.Constant(LONG, row) for row in range(rows)]
-        targets = [_at(builder, c, index(row_of[r], c_stride, v * LANES), VECTOR) for r, v in cells]
-        zero = ir.Constant(VECTOR, None)
-        initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
-        before, loop = builder.block, builder.append_basic_block("depth")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(LONG)
-        sums = [builder.phi(VECTOR) for _ in cells]
-        right = []
-        for v in range(vectors):
-            pointer = _at(builder, b, index(step, b_stride, v * LANES), VECTOR)
-            if partial:
-                right.append(_load_masked(builder, pointer, columns))
-            else:
-                right.append(builder.load(pointer, align=4))
-        left = [
-            _splat(builder, builder.load(_at(builder, a, builder.add(builder.mul(r, a_stride), step), FLOAT)))
-            for r in row_of
-        ]
-        new = [_fma(builder, left[r], right[v], total) for (r, v), total in zip(cells, sums)]
-        following = builder.add(step, ir.Constant(LONG, 1))
-        done = builder.append_basic_block("done")
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-        step.add_incoming(ir.Constant(LONG, 0), before)
-        step.add_incoming(following, loop)
-        for total, start, end in zip(sums, initial, new):
-            total.add_incoming(start, before)
-            total.add_incoming(end, loop)
-        builder.position_at_end(done)
-        for target, value in zip(targets, new):
-            builder.store(value, target, align=4)
-
-    return product
+    builder.function.attributes.add("optsize")
+    builder.function.attributes.add("noinline")

@@ -13,7 +13,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
 
 from gptmanager.kernels.lanes import (
     LANES,
@@ -27,16 +26,17 @@ from gptmanager.kernels.lanes import (
     larger,
     load,
     load_part,
+    loop,
     max_lanes,
-    pointer_to,
     prefetch,
     put,
     splat,
     store,
     store_part,
     sum_lanes,
-    tile,
+    task_at,
 )
+from gptmanager.kernels.products import multiply
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 TILE_ROWS = 32
@@ -57,10 +57,6 @@ class AttentionTask(ctypes.Structure):
 
 
 TASK = np.dtype(AttentionTask)
-
-four_by_four, four_by_two, four_by_one = tile(4, 4), tile(4, 2), tile(4, 1)
-two_by_four, two_by_two, two_by_one = tile(2, 4), tile(2, 2), tile(2, 1)
-four_by_part, two_by_part = tile(4, 1, partial=True), tile(2, 1, partial=True)
 
 
 def padded(size: int) -> int:
@@ -84,10 +80,10 @@ def scratch_floats(group: int, head_dim: int, tokens_per_block: int) -> int:
     return padded(tile_tokens(group) * group) * row
 
 
-_padded, _tile_tokens, _span_of = njit(padded), njit(tile_tokens), njit(span_of)
+_padded, _tile_tokens, _span_of = loop(padded), loop(tile_tokens), loop(span_of)
 
 
-@njit
+@loop
 def _areas(t: Any, scratch: int) -> tuple[int, ...]:
     """Addresses of queries, outputs and lane sums by row; scores; three numbers for each row."""
     group = t.num_heads // t.num_kv_heads
@@ -99,56 +95,15 @@ def _areas(t: Any, scratch: int) -> tuple[int, ...]:
     return scratch, mixed, sums, highest, risen, shrink, shrink + 4 * room
 
 
-@njit
-def _multiply(
-    c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
-    rows: int, columns: int, depth: int, add: bool,
-) -> None:  # fmt: skip
-    """`c = a @ b`, or `c += a @ b`. Rows of c and a go in twos and fours, columns of c in 16."""
-    compact()
-    row = 0
-    while row < rows:
-        four = rows - row > 2
-        column = 0
-        while column < columns:
-            to, left = c + 4 * (row * c_stride + column), a + 4 * row * a_stride
-            right, rest = b + 4 * column, columns - column
-            if rest >= 4 * LANES:
-                column += 4 * LANES
-                if four:
-                    four_by_four(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_four(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-            elif rest >= 2 * LANES:
-                column += 2 * LANES
-                if four:
-                    four_by_two(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_two(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-            elif rest >= LANES:
-                column += LANES
-                if four:
-                    four_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-            else:
-                column += LANES
-                if four:
-                    four_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-        row += 4 if four else 2
-
-
-@njit
+@loop
 def _seen(t: Any, position: int, at: int) -> tuple[int, int]:
     """Which columns of the span from position `at` a query sees: low <= column < high."""
     low = max(0, position + 1 - t.window - at) if t.window else 0
     return low, min(_span_of(t.tokens_per_block), position + 1 - at)
 
 
-@njit
-def _maximum(scores: int, low: int, high: int) -> float:
+@loop
+def _maximum(scores: int, low: int, high: int) -> Any:
     best = splat(LOWEST)
     for column in range(low // LANES * LANES, high, LANES):
         value = load(scores, column)
@@ -158,7 +113,7 @@ def _maximum(scores: int, low: int, high: int) -> float:
     return max_lanes(best)
 
 
-@njit
+@loop
 def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> Any:
     """Turns scores into weights, zero where unseen; returns their sum, lane by lane."""
     total = splat(ZERO)
@@ -173,7 +128,7 @@ def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> An
     return total
 
 
-@njit
+@loop
 def _softmax(
     t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int
 ) -> None:
@@ -200,14 +155,14 @@ def _softmax(
             store(mixed, d, load(mixed, d) * factor)
 
 
-@njit
+@loop
 def _page(t: Any, table: int, position: int, kv_head: int) -> int:
     """Index of the first element of a page, the same for keys and values."""
     block = get_int(table, position // t.tokens_per_block)
-    return (block * t.num_kv_heads + kv_head) * t.head_dim * t.tokens_per_block
+    return int((block * t.num_kv_heads + kv_head) * t.head_dim * t.tokens_per_block)
 
 
-@njit
+@loop
 def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
     compact()
     size = t.tokens_per_block
@@ -218,7 +173,7 @@ def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> N
                 prefetch(t.keys, page + d * size + column)
 
 
-@njit
+@loop
 def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
     compact()
     size = t.tokens_per_block
@@ -228,7 +183,7 @@ def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) ->
             prefetch(t.values, page + index)
 
 
-@njit
+@loop
 def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
     compact()
     queries, mixed, sums, highest = areas[:4]
@@ -243,7 +198,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
         put(highest, row, LOWEST)
 
 
-@njit
+@loop
 def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
     compact()
     _, mixed, sums = areas[:3]
@@ -256,7 +211,7 @@ def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int)
             store_part(t.result, head * dim + d, value, dim - d)
 
 
-@njit
+@loop
 def _attend(
     t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
 ) -> None:
@@ -278,7 +233,7 @@ def _attend(
         for here in range(start, stop, size):
             keys = t.keys + 4 * _page(t, table, here, kv_head)
             to, columns = scores + 4 * (here - at), min(size, _padded(stop - here))
-            _multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
+            multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
         _softmax(t, areas, rows, position, at, stop - at)
         if stop < end:
             _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)
@@ -286,13 +241,14 @@ def _attend(
             until = min(seen_from // span * span + span, end)
             _prefetch_keys(t, table, first, until, kv_head + 1)
         for here in range(start, stop, size):
-            values = t.values + 4 * _page(t, table, here, kv_head)
-            weights, depth = scores + 4 * (here - at), min(size, stop - here)
-            _multiply(mixed, wide, weights, stride, values, dim, rows, dim, depth, True)
+            low, high = max(here, seen_from), min(here + size, stop)
+            values = t.values + 4 * (_page(t, table, here, kv_head) + (low - here) * dim)
+            weights = scores + 4 * (low - at)
+            multiply(mixed, wide, weights, stride, values, dim, rows, dim, high - low, True)
     _finish(t, areas, rows, token, kv_head)
 
 
-@njit
+@loop
 def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
     """Of the tile of `row` from packed `token` on: position, end, and the cost of a KV head."""
     group = t.num_heads // t.num_kv_heads
@@ -305,18 +261,18 @@ def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
     return position, end, (read + LANES) * (count * group + 4)
 
 
-@njit
+@loop
 def _total_cost(t: Any, tokens: int) -> int:
     total = 0
     for row in range(t.num_rows):
         for token in range(get_int(t.row_starts, row), get_int(t.row_starts, row + 1), tokens):
             total += _tile_at(t, row, token)[2]
-    return total * t.num_kv_heads
+    return int(total * t.num_kv_heads)
 
 
 def attention(address: int) -> None:
     """Parts are equal shares of the cost of all (tile of tokens, KV head) pairs, in order."""
-    t = carray(pointer_to(address), 1, TASK)[0]
+    t = task_at(address, TASK)
     tokens = _tile_tokens(t.num_heads // t.num_kv_heads)
     total = _total_cost(t, tokens)
     areas = _areas(t, t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LINEAR_TILE = 32
+ALIGNMENT = 16
 
 
 class Kernels:
@@ -38,10 +39,12 @@ class Kernels:
         x = x.to(weight.dtype)
         if not self.deterministic:
             return F.linear(x, weight, bias)
-        # A BLAS picks its blocking, and with it the order of summation, by the number of rows:
-        # every product has the same number of them here.
-        num_tokens = x.shape[0]
-        padded = F.pad(x, (0, 0, 0, -num_tokens % LINEAR_TILE))
+        # A BLAS picks its blocking, and with it the order of summation, by the number of rows and
+        # by how rows are aligned: every product has the same number of aligned rows here.
+        num_tokens, width = x.shape
+        padded = F.pad(x, (0, -width % ALIGNMENT, 0, -num_tokens % LINEAR_TILE))
+        if width % ALIGNMENT:
+            weight = F.pad(weight, (0, -width % ALIGNMENT))
         result = x.new_empty(padded.shape[0], weight.shape[0])
         for start in range(0, num_tokens, LINEAR_TILE):
             stop = start + LINEAR_TILE
@@ -112,7 +115,7 @@ class Kernels:
         Returns `[T, H, D]` in the pages' dtype (float32 on the CPU).
         """
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
-        heads = qkv.float().unflatten(-1, (-1, head_dim))
+        heads = qkv.float().reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         if q_norm is not None:
             q = self.rms_norm(q, q_norm, eps)
@@ -153,32 +156,37 @@ class Kernels:
         Pages as in `rope_and_write`; those wholly before every query's window may be gone (their
         block ids are not read). The first `num_context_rows` rows may have several tokens, a hint.
         """
-        num_heads, head_dim = q.shape[1:]
-        num_kv_heads, _, tokens_per_block = keys.shape[1:]
-        result = q.new_empty(q.shape[0], num_heads * head_dim)
-        starts = row_starts.tolist()
+        result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        tokens_per_block, starts = keys.shape[-1], row_starts.tolist()
         for row, (length, slot) in enumerate(zip(kv_lengths.tolist(), slots.tolist(), strict=True)):
             tokens = slice(starts[row], starts[row + 1])
             num_new = tokens.stop - tokens.start
             if num_new == 0:
                 continue
             first = 0 if window is None else max(0, length - num_new + 1 - window)
-            first_block = first // tokens_per_block
-            blocks = block_tables[slot, first_block : -(-length // tokens_per_block)].long()
-            kept = slice(first - first_block * tokens_per_block, None)
-            k = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, None, :, kept].float()
-            v = values[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, None, kept].float()
-            seen = torch.arange(first, length, device=q.device)
-            k, v = k[..., : len(seen)], v[..., : len(seen), :]
-            position = torch.arange(length - num_new, length, device=q.device).unsqueeze(1)
-            hidden = seen > position
-            if window is not None:
-                hidden |= seen <= position - window
-            grouped = q[tokens].float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-            scores = (grouped @ k * scale).masked_fill(hidden, float("-inf"))
-            mixed = scores.softmax(-1) @ v
-            result[tokens] = mixed.permute(2, 0, 1, 3).flatten(1).to(q.dtype)
+            start = first // tokens_per_block
+            blocks = block_tables[slot, start : -(-length // tokens_per_block)].long()
+            seen = slice(first - start * tokens_per_block, length - start * tokens_per_block)
+            k = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, seen]
+            v = values[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, seen]
+            result[tokens] = _attend(q[tokens], k, v, scale, window).to(q.dtype)
         return result
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """The last n positions `q [n, H, D]` over all N, `keys [K, D, N]` and `values [K, N, D]`."""
+    num_new, num_heads, head_dim = q.shape
+    num_kv_heads, _, length = keys.shape
+    position = torch.arange(length - num_new, length, device=q.device).unsqueeze(1)
+    seen = torch.arange(length, device=q.device)
+    hidden = seen > position
+    if window is not None:
+        hidden |= seen <= position - window
+    by_group = q.float().reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = by_group.permute(1, 2, 0, 3)
+    scores = (grouped @ keys.unsqueeze(1).float() * scale).masked_fill(hidden, float("-inf"))
+    mixed = scores.softmax(-1) @ values.unsqueeze(1).float()
+    return mixed.permute(2, 0, 1, 3).flatten(1)
 
 
 def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 
+NEXT_PART, NEXT_THREAD = 0, 1
+
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
     """Fields of a task: its two counters, then int64 and float64 values by name."""
     names = ["next_part", "next_thread", "num_parts", *longs.split()]
     return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
-
-
-NEXT_PART, NEXT_THREAD = 0, 1
 
 
 class Team:

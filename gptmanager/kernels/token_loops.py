@@ -10,7 +10,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
 
 from gptmanager.kernels.lanes import (
     LANES,
@@ -23,11 +22,12 @@ from gptmanager.kernels.lanes import (
     keep_lanes,
     larger,
     load_part,
-    pointer_to,
+    loop,
     put,
     splat,
     store_part,
     sum_lanes,
+    task_at,
 )
 from gptmanager.kernels.threads import NEXT_PART, task_fields
 
@@ -68,12 +68,12 @@ ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
 ACTIVATION_TASK = np.dtype(ActivationTask)
 
 
-@njit
+@loop
 def _share(t: Any, part: int) -> range:
     return range(t.num_tokens * part // t.num_parts, t.num_tokens * (part + 1) // t.num_parts)
 
 
-@njit
+@loop
 def _turn_head(t: Any, source: int, target: int, weight: int, cos_sin: int) -> None:
     """One head of a token, normalized if there is a weight, turned if there are angles."""
     dim = t.head_dim
@@ -99,7 +99,7 @@ def _turn_head(t: Any, source: int, target: int, weight: int, cos_sin: int) -> N
         store_part(target, d, load_part(source, d, dim - d), dim - d)
 
 
-@njit
+@loop
 def _write_token(t: Any, token: int, block: int, offset: int) -> None:
     dim, size, heads, kv_heads = t.head_dim, t.tokens_per_block, t.num_heads, t.num_kv_heads
     cos_sin = 0
@@ -124,7 +124,7 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
 
 def rope_and_write(address: int) -> None:
     """Queries turned, keys turned and written to their pages, values written."""
-    t = carray(pointer_to(address), 1, ROPE_TASK)[0]
+    t = task_at(address, ROPE_TASK)
     part = claim(address, NEXT_PART)
     row = 0
     while part < t.num_parts:
@@ -138,7 +138,7 @@ def rope_and_write(address: int) -> None:
         part = claim(address, NEXT_PART)
 
 
-@njit
+@loop
 def _normalize_token(t: Any, x: int, result: int) -> None:
     width = t.width
     mean = splat(ZERO)
@@ -165,7 +165,7 @@ def _normalize_token(t: Any, x: int, result: int) -> None:
 
 def normalize(address: int) -> None:
     """RMS norm, or layer norm if `centered`, of `x` or of `residual`, to which x is added."""
-    t = carray(pointer_to(address), 1, NORM_TASK)[0]
+    t = task_at(address, NORM_TASK)
     width = t.width
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
@@ -181,12 +181,12 @@ def normalize(address: int) -> None:
         part = claim(address, NEXT_PART)
 
 
-@njit
+@loop
 def _logistic(x: Any) -> Any:
     return splat(ONE) / (splat(ONE) + exp2(x * splat(MINUS_LOG2_E)))
 
 
-@njit
+@loop
 def _erfc(z: Any) -> Any:
     """For z >= 0."""
     step = splat(ONE) / fma(z, splat(ERFC_STEP), splat(ONE))
@@ -196,7 +196,7 @@ def _erfc(z: Any) -> Any:
     return total * step * exp2(z * z * splat(MINUS_LOG2_E))
 
 
-@njit
+@loop
 def _gelu_erf(x: Any) -> Any:
     """`x * Phi(x)` as `max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2))`."""
     size = larger(x, splat(ZERO) - x)
@@ -205,7 +205,7 @@ def _gelu_erf(x: Any) -> Any:
 
 def activate(address: int) -> None:
     """SiLU of `x` times `factor`, or a GELU of `x`."""
-    t = carray(pointer_to(address), 1, ACTIVATION_TASK)[0]
+    t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in _share(t, part):

@@ -1,0 +1,137 @@
+"""Small matrix products for compiled code: register tiles, and a loop over them.
+
+It decides how a product is cut; what an element comes to does not depend on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+
+from gptmanager.kernels.lanes import (
+    FLOAT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    compact,
+    load_masked,
+    long,
+    loop,
+    multiply_add,
+    nothing,
+    spread,
+    word,
+)
+
+Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
+
+
+def _repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
+    """The values after `count` >= 1 times `values = step(index, values)`, kept in registers."""
+    before, body = builder.block, builder.append_basic_block("step")
+    builder.branch(body)
+    builder.position_at_end(body)
+    index, values = builder.phi(LONG), [builder.phi(value.type) for value in initial]
+    results = step(index, values)
+    following = builder.add(index, ir.Constant(LONG, 1))
+    after = builder.append_basic_block("after")
+    builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+    starts, ends = [ir.Constant(LONG, 0), *initial], [following, *results]
+    for phi, start, end in zip([index, *values], starts, ends, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(end, body)
+    builder.position_at_end(after)
+    return results
+
+
+def tile(rows: int, vectors: int, *, partial: bool = False) -> Any:
+    """A word that computes `rows` x (16 * `vectors`) elements of a product in registers.
+
+    Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
+    Each element is one chain of fused multiply-adds along `depth`, whatever the tile's shape.
+    `partial`: only the first `columns` of b are read.
+    """
+
+    @word(nothing, long, long, long, long, long, long, long, types.boolean, long)
+    def product(
+        builder: Any, c: Any, c_stride: Any, a: Any, a_stride: Any, b: Any, b_stride: Any,
+        depth: Any, add: Any, columns: Any,
+    ) -> None:  # fmt: skip
+        def element(start: Any, row: Any, stride: Any, column: Any, kind: Any) -> Any:
+            return at(builder, start, builder.add(builder.mul(row, stride), column), kind)
+
+        def right(index: Any, column: Any) -> Any:
+            pointer = element(b, index, b_stride, column, VECTOR)
+            if partial:
+                return load_masked(builder, pointer, columns)
+            return builder.load(pointer, align=4)
+
+        def left(row: Any, index: Any) -> Any:
+            return spread(builder, builder.load(element(a, row, a_stride, index, FLOAT)))
+
+        def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            on_top, at_left = [right(index, n) for n in across], [left(n, index) for n in down]
+            factors = [(x, y) for x in at_left for y in on_top]
+            return [
+                multiply_add(builder, x, y, total)
+                for (x, y), total in zip(factors, sums, strict=True)
+            ]
+
+        down = [ir.Constant(LONG, row) for row in range(rows)]
+        across = [ir.Constant(LONG, v * LANES) for v in range(vectors)]
+        targets = [element(c, row, c_stride, n, VECTOR) for row in down for n in across]
+        zero = ir.Constant(VECTOR, None)
+        initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
+        for target, value in zip(targets, _repeat(builder, depth, initial, step), strict=True):
+            builder.store(value, target, align=4)
+
+    return product
+
+
+# The sums of a tile fill eight registers: enough to hide the latency of an addition, and few enough
+# where there are sixteen. A vector takes one register of 512 bits, or two of 256.
+WIDE = 2 if binding.get_host_cpu_features().get("avx512f") else 1
+four_by_wide, four_by_one, four_by_part = tile(4, WIDE), tile(4, 1), tile(4, 1, partial=True)
+two_by_wide, two_by_one, two_by_part = tile(2, 2 * WIDE), tile(2, 1), tile(2, 1, partial=True)
+
+
+@loop
+def multiply(
+    c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+    rows: int, columns: int, depth: int, add: bool,
+) -> None:  # fmt: skip
+    """`c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
+
+    a and c have room for an even number of rows, c for whole sixteens of columns.
+    """
+    compact()
+    row = 0
+    while row < rows:
+        four = rows - row > 2
+        column, wide = 0, WIDE * LANES if four else 2 * WIDE * LANES
+        while column < columns:
+            to, left = c + 4 * (row * c_stride + column), a + 4 * row * a_stride
+            right, rest = b + 4 * column, columns - column
+            if rest >= wide:
+                column += wide
+                if four:
+                    four_by_wide(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_wide(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            elif rest >= LANES:
+                column += LANES
+                if four:
+                    four_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            else:
+                column += LANES
+                if four:
+                    four_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+        row += 4 if four else 2

@@ -1,0 +1,515 @@
+"""Every op against float64, and what a result may never depend on: neighbours, chunks, threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba.core.caching import FunctionCache
+from torch import Tensor
+
+from gptmanager.kernels import CpuKernels, Kernels, cpu
+from gptmanager.kernels.threads import Team
+
+both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
+CPU = CpuKernels()
+WIDTH = 83  # neither a multiple of a vector nor smaller than one
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Unless a test says otherwise: beside other work, threads mostly spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def close(got: Tensor, expected: Any, tolerance: float = 4e-6) -> None:
+    np.testing.assert_allclose(got.double().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+# Pages -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    block: int = 16
+    window: int | None = None
+
+
+@dataclass
+class Pages:
+    """A cache in which whatever no query may see is NaN. `rows`: (new tokens, KV length)."""
+
+    sizes: Sizes
+    rows: Sequence[tuple[int, int]]
+    keys: Tensor
+    values: Tensor
+    block_tables: Tensor
+    q: Tensor
+    histories: list[tuple[Tensor, Tensor]]
+
+    def attend(self, kernels: Kernels, parts: Sequence[tuple[int, int, int]]) -> Tensor:
+        """The queries `start:stop` of each (row, start, stop), packed in that order."""
+        begins = np.cumsum([0, *[new for new, _ in self.rows]])
+        lengths = [self.rows[row][1] - self.rows[row][0] + stop for row, _, stop in parts]
+        counts = [stop - start for _, start, stop in parts]
+        queries = [self.q[begins[row] + start : begins[row] + stop] for row, start, stop in parts]
+        return kernels.attention(
+            torch.cat([*queries, self.q[:0]]),
+            self.keys,
+            self.values,
+            torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            torch.tensor([row for row, _, _ in parts], dtype=torch.int32),
+            self.block_tables,
+            scale=self.sizes.dim**-0.5,
+            window=self.sizes.window,
+            num_context_rows=sum(count > 1 for count in counts),
+        )
+
+    def attend_all(self, kernels: Kernels) -> Tensor:
+        return self.attend(kernels, [(row, 0, new) for row, (new, _) in enumerate(self.rows)])
+
+
+def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Pages:
+    blocks = [-(-length // sizes.block) for _, length in rows]
+    order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(0))
+    keys = torch.full((len(order), sizes.kv_heads, sizes.dim, sizes.block), torch.nan)
+    values = torch.full((len(order), sizes.kv_heads, sizes.block, sizes.dim), torch.nan)
+    tables = torch.full((len(rows), max([*blocks, 1])), len(order) - 1, dtype=torch.int32)
+    histories = []
+    for row, (new, length) in enumerate(rows):
+        history = randn(2, length, sizes.kv_heads, sizes.dim, seed=row)
+        histories.append((history[0], history[1]))
+        first = 0 if sizes.window is None else max(0, length - new + 1 - sizes.window)
+        for at in range(first, length):
+            block = order[sum(blocks[:row]) + at // sizes.block]
+            tables[row, at // sizes.block] = block
+            keys[block, :, :, at % sizes.block] = history[0, at]
+            values[block, :, at % sizes.block] = history[1, at]
+    q = randn(sum(new for new, _ in rows), sizes.heads, sizes.dim, seed=1)
+    return Pages(sizes, rows, keys, values, tables, q, histories)
+
+
+def textbook_attention(pages: Pages) -> Any:
+    sizes, results, token = pages.sizes, [], 0
+    for (new, length), (keys, values) in zip(pages.rows, pages.histories, strict=True):
+        for position in range(length - new, length):
+            low = 0 if sizes.window is None else max(0, position + 1 - sizes.window)
+            for head in range(sizes.heads):
+                kv_head = head * sizes.kv_heads // sizes.heads
+                k = keys[low : position + 1, kv_head].double().numpy()
+                v = values[low : position + 1, kv_head].double().numpy()
+                scores = k @ pages.q[token, head].double().numpy() * sizes.dim**-0.5
+                weights = np.exp(scores - scores.max())
+                results.append(weights @ v / weights.sum())
+            token += 1
+    return np.reshape(results, (token, sizes.heads * sizes.dim))
+
+
+SHAPES = [
+    Sizes(8, 4, 32, 64),
+    Sizes(4, 4, 64, 16),
+    Sizes(3, 1, 80, 64),
+    Sizes(8, 1, 128, 16),
+    Sizes(10, 2, 20, 3),
+    Sizes(2, 1, 7, 1),
+    Sizes(6, 3, 32, 128),
+    Sizes(4, 2, 32, 64, window=50),
+    Sizes(14, 2, 64, 16, window=1),
+    Sizes(4, 1, 16, 3, window=10),
+]
+ROWS = [(1, 1), (63, 63), (64, 64), (65, 70), (0, 5), (5, 200), (1, 64), (1, 65), (1, 300)]
+
+
+@both_kernels
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_attention_over_pages(kernels: Kernels, sizes: Sizes) -> None:
+    pages = new_pages(sizes, ROWS)
+    close(pages.attend_all(kernels), textbook_attention(pages))
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_attention_is_the_same_bits_alone_chunked_and_in_any_company(sizes: Sizes) -> None:
+    pages = new_pages(Sizes(sizes.heads, sizes.kv_heads, sizes.dim, sizes.block), ROWS)
+    pages.sizes = sizes  # everything is there, so that any chunk may look back
+    together = torch.split(pages.attend_all(CPU), [new for new, _ in ROWS])
+    for row, (new, _) in enumerate(ROWS):
+        assert torch.equal(pages.attend(CPU, [(row, 0, new)]), together[row])
+        for cut in (1, 2, 31, 33):
+            if cut < new:
+                parts = [(row, cut, new), (5, 4, 5)], [(8, 0, 1), (row, 0, cut)]
+                last, first = (pages.attend(CPU, part) for part in parts)
+                assert torch.equal(torch.cat([first[1:], last[:-1]]), together[row])
+    one_by_one = [pages.attend(CPU, [(3, i, i + 1)]) for i in range(ROWS[3][0])]
+    assert torch.equal(torch.cat(one_by_one), together[3])
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.builds(
+        lambda group, kv_heads, dim, block, window: Sizes(
+            group * kv_heads, kv_heads, dim, block, window
+        ),
+        st.integers(1, 8),
+        st.integers(1, 3),
+        st.integers(1, 70),
+        st.sampled_from([1, 2, 5, 16, 17, 64, 100]),
+        st.none() | st.integers(1, 90),
+    ),
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=4),
+)
+def test_attention_of_any_shape(sizes: Sizes, rows: list[tuple[int, int]]) -> None:
+    pages = new_pages(sizes, [(new, new + past) for new, past in rows])
+    close(pages.attend_all(CPU), textbook_attention(pages))
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_results_are_the_same_bits_with_any_number_of_threads(threads: int) -> None:
+    pages, x = new_pages(SHAPES[0], ROWS), randn(600, WIDTH)
+    attended, activated = pages.attend_all(CPU), CPU.gelu(x)
+    normalized = CPU.rms_norm(x, x[0], 1e-5)
+    torch.set_num_threads(threads)
+    assert torch.equal(pages.attend_all(CPU), attended)
+    assert torch.equal(CPU.gelu(x), activated)
+    assert torch.equal(CPU.rms_norm(x, x[0], 1e-5), normalized)
+
+
+def test_attention_to_scores_of_any_size() -> None:
+    # Given keys that make every score huge, the last position's by far the largest
+    pages = new_pages(Sizes(1, 1, 32, 16), [(1, 100)])
+    pages.keys *= 1e3
+    pages.q[:] = pages.histories[0][0][-1]
+    # Then the weight is all on it
+    close(pages.attend_all(CPU)[0], pages.histories[0][1][-1, 0])
+
+
+def test_attention_of_a_query_that_is_not_a_number_stays_its_own() -> None:
+    pages = new_pages(SHAPES[0], [(3, 70), (1, 9)])
+    expected = pages.attend_all(CPU)
+    pages.q[1] = torch.nan
+    got = pages.attend_all(CPU)
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+# Rotation and KV write ---------------------------------------------------------------------------
+
+
+def textbook_heads(
+    heads: Tensor, positions: Tensor, cos_sin: Tensor | None, weight: Tensor | None
+) -> Any:
+    """`[T, *, D]` normalized and turned, pair by pair."""
+    x = heads.double().numpy().copy()
+    if weight is not None:
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight.double().numpy()
+    if cos_sin is None:
+        return x
+    result, half = x.copy(), cos_sin.shape[1] // 2
+    for token, position in enumerate(positions.tolist()):
+        for i in range(half):
+            turn = complex(cos_sin[position, i], cos_sin[position, half + i])
+            turned = (x[token, :, i] + 1j * x[token, :, half + i]) * turn
+            result[token, :, i], result[token, :, half + i] = turned.real, turned.imag
+    return result
+
+
+def rope_arguments(
+    sizes: Sizes, rotary: int | None, norms: bool, rows: Sequence[tuple[int, int]]
+) -> tuple[Any, ...]:
+    tokens, pages = sum(new for new, _ in rows), new_pages(sizes, rows)
+    angles = torch.arange(300).unsqueeze(1) * randn(1, (rotary or 0) // 2)
+    positions = [torch.arange(length - new, length) for new, length in rows]
+    return (
+        randn(tokens, (sizes.heads + 2 * sizes.kv_heads) * sizes.dim),
+        torch.cat(positions),
+        None if rotary is None else torch.cat([angles.cos(), angles.sin()], dim=1),
+        randn(sizes.dim, seed=2) if norms else None,
+        randn(sizes.dim, seed=3) if norms else None,
+        1e-6,
+        torch.full_like(pages.keys, torch.nan),
+        torch.full_like(pages.values, torch.nan),
+        torch.tensor(np.cumsum([0, *[new for new, _ in rows]]), dtype=torch.int32),
+        torch.tensor([length for _, length in rows], dtype=torch.int32),
+        torch.arange(len(rows), dtype=torch.int32),
+        pages.block_tables,
+    )
+
+
+@both_kernels
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "rotary"),
+    [
+        (Sizes(8, 4, 32, 64), 32),
+        (Sizes(2, 1, 80, 16), 80),
+        (Sizes(3, 3, 128, 3), 32),
+        (Sizes(2, 2, 20, 1), None),
+    ],
+    ids=str,
+)
+def test_rope_and_write(kernels: Kernels, sizes: Sizes, rotary: int | None, norms: bool) -> None:
+    arguments = rope_arguments(sizes, rotary, norms, [(1, 1), (65, 65), (0, 3), (7, 200), (1, 64)])
+    qkv, positions, cos_sin, q_norm, k_norm, _, keys, values, *_, kv_lengths, _, tables = arguments
+    before = qkv.clone()
+    q = kernels.rope_and_write(*arguments)
+    heads = before.reshape(len(positions), -1, sizes.dim)
+    parts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
+    new_q, new_k, new_v = torch.split(heads, parts, dim=1)
+    assert q.dtype is torch.float32
+    assert torch.equal(qkv, before)
+    close(q, textbook_heads(new_q, positions, cos_sin, q_norm))
+    new_k = textbook_heads(new_k, positions, cos_sin, k_norm)
+    row = [0, *[1] * 65, *[3] * 7, 4]
+    for token, position in enumerate(positions.tolist()):
+        page, offset = tables[row[token], position // sizes.block], position % sizes.block
+        close(keys[page, :, :, offset], new_k[token])
+        close(values[page, :, offset], new_v[token])
+    # Nothing else was written
+    size = len(positions) * sizes.kv_heads * sizes.dim
+    assert int(keys.isfinite().sum()) == int(values.isfinite().sum()) == size
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_and_write_is_the_same_bits_in_any_company(norms: bool) -> None:
+    rows = [(65, 65), (1, 40), (7, 200)]
+    arguments = rope_arguments(Sizes(8, 4, 80, 16), 80, norms, rows)
+    q, keys, values = CPU.rope_and_write(*arguments), arguments[6].clone(), arguments[7].clone()
+    arguments[6].fill_(torch.nan)
+    arguments[7].fill_(torch.nan)
+    # When each token comes in a step of its own
+    for token, (row, length) in enumerate(
+        (row, at + 1) for row, (new, end) in enumerate(rows) for at in range(end - new, end)
+    ):
+        one = list(arguments)
+        one[0], one[1] = arguments[0][token : token + 1], arguments[1][token : token + 1]
+        one[8:11] = torch.tensor([[0, 1], [length, 0], [row, 0]], dtype=torch.int32)
+        one[9], one[10] = one[9][:1], one[10][:1]
+        assert torch.equal(CPU.rope_and_write(*one)[0], q[token])
+    assert torch.equal(arguments[6].nan_to_num(), keys.nan_to_num())
+    assert torch.equal(arguments[7].nan_to_num(), values.nan_to_num())
+
+
+# Tokens one by one -------------------------------------------------------------------------------
+
+
+def textbook_norm(x: Tensor, weight: Tensor, bias: Tensor | None, centered: bool) -> Any:
+    wide = x.double().numpy()
+    if centered:
+        wide = wide - wide.mean(-1, keepdims=True)
+    scaled = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.double().numpy()
+    return scaled if bias is None else scaled + bias.double().numpy()
+
+
+@both_kernels
+@pytest.mark.parametrize("width", [1, 16, WIDTH, 1024])
+@pytest.mark.parametrize("tokens", [0, 1, 63, 65])
+def test_norms(kernels: Kernels, tokens: int, width: int) -> None:
+    x, residual = randn(tokens, width) * 3 + 1, randn(tokens, width, seed=1)
+    weight, bias = randn(width, seed=2), randn(width, seed=3)
+    added = x + residual
+    close(kernels.rms_norm(x, weight, 1e-5), textbook_norm(x, weight, None, False))
+    close(kernels.layer_norm(x, weight, bias, 1e-5), textbook_norm(x, weight, bias, True), 2e-5)
+    close(kernels.layer_norm(x, weight, None, 1e-5), textbook_norm(x, weight, None, True), 2e-5)
+    summed = residual.clone()
+    got = kernels.add_rms_norm(x, summed, weight, 1e-5)
+    close(got, textbook_norm(added, weight, None, False))
+    assert torch.equal(summed, added)
+    summed = residual.clone()
+    got = kernels.add_layer_norm(x, summed, weight, bias, 1e-5)
+    close(got, textbook_norm(added, weight, bias, True), 2e-5)
+    assert torch.equal(summed, added)
+
+
+@both_kernels
+@pytest.mark.parametrize("width", [1, 16, WIDTH])
+@pytest.mark.parametrize("tokens", [0, 1, 65])
+def test_activations(kernels: Kernels, tokens: int, width: int) -> None:
+    gate_up = randn(tokens, 2 * width) * 4
+    gate, up = gate_up.double().chunk(2, dim=1)
+    close(kernels.silu_mul(gate_up), gate * gate.sigmoid() * up)
+    kinds: list[Literal["none", "tanh"]] = ["none", "tanh"]
+    for kind in kinds:
+        expected = torch.nn.functional.gelu(gate_up.double(), approximate=kind)
+        close(kernels.gelu(gate_up, kind), expected)
+
+
+def test_activations_of_extreme_values() -> None:
+    x = torch.tensor([[-1e30, -200.0, -20.0, -0.0, 20.0, 200.0, 1e30, torch.nan]])
+    for got in (CPU.gelu(x), CPU.gelu(x, "tanh"), CPU.silu_mul(torch.cat([x, x.sign()], dim=1))):
+        close(got.abs()[0, 1:], x.clamp(min=0)[0, 1:], 1e-6)
+    # The logistic function ends at 2^-127
+    assert CPU.silu_mul(torch.tensor([[-1e30, 1.0]])).abs().item() < 1e-7
+
+
+@both_kernels
+def test_embedding_and_linear(kernels: Kernels) -> None:
+    table, ids = randn(50, WIDTH), torch.tensor([3, 49, 0, 3])
+    assert torch.equal(kernels.embedding(ids, table), table[ids])
+    x, bias = randn(5, WIDTH), randn(50)
+    close(kernels.linear(x, table), x.double() @ table.double().T, 2e-5)
+    close(kernels.linear(x, table, bias), x.double() @ table.double().T + bias, 2e-5)
+
+
+OPS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
+    "rms_norm": lambda x, dtype: CPU.rms_norm(x, randn(WIDTH).to(dtype), 1e-5),
+    "add_rms_norm": lambda x, dtype: torch.cat(
+        [CPU.add_rms_norm(x, residual := x.flip(1), randn(WIDTH).to(dtype), 1e-5), residual], dim=1
+    ),
+    "layer_norm": lambda x, dtype: CPU.layer_norm(
+        x, randn(WIDTH).to(dtype), randn(WIDTH).to(dtype), 1e-5
+    ),
+    "add_layer_norm": lambda x, dtype: torch.cat(
+        [
+            CPU.add_layer_norm(x, residual := x.flip(1), randn(WIDTH).to(dtype), None, 1e-5),
+            residual,
+        ],
+        dim=1,
+    ),
+    "silu_mul": lambda x, dtype: CPU.silu_mul(torch.cat([x, x.flip(1)], dim=1)),
+    "gelu": lambda x, dtype: CPU.gelu(x),
+    "gelu_tanh": lambda x, dtype: CPU.gelu(x, "tanh"),
+    "linear": lambda x, dtype: CpuKernels(deterministic=True).linear(
+        x, randn(100, WIDTH).to(dtype)
+    ),
+    "linear_small": lambda x, dtype: Kernels(deterministic=True).linear(
+        x, randn(7, WIDTH).to(dtype), randn(7).to(dtype)
+    ),
+    "linear_deep": lambda x, dtype: Kernels(deterministic=True).linear(
+        x.repeat(1, 10), randn(96, 10 * WIDTH).to(dtype)
+    ),
+    "embedding": lambda x, dtype: CPU.embedding((x[:, 0].abs() * 10).long(), randn(100, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_tokens_are_the_same_bits_in_any_company(op: str, dtype: torch.dtype) -> None:
+    x = randn(70, WIDTH).to(dtype)
+    together = OPS[op](x, dtype)
+    assert op == "embedding" or together.dtype is dtype
+    for tokens in range(1, 71):
+        for start in {0, (tokens * 7) % (71 - tokens), 70 - tokens}:
+            alone = OPS[op](x[start : start + tokens].clone(), dtype)
+            assert torch.equal(alone, together[start : start + tokens]), (tokens, start)
+
+
+# Threads, caches, and the border -----------------------------------------------------------------
+
+
+def test_two_threads_compute_at_the_same_time() -> None:
+    # Given what a step of either of two managers computes, alone
+    cases = [new_pages(sizes, ROWS) for sizes in SHAPES[:2]]
+    x = randn(600, WIDTH)
+    expected = [(pages.attend_all(CPU), CPU.gelu(x)) for pages in cases]
+    wrong = []
+
+    def repeat(pages: Pages, attended: Tensor, activated: Tensor) -> None:
+        kernels = CpuKernels()
+        for _ in range(20):
+            right = torch.equal(pages.attend_all(kernels), attended)
+            if not right or not torch.equal(kernels.gelu(x), activated):
+                wrong.append(pages.sizes)
+
+    # When both do it again and again, each in a thread of its own and with two of torch's
+    torch.set_num_threads(2)
+    threads = [
+        threading.Thread(target=repeat, args=(pages, *results))
+        for pages, results in zip(cases, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    # Then both end, and every bit is the same
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_one_thread_does_where_torch_has_another_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = new_pages(SHAPES[0], ROWS)
+    expected = pages.attend_all(CPU)
+    torch.set_num_threads(2)
+    alone = CpuKernels()
+    monkeypatch.setattr(alone._team, "_parallel", None)
+    assert alone._team.max_size == 1
+    assert torch.equal(pages.attend_all(alone), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is what torch uses on Linux")
+def test_the_team_is_as_large_as_torch_says() -> None:
+    assert Team().max_size == 1
+    torch.set_num_threads(2)
+    assert Team().max_size == 2
+
+
+def test_a_body_compiles_where_no_folder_can_hold_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(address: int) -> None: ...
+
+    monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])
+    assert cpu.compiled(body)
+
+
+def test_machine_code_of_other_sources_is_never_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def body(address: int) -> None: ...
+
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    (tmp_path / "lanes.py").write_text("one")
+    first = cpu._stamped(body).__qualname__
+    assert cpu._stamped(body).__qualname__ == first
+    (tmp_path / "lanes.py").write_text("two")
+    assert cpu._stamped(body).__qualname__ != first
+
+
+def test_memory_laid_out_otherwise_is_refused() -> None:
+    pages = new_pages(SHAPES[0], ROWS)
+    pages.keys = pages.keys.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(TypeError, match="contiguous torch.float32 tensor, got a strided"):
+        pages.attend_all(CPU)
+    pages = new_pages(SHAPES[0], ROWS)
+    pages.block_tables = pages.block_tables.long()
+    with pytest.raises(TypeError, match=r"contiguous torch.int32 .* got a contiguous torch.int64"):
+        pages.attend_all(CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_tensors_are_widened_and_rounded_once(dtype: torch.dtype) -> None:
+    sizes, rows = Sizes(4, 2, 32, 16), [(5, 40), (1, 20)]
+    wide = list(rope_arguments(sizes, 32, True, rows))
+    wide[0], wide[3], wide[4] = (wide[i].to(dtype).float() for i in (0, 3, 4))
+    q, keys = CPU.rope_and_write(*wide), wide[6].clone()
+    narrow = [*wide]
+    narrow[0], narrow[3], narrow[4] = (wide[i].to(dtype) for i in (0, 3, 4))
+    assert torch.equal(CPU.rope_and_write(*narrow), q)
+    assert torch.equal(narrow[6].nan_to_num(), keys.nan_to_num())
+    x = randn(9, 2 * WIDTH).to(dtype)
+    for op in (CPU.silu_mul, CPU.gelu):
+        assert torch.equal(op(x), op(x.float()).to(dtype))
+    residual, summed = x.flip(1), x + x.flip(1)
+    weight = randn(2 * WIDTH).to(dtype)
+    got = CPU.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, summed)
+    assert torch.equal(got, CPU.rms_norm(summed.float(), weight.float(), 1e-5).to(dtype))
