@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gptmanager.active import ActiveRequest
-from gptmanager.errors import GptManagerError
+from gptmanager.admission import admit
+from gptmanager.api import InferenceRequest
+from gptmanager.errors import GptManagerError, RequestError, response_text
 from gptmanager.loop import TokenLoop
 from gptmanager.request import LlmRequestState
 
@@ -46,6 +48,17 @@ class Explanation:
     free_blocks: int = 0
     reserved_blocks: int = 0
     pause_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Would a request be accepted, and could it start now? `text` is the rejection, if any."""
+
+    accepted: bool
+    text: str
+    needed_blocks: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
 
 
 def audit(loop: TokenLoop) -> AuditReport:
@@ -109,6 +122,22 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
         free_blocks=free,
         reserved_blocks=reserved,
         pause_count=request.pause_count,
+    )
+
+
+def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
+    """What admission says of a request, without admitting it."""
+    kv_cache = loop.allocator.kv_cache
+    try:
+        request = admit(inference_request, loop.limits, now=0.0)
+    except RequestError as error:
+        return Fit(False, response_text(error), total_blocks=kv_cache.get_max_resource_count())
+    return Fit(
+        True,
+        "",
+        kv_cache.get_needed_resource_to_completion(request),
+        kv_cache.get_num_free_blocks(),
+        kv_cache.get_max_resource_count(),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from gptmanager.api import (
     GetInferenceRequestsCallback,
+    InferenceRequest,
     PollStopSignalCallback,
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
@@ -31,7 +32,7 @@ from gptmanager.config import (
 )
 from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
-from gptmanager.inspection import AuditReport, Explanation, audit, explain
+from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
 from gptmanager.loop import TokenLoop
 from gptmanager.watchdog import CallbackLatency, Watchdog
 
@@ -240,6 +241,10 @@ class GptManager:
         with self._condition:
             self._raise_if_failed()
         return self._ask(lambda loop: explain(loop, request_id))
+
+    def would_fit(self, request: InferenceRequest) -> Fit:
+        """What admission would say of a request, and the blocks that its whole life needs."""
+        return self._ask(lambda loop: would_fit(loop, request))
 
     def _ask(self, question: Callable[[TokenLoop], _T]) -> _T:
         answer: Future[_T] = Future()

@@ -380,6 +380,16 @@ def test_explain_and_audit_answer_in_numbers_while_requests_run(host):
     assert manager.explain(3).reason == "unknown"
 
 
+def test_would_fit_answers_with_the_admission_code(host):
+    options = params(kv_cache_config=KvCacheConfig(32, tokens_per_block=4))
+    with start(host, options=options) as manager:
+        fit = manager.would_fit(request(1, [1] * 4, 24))
+        assert fit.accepted and fit.needed_blocks == 7 and fit.free_blocks == fit.total_blocks == 8
+        never = manager.would_fit(request(1, [1] * 40, 24))
+    assert not never.accepted and never.text.startswith("CapacityError: Prompt length (40)")
+    assert not host.responses
+
+
 def test_lengths_that_the_pool_cannot_hold_are_clamped_with_a_warning(host, caplog):
     caplog.set_level(logging.INFO, logger="gptmanager")
     options = params(kv_cache_config=KvCacheConfig(max_tokens=40, tokens_per_block=4))
