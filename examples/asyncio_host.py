@@ -13,7 +13,7 @@ from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.callbacks import RequestQueue, TextStream, load_tokenizer
 
 BUNDLED = Path(__file__).parent / "tiny_llama"
-PROMPTS = ("Q: 17 + 25 =", "Q: 40 - 13 =", "Once upon a time")
+PROMPTS = ("17 + 25 =", "40 - 13 =", "Count from 1 to 12:")
 
 
 async def complete(queue: RequestQueue, tokenizer, prompt: str, max_tokens_shown: int) -> str:
