@@ -39,7 +39,7 @@ WORDS = (*COLOURS, *THINGS, *FRUITS, *PLACES)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 OPENINGS = (
-    "{Hero} has a {thing}. {Friend} has a {other}.",
+    "{Hero} had a {thing}. {Friend} had a {other}.",
     "Once upon a time, {Hero} had a {thing} and {Friend} had a {other}.",
     "{Hero} got a {thing}. {His} friend {Friend} got a {other}.",
 )
@@ -90,7 +90,7 @@ def word_problem(random: Random) -> tuple[str, str]:
 def count(random: Random) -> tuple[str, str]:
     step = random.choice((1, 1, 1, 2, 5, 10))
     first = random.randrange(100)
-    last = first + step * random.randrange(3, random.choice((8, 16, 32)))
+    last = first + step * random.randrange(3, random.choice((8, 8, 16, 32)))
     numbers = list(range(first, last + 1, step))
     if random.random() < 0.25:
         numbers.reverse()
@@ -120,10 +120,11 @@ def chant(random: Random) -> tuple[str, str]:
 
 
 def question(random: Random) -> tuple[str, str]:
-    names, things = random.sample(GIRLS + BOYS, 3), random.sample(THINGS, 3)
-    colours = random.sample(COLOURS, 3)
-    story = " ".join(f"{n} has a {c} {t}." for n, c, t in zip(names, colours, things, strict=True))
-    name, colour, thing = random.choice(list(zip(names, colours, things, strict=True)))
+    size = random.randint(1, 3)
+    columns = (random.sample(column, size) for column in (GIRLS + BOYS, COLOURS, THINGS))
+    owners = list(zip(*columns, strict=True))
+    facts = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in owners)
+    name, colour, thing = random.choice(owners)
     ask, answer = random.choice(
         (
             (f"What colour is {name}'s {thing}?", colour),
@@ -132,7 +133,7 @@ def question(random: Random) -> tuple[str, str]:
             (f"What does {name} have?", f"a {colour} {thing}"),
         )
     )
-    return f"{story}\nQuestion: {ask}\nAnswer:", f" {answer}"
+    return f"{facts}\nQuestion: {ask}\nAnswer:", f" {answer}"
 
 
 def story(random: Random) -> tuple[str, ...]:
@@ -158,16 +159,16 @@ def retell(random: Random) -> tuple[str, str]:
 
 
 TASKS: dict[Callable[[Random], tuple[str, ...]], float] = {  # each with its share
-    add: 0.28,
-    subtract: 0.20,
-    word_problem: 0.10,
-    count: 0.05,
-    sort: 0.06,
-    reverse: 0.06,
-    copy: 0.06,
+    add: 0.22,
+    subtract: 0.15,
+    word_problem: 0.08,
+    count: 0.08,
+    sort: 0.10,
+    reverse: 0.05,
+    copy: 0.05,
     chant: 0.04,
-    question: 0.10,
-    story: 0.03,
+    question: 0.16,
+    story: 0.05,
     retell: 0.02,
 }
 

@@ -17,7 +17,8 @@ from gptmanager.config import (  # noqa: E402
     PeftCacheManagerConfig,
     SchedulerConfig,
 )
-from gptmanager.manager import GptManager, Health, ManagerState  # noqa: E402
+from gptmanager.life import Health, ManagerState  # noqa: E402
+from gptmanager.manager import GptManager  # noqa: E402
 from gptmanager.responses import REQUEST_METRICS  # noqa: E402
 
 __version__ = "0.1.0"

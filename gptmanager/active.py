@@ -11,11 +11,13 @@ class ActiveRequest(LlmRequest):
     """What schedulers see of a request, and what its responses need.
 
     `length_limit`: prompt + new tokens at which it ends. `num_sent`: tokens of its history that
-    have been sent, it survives pauses. Times are seconds of the clock of `Intake.now`; None: has
+    have been sent, it survives pauses. `cached_tokens`: tokens of the prompt that its first start
+    found in the KV cache. Times are seconds of the clock of `Intake.now`; None: has
     not happened.
     """
 
     __slots__ = (
+        "cached_tokens",
         "deadline",
         "end_id",
         "exclude_input",
@@ -49,9 +51,15 @@ class ActiveRequest(LlmRequest):
         queue_timeout_s: float | None = None,
         priority: float = 0.5,
         arrival_time: float = 0.0,
+        cache_salt: str | int | None = None,
     ) -> None:
         super().__init__(
-            request_id, tokens, max_new_tokens, priority=priority, arrival_time=arrival_time
+            request_id,
+            tokens,
+            max_new_tokens,
+            priority=priority,
+            arrival_time=arrival_time,
+            cache_salt=cache_salt,
         )
         self.sampling = sampling
         self.end_id = sampling.end_id
@@ -65,6 +73,7 @@ class ActiveRequest(LlmRequest):
         self.num_sent = len(tokens)
         self.deadline = None if deadline_s is None else arrival_time + deadline_s
         self.queue_deadline = None if queue_timeout_s is None else arrival_time + queue_timeout_s
+        self.cached_tokens = 0
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None

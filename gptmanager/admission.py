@@ -65,21 +65,31 @@ def _never(name: str, value: Any) -> bool:
     return False
 
 
-def _with_one_beam(name: str, value: Any) -> bool:
-    return math.isfinite(read_float(name, value, -math.inf))
+def _is(neutral: int) -> _Check:
+    return lambda name, value: read_int(name, value, *INT32) == neutral
+
+
+def _of_one_beam(name: str, value: Any) -> bool:
+    """Beams alone are changed by it."""
+    read = (
+        read_int(name, value, *INT32)
+        if name == "early_stopping"
+        else read_float(name, value, -math.inf)
+    )
+    return math.isfinite(read)
 
 
 # inputs whose support has not landed: refused unless they say what happens anyway
 _LATER: dict[str, _Check] = {
     "bad_words_list": _never,
     "embedding_bias": _never,
-    "len_penalty": _with_one_beam,
-    "early_stopping": _with_one_beam,
+    "len_penalty": _of_one_beam,
+    "early_stopping": _of_one_beam,
     "repetition_penalty": _equals(1.0),
     "presence_penalty": _equals(0.0),
     "frequency_penalty": _equals(0.0),
-    "noRepeatNgramSize": _equals(0.0),
-    "num_return_sequences": _equals(1.0),
+    "noRepeatNgramSize": _is(0),
+    "num_return_sequences": _is(1),
     "return_log_probs": _is_false,
     "return_context_logits": _is_false,
     "return_generation_logits": _is_false,
@@ -122,7 +132,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         prompt,
         max_new_tokens,
         sampling,
-        is_streaming=bool(request.is_streaming),
+        is_streaming=read_bool("is_streaming", request.is_streaming),
         pad_id=read_int("pad_id", tensors.get("pad_id", pad_default), *INT32),
         stop_words=_read_stop_words(tensors, limits),
         include_stop=read_bool("include_stop_in_output", tensors.get("include_stop_in_output", 0)),
@@ -131,6 +141,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         queue_timeout_s=_seconds("queue_timeout_s", request.queue_timeout_s),
         priority=read_float("priority", request.priority, -math.inf),
         arrival_time=now,
+        cache_salt=_salt(request.cache_salt),
     )
 
 
@@ -205,6 +216,12 @@ def _read_stop_words(tensors: dict[str, Any], limits: Limits) -> StopWords | Non
         return None
     words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
     return StopWords(words) if words else None
+
+
+def _salt(value: Any) -> str | int | None:
+    if value is None or isinstance(value, (str, int)):
+        return value
+    raise InvalidRequestError(f"cache_salt = {value!r} is neither a str nor an int")
 
 
 def _seconds(name: str, value: Any) -> float | None:

@@ -7,12 +7,12 @@ that a decision is possible, carries it out on the accounting, and writes it dow
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
 from gptmanager.active import ActiveRequest
 from gptmanager.errors import GptManagerError, SchedulerError
-from gptmanager.kv_cache import KvCacheManager
+from gptmanager.kv_cache import BlockCopy, KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import SchedulerOutput
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
@@ -24,6 +24,7 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 def check_output(
     output: SchedulerOutput,
     requests: Mapping[int, ActiveRequest],
+    in_flight: Collection[int],
     scheduler: str,
     *,
     max_batch_size: int,
@@ -47,8 +48,13 @@ def check_output(
         size = request.context_chunk_size
         if request.state is not _CONTEXT_INIT or size == 0:
             raise SchedulerError(f"{scheduler} returned {request!r} as a context request")
-        num_tokens += request.context_remaining_length if size is None else size
+        remaining = request.context_remaining_length
+        if not request.context_current_position:  # the beginning may be cached
+            remaining -= request.estimated_reusable_tokens
+        num_tokens += remaining if size is None or size > remaining else size
     for request in generation:
+        if request.request_id in in_flight:
+            raise SchedulerError(f"{scheduler} returned {request!r}, which is in flight")
         if request.state is not _IN_PROGRESS:
             raise SchedulerError(f"{scheduler} returned {request!r} as a generation request")
     num_requests = len(context) + len(generation)
@@ -91,11 +97,17 @@ class Allocator:
             self._paused.append(request.request_id)
         starts: list[SequenceStart] = []
         appends: list[BlockAppend] = []
+        copies: list[BlockCopy] = []
         context_rows = []
+        starting = [request for request in output.context_requests if request.slot < 0]
+        with self.kv_cache.holding_cached(starting):
+            for request in starting:
+                copies += self._start(cast(ActiveRequest, request), now, starts, appends, scheduler)
         for request in output.context_requests:
-            if request.slot < 0:
-                self._start(cast(ActiveRequest, request), now, starts, appends, scheduler)
             context_rows.append(_launch_context(request))
+            if request.state is not _CONTEXT_INIT:
+                # whoever starts from the next launch on reads what this one writes
+                self.kv_cache.store_context(request)
         generation_rows = self._launch_generation(output.generation_requests, appends, scheduler)
         if not context_rows and not generation_rows:
             return None
@@ -106,6 +118,7 @@ class Allocator:
             generation_rows=tuple(generation_rows),
             starts=tuple(starts),
             block_appends=tuple(appends),
+            block_copies=tuple(copies),
             paused=tuple(paused),
         )
 
@@ -130,20 +143,22 @@ class Allocator:
         starts: list[SequenceStart],
         appends: list[BlockAppend],
         scheduler: str,
-    ) -> None:
+    ) -> tuple[BlockCopy, ...]:
+        """Give the request a slot and its blocks; what must be copied into those."""
         if not self._free_slots:
             raise SchedulerError(
                 f"{scheduler} started request {request.request_id}, but all {self.num_slots} "
                 "slots are held by started requests"
             )
         try:
-            self.kv_cache.add_sequence(request)
+            copies = self.kv_cache.add_sequence(request)
         except GptManagerError as error:
             raise _no_memory(scheduler, request, error) from error
         request.slot = self._free_slots.pop()
         request.epoch = next(self._epochs)
         if request.first_scheduled is None:
             request.first_scheduled = now
+            request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         starts.append(
             SequenceStart(
                 request.slot, tuple(request.tokens), request.orig_prompt_len, request.sampling
@@ -151,6 +166,7 @@ class Allocator:
         )
         (block_ids,) = self.kv_cache.block_ids(request.request_id)
         appends.append(BlockAppend(request.slot, 0, tuple(block_ids)))
+        return copies
 
     def _launch_generation(
         self, requests: Iterable[LlmRequest], appends: list[BlockAppend], scheduler: str

@@ -7,6 +7,7 @@ impossible id raise in the host's own line.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Union
 
@@ -178,11 +179,10 @@ class InferenceRequest:
             "request_output_len": max_new_tokens,
             **by_name,
         }.items():
-            if value is None:
-                continue
-            if name in _WORD_LISTS and not isinstance(value, (torch.Tensor, np.ndarray)):
-                value = word_list(value)
-            setattr(request, name, _as_tensor(value))
+            if name not in _TENSOR_OF_PROPERTY:
+                raise AttributeError(f"InferenceRequest has no property {name!r}")
+            if value is not None:
+                setattr(request, name, _as_tensor(value, is_word_list=name in _WORD_LISTS))
         return request
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -218,12 +218,20 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     """
     words = [list(word) for word in words]
     ids = [token for word in words for token in word]
-    ends = np.cumsum([len(word) for word in words], dtype=np.int64).tolist()
-    return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], dtype=np.int32)
+    ends = list(itertools.accumulate(map(len, words)))
+    width = max(len(ids), len(ends))
+    padding = [[0] * (width - len(ids)), [-1] * (width - len(ends))]
+    return np.array([[ids + padding[0], ends + padding[1]]], dtype=np.int32)
 
 
-def _as_tensor(value: Any) -> Any:
-    return value if isinstance(value, torch.Tensor) else np.asarray(value)
+def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
+    """`value` as it is if it is a tensor, or cannot become one: then admission says so."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value
+    try:
+        return word_list(value) if is_word_list else np.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
 
 
 def _rebuild(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,24 @@ from gptmanager.executor import TorchExecutor
 from gptmanager.host import CallbackHost
 from gptmanager.kernels import CpuKernels
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.loop import TokenLoop
+from gptmanager.loop import Host, TokenLoop
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Model, load_model
+from gptmanager.recorded_values import from_json, plain_fields
+from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxUtilizationScheduler,
     MicroBatchScheduler,
     RequestScheduler,
+    ReuseCredit,
     SimpleScheduler,
     StaticBatchScheduler,
 )
 from gptmanager.sizing import Sizes, size
 from gptmanager.statistics import Laps, Memory
+from gptmanager.step import Executor
 
 # guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
 # preferred as victims, and resumes only when this many blocks stay free
@@ -64,15 +70,63 @@ def check_arguments(model_type: Any, max_beam_width: Any, params: OptionalParams
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """All that decides how a loop schedules: it can be built of this without the model.
+
+    `custom_scheduler`: the name of `SchedulerConfig.create_scheduler`, which only code can hold.
+    """
+
+    params: OptionalParams
+    scheduler: SchedulerConfig
+    sizes: Sizes
+    vocab_size: int
+    custom_scheduler: str = ""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Blueprint:
+        """From what `plain` gave; `create_scheduler` is missing."""
+        return from_json(cls, plain, {})
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        create = self.scheduler.create_scheduler
+        name = "" if create is None else getattr(create, "__qualname__", type(create).__name__)
+        scheduler = replace(self.scheduler, create_scheduler=None)
+        values: dict[str, Any] = plain_fields(
+            replace(self, scheduler=scheduler, custom_scheduler=name)
+        )
+        return values
+
+    @property
+    def num_slots(self) -> int:
+        # under run-ahead a request whose last token is launched keeps its slot for one more step
+        return self.params.max_batch_size * (1 + self.params.run_ahead)
+
+    def allocator(self) -> Allocator:
+        """Empty accounts: nothing is held."""
+        config = self.params.kv_cache_config
+        kv_cache = KvCacheManager(
+            self.sizes.num_blocks,
+            self.sizes.tokens_per_block,
+            enable_block_reuse=config.enable_block_reuse,
+            enable_partial_reuse=config.enable_partial_reuse,
+            copy_on_partial_reuse=config.copy_on_partial_reuse,
+        )
+        return Allocator(kv_cache, self.num_slots)
+
+
 def assemble(
-    source: Any, params: OptionalParams, scheduler_config: SchedulerConfig, host: CallbackHost
+    source: Any,
+    params: OptionalParams,
+    scheduler_config: SchedulerConfig,
+    host: CallbackHost,
+    recorder: Recorder,
 ) -> TokenLoop:
     """Load the model, size and allocate the KV cache, build the loop."""
     model = _model(source, params)
     sizes = size(params, scheduler_config, model.spec)
-    # under run-ahead a request whose last token is launched keeps its slot for one more step
-    num_slots = params.max_batch_size * (1 + params.run_ahead)
-    kv_cache = KvCacheManager(sizes.num_blocks, sizes.tokens_per_block)
+    blueprint = Blueprint(params, scheduler_config, sizes, model.spec.vocab_size)
     executor = TorchExecutor(
         model,
         KvPool(
@@ -82,23 +136,62 @@ def assemble(
             model.spec.num_kv_heads,
             model.spec.head_dim,
         ),
-        num_slots=num_slots,
+        num_slots=blueprint.num_slots,
         max_seq_len=sizes.max_seq_len,
     )
     host.memory = Memory(cpu=model.nbytes + executor.nbytes)
     host.gil_wait_us = executor.take_gil_wait_us
+    laps = Laps(time.perf_counter_ns)
+    if not recorder.is_on:
+        return build_loop(blueprint, host, executor, laps=laps)
+    return build_recorded_loop(blueprint, host, executor, recorder, laps=laps)
+
+
+def build_recorded_loop(
+    blueprint: Blueprint,
+    host: Host,
+    executor: Executor,
+    recorder: Recorder,
+    *,
+    laps: Laps,
+    loop_class: type[TokenLoop] = TokenLoop,
+) -> TokenLoop:
+    """As `build_loop`, with `recorder` between the loop and its world."""
+    loop = build_loop(
+        blueprint,
+        RecordingHost(host, recorder),
+        RecordingExecutor(executor, recorder),
+        laps=laps,
+        loop_class=loop_class,
+    )
+    recorder.start(loop, blueprint.plain())
+    return loop
+
+
+def build_loop(
+    blueprint: Blueprint,
+    host: Host,
+    executor: Executor,
+    *,
+    laps: Laps,
+    allocator: Allocator | None = None,
+    loop_class: type[TokenLoop] = TokenLoop,
+) -> TokenLoop:
+    """The loop of a manager, of a replay, or of a simulation. `allocator`: not an empty one."""
+    params, sizes = blueprint.params, blueprint.sizes
+    allocator = allocator or blueprint.allocator()
     max_active = params.max_active_requests
-    return TokenLoop(
+    return loop_class(
         host,
         executor,
-        _scheduler(params, scheduler_config, sizes, kv_cache),
-        Allocator(kv_cache, num_slots),
-        _limits(params, scheduler_config, sizes, model.spec.vocab_size),
+        _scheduler(params, blueprint.scheduler, sizes, allocator.kv_cache),
+        allocator,
+        _limits(params, blueprint.scheduler, sizes, blueprint.vocab_size),
         max_active=params.max_batch_size if max_active == "auto" else max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
         run_ahead=params.run_ahead,
-        laps=Laps(time.perf_counter_ns),
+        laps=laps,
     )
 
 
@@ -109,6 +202,10 @@ def _model(source: Any, params: OptionalParams) -> Model:
         path = source if isinstance(source, tuple) else Path(source)
         return load_model(path, kernels=kernels, dtype=params.dtype, max_seq_len=params.max_seq_len)
     if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
+        if params.dtype is not None:
+            raise ConfigError(
+                f"OptionalParams.dtype = {params.dtype!r} has no effect on a Model object"
+            )
         model: Model = source
         return model
     raise ConfigError(
@@ -145,10 +242,15 @@ def _scheduler(
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
         chunk_unit=sizes.tokens_per_block if sizes.chunked else None,
+        # a chunk that starts behind what is cached is as long as it was: the rule that counts so
+        reuse_credit_rule="shift",
         mixed_beam_widths=True,
     )
     if config.create_scheduler is None:
-        return SimpleScheduler(_capacity(params, config, kv_cache), micro_batch)
+        capacity = _capacity(params, config, kv_cache)
+        if kv_cache.enable_block_reuse:
+            capacity = ReuseCredit(capacity, kv_cache)
+        return SimpleScheduler(capacity, micro_batch)
     scheduler = config.create_scheduler(
         max_num_requests=params.max_batch_size,
         kv_cache_manager=kv_cache,
@@ -168,9 +270,11 @@ def _capacity(
 ) -> CapacityScheduler:
     policy = config.capacity_scheduler_policy
     if policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-        return GuaranteedNoEvictScheduler(params.max_batch_size, kv_cache)
+        return GuaranteedNoEvictScheduler(
+            params.max_batch_size, kv_cache, started_contexts_first=True
+        )
     if policy is CapacitySchedulerPolicy.STATIC_BATCH:
-        return StaticBatchScheduler(params.max_batch_size, kv_cache)
+        return StaticBatchScheduler(params.max_batch_size, kv_cache, started_contexts_first=True)
     return MaxUtilizationScheduler(
         params.max_batch_size,
         kv_cache,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -24,9 +25,9 @@ from tqdm import tqdm
 
 from gptmanager.callbacks import RequestQueue
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, GptManagerError, RequestError
 from gptmanager.manager import GptManager
-from gptmanager.run import percentiles
+from gptmanager.run import FetchTimes, latencies
 
 # the model that CPU figures are compared on when no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
@@ -44,6 +45,10 @@ SMALL_LLAMA: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
 }
+
+_WARM_UP = [0] * 16  # a prompt before the first timed one
+_BLOCK = 256  # tokens in a block of transformers' KV cache, its default
+_PEER_BATCH_TOKENS = 512  # in an iteration of transformers: the dense mask grows with it
 
 Request = tuple[list[int], int]  # prompt, new tokens
 Source = Path | tuple[Mapping[str, Any], dict[str, Tensor]]
@@ -72,12 +77,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """`model` None: random weights of `SMALL_LLAMA`."""
-
-    model: Path | None = None
+    model: Path | None = None  # None: random weights of `SMALL_LLAMA`
     load: Load = field(default_factory=Load)
     repeats: int = 3
-    peer: str | None = None
+    peer: Literal["transformers"] | None = None
     params: OptionalParams = field(default_factory=OptionalParams)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -87,9 +90,12 @@ class Figures:
     """One run of one engine."""
 
     seconds: float
-    output_tokens: int
     outputs: tuple[tuple[int, ...], ...]
     latencies: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(map(len, self.outputs))
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,22 +103,27 @@ class Figures:
 
 
 def bench(options: BenchOptions) -> dict[str, Any]:
-    """Run the load `repeats` times on each engine; returns the report."""
+    """Run the load `repeats` times on each engine; returns the report.
+
+    Raises ConfigError for a load that the model cannot take.
+    """
     source = options.model or (SMALL_LLAMA, random_llama(SMALL_LLAMA, options.load.seed))
-    config = _config(source)
+    config = source[0] if isinstance(source, tuple) else _read_config(source)
     requests = options.load.requests(config["vocab_size"])
     engines: dict[str, Callable[[], Figures]] = {
         "gptmanager": lambda: run_manager(source, requests, options.params, options.scheduler)
     }
     if options.peer is not None:
-        if options.peer != "transformers":
-            raise ConfigError(f"--peer {options.peer!r}: only transformers is known")
         peer = TransformersPeer(source, options.params)
         engines["transformers"] = lambda: peer.run(requests)
     runs: dict[str, list[Figures]] = {name: [] for name in engines}
     rounds = [name for _ in range(options.repeats) for name in engines]
-    for name in tqdm(rounds, unit="run", leave=False):
-        runs[name].append(engines[name]())
+    with tqdm(rounds, unit="run", leave=False, disable=None) as bar:
+        for name in bar:
+            bar.set_description(name)
+            runs[name].append(engines[name]())
+            speed = runs[name][-1].tokens_per_second
+            bar.write(f"{name:12} {speed:10,.1f} output tokens/s", file=sys.stderr)
     return _report(options, config, requests, runs)
 
 
@@ -123,14 +134,16 @@ def run_manager(
     scheduler: SchedulerConfig,
 ) -> Figures:
     """All requests at once, greedy, none ends early."""
+    queue = RequestQueue(max_pending=None)
+    fetched_at = FetchTimes(queue.get_inference_requests)
     with (
-        RequestQueue(max_pending=None) as queue,
+        queue,
         GptManager(
             source,
             ModelType.INFLIGHT_FUSED_BATCHING,
             1,
             scheduler,
-            queue.get_inference_requests,
+            fetched_at,
             queue.send_response,
             queue.poll_stop_signal,
             None,
@@ -138,27 +151,25 @@ def run_manager(
         ) as manager,
     ):
         queue.attach(manager)
-        queue.submit(requests[0][0], 2).result()  # what is compiled or touched once is no figure
-        started = time.perf_counter()
+        queue.submit(_WARM_UP, 2).result()  # what is compiled or touched once is no figure
+        started = time.monotonic()
         generations = [queue.submit(prompt, new_tokens) for prompt, new_tokens in requests]
-        results = [generation.result() for generation in generations]
-        seconds = time.perf_counter() - started
-    outputs = tuple(result.generated_ids[0] for result in results)
-    metrics = [result.metrics for result in results]
+        try:
+            results = [generation.result() for generation in generations]
+        except RequestError as error:
+            raise ConfigError(f"the load does not fit the model: {error}") from error
+        seconds = time.monotonic() - started
+    for result, (prompt, new_tokens) in zip(results, requests, strict=True):
+        if len(result.generated_ids[0]) < new_tokens:
+            raise ConfigError(
+                f"the load does not fit the model: of {len(prompt)} + {new_tokens} tokens only "
+                f"{len(result.output_ids[0])} fit max_seq_len"
+            )
+    waits = [fetched_at.by_id[result.request_id] - started for result in results]
     return Figures(
         seconds,
-        sum(map(len, outputs)),
-        outputs,
-        {
-            "time_to_first_token_ms": percentiles([m["first_token_s"] for m in metrics]),
-            "time_per_output_token_ms": percentiles(
-                [
-                    (m["last_token_s"] - m["first_token_s"]) / (m["generated_tokens"] - 1)
-                    for m in metrics
-                    if m["generated_tokens"] > 1
-                ]
-            ),
-        },
+        tuple(result.generated_ids[0] for result in results),
+        latencies([result.metrics for result in results], waits),
     )
 
 
@@ -170,56 +181,70 @@ class TransformersPeer:
             import transformers
         except ImportError as error:
             raise ConfigError("--peer transformers needs `pip install transformers`") from error
-        transformers.logging.set_verbosity_error()
-        dtype = getattr(torch, params.dtype or "float32")
-        auto: Any = transformers.AutoModelForCausalLM
+        library: Any = transformers
+        library.logging.set_verbosity_error()
+        library.logging.disable_progress_bar()
+        auto = library.AutoModelForCausalLM
         if isinstance(source, tuple):
-            config = transformers.AutoConfig.for_model(**source[0])
-            self._model = auto.from_config(config, dtype=dtype)
-            self._model.load_state_dict(source[1], strict=False)
+            config = library.AutoConfig.for_model(**source[0])
+            self._model = auto.from_config(config, dtype=getattr(torch, params.dtype or "float32"))
+            self._model.load_state_dict(source[1])
         else:
-            self._model = auto.from_pretrained(source, dtype=dtype)
+            self._model = auto.from_pretrained(source, dtype=params.dtype or "auto")
         self._model.eval()
         self._model.set_attn_implementation("paged|sdpa")
-        self._generation = transformers.GenerationConfig(
-            do_sample=False, eos_token_id=None, pad_token_id=0, max_new_tokens=1 << 20
-        )
-        self._batching = transformers.ContinuousBatchingConfig(
-            max_batch_tokens=512, num_blocks=128
+        self._configure = library.ContinuousBatchingConfig
+        self._generation = library.GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1 << 20
         )
 
     def run(self, requests: Sequence[Request]) -> Figures:
+        needed = sum(-(-(len(prompt) + new_tokens) // _BLOCK) for prompt, new_tokens in requests)
+        batching = self._configure(
+            block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_PEER_BATCH_TOKENS
+        )
         with (
             torch.inference_mode(),
             self._model.continuous_batching_context_manager(
                 generation_config=self._generation,
-                continuous_batching_config=self._batching,
+                continuous_batching_config=batching,
                 block=True,
                 timeout=10,
-                warmup=False,
-            ) as manager,
+                warmup=False,  # of CUDA graphs
+            ) as engine,
         ):
-            started = time.perf_counter()
-            for index, (prompt, new_tokens) in enumerate(requests):
-                manager.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens)
-            outputs: dict[int, tuple[int, ...]] = {}
-            while len(outputs) < len(requests):
-                result = manager.get_result(timeout=10)
-                if result is not None and result.is_finished():
-                    outputs[int(result.request_id)] = tuple(result.generated_tokens)
-            seconds = time.perf_counter() - started
-        ordered = tuple(outputs[index] for index in range(len(requests)))
-        return Figures(seconds, sum(map(len, ordered)), ordered)
+            try:
+                _collect(engine, [(_WARM_UP, 2)])
+                started = time.monotonic()
+                outputs = _collect(engine, requests)
+                seconds = time.monotonic() - started
+            except BaseException:
+                engine.stop(hard_stop=True)  # without it, leaving waits for what still runs
+                raise
+        return Figures(seconds, outputs)
+
+
+def _collect(engine: Any, requests: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
+    """Run requests through transformers' manager; their outputs in the same order."""
+    for index, (prompt, new_tokens) in enumerate(requests):
+        engine.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens)
+    outputs: dict[int, tuple[int, ...]] = {}
+    while len(outputs) < len(requests):
+        result = engine.get_result(timeout=1)
+        if result is not None and result.error is not None:
+            raise GptManagerError(f"transformers failed: {result.error}")
+        if result is not None and result.is_finished():
+            outputs[int(result.request_id)] = tuple(result.generated_tokens)
+        elif result is None and not engine.is_running():
+            raise GptManagerError("transformers' generation loop has ended early")
+    return tuple(outputs[index] for index in range(len(requests)))
 
 
 def random_llama(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     """A state dict by Hugging Face's names: normal(0, 0.02), norms 1."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, ffn, vocab = (
-        config[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
-    )
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden),
@@ -227,27 +252,28 @@ def random_llama(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
         "mlp.gate_proj": (ffn, hidden),
         "mlp.up_proj": (ffn, hidden),
         "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
     }
-    shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
-    norms = ["model.norm"]
+    table = (config["vocab_size"], hidden)
+    shapes = {"model.embed_tokens": table, "lm_head": table, "model.norm": (hidden,)}
     for index in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{index}."
-        shapes |= {prefix + name: shape for name, shape in layer.items()}
-        norms += [prefix + "input_layernorm", prefix + "post_attention_layernorm"]
-    weights = {
-        f"{name}.weight": torch.empty(shape).normal_(0, 0.02, generator=generator)
-        for name, shape in shapes.items()
-    }
-    return weights | {f"{name}.weight": torch.ones(hidden) for name in norms}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {f"{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    for weight in weights.values():
+        if weight.ndim == 2:
+            weight.normal_(0, 0.02, generator=generator)
+    return weights
 
 
-def _config(source: Source) -> Mapping[str, Any]:
-    if isinstance(source, tuple):
-        return source[0]
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = orjson.loads((source / "config.json").read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--model {str(source)!r} has no config.json") from error
+        config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {folder}: config.json: {error}") from error
+    if not (isinstance(config, dict) and isinstance(config.get("vocab_size"), int)):
+        raise ConfigError(f"--model {folder}: config.json names no vocab_size")
     return config
 
 
@@ -258,6 +284,7 @@ def _report(
     runs: Mapping[str, Sequence[Figures]],
 ) -> dict[str, Any]:
     best = {name: max(figures, key=lambda f: f.tokens_per_second) for name, figures in runs.items()}
+    load = options.load
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
@@ -266,12 +293,14 @@ def _report(
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),
         "model": {key: config.get(key) for key in ("model_type", "hidden_size", "vocab_size")},
         "requests": len(requests),
+        "prompt_len": "{}:{}".format(*load.prompt_len),
+        "output_len": "{}:{}".format(*load.output_len),
         "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
-        "output_tokens": best["gptmanager"].output_tokens,
+        "output_tokens": sum(new_tokens for _, new_tokens in requests),
         "engines": {
             name: {
-                "best_output_tokens_per_second": round(best[name].tokens_per_second, 1),
-                "all": [round(f.tokens_per_second, 1) for f in figures],
+                "output_tokens_per_second": round(best[name].tokens_per_second, 1),
+                "of_every_run": [round(f.tokens_per_second, 1) for f in figures],
                 **best[name].latencies,
             }
             for name, figures in runs.items()

@@ -1,11 +1,15 @@
-"""The command line: `gptmanager run | bench`, also as `python -m gptmanager`."""
+"""The command line: `gptmanager run | bench`, also as `python -m gptmanager`.
+
+Decides what options mean and how a report is printed; the commands stand in modules of their own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +24,97 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.errors import GptManagerError, response_text
+from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.live_view import LiveView
 from gptmanager.run import RunOptions, run
 
+_HELP = """\
+Run GPT-style models behind four callbacks: in-flight batching over a paged KV cache.
+"""
+_EXAMPLES = """\
+examples:
+  gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl
+  gptmanager bench --num-requests 16 --peer transformers
+
+`gptmanager COMMAND --help` tells what a command takes.
+"""
 _RUN_HELP = """\
 Serve a file of requests and show them live.
 
-Each line of FILE is a JSON object: "prompt" (text; the model folder then needs a tokenizer.json)
-or "input_ids", "max_new_tokens", and any input of a request by its name ("temperature",
-"runtime_top_k", "random_seed", "end_id", "priority", ...); "stop" takes texts. end_id comes from
-the checkpoint's generation_config.json if a line names none. A line that is wrong is answered
-with an error; the others run.
+A line of FILE is a JSON object:
+  "prompt"          a text (the folder then needs a tokenizer.json), or
+  "input_ids"       a list of token ids
+  "max_new_tokens"  how long the answer may get (else --max-new-tokens)
+  "stop"            a text or a list of texts that end it, as the tokens they encode to
+  "request_id"      a number (else the number of the line)
+and any input of a request by its name: "temperature", "top_k", "top_p", "random_seed", "end_id",
+"priority", ... Without an end_id the checkpoint's generation_config.json says what ends a text.
+A line that is wrong is answered with an error; the others run.
 """
-
-_RUN_EXAMPLE = """\
-example:
+_RUN_EXAMPLES = """\
+examples:
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl --output out.jsonl
+  gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \\
+    --max-batch-size 4 --pace 0.05            # slowly, to see requests join and leave
+  echo '{"prompt": "17 + 25 ="}' | gptmanager run --model examples/tiny_llama --requests - --json
+
+exit status: 0 all answered, 1 some failed, 2 the call was wrong, 130 interrupted
+"""
+_BENCH_HELP = """\
+Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
+Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096).
+"""
+_BENCH_EXAMPLES = """\
+examples:
+  gptmanager bench --peer transformers        # both on the same weights and requests, in turn
+  gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted."""
-    options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.ERROR,
-        format="%(levelname)s %(message)s",
-    )
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    view = LiveView(sys.stderr, quiet=options.json)
+    _start_log(view, options.verbose)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        code: int = options.command(options)
+        code: int = options.command(options, view)
+        sys.stdout.flush()
         return code
-    except GptManagerError as error:
-        print(f"gptmanager: {response_text(error)}", file=sys.stderr)
-        return 2
+    except BrokenPipeError:  # whoever read has gone; nobody can be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (GptManagerError, OSError) as error:
+        print(f"gptmanager: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("gptmanager: interrupted", file=sys.stderr)
         return 130
 
 
+def _start_log(view: LiveView, is_verbose: bool) -> None:
+    handler = logging.StreamHandler(view)
+    if not is_verbose:  # a refused request is shown with its error anyway
+        handler.addFilter(lambda record: not record.msg.startswith("Cannot process new request"))
+    level = logging.INFO if is_verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[handler])
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gptmanager", description="Run GPT-style models behind four callbacks."
+        prog="gptmanager",
+        description=_HELP,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_run(commands)
     _add_bench(commands)
     return parser
@@ -74,25 +124,26 @@ def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="serve a file of requests and show them live",
+        usage="gptmanager run --model DIR --requests FILE [options]",
         description=_RUN_HELP,
-        epilog=_RUN_EXAMPLE,
+        epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=_run)
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder")
-    parser.add_argument("--requests", required=True, metavar="FILE", help="JSON lines; -: stdin")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="results as JSON lines")
-    parser.add_argument("--stats", type=Path, metavar="FILE", help="statistics as JSON lines")
-    parser.add_argument("--json", action="store_true", help="only the summary, as JSON, on stdout")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", type=_folder, required=True, metavar="DIR", help="a checkpoint folder")
+    add("--requests", required=True, metavar="FILE", help="JSON lines; -: the standard input")
+    add("--output", type=Path, metavar="FILE", help="results as JSON lines, in the same order")
+    add("--stats", type=Path, metavar="FILE", help="a statistics record an iteration, JSON lines")
+    add("--json", action="store_true", help="print nothing but the summary, as JSON, and failures")
+    add(
         "--max-new-tokens",
-        type=int,
+        type=_positive,
         default=64,
+        metavar="N",
         help="for lines that name none (default %(default)s)",
     )
-    parser.add_argument(
-        "--pace", type=float, default=0.0, metavar="S", help="slow each iteration down, to watch"
-    )
+    add("--pace", type=_seconds, default=0.0, metavar="S", help="at least S seconds an iteration")
     _add_manager_options(parser)
 
 
@@ -100,53 +151,75 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time a synthetic load, beside a peer",
-        description="Time a synthetic load of greedy requests that never end early. Without "
-        "--model: random weights of a small Llama (hidden 256, 8 layers).",
+        usage="gptmanager bench [options]",
+        description=_BENCH_HELP,
+        epilog=_BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=_bench)
-    parser.add_argument("--model", type=Path, help="a checkpoint folder")
-    parser.add_argument("--num-requests", type=int, default=64, help="(default %(default)s)")
-    parser.add_argument(
-        "--prompt-len", type=_span, default=(16, 256), metavar="A:B", help="(default 16:256)"
-    )
-    parser.add_argument(
-        "--output-len", type=_span, default=(16, 128), metavar="A:B", help="(default 16:128)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="the best counts (default 3)")
-    parser.add_argument("--peer", choices=("transformers",), help="run the same load on it too")
-    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    add = parser.add_argument
+    add("--model", type=_folder, metavar="DIR", help="a checkpoint folder")
+    add("--num-requests", type=_positive, default=64, metavar="N", help="(default %(default)s)")
+    span = {"type": _span, "metavar": "A:B"}
+    add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **span)
+    add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **span)
+    add("--repeats", type=_positive, default=3, metavar="N", help="the best counts (default 3)")
+    add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
+    add("--json", action="store_true", help="print the report as JSON")
     _add_manager_options(parser)
+
+
+def _add_manager_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a manager, the same for every command that starts one."""
+    add = parser.add_argument_group("manager").add_argument
+    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
+    add("--max-num-tokens", default=8192, help="an iteration (default %(default)s)", **number)
+    add("--max-seq-len", help="tokens of a request (default: the checkpoint's)", **number)
+    add("--kv-cache-tokens", help="size of the KV cache (default: by free memory)", **number)
+    add("--tokens-per-block", default=64, help="of the KV cache (default %(default)s)", **number)
+    add("--chunked-context", action="store_true", help="cut long contexts in chunks")
+    policies = [policy.name.lower() for policy in CapacitySchedulerPolicy]
+    default_policy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT.name.lower()
+    add("--policy", choices=policies, default=default_policy, help="(default %(default)s)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="(default: the checkpoint's)")
+    add("--deterministic", action="store_true", help="bitwise the same in any batch")
+    add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
+    add("--threads", help="CPU threads (default: torch's choice)", **number)
+    add("--verbose", action="store_true", help="show the manager's log")
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return seconds
 
 
 def _span(text: str) -> tuple[int, int]:
     """`16:256`, or one number for both ends."""
     low, _, high = text.partition(":")
-    span = (int(low), int(high or low))
-    if not 1 <= span[0] <= span[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of positive lengths")
+    span = (_positive(low), _positive(high or low))
+    if span[0] > span[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} does not rise")
     return span
 
 
-def _add_manager_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a manager, the same for every command that starts one."""
-    group = parser.add_argument_group("manager")
-    group.add_argument("--max-batch-size", type=int, default=256, help="(default %(default)s)")
-    group.add_argument("--max-num-tokens", type=int, default=8192, help="(default %(default)s)")
-    group.add_argument("--max-seq-len", type=int, help="(default: the checkpoint's)")
-    group.add_argument("--kv-cache-tokens", type=int, help="size of the KV cache in tokens")
-    group.add_argument("--tokens-per-block", type=int, default=64, help="(default %(default)s)")
-    group.add_argument("--chunked-context", action="store_true", help="cut long contexts in chunks")
-    group.add_argument(
-        "--policy",
-        choices=[policy.name.lower() for policy in CapacitySchedulerPolicy],
-        default=CapacitySchedulerPolicy.GUARANTEED_NO_EVICT.name.lower(),
-        help="capacity scheduler policy (default %(default)s)",
-    )
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    group.add_argument("--deterministic", action="store_true", help="bitwise the same in any batch")
-    group.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    group.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    group.add_argument("--verbose", action="store_true", help="show the manager's log")
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder")
+    return Path(text)
 
 
 def optional_params(options: argparse.Namespace) -> OptionalParams:
@@ -168,7 +241,11 @@ def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
     return SchedulerConfig(CapacitySchedulerPolicy[options.policy.upper()])
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, view: LiveView) -> int:
+    paths = [Path(options.requests), options.output, options.stats]
+    files = [path.resolve() for path in paths if path is not None and path.is_file()]
+    if len(set(files)) < len(files):
+        raise ConfigError("--requests, --output and --stats must be three files")
     summary = run(
         RunOptions(
             model=options.model,
@@ -177,19 +254,16 @@ def _run(options: argparse.Namespace) -> int:
             stats=options.stats,
             max_new_tokens=options.max_new_tokens,
             pace_s=options.pace,
-            quiet=options.json,
             params=optional_params(options),
             scheduler=scheduler_config(options),
-        )
+        ),
+        view,
     )
-    if options.json:
-        print(orjson.dumps(summary).decode())
-    else:
-        print_summary(summary)
+    _print(summary, as_json=options.json)
     return 1 if summary["failed"] else 0
 
 
-def _bench(options: argparse.Namespace) -> int:
+def _bench(options: argparse.Namespace, view: LiveView) -> int:
     report = bench(
         BenchOptions(
             model=options.model,
@@ -200,16 +274,41 @@ def _bench(options: argparse.Namespace) -> int:
             scheduler=scheduler_config(options),
         )
     )
-    if options.json:
-        print(orjson.dumps(report).decode())
-    else:
-        print_summary(report)
+    _print(report, as_json=options.json)
     return 0
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    """A name and a value a line."""
-    for name, value in summary.items():
-        if isinstance(value, dict):
-            value = "  ".join(f"{key} {inner}" for key, inner in value.items()) or "-"
-        print(f"{name.replace('_', ' '):28} {value}")
+def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(orjson.dumps(report).decode())
+    else:
+        gap = "\n" if sys.stdout.isatty() else ""  # below the live view
+        print(gap + "\n".join(report_lines(report)))
+
+
+def report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """A name and a value a line, for people; what has parts of its own follows, indented."""
+    for name, value in report.items():
+        label = indent + name.replace("_", " ").replace("kv", "KV").removesuffix(" ms")
+        if name.endswith("_ms"):
+            cuts = "  ".join(f"{cut} {number:9,.2f} ms" for cut, number in value.items())
+            yield f"{label:28}{cuts or 'nothing to measure'}"
+        elif isinstance(value, Mapping) and any(
+            isinstance(v, (list, dict)) for v in value.values()
+        ):
+            yield label
+            yield from report_lines(value, indent + "  ")
+        else:
+            yield f"{label:28}{_shown(name, value)}"
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {inner}".replace("_", " ") for key, inner in value.items())
+    if isinstance(value, list):
+        return "  ".join(f"{item:,}" for item in value)
+    if name == "seconds":
+        return f"{value:13,.3f} s"
+    if name.endswith("_use"):
+        return f"{100 * value:13.1f} %"
+    return f"{value:13,}" if isinstance(value, (int, float)) else str(value)

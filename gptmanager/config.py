@@ -1,20 +1,17 @@
-"""What a host configures: plain mutable dataclasses, checked by name before anything starts.
+"""What a host configures: enums, and plain mutable dataclasses.
 
 The camelCase names of TensorRT-LLM's optional parameters exist here as snake_case fields with
-their documented defaults. A field that has no effect in this library, or whose support has not
-landed yet, is refused when it is set off its default: nothing is ever silently ignored.
+their documented defaults; a name that is no field raises AttributeError where it is set.
+`config_check` says which values a manager takes.
 """
 
 from __future__ import annotations
 
-import copy
-import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
-
-from gptmanager.errors import ConfigError
 
 
 class ModelType(IntEnum):
@@ -51,7 +48,7 @@ class FinishReason(IntEnum):
     CANCELLED = 5
 
 
-@dataclass
+@dataclass(slots=True)
 class SchedulerConfig:
     """Which scheduler runs.
 
@@ -65,7 +62,7 @@ class SchedulerConfig:
     create_scheduler: Callable[..., Any] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class KvCacheConfig:
     """The paged KV cache: how large, and what it may do. Lengths in tokens, sizes in bytes."""
 
@@ -85,7 +82,7 @@ class KvCacheConfig:
     tokens_per_block: int = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class PeftCacheManagerConfig:
     """The LoRA cache. Sizes in bytes, `device_cache_percent` a fraction."""
 
@@ -102,7 +99,7 @@ class PeftCacheManagerConfig:
     host_cache_size: int = 1 << 30
 
 
-@dataclass
+@dataclass(slots=True)
 class OptionalParams:
     """Everything about a manager that has a default.
 
@@ -111,6 +108,10 @@ class OptionalParams:
     micro batches; None: unbounded, Get is then called with -1. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
+
+    `recording_path`: a file that the whole run is recorded to (`gptmanager replay`). Without one
+    the last `black_box_iterations` are kept in memory, and written to `black_box_path` when the
+    loop fails; None: to a new file in the temporary folder, which the log names; 0: not kept.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -135,6 +136,9 @@ class OptionalParams:
     seed: int = 0
     callback_budget_s: float | None = 1.0
     max_get_failures: int = 10
+    recording_path: str | os.PathLike[str] | None = None
+    black_box_iterations: int = 64
+    black_box_path: str | os.PathLike[str] | None = None
     device_ids: list[int] | None = None
     decoding_mode: str | None = None
     decoding_config: Any = None
@@ -148,133 +152,3 @@ class OptionalParams:
     debug_config: Any = None
     max_seq_idle_microseconds: int | None = None
     max_num_sequences: int | None = None
-
-
-_NO_EFFECT = "it has no effect in this library"
-_LATER = "its support has not landed yet"
-
-# class -> {field: why it is refused when it differs from its default}
-_REFUSED: dict[type, dict[str, str]] = {
-    SchedulerConfig: {},
-    KvCacheConfig: {
-        "max_attention_window": _LATER,
-        "sink_token_length": _LATER,
-        "enable_block_reuse": _LATER,
-        "use_uvm": _NO_EFFECT,
-        "host_cache_size": _LATER,
-        "onboard_blocks": _LATER,
-        "cross_kv_cache_fraction": _NO_EFFECT,
-        "secondary_offload_min_priority": _LATER,
-        "event_buffer_max_size": _NO_EFFECT,
-        "enable_partial_reuse": _LATER,
-        "copy_on_partial_reuse": _LATER,
-    },
-    PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
-    OptionalParams: {
-        "enable_trt_overlap": _LATER,
-        "gather_context_logits": _LATER,
-        "gather_generation_logits": _LATER,
-        "normalize_log_probs": _LATER,
-        "device_ids": _LATER,
-        "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
-        "decoding_config": _NO_EFFECT,
-        "speculative_decoding_config": _LATER,
-        "guided_decoding_config": _LATER,
-        "logits_post_processor_batched": _LATER,
-        "gpu_weights_percent": _NO_EFFECT,
-        "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
-        "scheduler_config": _NO_EFFECT + ": it is an argument of GptManager",
-        "extended_runtime_perf_knob_config": _NO_EFFECT,
-        "debug_config": _NO_EFFECT,
-        "max_seq_idle_microseconds": _NO_EFFECT,
-        "max_num_sequences": _NO_EFFECT + ": set max_active_requests",
-    },
-}
-
-# field -> (smallest, largest) permitted value; None stands for "no bound"
-_RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
-    SchedulerConfig: {},
-    KvCacheConfig: {"max_tokens": (1, None), "tokens_per_block": (1, None)},
-    PeftCacheManagerConfig: {},
-    OptionalParams: {
-        "run_ahead": (0, 1),
-        "max_batch_size": (1, None),
-        "max_num_tokens": (1, None),
-        "max_seq_len": (2, None),
-        "max_active_requests": (1, None),
-        "idle_poll_s": (0.0, None),
-        "callback_budget_s": (0.0, None),
-        "max_get_failures": (1, None),
-        "seed": (0, 2**64 - 1),
-    },
-}
-
-_DTYPES = (None, "float32", "bfloat16", "float16")
-
-
-def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
-    """A private copy of `config`; raises ConfigError naming the first field that cannot be."""
-    config = _checked(config, SchedulerConfig)
-    _require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
-    if config.context_chunking_policy is not None:
-        _require_member(config, "context_chunking_policy", ContextChunkingPolicy)
-    if config.create_scheduler is not None and not callable(config.create_scheduler):
-        raise ConfigError("SchedulerConfig.create_scheduler must be callable")
-    return config
-
-
-def checked_optional_params(params: OptionalParams) -> OptionalParams:
-    """A private copy of `params`; raises ConfigError naming the first field that cannot be."""
-    params = _checked(params, OptionalParams)
-    kv_cache = params.kv_cache_config = _checked(params.kv_cache_config, KvCacheConfig)
-    params.peft_cache_manager_config = _checked(
-        params.peft_cache_manager_config, PeftCacheManagerConfig
-    )
-    fraction = kv_cache.free_gpu_memory_fraction
-    if fraction is not None and not 0 < fraction < 1:
-        raise ConfigError(
-            f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
-            "both excluded"
-        )
-    if params.dtype not in _DTYPES:
-        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
-    return params
-
-
-def _checked(config: Any, cls: type) -> Any:
-    if not isinstance(config, cls):
-        raise ConfigError(f"expected a {cls.__name__}, got {config!r}")
-    default = cls()
-    for name, reason in _REFUSED[cls].items():
-        value = getattr(config, name)
-        if value != getattr(default, name):
-            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
-    for name, (low, high) in _RANGES[cls].items():
-        _require_range(cls.__name__, name, getattr(config, name), getattr(default, name), low, high)
-    return copy.copy(config)
-
-
-def _require_range(
-    owner: str, name: str, value: Any, default: Any, low: float | None, high: float | None
-) -> None:
-    if value is None and default is None or value == default:
-        return
-    if value is None and name in ("max_active_requests", "idle_poll_s", "callback_budget_s"):
-        return
-    kinds = (int, float) if isinstance(default, float) else (int,)
-    number = isinstance(value, kinds) and not isinstance(value, bool)
-    if (
-        not number
-        or not math.isfinite(value)
-        or (low is not None and value < low)
-        or (high is not None and value > high)
-    ):
-        bounds = f"from {low}" + ("" if high is None else f" to {high}")
-        kind = "a number" if isinstance(default, float) else "an integer"
-        raise ConfigError(f"{owner}.{name} = {value!r} must be {kind} {bounds}")
-
-
-def _require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, enum):
-        raise ConfigError(f"{type(config).__name__}.{name} = {value!r} is not a {enum.__name__}")

@@ -50,4 +50,8 @@ class ManagerDeadError(GptManagerError):
 
 def response_text(error: BaseException) -> str:
     """The text of an error response: the class's name, then what is wrong."""
-    return f"{type(error).__name__}: {error}"
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:  # an error whose own text fails must still be told
+        return f"{name}: (its text cannot be read)"

@@ -56,6 +56,8 @@ class TorchExecutor:
     def forward(self, schedule: Schedule) -> TorchStep:
         stall = _Stall()
         self._load(schedule)
+        if schedule.block_copies:
+            self.kv_pool.copy(schedule.block_copies)
         batch = self._pack(schedule)
         with torch.inference_mode():
             logits = self.model.forward(batch, self.kv_pool)

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptmanager.api import (
     GetInferenceRequestsCallback,
@@ -27,6 +27,14 @@ from gptmanager.step import Failure, Intake
 from gptmanager.watchdog import CallbackTimer
 
 logger = logging.getLogger("gptmanager")
+
+
+class Fetched(NamedTuple):
+    """How the last fetch went. `is_empty`: the host holds nothing for now."""
+
+    num_requests: int
+    is_empty: bool
+    failed: bool
 
 
 class CallbackHost:
@@ -56,8 +64,7 @@ class CallbackHost:
         self.memory = Memory()
         self.gil_wait_us: Callable[[], int] = lambda: 0
         self.is_accepting = True  # False: Get is not called any more
-        self.num_fetched = 0  # by the last fetch
-        self.has_no_more = False  # the last fetch knows that the host holds nothing for now
+        self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self.fatal: CallbackError | None = None  # the loop must end
         self.get_timer = CallbackTimer("GetInferenceRequests")
         self.send_timer = CallbackTimer("SendResponse")
@@ -72,10 +79,9 @@ class CallbackHost:
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         requests: list[InferenceRequest] = []
-        self.has_no_more = not self.is_accepting
+        self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
         if self.is_accepting and room != 0:
             requests = self._ask(-1 if room is None else room)
-        self.num_fetched = len(requests)
         stops, self._stops = self._stops, set()
         failures, self._failures = self._failures, []
         return Intake(time.monotonic(), tuple(requests), frozenset(stops), (), tuple(failures))
@@ -103,8 +109,8 @@ class CallbackHost:
             return
         with self._guarded(self.poll_timer):
             stops = self._poll()
-            if stops:
-                self._stops.update(_checked_ids(stops))
+            if stops is not None:
+                _collect_ids(stops, self._stops)
 
     def report(self, counts: Counts, laps: Laps) -> None:
         if self._return_stats is None:
@@ -144,7 +150,9 @@ class CallbackHost:
                 f"GetInferenceRequests failed {self._get_failures} times in a row, "
                 f"max_get_failures = {self._max_get_failures}"
             )
-        self.has_no_more = not requests and not failed
+        self.last_fetch = Fetched(
+            len(requests), is_empty=not requests and not failed, failed=failed
+        )
         return requests
 
     @contextmanager
@@ -181,8 +189,16 @@ def _iterate(answer: Any) -> Iterator[Any]:
         ) from None
 
 
-def _checked_ids(stops: Any) -> list[int]:
+def _collect_ids(stops: Any, into: set[int]) -> None:
+    """Take every id there is; raises CallbackError for the rest."""
+    foreign = []
     try:
-        return [operator.index(request_id) for request_id in stops]
-    except TypeError as error:
-        raise CallbackError(f"PollStopSignal returned {stops!r}, expected request ids") from error
+        for stop in stops:
+            try:
+                into.add(operator.index(stop))
+            except TypeError:
+                foreign.append(stop)
+    except TypeError:
+        foreign.append(stops)
+    if foreign:
+        raise CallbackError(f"PollStopSignal returned {foreign[0]!r}, expected request ids")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gptmanager.active import ActiveRequest
 from gptmanager.admission import admit
@@ -79,7 +80,12 @@ def audit(loop: TokenLoop) -> AuditReport:
     if ledger.free + ledger.used != ledger.total:
         problems.append(f"{ledger.free} free + {ledger.used} used of {ledger.total} blocks")
     return AuditReport(
-        not problems, tuple(problems), ledger.total, ledger.free, ledger.used, ledger.owners
+        not problems,
+        tuple(problems),
+        ledger.total,
+        ledger.free,
+        ledger.used,
+        MappingProxyType(dict(ledger.owners)),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from gptmanager.errors import (
 )
 from gptmanager.request import LlmRequestState, insert_by_priority
 from gptmanager.responses import final, stream_one_token, stream_tokens
-from gptmanager.scheduler import RequestScheduler
+from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, Laps, lap
 from gptmanager.step import Executor, Intake, Schedule, StepResult
 
@@ -90,6 +91,7 @@ class TokenLoop:
         self.requests: dict[int, ActiveRequest] = {}  # the same, by id
         self.pending: Any = None  # under run-ahead: the step whose result is not applied yet
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
+        self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
 
     # The loop, in the words and the order of docs/loop.md ----------------------------------
 
@@ -108,9 +110,10 @@ class TokenLoop:
                 self.pending = step
             else:
                 self.finish(step)
+        if self.active or step is not None or pending is not None:
+            self.poll()
         if step is None and pending is None:
             return False
-        self.poll()
         if schedule is not None:
             self.report(schedule, num_active)
         return True
@@ -124,23 +127,28 @@ class TokenLoop:
     def schedule(self, intake: Intake) -> Schedule | None:
         """Take the intake in, decide who runs, give out memory; None: nobody runs."""
         self._take_in(intake)
-        runnable: list[Any] = self.active
+        launched: list[int] = []  # to the end: they hold memory, but have nothing left to run
         if self.pending is not None:
-            runnable = [request for request in runnable if request.state is not _TO_COMPLETE]
-        if not runnable:
+            launched = [r.request_id for r in self.active if r.state is _TO_COMPLETE]
+        if len(launched) == len(self.active):
             return None
         name = type(self.scheduler).__name__
         try:
-            output = self.scheduler.schedule_request(runnable, frozenset())
+            # a copy: a scheduler may do with its list what it likes
+            answer = self.scheduler.schedule_request(list(self.active), frozenset(launched))
+            output = SchedulerOutput(*map(list, answer))
+            check_output(
+                output,
+                self.requests,
+                launched,
+                name,
+                max_batch_size=self.max_batch_size,
+                max_num_tokens=self.max_num_tokens,
+            )
+        except SchedulerError:
+            raise
         except Exception as error:
             raise SchedulerError(f"{name} raised {response_text(error)}") from error
-        check_output(
-            output,
-            self.requests,
-            name,
-            max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens,
-        )
         return self.allocator.allocate(output, intake.now, self.limits.max_seq_len, name)
 
     @lap
@@ -222,6 +230,7 @@ class TokenLoop:
             free_blocks=kv_cache.get_num_free_blocks(),
             total_blocks=kv_cache.get_max_resource_count(),
             tokens_per_block=kv_cache.tokens_per_block,
+            block_reuse=kv_cache.reuse_counts,
         )
         self.host.report(counts, self.laps)
 
@@ -233,6 +242,7 @@ class TokenLoop:
         An id was free for a new request only if its final response had been sent when Get ran.
         """
         taken = self.requests.keys() & {request.request_id for request in intake.requests}
+        self._arriving.extend(intake.requests)
         for failure in intake.failures:
             if failure.request_id in self.requests:
                 self.fail_request(self.requests[failure.request_id], failure.error)
@@ -244,8 +254,9 @@ class TokenLoop:
                 self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
-        for inference_request in intake.requests:
-            self._admit(inference_request, intake.now, taken)
+        while self._arriving:
+            self._admit(self._arriving[0], intake.now, taken)
+            self._arriving.popleft()
 
     def _admit(
         self, inference_request: InferenceRequest, now: float, taken: Collection[int]
@@ -276,8 +287,9 @@ class TokenLoop:
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """The final response: output up to history position `end`."""
+        tensors = final(request, reason, end)  # what fails here is answered by `abort`
         self._drop(request)
-        self.host.respond(request.request_id, final(request, reason, end), True, "")
+        self.host.respond(request.request_id, tensors, True, "")
 
     def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
         """An error response; every other request goes on."""
@@ -287,6 +299,9 @@ class TokenLoop:
     def abort(self, error: BaseException) -> None:
         """End all requests with an error response: the loop will not iterate again."""
         self.pending = None
+        while self._arriving:
+            request_id = self._arriving.popleft().request_id
+            self.host.respond(request_id, [], True, response_text(error))
         for request in self.active[:]:
             try:
                 self._drop(request)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
-from enum import Enum
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,62 +21,25 @@ from gptmanager.api import (
     SendResponseCallback,
 )
 from gptmanager.assembly import assemble, check_arguments
-from gptmanager.config import (
-    ModelType,
-    OptionalParams,
-    SchedulerConfig,
-    checked_optional_params,
-    checked_scheduler_config,
-)
+from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.config_check import checked_optional_params, checked_scheduler_config
 from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
+from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState
 from gptmanager.loop import TokenLoop
-from gptmanager.watchdog import CallbackLatency, Watchdog
+from gptmanager.recorder import Recorder
+from gptmanager.watchdog import Watchdog
 
 logger = logging.getLogger("gptmanager")
 
 _T = TypeVar("_T")
 
-_STALL_S = 0.01  # active requests, none of which was scheduled: how soon to ask again
-
-
-class ManagerState(Enum):
-    """Life of a manager."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-NEXT_MANAGER_STATES: dict[ManagerState, frozenset[ManagerState]] = {
-    ManagerState.STARTING: frozenset(
-        {ManagerState.RUNNING, ManagerState.STOPPED, ManagerState.FAILED}
-    ),
-    ManagerState.RUNNING: frozenset(
-        {ManagerState.DRAINING, ManagerState.STOPPED, ManagerState.FAILED}
-    ),
-    ManagerState.DRAINING: frozenset({ManagerState.STOPPED, ManagerState.FAILED}),
-    ManagerState.STOPPED: frozenset(),
-    ManagerState.FAILED: frozenset(),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """`alive`: the loop thread runs. `progressing`: nothing is active, or the last step is less
-    than ten seconds old. `last_step_age_s`: seconds since the last step ended, None: none yet.
-    `accepting`: Get is being called. `callbacks`: latency by callback name.
-    """
-
-    alive: bool
-    progressing: bool
-    accepting: bool
-    num_active: int
-    last_step_age_s: float | None
-    callbacks: dict[str, CallbackLatency]
+_STALL_S = 0.01  # nobody was scheduled, or Get failed: how soon to ask again
+_STALL_WARNING_S = 1.0
+_STUCK_S = 10.0  # requests are active and no step ends for so long: not progressing
+_HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
+_STEP_GRACE_S = 5.0  # longer than a step takes
 
 
 class GptManager:
@@ -106,8 +67,12 @@ class GptManager:
         return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
         optional_params: OptionalParams | None = None,
     ) -> None:
-        params = checked_optional_params(optional_params or OptionalParams())
-        config = checked_scheduler_config(scheduler_config or SchedulerConfig())
+        params = checked_optional_params(
+            OptionalParams() if optional_params is None else optional_params
+        )
+        config = checked_scheduler_config(
+            SchedulerConfig() if scheduler_config is None else scheduler_config
+        )
         check_arguments(model_type, max_beam_width, params)
         self._host = CallbackHost(
             get_inference_requests_cb,  # type: ignore[arg-type]  # None is refused there
@@ -127,9 +92,17 @@ class GptManager:
         self._turn = 0  # turns of the loop begun
         self._idle_turn = 0  # the last turn that found nothing to do
         # written by the loop thread only:
-        self._num_active = 0
         self._last_step: float | None = None
-        self._loop: TokenLoop
+        self._stall_told = False
+        self._last_progress = time.monotonic()  # a step has ended, or there was nothing to do
+        self._loop: TokenLoop | None = None
+        self._ended = threading.Event()  # the last thing that the loop thread does
+        self._process = os.getpid()
+        self._recorder = Recorder(
+            params.recording_path,
+            keep=params.black_box_iterations,
+            black_box_path=params.black_box_path,
+        )
 
         booted: Future[None] = Future()
         self._thread = threading.Thread(
@@ -139,9 +112,9 @@ class GptManager:
             daemon=True,
         )
         atexit.register(self._at_exit)
-        self._thread.start()
         try:
-            _wait_for(booted)
+            self._thread.start()
+            booted.result()
         except BaseException:
             self.shutdown(drain=False)
             raise
@@ -158,30 +131,33 @@ class GptManager:
         return self._exception
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
-        """End the loop; Get is not called any more. Idempotent; returns when the loop has ended.
+        """End the loop; Get is not called any more. Idempotent.
 
         `drain` runs the accepted requests to their end; otherwise, or when `timeout` seconds have
-        passed, each one gets one final error. A callback that never returns keeps its thread:
-        with a timeout this returns all the same. Called from a callback it only asks.
+        passed, each one gets one final error. Returns when the loop has ended, without a timeout
+        at any rate; with one, a callback that does not return keeps its thread but not the
+        caller, and a step gets five more seconds to end. Called from a callback it only asks.
         """
         with self._condition:
             if self._shutdown != "abort":
                 self._shutdown = "drain" if drain else "abort"
             self._wake()
-        if threading.current_thread() is self._thread:
+        if self._is_elsewhere or self.wait(timeout):
             return
-        if not self.wait(timeout):
-            with self._condition:
-                self._shutdown = "abort"
-                self._wake()
-            self.wait(0.4 if timeout is not None else None)
+        with self._condition:
+            self._shutdown = "abort"
+            self._wake()
+        give_up = time.monotonic() + _STEP_GRACE_S
+        while not self.wait(_HANG_S / 2) and time.monotonic() < give_up:
+            if any(timer.running_s > _HANG_S for timer in self._host.timers):
+                return
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the loop has ended; False: it has not within `timeout` seconds."""
-        if threading.current_thread() is self._thread:
+        if self._is_elsewhere or not self._ended.wait(_bounded(timeout)):
             return False
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
+        return True  # join leaves a thread that runs on marked as ended
 
     def wait_idle(self, timeout: float | None = None) -> bool:
         """Wait until nothing is active and a Get made after this call has returned nothing.
@@ -191,13 +167,16 @@ class GptManager:
         """
         if threading.current_thread() is self._thread:
             return False
+        self._raise_if_forked()
         with self._condition:
             turn = self._turn + 1
             self._wake()
-            self._condition.wait_for(lambda: self._idle_turn >= turn or self._has_ended, timeout)
+            self._condition.wait_for(
+                lambda: self._idle_turn >= turn or self._ended.is_set(), _bounded(timeout)
+            )
             if self._idle_turn < turn:
                 self._raise_if_failed()
-            return self._idle_turn >= turn or self._has_ended
+            return self._idle_turn >= turn or self._ended.is_set()
 
     def notify(self) -> None:
         """Wake an idle loop: there may be something to get. Raises ManagerDeadError when dead."""
@@ -220,15 +199,15 @@ class GptManager:
 
     def health(self) -> Health:
         """What the manager is doing; answered at once, even while a callback hangs."""
-        last_step, num_active = self._last_step, self._num_active
-        age = None if last_step is None else time.monotonic() - last_step
-        alive = self._thread.is_alive()
+        now, last_step = time.monotonic(), self._last_step
+        num_active = 0 if self._loop is None else len(self._loop.active)
+        alive = not self._ended.is_set() and os.getpid() == self._process
         return Health(
             alive=alive,
-            progressing=alive and (num_active == 0 or age is None or age < 10.0),
+            progressing=alive and (num_active == 0 or now - self._last_progress < _STUCK_S),
             accepting=alive and self._host.is_accepting,
             num_active=num_active,
-            last_step_age_s=age,
+            last_step_age_s=None if last_step is None else now - last_step,
             callbacks={timer.name: timer.snapshot() for timer in self._host.timers},
         )
 
@@ -247,43 +226,47 @@ class GptManager:
         return self._ask(lambda loop: would_fit(loop, request))
 
     def _ask(self, question: Callable[[TokenLoop], _T]) -> _T:
+        self._raise_if_forked()
         answer: Future[_T] = Future()
         with self._condition:
-            ask_directly = self._has_ended or threading.current_thread() is self._thread
+            ask_directly = self._ended.is_set() or threading.current_thread() is self._thread
             if not ask_directly:
                 self._questions.append((question, answer))
                 self._wake()
-        return question(self._loop) if ask_directly else _wait_for(answer)
+        if ask_directly and self._loop is not None:
+            return question(self._loop)
+        return answer.result()
 
     # The worker thread ---------------------------------------------------------------------
 
     def _run(self, source: Any, config: SchedulerConfig, booted: Future[None]) -> None:
         watchdog = None
         try:
-            self._loop = assemble(source, self._params, config, self._host)
-            budget_s = self._params.callback_budget_s
-            if budget_s is not None:
-                watchdog = Watchdog(self._host.timers, budget_s, threading.get_ident())
+            loop = self._loop = assemble(source, self._params, config, self._host, self._recorder)
+            if self._params.callback_budget_s is not None:
+                watchdog = Watchdog(
+                    self._host.timers, self._params.callback_budget_s, threading.get_ident()
+                )
                 watchdog.start()
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
-            atexit.unregister(self._at_exit)
-            self._end(ManagerState.FAILED, error)
+            self._fail(error)
+            self._end()
             booted.set_exception(error)
             return
         self._move_to(ManagerState.RUNNING)
         booted.set_result(None)
         try:
-            self._serve(self._loop)
+            self._serve(loop)
+            self._move_to(ManagerState.STOPPED)
         except BaseException as error:  # noqa: B036 - kept as `exception`
-            logger.exception("the token loop has failed")
-            self._loop.abort(_as_final(error))
-            self._end(ManagerState.FAILED, error)
-        else:
-            self._end(ManagerState.STOPPED, None)
+            # nothing that may raise stands between the failure and the final responses
+            self._fail(error)
+            loop.abort(_as_final(error))
+            self._tell_failure(error)
         finally:
             if watchdog is not None:
                 watchdog.stop()
-            atexit.unregister(self._at_exit)
+            self._end()
 
     def _serve(self, loop: TokenLoop) -> None:
         while True:
@@ -295,30 +278,50 @@ class GptManager:
             if shutdown is not None:
                 self._host.is_accepting = False
                 if shutdown == "abort":
+                    self._recorder.close("aborted")
                     loop.abort(ManagerDeadError("the manager was shut down"))
                 if not loop.active:
+                    self._recorder.close()
                     return
                 self._move_to(ManagerState.DRAINING)
+            had_active = bool(loop.active)
             worked = loop.iterate()
-            self._num_active = len(loop.active)
             if worked:
-                self._last_step = time.monotonic()
+                self._last_step = self._last_progress = time.monotonic()
+            elif not loop.active:
+                self._last_progress = time.monotonic()
             if self._host.fatal is not None:
                 raise self._host.fatal
-            if not worked and not self._host.num_fetched:
-                self._rest(is_idle=not loop.active and self._host.has_no_more)
+            # a final response may have made the host submit: then Get knows more than it said
+            ended_some = had_active and not loop.active
+            if not (worked or ended_some or self._host.last_fetch.num_requests):
+                self._warn_of_stall(loop)
+                self._rest(loop)
 
-    def _rest(self, is_idle: bool) -> None:
+    def _warn_of_stall(self, loop: TokenLoop) -> None:
+        """Say once why nobody runs although requests are there."""
+        stalled_s = time.monotonic() - self._last_progress
+        if not loop.active or stalled_s < _STALL_WARNING_S:
+            self._stall_told = False
+        elif not self._stall_told:
+            self._stall_told = True
+            text = explain(loop, loop.active[0].request_id).text
+            logger.warning(
+                "nobody has been scheduled for %.1f s, %d requests are active: %s",
+                *(stalled_s, len(loop.active), text),
+            )
+
+    def _rest(self, loop: TokenLoop) -> None:
         """Sleep until somebody wakes the loop or it is time to ask Get again."""
-        idle_poll_s = self._params.idle_poll_s
+        fetched = self._host.last_fetch
+        seconds = self._params.idle_poll_s
         with self._condition:
-            if is_idle:
+            if not loop.active and fetched.is_empty:
                 self._idle_turn = self._turn
                 self._condition.notify_all()
-            if self._num_active:
-                self._condition.wait_for(lambda: self._woken, _STALL_S)
-            else:
-                self._condition.wait_for(lambda: self._woken, idle_poll_s)
+            if loop.active or fetched.failed:
+                seconds = _STALL_S
+            self._condition.wait_for(lambda: self._woken, seconds)
 
     def _answer_questions(self, loop: TokenLoop) -> None:
         while self._questions:
@@ -328,14 +331,26 @@ class GptManager:
             except BaseException as error:  # noqa: B036 - raised in the asker's line
                 answer.set_exception(error)
 
-    def _end(self, state: ManagerState, error: BaseException | None) -> None:
+    def _fail(self, error: BaseException) -> None:
+        self._host.is_accepting = False
+        self._exception = error
+        self._move_to(ManagerState.FAILED)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        try:
+            logger.error("the token loop has failed", exc_info=error)
+            self._recorder.fail(error)
+        except Exception:  # a log handler of the host's
+            self._recorder.close("failed")
+
+    def _end(self) -> None:
+        """The loop thread's last act: whoever waits learns of it."""
+        atexit.unregister(self._at_exit)
         with self._condition:
-            self._exception = error
             self._host.is_accepting = False
-            self._num_active = 0
-            self._move_to(state)
+            self._ended.set()
             self._condition.notify_all()
-        if hasattr(self, "_loop"):
+        if self._loop is not None:
             self._answer_questions(self._loop)
 
     def _move_to(self, state: ManagerState) -> None:
@@ -346,8 +361,9 @@ class GptManager:
                 self._state = state
 
     @property
-    def _has_ended(self) -> bool:
-        return self._state in (ManagerState.STOPPED, ManagerState.FAILED)
+    def _is_elsewhere(self) -> bool:
+        """This is a callback, or a forked process: there is nothing to wait for."""
+        return threading.current_thread() is self._thread or os.getpid() != self._process
 
     def _wake(self) -> None:
         self._woken = True
@@ -359,8 +375,13 @@ class GptManager:
                 f"the manager has failed: {response_text(self._exception or RuntimeError())}"
             ) from self._exception
 
+    def _raise_if_forked(self) -> None:
+        if os.getpid() != self._process:
+            raise ManagerDeadError(f"the manager lives in process {self._process}, not in its fork")
+
     def _at_exit(self) -> None:
-        self.shutdown(drain=False, timeout=5.0)
+        if os.getpid() == self._process:
+            self.shutdown(drain=False, timeout=5.0)
 
 
 def _as_final(error: BaseException) -> GptManagerError:
@@ -372,11 +393,5 @@ def _as_final(error: BaseException) -> GptManagerError:
     )
 
 
-def _wait_for(future: Future[_T]) -> _T:
-    """The result of a future that the loop thread fulfils; a Ctrl-C gets through meanwhile."""
-    while True:
-        try:
-            return future.result(timeout=0.25)
-        except FutureTimeoutError:
-            if future.done():
-                raise
+def _bounded(timeout: float | None) -> float | None:
+    return None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)

@@ -8,7 +8,7 @@ history read these. Without run-ahead both agree between iterations.
 from __future__ import annotations
 
 from bisect import insort_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
@@ -69,6 +69,7 @@ class LlmRequest:
     __slots__ = (
         "arrival_time",
         "beam_width",
+        "cache_salt",
         "context_current_position",
         "encoder_len",
         "epoch",
@@ -104,6 +105,7 @@ class LlmRequest:
         state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
         estimated_reusable_tokens: int = 0,
         arrival_time: float = 0.0,
+        cache_salt: Hashable = None,
     ) -> None:
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
@@ -115,6 +117,7 @@ class LlmRequest:
         self.encoder_len = encoder_len
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
+        self.cache_salt = cache_salt  # only requests with an equal one share cached blocks
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
         self.slot = -1  # the executor's row storage; -1: none, the request has not started
@@ -189,6 +192,21 @@ class LlmRequest:
             self._context_chunk_size = 0
         if self.context_current_position == self.prompt_len:
             self.state = _IN_PROGRESS
+
+    def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
+        """The context begins behind `num_tokens` that lie in the KV cache already.
+
+        The chunk moves on. If it does not end the context it ends on a block, so that the next
+        one begins there; but never with nothing left to compute.
+        """
+        size = self._context_chunk_size
+        self.context_current_position = num_tokens
+        if size is None:
+            return
+        end = num_tokens + size
+        if end < self.prompt_len and end - end % tokens_per_block > num_tokens:
+            size -= end % tokens_per_block
+        self.context_chunk_size = size
 
     def launch_token(self) -> None:
         """One more token is being computed; the last permitted one ends the launching."""

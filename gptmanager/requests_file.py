@@ -1,21 +1,39 @@
-"""Requests as JSON lines: what `gptmanager run` reads.
+"""Requests as JSON lines, and results as JSON lines: what `gptmanager run` reads and writes.
 
-A line is an object with `prompt` (text) or `input_ids`, `max_new_tokens`, and any tensor name or
-keyword of `InferenceRequest`; `streaming` and `stop` (texts) besides. A line that cannot be read
-is a value here, not an end: the others run.
+A line is an object with `prompt` (text) or `input_ids`, `max_new_tokens`, and any input of an
+`InferenceRequest` by its name; `streaming` (default true), `stop` (texts) and `top_k`, `top_p`,
+`min_p` besides. A line that cannot be read is a value here, not an end: the others run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import orjson
 from tokenizers import Tokenizer
 
-from gptmanager.api import InferenceRequest
-from gptmanager.errors import ConfigError, InvalidRequestError
+from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
+from gptmanager.callbacks import GenerationResult, TextStream
+from gptmanager.errors import ConfigError, InvalidRequestError, response_text
+
+# what a line may say beside the names of tensors and their properties
+_KEYWORDS = ("priority", "deadline_s", "queue_timeout_s", "client_id", "cache_salt")
+_ALIASES = {
+    **TENSOR_ALIASES,
+    **{name: tensor for tensor, name in PROPERTY_OF_TENSOR.items()},
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "min_p": "runtime_min_p",
+    "streaming": "is_streaming",
+}
+_NAMES = frozenset(
+    (*PROPERTY_OF_TENSOR, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop")
+)
+_COUNTS = ("pauses", "cached_tokens", "prompt_tokens", "generated_tokens")  # among the metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +41,7 @@ class RequestLine:
     """One line: a request, or what is wrong with it."""
 
     number: int  # from 1
-    request_id: int
+    request_id: int | None  # None: the line gives one that cannot be
     prompt: str | None = None
     request: InferenceRequest | None = None
     error: InvalidRequestError | None = None
@@ -32,64 +50,190 @@ class RequestLine:
 def read_requests(
     lines: Iterable[bytes], tokenizer: Tokenizer | None, *, max_new_tokens: int
 ) -> Iterator[RequestLine]:
-    """Every line that is not empty. `max_new_tokens` is for lines that name none."""
-    first_use: dict[int, int] = {}
+    """Every line that is not empty. Without a `request_id` it gets its number as its id.
+
+    `max_new_tokens` is for lines that name none.
+    """
+    first_use: dict[int | None, int] = {}
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         line = _read_line(number, text, tokenizer, max_new_tokens)
         if line.request is not None and first_use.setdefault(line.request_id, number) != number:
-            error = f"line {number}: line {first_use[line.request_id]} has the same request_id"
-            line = replace(line, request=None, error=InvalidRequestError(error))
+            error = f"request_id = {line.request_id} is that of line {first_use[line.request_id]}"
+            line = replace(line, request=None, error=_error(number, error))
         yield line
 
 
+def read_file(path: str, tokenizer: Tokenizer | None, *, max_new_tokens: int) -> list[RequestLine]:
+    """The lines of a file, of the standard input for "-". Raises ConfigError."""
+    try:
+        if path != "-":
+            with open(path, "rb") as lines:
+                return list(read_requests(lines, tokenizer, max_new_tokens=max_new_tokens))
+    except OSError as error:
+        raise ConfigError(f"--requests {path}: {error.strerror}") from error
+    if sys.stdin.isatty():
+        print("reading requests, a JSON object a line; Ctrl-D ends them", file=sys.stderr)
+    return list(read_requests(sys.stdin.buffer, tokenizer, max_new_tokens=max_new_tokens))
+
+
+def new_file(option: str, path: Path) -> BinaryIO:
+    """An empty file to write, in a folder that is made if need be. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
+
+
+def result_line(
+    line: RequestLine,
+    outcome: GenerationResult | BaseException | None,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """What the output file says of a line. `outcome` None: the line holds no request."""
+    result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
+    if line.prompt is not None:
+        result["prompt"] = line.prompt
+    if not isinstance(outcome, GenerationResult):
+        error = outcome or line.error or InvalidRequestError("was not submitted")
+        return {**result, "error": response_text(error)}
+    output_ids = outcome.generated_ids[0]
+    if tokenizer is not None:
+        stream = TextStream(tokenizer, outcome.prompt_ids)
+        result["text"] = stream.push(output_ids) + stream.flush()
+    metrics = outcome.metrics
+    return {
+        **result,
+        "output_ids": output_ids,
+        "finish_reason": outcome.finish_reasons[0].name,
+        "metrics": {n: int(metrics[n]) if n in _COUNTS else metrics[n] for n in metrics},
+    }
+
+
+class Results:
+    """What became of each line.
+
+    `file` has them in the order of the lines, each as soon as it and all before it are known;
+    `close` writes those that are known behind one that is not.
+    """
+
+    def __init__(
+        self, lines: Sequence[RequestLine], tokenizer: Tokenizer | None, file: BinaryIO | None
+    ) -> None:
+        self._lines = lines
+        self._tokenizer = tokenizer
+        self._file = file
+        self._num_written = 0
+        self.by_number: dict[int, dict[str, Any]] = {}
+
+    def add(
+        self, line: RequestLine, outcome: GenerationResult | BaseException | None
+    ) -> dict[str, Any]:
+        result = result_line(line, outcome, self._tokenizer)
+        self.by_number[line.number] = result
+        while self._num_written < len(self._lines):
+            known = self.by_number.get(self._lines[self._num_written].number)
+            if known is None:
+                break
+            self._write(known)
+        return result
+
+    def close(self) -> None:
+        for line in self._lines[self._num_written :]:
+            if line.number in self.by_number:
+                self._write(self.by_number[line.number])
+
+    def _write(self, result: dict[str, Any]) -> None:
+        self._num_written += 1
+        if self._file is not None:
+            self._file.write(orjson.dumps(result) + b"\n")
+            self._file.flush()
+
+
 def _read_line(
-    number: int, line: bytes, tokenizer: Tokenizer | None, max_new_tokens: int
+    number: int, text: bytes, tokenizer: Tokenizer | None, max_new_tokens: int
 ) -> RequestLine:
     request_id: Any = number
     prompt = None
     try:
-        fields = orjson.loads(line)
-        if not isinstance(fields, dict):
-            raise InvalidRequestError("not a JSON object")
+        fields = _fields(text)
         request_id = fields.pop("request_id", number)
         prompt = fields.pop("prompt", None)
-        fields["input_ids"] = _input_ids(fields, prompt, tokenizer)
-        fields["is_streaming"] = fields.pop("streaming", True)
-        if "stop" in fields:
-            fields["stop_words_list"] = _stop_words(fields.pop("stop"), tokenizer)
-        limit = fields.pop("request_output_len", max_new_tokens)
-        limit = fields.pop("max_new_tokens", limit)
-        request = InferenceRequest.from_tokens(request_id, fields.pop("input_ids"), limit, **fields)
-    except (InvalidRequestError, ConfigError, AttributeError, TypeError, ValueError) as error:
-        shown_id = request_id if isinstance(request_id, int) else number
-        return RequestLine(
-            number, shown_id, prompt, error=InvalidRequestError(f"line {number}: {error}")
-        )
+        input_ids = _input_ids(fields, prompt, tokenizer)
+        fields["stop_words_list"] = _stop_words(fields, tokenizer)
+        length = fields.pop("request_output_len", max_new_tokens)
+        request = InferenceRequest.from_tokens(request_id, input_ids, length, **fields)
+    except (InvalidRequestError, TypeError, ValueError, OverflowError) as error:
+        shown_id = request_id if type(request_id) is int else None
+        shown_prompt = prompt if isinstance(prompt, str) else None
+        return RequestLine(number, shown_id, shown_prompt, error=_error(number, error))
     return RequestLine(number, request_id, prompt, request)
 
 
-def _input_ids(fields: dict[str, Any], prompt: Any, tokenizer: Tokenizer | None) -> Any:
-    if prompt is None:
-        if "input_ids" not in fields:
-            raise InvalidRequestError("neither prompt nor input_ids is given")
-        return fields["input_ids"]
-    if "input_ids" in fields:
+def _fields(text: bytes) -> dict[str, Any]:
+    """The line's object, every field under its tensor's or keyword's name."""
+    try:
+        given = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequestError(f"no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise InvalidRequestError("not a JSON object")
+    fields: dict[str, Any] = {"is_streaming": True}  # by default, so that it can be watched
+    names: dict[str, str] = {}
+    for given_name, value in given.items():
+        name = _ALIASES.get(given_name, given_name)
+        if name not in _NAMES:
+            raise InvalidRequestError(f"unknown field {given_name!r}")
+        if name in names:
+            raise InvalidRequestError(f"{names[name]} and {given_name} are the same field")
+        names[name] = given_name
+        if value is not None:
+            fields[name] = value
+    if not isinstance(fields["is_streaming"], bool):
+        raise InvalidRequestError(f"streaming = {fields['is_streaming']!r} is not true or false")
+    return fields
+
+
+def _input_ids(fields: dict[str, Any], prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
+    if prompt is not None and "input_ids" in fields:
         raise InvalidRequestError("both prompt and input_ids are given")
-    return _encode("prompt", prompt, tokenizer).ids
+    if prompt is not None:
+        return _encode("prompt", prompt, tokenizer, special=True)
+    if "input_ids" not in fields:
+        raise InvalidRequestError("neither prompt nor input_ids is given")
+    input_ids = fields.pop("input_ids")
+    if not _are_ids(input_ids):
+        raise InvalidRequestError("input_ids is not a list of token ids")
+    ids: list[int] = input_ids
+    return ids
 
 
-def _stop_words(stop: Any, tokenizer: Tokenizer | None) -> list[list[int]]:
+def _stop_words(fields: dict[str, Any], tokenizer: Tokenizer | None) -> list[list[int]] | None:
+    """`stop_words_list`, then the tokens of the texts in `stop`; None: neither is given."""
+    words = fields.pop("stop_words_list", [])
+    if not isinstance(words, list) or not all(map(_are_ids, words)):
+        raise InvalidRequestError("stop_words_list is not a list of lists of token ids")
+    stop = fields.pop("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list):
         raise InvalidRequestError(f"stop = {stop!r} is neither a text nor a list of texts")
-    return [_encode("stop", text, tokenizer, special=False).ids for text in texts]
+    return [*words, *(_encode("stop", text, tokenizer, special=False) for text in texts)] or None
 
 
-def _encode(name: str, text: Any, tokenizer: Tokenizer | None, *, special: bool = True) -> Any:
+def _encode(name: str, text: Any, tokenizer: Tokenizer | None, *, special: bool) -> list[int]:
     if not isinstance(text, str):
         raise InvalidRequestError(f"{name} = {text!r} is not a text")
     if tokenizer is None:
         raise InvalidRequestError(f"{name} is a text, but the model folder has no tokenizer.json")
-    return tokenizer.encode(text, add_special_tokens=special)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
+    return ids
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+
+
+def _error(number: int, error: object) -> InvalidRequestError:
+    return InvalidRequestError(f"line {number}: {error}")

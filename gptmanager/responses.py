@@ -28,8 +28,8 @@ REQUEST_METRICS = (
 
 # sent whenever logits were not asked for: the contract's dummies, shared by all responses
 _NO_LOGITS = (
-    NamedTensor("context_logits", torch.zeros(1, 1, 1)),
-    NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1)),
+    NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
+    NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1, dtype=torch.float32)),
 )
 
 
@@ -109,7 +109,7 @@ def _metrics(request: ActiveRequest) -> torch.Tensor:
         [
             *(math.nan if time is None else time - arrival for time in times),
             request.pause_count,
-            0,
+            request.cached_tokens,
             request.orig_prompt_len,
             len(request.tokens) - request.orig_prompt_len,
         ],

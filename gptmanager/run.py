@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
-from gptmanager.api import NamedTensor
+from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.callbacks import (
     Generation,
     JsonLinesSink,
@@ -25,10 +24,9 @@ from gptmanager.callbacks import (
     load_tokenizer,
 )
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import ConfigError, response_text
 from gptmanager.live_view import LiveView, Progress, RunningRow
 from gptmanager.manager import GptManager
-from gptmanager.requests_file import RequestLine, read_requests
+from gptmanager.requests_file import RequestLine, Results, new_file, read_file
 
 _REFRESH_S = 0.05
 
@@ -43,237 +41,248 @@ class RunOptions:
     stats: Path | None = None
     max_new_tokens: int = 64
     pace_s: float = 0.0
-    quiet: bool = False
     params: OptionalParams = field(default_factory=OptionalParams)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
-@dataclass(slots=True)
-class Events:
-    """What the loop thread tells the terminal's thread; appends and pops need no lock."""
+def run(options: RunOptions, view: LiveView) -> dict[str, Any]:
+    """Serve every line of the file; returns the summary. Raises ConfigError for bad options."""
+    has_tokenizer = (options.model / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(options.model) if has_tokenizer else None
+    lines = read_file(options.requests, tokenizer, max_new_tokens=options.max_new_tokens)
+    if not lines:
+        view.note(f"{options.requests} holds no requests")
+    with ExitStack() as stack:
+        # files first: a path that cannot be is told before anything slow
+        file = None
+        if options.output is not None:
+            file = stack.enter_context(new_file("--output", options.output))
+        sinks = []
+        if options.stats is not None:
+            new_file("--stats", options.stats).close()
+            sinks.append(stack.enter_context(JsonLinesSink(options.stats)))
+        results = stack.enter_context(closing(Results(lines, tokenizer, file)))
+        stack.callback(view.close)
+        view.note(f"loading {options.model}")
+        exclude_input = options.params.exclude_input_in_output
+        queue = stack.enter_context(
+            RequestQueue.for_checkpoint(
+                options.model, max_pending=None, exclude_input_in_output=exclude_input
+            )
+        )
+        recorder = Recorder(queue, is_watched=not view.quiet)
+        queue.attach(stack.enter_context(_manager(options, queue, recorder, sinks)))
+        Watch(lines, tokenizer, recorder, results, view).follow(queue)
+    return summary([results.by_number[line.number] for line in lines], recorder)
 
-    responses: deque[tuple[int, list[int], bool]] = field(default_factory=deque)
-    batch_sizes: list[int] = field(default_factory=list)
-    kv_use: float = 0.0
-    max_kv_use: float = 0.0
 
-    def send(self, request_id: int, tensors: list[NamedTensor], final: bool, error: str) -> None:
-        tokens: list[int] = []
-        by_name = dict(tensors)
-        if "output_offset" in by_name:
-            tokens = by_name["output_ids"].flatten().tolist()
-        self.responses.append((request_id, tokens, final))
+def _manager(
+    options: RunOptions, queue: RequestQueue, recorder: Recorder, sinks: Sequence[JsonLinesSink]
+) -> GptManager:
+    poll = queue.poll_stop_signal
 
-    def record(self, text: str) -> None:
+    def paced_poll() -> Any:
+        time.sleep(options.pace_s)  # slows the loop down for a person to watch
+        return poll()
+
+    return GptManager(
+        options.model,
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        1,
+        options.scheduler,
+        recorder.get_inference_requests,
+        fan_out(queue.send_response, recorder.see_response),
+        paced_poll if options.pace_s else poll,
+        fan_out(recorder.see_statistics, *sinks),
+        options.params,
+    )
+
+
+class FetchTimes:
+    """A Get callback in front of another; keeps when each request was fetched.
+
+    A request's metrics count from there, a client's patience from its submission.
+    """
+
+    def __init__(self, get: Callable[[int], Sequence[InferenceRequest]]) -> None:
+        self._get = get
+        self.by_id: dict[int, float] = {}  # seconds of time.monotonic()
+
+    def __call__(self, max_num_requests: int) -> Sequence[InferenceRequest]:
+        requests = self._get(max_num_requests)
+        now = time.monotonic()
+        for request in requests:
+            self.by_id[request.request_id] = now
+        return requests
+
+
+class Recorder:
+    """What a run's callbacks see, for the terminal's thread; appends and pops need no lock.
+
+    `news` holds request ids with new tokens, with none when a request joins, with None when it
+    has ended. Not `is_watched`: only ends are news.
+    """
+
+    def __init__(self, queue: RequestQueue, *, is_watched: bool) -> None:
+        self.news: deque[tuple[int, list[int] | None]] = deque()
+        self.fetched_at = FetchTimes(queue.get_inference_requests)
+        self.submitted_at: dict[int, float] = {}
+        self.ended_at = 0.0  # the last one
+        self.batch_sizes: list[int] = []
+        self.kv_use = 0.0
+        self.max_kv_use = 0.0
+        self._is_watched = is_watched
+
+    def get_inference_requests(self, max_num_requests: int) -> Sequence[InferenceRequest]:
+        requests = self.fetched_at(max_num_requests)
+        if self._is_watched:
+            self.news.extend((request.request_id, []) for request in requests)
+        return requests
+
+    def see_response(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        if self._is_watched and not is_final:
+            tokens = dict(tensors)["output_ids"].reshape(-1).tolist()
+            self.news.append((request_id, tokens))
+
+    def see_end(self, generation: Any) -> None:
+        self.ended_at = time.monotonic()
+        self.news.append((generation.request_id, None))
+
+    def see_statistics(self, text: str) -> None:
         record = orjson.loads(text)
         self.batch_sizes.append(record["Scheduled Requests"])
         self.kv_use = record["Used KV cache blocks"] / record["Max KV cache blocks"]
         self.max_kv_use = max(self.max_kv_use, self.kv_use)
 
 
-def run(options: RunOptions) -> dict[str, Any]:
-    """Serve every line of the file; returns the summary. Raises ConfigError for bad options."""
-    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
-    lines = _read(options, tokenizer)
-    events = Events()
-    with ExitStack() as stack:
-        queue = stack.enter_context(
-            RequestQueue.for_checkpoint(
-                options.model,
-                max_pending=None,
-                exclude_input_in_output=options.params.exclude_input_in_output,
-            )
-        )
-        record = [events.record]
-        if options.stats is not None:
-            record.append(stack.enter_context(JsonLinesSink(options.stats)))
-        manager = stack.enter_context(
-            GptManager(
-                options.model,
-                ModelType.INFLIGHT_FUSED_BATCHING,
-                1,
-                options.scheduler,
-                queue.get_inference_requests,
-                fan_out(events.send, queue.send_response),
-                _paced(queue.poll_stop_signal, options.pace_s),
-                fan_out(*record),
-                options.params,
-            )
-        )
-        queue.attach(manager)
-        watch = Watch(lines, tokenizer, events, LiveView(sys.stderr, quiet=options.quiet))
-        generations = {
-            line.number: queue.submit(line.request) for line in lines if line.request is not None
-        }
-        try:
-            watch.until_done(generations)
-        finally:
-            watch.view.close()
-        seconds = time.monotonic() - watch.progress.started
-    results = [_result(line, generations.get(line.number), tokenizer) for line in lines]
-    if options.output is not None:
-        with options.output.open("wb") as output:
-            for result in results:
-                output.write(orjson.dumps(result) + b"\n")
-    return summary(results, seconds, events.batch_sizes, events.max_kv_use)
-
-
 class Watch:
-    """Follows a run on the terminal's thread."""
+    """Submits the requests and follows them, on the terminal's thread."""
 
     def __init__(
         self,
-        lines: list[RequestLine],
+        lines: Sequence[RequestLine],
         tokenizer: Tokenizer | None,
-        events: Events,
+        recorder: Recorder,
+        results: Results,
         view: LiveView,
     ) -> None:
-        self.view = view
-        self.progress = Progress(total=sum(line.request is not None for line in lines))
-        self._events = events
+        self._lines = lines
         self._tokenizer = tokenizer
-        self._lines = {line.request_id: line for line in lines if line.request is not None}
-        self._rows: dict[int, RunningRow] = {}
-        self._texts: dict[int, TextStream] = {}
-        self._generations: dict[int, Generation] = {}
+        self._recorder = recorder
+        self._results = results
+        self._view = view
+        self._progress = Progress(total=len(lines))
+        self._rows: dict[int, RunningRow] = {}  # by line
+        self._generations: dict[int, tuple[RequestLine, Generation]] = {}
 
-    def until_done(self, generations: dict[int, Generation]) -> None:
-        self._generations = {g.request_id: g for g in generations.values()}
-        while True:
-            done = all(generation.done() for generation in generations.values())
-            self._take_events()
-            self.view.draw(list(self._rows.values()), self.progress)
-            if done:
-                return
-            time.sleep(_REFRESH_S)
+    def follow(self, queue: RequestQueue) -> None:
+        """Returns when every line has its result."""
+        for line in self._lines:
+            if line.request is None:
+                self._answer(line, line.error)
+                continue
+            self._recorder.submitted_at[line.request.request_id] = time.monotonic()
+            generation = queue.submit(line.request)
+            self._generations[generation.request_id] = (line, generation)
+            generation.add_done_callback(self._recorder.see_end)
+        try:
+            while self._progress.done < self._progress.total:
+                time.sleep(_REFRESH_S)
+                self._take_news()
+                self._view.draw(list(self._rows.values()), self._progress)
+        except KeyboardInterrupt:
+            self._view.note(f"{self._progress.done} of {self._progress.total} requests were done")
+            raise
 
-    def _take_events(self) -> None:
-        self.progress.batch_size = (self._events.batch_sizes or [0])[-1]
-        self.progress.kv_use = self._events.kv_use
-        while self._events.responses:
-            request_id, tokens, is_final = self._events.responses.popleft()
-            row = self._rows.get(request_id) or self._join(request_id)
-            row.num_tokens += len(tokens)
-            self.progress.output_tokens += len(tokens)
-            row.text += self._text(request_id, tokens)
-            if is_final:
-                self._leave(row)
+    def _take_news(self) -> None:
+        self._progress.batch_size = (self._recorder.batch_sizes or [0])[-1]
+        self._progress.kv_use = self._recorder.kv_use
+        while self._recorder.news:
+            request_id, tokens = self._recorder.news.popleft()
+            line, generation = self._generations[request_id]
+            if tokens is None:
+                self._answer(line, generation.exception() or generation.result())
+            elif not tokens:
+                row = self._rows[line.number] = self._row(line)
+                self._view.join(row, self._progress)
+            elif line.number in self._rows:
+                self._rows[line.number].add(tokens)
+                self._progress.output_tokens += len(tokens)
 
-    def _join(self, request_id: int) -> RunningRow:
-        line = self._lines[request_id]
-        row = RunningRow(request_id, line.prompt or f"{line.request.input_ids.tolist()}")
-        self._rows[request_id] = row
-        if self._tokenizer is not None:
-            ids = line.request.input_ids.reshape(-1).tolist()
-            self._texts[request_id] = TextStream(self._tokenizer, ids)
-        self.view.join(row, self.progress)
-        return row
+    def _answer(self, line: RequestLine, outcome: Any) -> None:
+        result = self._results.add(line, outcome)
+        row = self._rows.pop(line.number, None) or self._row(line)
+        output_ids = result.get("output_ids", ())
+        self._progress.done += 1
+        self._progress.output_tokens += len(output_ids) - row.num_tokens
+        row.num_tokens = len(output_ids)
+        failed = "error" in result
+        why = "ERROR" if failed else result["finish_reason"]
+        text = result["error"] if failed else result.get("text", _words(output_ids))
+        self._view.leave(row, why, text, self._progress, failed=failed)
 
-    def _leave(self, row: RunningRow) -> None:
-        del self._rows[row.request_id]
-        self.progress.done += 1
-        generation = self._generations[row.request_id]
-        error = generation.exception()
-        if error is not None:
-            self.view.leave(row, response_text(error), self.progress)
-            return
-        result = generation.result()
-        if not row.num_tokens:  # it did not stream
-            row.num_tokens = len(result.generated_ids[0])
-            self.progress.output_tokens += row.num_tokens
-            row.text = self._text(row.request_id, list(result.generated_ids[0]))
-        self.view.leave(row, result.finish_reasons[0].name, self.progress)
-
-    def _text(self, request_id: int, tokens: list[int]) -> str:
+    def _row(self, line: RequestLine) -> RunningRow:
+        name = "?" if line.request_id is None else str(line.request_id)
+        ids = [] if line.request is None else line.request.input_ids.tolist()
         if self._tokenizer is None:
-            return "".join(f" {token}" for token in tokens)
-        return self._texts[request_id].push(tokens)
+            return RunningRow(name, _words(ids), _words)
+        prompt = self._tokenizer.decode(ids) if line.prompt is None else line.prompt
+        return RunningRow(name, prompt, TextStream(self._tokenizer, ids).push)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file()
-
-
-def summary(
-    results: list[dict[str, Any]], seconds: float, batch_sizes: list[int], max_kv_use: float
-) -> dict[str, Any]:
-    """What the run amounted to; latencies in milliseconds at the 50th, 90th and 99th percentile."""
+def summary(results: Sequence[Mapping[str, Any]], recorder: Recorder) -> dict[str, Any]:
+    """What the run amounted to; latencies in milliseconds, as a client sees them."""
     served = [result for result in results if "error" not in result]
-    output_tokens = sum(len(result["output_ids"]) for result in served)
     metrics = [result["metrics"] for result in served]
-    per_token = [
-        (m["last_token_s"] - m["first_token_s"]) / (m["generated_tokens"] - 1)
-        for m in metrics
-        if m["generated_tokens"] > 1
-    ]
+    output_tokens = sum(len(result["output_ids"]) for result in served)
+    submitted, fetched = recorder.submitted_at, recorder.fetched_at.by_id
+    seconds = recorder.ended_at - min(submitted.values()) if submitted else 0.0
+    ids = [result["request_id"] for result in served]
+    sizes = recorder.batch_sizes
     return {
         "requests": len(results),
         "failed": len(results) - len(served),
         "seconds": round(seconds, 3),
-        "prompt_tokens": int(sum(m["prompt_tokens"] for m in metrics)),
+        "prompt_tokens": sum(m["prompt_tokens"] for m in metrics),
         "output_tokens": output_tokens,
-        "output_tokens_per_second": round(output_tokens / max(seconds, 1e-9), 1),
-        "time_to_first_token_ms": percentiles([m["first_token_s"] for m in metrics]),
-        "time_per_output_token_ms": percentiles(per_token),
-        "queue_ms": percentiles([m["queue_s"] for m in metrics]),
-        "mean_batch_size": round(float(np.mean(batch_sizes)), 1) if batch_sizes else 0.0,
-        "max_kv_cache_use": round(max_kv_use, 4),
+        "output_tokens_per_second": round(output_tokens / seconds, 1) if seconds else 0.0,
+        **latencies(metrics, [fetched.get(i, np.nan) - submitted[i] for i in ids]),
+        "mean_batch_size": round(float(np.mean(sizes)), 1) if sizes else 0.0,
+        "max_kv_cache_use": round(recorder.max_kv_use, 4),
     }
 
 
-def percentiles(seconds: list[float]) -> dict[str, float]:
-    values = [value for value in seconds if value == value]
+def latencies(
+    metrics: Sequence[Mapping[str, float]], waits: Sequence[float]
+) -> dict[str, dict[str, float]]:
+    """Percentiles of request metrics in milliseconds, counted from the submission.
+
+    `waits`: seconds from each request's submission until Get returned it.
+    """
+    pairs = list(zip(metrics, waits, strict=True))
+    return {
+        "time_to_first_token_ms": _percentiles([m["first_token_s"] + wait for m, wait in pairs]),
+        "time_per_output_token_ms": _percentiles(
+            [
+                (m["last_token_s"] - m["first_token_s"]) / (m["generated_tokens"] - 1)
+                for m in metrics
+                if m["generated_tokens"] > 1
+            ]
+        ),
+        "queue_ms": _percentiles([m["queue_s"] + wait for m, wait in pairs]),
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """In milliseconds; empty if nothing was measured. NaN stands for what never happened."""
+    values = [value * 1e3 for value in seconds if not np.isnan(value)]
     if not values:
         return {}
-    cuts = np.percentile(values, (50, 90, 99)) * 1e3
-    return {
-        name: round(float(cut), 2) for name, cut in zip(("p50", "p90", "p99"), cuts, strict=True)
-    }
+    cuts = np.percentile(values, (50, 90, 99)).tolist()
+    return {name: round(cut, 2) for name, cut in zip(("p50", "p90", "p99"), cuts, strict=True)}
 
 
-def _read(options: RunOptions, tokenizer: Tokenizer | None) -> list[RequestLine]:
-    def read(lines: BinaryIO) -> list[RequestLine]:
-        return list(read_requests(lines, tokenizer, max_new_tokens=options.max_new_tokens))
-
-    if options.requests == "-":
-        return read(sys.stdin.buffer)
-    try:
-        with open(options.requests, "rb") as lines:
-            return read(lines)
-    except OSError as error:
-        raise ConfigError(f"--requests {options.requests!r}: {error.strerror}") from error
-
-
-def _paced(poll: Callable[[], Any], pace_s: float) -> Callable[[], Any]:
-    """Slows the loop down for a person to watch."""
-    if not pace_s:
-        return poll
-
-    def paced_poll() -> Any:
-        time.sleep(pace_s)
-        return poll()
-
-    return paced_poll
-
-
-def _result(
-    line: RequestLine, generation: Generation | None, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
-    """A line of the output file."""
-    shown: dict[str, Any] = {"request_id": line.request_id}
-    if line.prompt is not None:
-        shown["prompt"] = line.prompt
-    error = line.error if generation is None else generation.exception()
-    if error is not None or generation is None:
-        return {**shown, "error": response_text(error or RuntimeError("was not submitted"))}
-    result = generation.result()
-    output_ids = result.generated_ids[0]
-    if tokenizer is not None:
-        stream = TextStream(tokenizer, result.prompt_ids)
-        shown["text"] = stream.push(output_ids) + stream.flush()
-    return {
-        **shown,
-        "output_ids": output_ids,
-        "finish_reason": result.finish_reasons[0].name,
-        "metrics": dict(result.metrics),
-    }
+def _words(tokens: Sequence[int]) -> str:
+    return "".join(f" {token}" for token in tokens)

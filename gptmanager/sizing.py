@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
@@ -73,8 +75,21 @@ def size(params: OptionalParams, scheduler: SchedulerConfig, spec: Dimensions) -
     )
 
 
-def free_memory_bytes() -> int:
-    """Memory that a new allocation could get without swapping."""
+def free_memory_bytes() -> float:
+    """Memory that a new allocation could get without swapping, within a container's limit."""
+    return min(_free_in_system(), _free_in_container())
+
+
+def _free_in_container() -> float:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
+        return math.inf if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):  # no control groups of the second version
+        return math.inf
+
+
+def _free_in_system() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

@@ -14,6 +14,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import orjson
 
+from gptmanager.kv_cache import ReuseCounts
+
 SCHEMA_VERSION = 1
 
 
@@ -41,6 +43,7 @@ class Counts:
     free_blocks: int
     total_blocks: int
     tokens_per_block: int
+    block_reuse: ReuseCounts = ReuseCounts()
 
 
 def statistics_json(
@@ -68,7 +71,11 @@ def statistics_json(
             "MicroBatch ID": counts.micro_batch_id,
             "Paused Requests": counts.paused,
             "Waiting Requests": counts.active - scheduled,
-            "gptmanager": {"schema_version": SCHEMA_VERSION, **extra},
+            "gptmanager": {
+                "schema_version": SCHEMA_VERSION,
+                "block_reuse": counts.block_reuse._asdict(),
+                **extra,
+            },
         }
     ).decode()
 

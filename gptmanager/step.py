@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from gptmanager.api import InferenceRequest
+from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.request import SamplingParams
 
 
@@ -71,13 +72,18 @@ class BlockAppend(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One decided iteration, memory included; context rows stand before generation rows."""
+    """One decided iteration, memory included; context rows stand before generation rows.
+
+    `block_copies` come first, in order, before the rows write to any block. A sequence that starts
+    may have its first row at a position above 0: its blocks hold what comes before.
+    """
 
     iteration: int
     context_rows: tuple[Row, ...] = ()
     generation_rows: tuple[Row, ...] = ()
     starts: tuple[SequenceStart, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
     paused: tuple[int, ...] = ()
     micro_batch_id: int = 0
 
@@ -119,7 +125,7 @@ class Executor(Protocol):
     token is the input of its sequence's next row without passing through the host.
     """
 
-    def forward(self, schedule: Schedule) -> Any: ...
+    def forward(self, schedule: Schedule) -> Step: ...
 
     def sample(self, step: Any) -> None: ...
 

@@ -90,9 +90,7 @@ def _array(name: str, value: Any) -> np.ndarray:
     if value is None:
         raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        array: np.ndarray = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-        return array
+        return _from_torch(name, value)
     if isinstance(value, (np.ndarray, np.generic, bool, int, float, list, tuple)):
         try:
             array = np.asarray(value)
@@ -104,10 +102,25 @@ def _array(name: str, value: Any) -> np.ndarray:
     raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected a tensor")
 
 
+def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:
+    try:
+        tensor = value.detach().cpu()
+        # NumPy has no bfloat16 and no 8-bit floats
+        is_narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2
+        array: np.ndarray = (tensor.float() if is_narrow else tensor).numpy(force=True)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"{name} cannot be read: a {value.dtype} tensor of layout {value.layout} on "
+            f"{value.device}: {error}"
+        ) from None
+    return array
+
+
 def _integers(name: str, value: Any) -> np.ndarray:
     array = _array(name, value)
     if array.dtype.kind not in "iu" and array.size:
-        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected an integer dtype")
+        dtype = getattr(value, "dtype", array.dtype)
+        raise InvalidRequestError(f"{name} has dtype {dtype}, expected an integer dtype")
     return array
 
 

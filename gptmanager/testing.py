@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +24,12 @@ from gptmanager.api import (
 from gptmanager.manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
-from gptmanager.step import Schedule, StepResult
+from gptmanager.scripted import NextToken, ScriptedExecutor
 
-NextToken = Callable[[list[int]], int]  # the history, prompt included -> the next token
+__all__ = [
+    "ContractChecker", "ContractViolation", "NextToken", "RecordingCallbacks", "Response",
+    "ScriptedExecutor", "ScriptedModel", "ScriptedSpec",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,67 +71,11 @@ class ScriptedModel:
         for index, row in enumerate(rows):
             length = int(batch.kv_lengths[row])
             history = batch.token_table[int(batch.slots[row]), :length].tolist()
-            logits[index, self.next_token(history)] = 0.0
+            token = self.next_token(history)
+            if not 0 <= token < self.spec.vocab_size:
+                raise ValueError(f"next_token({history}) = {token}: {self.spec}")
+            logits[index, token] = 0.0
         return logits
-
-
-@dataclass(slots=True)
-class _Sequence:
-    tokens: list[int]
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class ScriptedStep:
-    schedule: Schedule
-    tokens: list[int] = field(default_factory=list)
-
-
-class ScriptedExecutor:
-    """An `Executor` whose tokens are given by a function of the history.
-
-    It refuses a schedule that an executor could not run: a position that does not continue its
-    sequence, a token that is not known yet, a position without a block.
-    """
-
-    def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
-        self.next_token = next_token
-        self.tokens_per_block = tokens_per_block
-        self.schedules: list[Schedule] = []
-        self._sequences: dict[int, _Sequence] = {}
-
-    def forward(self, schedule: Schedule) -> ScriptedStep:
-        self.schedules.append(schedule)
-        for start in schedule.starts:
-            self._sequences[start.slot] = _Sequence(list(start.tokens))
-        for append in schedule.block_appends:
-            blocks = self._sequences[append.slot].block_ids
-            if len(blocks) != append.first:
-                raise ValueError(f"slot {append.slot} has {len(blocks)} blocks: {append}")
-            blocks.extend(append.block_ids)
-        for row in (*schedule.context_rows, *schedule.generation_rows):
-            sequence = self._sequences[row.slot]
-            end = row.position + row.num_tokens
-            if (
-                row.position != sequence.num_computed
-                or end > len(sequence.tokens)
-                or end > len(sequence.block_ids) * self.tokens_per_block
-                or row.num_tokens < 1
-            ):
-                raise ValueError(f"{row} cannot follow {sequence}")
-            sequence.num_computed = end
-        return ScriptedStep(schedule)
-
-    def sample(self, step: ScriptedStep) -> None:
-        for row in step.schedule.sampling_rows:
-            sequence = self._sequences[row.slot]
-            token = self.next_token(sequence.tokens)
-            sequence.tokens.append(token)
-            step.tokens.append(token)
-
-    def result(self, step: ScriptedStep) -> StepResult:
-        return StepResult(np.array(step.tokens, dtype=np.int32).reshape(-1, 1), now=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,12 @@ class CallbackTimer:
         bucket = (taken // 1000).bit_length()
         self.histogram[bucket if bucket < NUM_BUCKETS else -1] += 1
 
+    @property
+    def running_s(self) -> float:
+        """Seconds that the call under way has taken so far; 0: none."""
+        started = self.started_ns
+        return (time.perf_counter_ns() - started) / 1e9 if started else 0.0
+
     def snapshot(self) -> CallbackLatency:
         return CallbackLatency(
             self.calls,

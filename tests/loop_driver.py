@@ -12,9 +12,11 @@ from gptmanager.config import ContextChunkingPolicy
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
 from gptmanager.scheduler import (
+    CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MicroBatchScheduler,
     RequestScheduler,
+    ReuseCredit,
     SchedulerOutput,
     SimpleScheduler,
 )
@@ -110,11 +112,13 @@ class LoopDriver:
         max_seq_len: int = 64,
         run_ahead: int = 0,
         chunked: bool = False,
+        reuse: bool = False,
+        policy: type[CapacityScheduler] = GuaranteedNoEvictScheduler,
         script: Callable[[list[int]], int] = next_token,
         scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
     ) -> None:
         self.host = ListHost()
-        self.kv_cache = KvCacheManager(num_blocks, tokens_per_block)
+        self.kv_cache = KvCacheManager(num_blocks, tokens_per_block, enable_block_reuse=reuse)
         self.executor = ScriptedExecutor(script, tokens_per_block)
         micro_batch = MicroBatchScheduler(
             max_batch_size,
@@ -122,10 +126,13 @@ class LoopDriver:
             max_context_length=max_num_tokens,
             context_chunking_policy=_FCFS if chunked else None,
             chunk_unit=tokens_per_block if chunked else None,
+            reuse_credit_rule="shift",
         )
-        self.scheduler = scheduler(
-            SimpleScheduler(GuaranteedNoEvictScheduler(max_batch_size, self.kv_cache), micro_batch)
+        capacity = ReuseCredit(
+            policy(max_batch_size, self.kv_cache),  # type: ignore[call-arg]
+            self.kv_cache,
         )
+        self.scheduler = scheduler(SimpleScheduler(capacity, micro_batch))
         self.loop = TokenLoop(
             self.host,
             self.executor,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from gptmanager.api import PROPERTY_OF_TENSOR
+from gptmanager.life import NEXT_MANAGER_STATES
 from gptmanager.loop import TokenLoop
-from gptmanager.manager import NEXT_MANAGER_STATES
 from gptmanager.request import NEXT_STATES, LlmRequestState
 
 ROOT = Path(__file__).resolve().parent.parent

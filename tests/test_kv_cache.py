@@ -599,7 +599,11 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
         ({"max_attention_window": 0}, "max_attention_window must be at least 1, got 0"),
         ({"sink_token_length": -1}, "sink_token_length must be 0 or more"),
         ({"sink_token_length": 8, "max_attention_window": 8}, r"sink_token_length .* got 8"),
-        ({"enable_block_reuse": True}, "enable_block_reuse=True is not supported"),
+        ({"enable_block_reuse": True, "cross": True}, "enable_block_reuse: a cross KV cache"),
+        (
+            {"enable_block_reuse": True, "sink_token_length": 4, "max_attention_window": 40},
+            "enable_block_reuse: sink_token_length = 4 must be a multiple",
+        ),
         ({"cross": True, "sink_token_length": 4}, "cross=True"),
         ({"cross": True, "max_attention_window": 40}, "cross=True"),
     ],

@@ -14,6 +14,7 @@ import pytest
 LAYERS = """
 errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
+config_check            which configurations a manager takes (no torch)
 request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
 api                     what a host gives and gets: InferenceRequest, NamedTensor
 tensors                 one typed value out of whatever a host put under a name
@@ -21,9 +22,14 @@ tensors                 one typed value out of whatever a host put under a name
 kv_cache.block          blocks and who owns them (no torch)
 kv_cache.prefix_tree    blocks found again by the tokens they hold (no torch)
 kv_cache.needs          how many blocks a request will want (no torch)
-kv_cache.manager        which sequence holds which block (no torch)
+kv_cache.reuse          what a new sequence finds, and what one that ends leaves (no torch)
+kv_cache.sequences      which sequence holds which block (no torch)
+kv_cache.manager        whether there are blocks for what a scheduler wants (no torch)
 kv_cache
+scheduler.adapter_pages whether the adapters of several requests fit together (no torch)
+scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
 scheduler.capacity      which active requests get memory (no torch)
+scheduler.reuse_credit  how much of a context that begins is cached (no torch)
 scheduler.micro_batch   which of those run now, and how much of their context (no torch)
 scheduler.simple        the two as one (no torch)
 scheduler
@@ -31,6 +37,7 @@ step                    Intake, Schedule, StepResult: all that passes between lo
 
 kernels.reference       every operation in torch: the specification
 kernels.lanes           SIMD words for Numba
+kernels.products        small matrix products in register tiles
 kernels.threads         compiled code in torch's own threads
 kernels.token_loops     what takes tokens one by one: rotation and KV write, norms, activations
 kernels.paged_attention attention straight on the pages of the KV cache
@@ -64,10 +71,14 @@ active                  a request from its admission to its final response
 admission               whether a request can be taken at all
 allocation              a decision with its blocks, frozen as a Schedule
 statistics              what an iteration tells of itself
-recorder                intakes and schedules, written down
+recorded_values         values of a recording, as JSON and back
+object_graph            the state of objects, as JSON and back
+recording               a recording as frozen values, and its file
+recorder                what passes between a loop and its world, written down
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
 watchdog                a callback that overstays its budget
+life                    the states of a manager, and its health
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 sizing                  how large the KV cache is, and how long a sequence may be
@@ -88,9 +99,27 @@ callbacks.json_lines_sink   statistics, a line each
 callbacks.logging_sink      statistics, as log records
 callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
+scripted                steps without a network, which believe nothing
 testing                 scripted models and recording callbacks
+loads                   which requests arrive when, and how long they are
+cost_model              how long a step takes
+replay                  a recorded run, once more, and where it goes another way
 simulator               a schedule without a model
+comparison              several simulated policies, side by side
+schedule_commands       replay and simulate, on the command line
+trace                   what became of each request in each iteration (no torch)
+waiting                 why the first that waits does (no torch)
+trace_builder           from schedules, arrivals and ends to a trace
+trace_observer          a loop, followed while it runs
+trace_recording         a recorded run, followed
+svg                     shapes, and the look that all pictures share
+picture_layout          where things stand in a picture, and how close one looks
+picture_lanes           a row for each request
+picture_load            batch, tokens and memory below
 picture                 a schedule, seen
+picture_page            the picture as a page to zoom into
+chrome_trace            the same for Perfetto
+picture_command         picture, on the command line
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager

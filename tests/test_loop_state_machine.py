@@ -30,11 +30,13 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
+from gptmanager.scheduler import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 EXAMPLES = int(os.environ.get("GPTMANAGER_STATE_MACHINE_EXAMPLES", "2000"))
 MAX_SEQ_LEN = 24
 PROMPTS = st.lists(st.integers(0, 99), min_size=1, max_size=10)
+ALIKE = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12)  # much to be reused
 
 
 class LoopMachine(RuleBasedStateMachine):
@@ -43,11 +45,13 @@ class LoopMachine(RuleBasedStateMachine):
     @initialize(
         run_ahead=st.sampled_from([0, 1]),
         chunked=st.booleans(),
+        reuse=st.booleans(),
+        policy=st.sampled_from([GuaranteedNoEvictScheduler, MaxUtilizationScheduler]),
         num_blocks=st.integers(6, 14),
         max_batch_size=st.integers(1, 4),
         max_active=st.sampled_from([2, 5, None]),
     )
-    def build(self, run_ahead, chunked, num_blocks, max_batch_size, max_active):
+    def build(self, run_ahead, chunked, reuse, policy, num_blocks, max_batch_size, max_active):
         self.driver = LoopDriver(
             num_blocks=num_blocks,
             tokens_per_block=4,
@@ -57,6 +61,8 @@ class LoopMachine(RuleBasedStateMachine):
             max_seq_len=MAX_SEQ_LEN,
             run_ahead=run_ahead,
             chunked=chunked,
+            reuse=reuse,
+            policy=policy,
             script=self.script,
             scheduler=ForcedPauses,
         )
@@ -74,7 +80,7 @@ class LoopMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.dead)
     @rule(
         request_id=st.integers(0, 6),
-        prompt=PROMPTS,
+        prompt=PROMPTS | ALIKE,
         max_new_tokens=st.integers(1, 10),
         streaming=st.booleans(),
         end_after=st.none() | st.integers(0, 9),

@@ -21,7 +21,7 @@ from gptmanager import (
     OptionalParams,
 )
 from gptmanager.errors import ConfigError, ManagerDeadError
-from gptmanager.manager import ManagerState
+from gptmanager.life import ManagerState
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING

@@ -72,7 +72,7 @@ def test_completion_is_right(
 def test_story_keeps_to_its_persons_and_things(
     model: LlamaForCausalLM, tokenizer: Tokenizer
 ) -> None:
-    story = complete(model, tokenizer, "Tom has a red ball. Mia has a green kite.")
+    story = complete(model, tokenizer, "Tom had a red ball. Mia had a green kite.")
     assert "Tom" in story and "Mia" in story and ("red ball" in story or "green kite" in story)
     assert story.endswith(" The end.")
 

@@ -19,22 +19,27 @@ class StopWords:
     none of them behind.
     """
 
-    __slots__ = ("_held", "_matched", "_next", "_start")
+    __slots__ = ("_held", "_matched", "_next", "_suffix")
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        # state -> token -> state; at first the trie's edges only
-        self._next: list[dict[int, int]] = [{}]
+        self._next: list[dict[int, int]] = [{}]  # state -> token -> state: the edges of the trie
+        self._suffix = [0]  # state -> that of its longest proper suffix in the trie
         self._matched = [0]  # length of the longest word that ends in the state
         self._held = [0]  # length of the longest proper prefix of a word that ends in the state
         for word in words:
             self._insert(word)
-        self._start = self._next[0]
         self._link()
 
     def advance(self, state: int, token: int) -> tuple[int, int]:
         """The state after `token`, and the length of the longest word that ends with it or 0."""
-        state = self._next[state].get(token) or self._start.get(token, 0)
+        state = self._step(state, token)
         return state, self._matched[state]
+
+    def _step(self, state: int, token: int) -> int:
+        # suffixes get shorter by at least one, and a token makes them longer by one: O(1) a token
+        while (following := self._next[state].get(token)) is None and state:
+            state = self._suffix[state]
+        return following or 0
 
     def held(self, state: int) -> int:
         """How many of the last tokens may still become part of a word: not yet to be shown."""
@@ -47,27 +52,21 @@ class StopWords:
             if child is None:
                 child = self._next[state][token] = len(self._next)
                 self._next.append({})
+                self._suffix.append(0)
                 self._matched.append(0)
                 self._held.append(length)
             state = child
         self._matched[state] = len(word)
 
     def _link(self) -> None:
-        """Let each state also do what its longest proper suffix can, the start's edges excepted.
-
-        Breadth first: a suffix is shorter, hence complete. The start's edges are looked up apart;
-        copied into every state they would cost states x words entries.
-        """
-        suffixes = dict.fromkeys(self._start.values(), 0)
-        queue = deque(suffixes)
+        """Find each state's suffix; breadth first, since a suffix is shorter, hence complete."""
+        queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
-            suffix = suffixes.pop(state)
+            suffix = self._suffix[state]
             for token, child in self._next[state].items():
-                suffixes[child] = self._next[suffix].get(token) or self._start.get(token, 0)
+                self._suffix[child] = self._step(suffix, token)
                 queue.append(child)
             self._matched[state] = self._matched[state] or self._matched[suffix]
             if not self._next[state]:  # a word that no longer one continues
                 self._held[state] = self._held[suffix]
-            if suffix:
-                self._next[state] = {**self._next[suffix], **self._next[state]}

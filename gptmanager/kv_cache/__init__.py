@@ -2,5 +2,6 @@
 
 from gptmanager.kv_cache.block import BlockCopy, KvCacheReport, LedgerError
 from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.kv_cache.reuse import ReuseCounts
 
-__all__ = ["BlockCopy", "KvCacheManager", "KvCacheReport", "LedgerError"]
+__all__ = ["BlockCopy", "KvCacheManager", "KvCacheReport", "LedgerError", "ReuseCounts"]

@@ -39,11 +39,12 @@ class BlockTables:
     `peak_slots` is the most that there were at any rewind so far.
     `total_blocks` is the need of a whole life of `life_tokens` tokens and `remaining_blocks` what
     is not held of it; with beams `life_tokens` is NEVER, and both are without meaning.
+    `may_share`: other sequences may hold its full blocks; its first `num_cached` tokens were found.
     """
 
     __slots__ = (
-        "grows_at", "life_tokens", "num_slots", "peak_slots", "remaining_blocks", "request_id",
-        "tables", "total_blocks",
+        "grows_at", "life_tokens", "may_share", "num_cached", "num_slots", "peak_slots",
+        "remaining_blocks", "request_id", "tables", "total_blocks",
     )  # fmt: skip
 
     def __init__(self, request_id: int, num_slots: int, tables: list[list[int]]) -> None:
@@ -51,7 +52,8 @@ class BlockTables:
         self.num_slots = self.peak_slots = num_slots
         self.tables = tables
         self.grows_at = self.life_tokens = NEVER
-        self.total_blocks = self.remaining_blocks = 0
+        self.total_blocks = self.remaining_blocks = self.num_cached = 0
+        self.may_share = False
 
 
 class BlockPool:
@@ -128,7 +130,10 @@ def _inherited_tails(parents: Sequence[int]) -> list[int]:
 
 
 class WhatIf:
-    """How many blocks would be free if some sequences were removed from `pool` as it is now."""
+    """How many blocks would be free if some sequences were removed from `pool` as it is now.
+
+    `share` says that a sequence to come will hold `blocks` too, which are held now.
+    """
 
     __slots__ = ("num_free", "_pool", "_released", "_removed")
 
@@ -150,12 +155,20 @@ class WhatIf:
                 if gone == ref_counts[block]:
                     self.num_free += 1
 
+    def share(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._released[block] = self._released.get(block, 0) - 1
+
+    def is_held(self, block: int) -> bool:
+        return self._pool.ref_counts[block] > self._released.get(block, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class KvCacheReport:
     """Who holds what at one moment. `owners` maps each held block to the ids that hold it.
 
-    `problem` is the first contradiction in the accounts, None when they prove right.
+    `cached` counts the blocks, held or free, whose content can be found again. `problem` is the
+    first contradiction in the accounts, None when they prove right.
     """
 
     total: int
@@ -163,6 +176,7 @@ class KvCacheReport:
     used: int
     owners: Mapping[int, tuple[int, ...]]
     problem: str | None = None
+    cached: int = 0
 
     @property
     def ok(self) -> bool:

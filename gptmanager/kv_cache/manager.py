@@ -1,34 +1,27 @@
-"""`KvCacheManager`: which sequence holds which block, and whether there are blocks for more.
+"""`KvCacheManager`: whether there are blocks for what a scheduler wants to run.
 
-Decides by counting alone: it knows no tensor, no clock, no policy, and never waits. What it hands
-out are block ids; the pool's memory and the order of access to it are the executor's.
+Decides nothing: it answers, from the accounts of the sequences and from what requests need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import takewhile
 
-from gptmanager.errors import CapacityError, ConfigError, DuplicateRequestIdError
-from gptmanager.kv_cache.block import (
-    NEVER,
-    BlockCopy,
-    BlockPool,
-    BlockTables,
-    KvCacheReport,
-    LedgerError,
-    WhatIf,
-    audit,
-)
+from gptmanager.errors import ConfigError
+from gptmanager.kv_cache.block import KvCacheReport, LedgerError, WhatIf, audit
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
-from gptmanager.request import LlmRequest
+from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts
+from gptmanager.kv_cache.sequences import KvSequences
+from gptmanager.request import LlmRequest, LlmRequestState
+
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
-class KvCacheManager:
+class KvCacheManager(KvSequences):
     """Counts blocks of `tokens_per_block` positions; ids are request ids.
-
-    *Sequences.* `add_sequence` takes the blocks of the whole prompt, `add_token` one more position
-    for each beam, `rewind` takes positions back, `fork` reorders beams, `remove` ends it. What
-    cannot be had raises and leaves no change; an unknown id is a ValueError.
 
     *For capacity schedulers.* Who promises completion compares the remaining blocks
     (`get_remaining_blocks_to_completion`, `sum_remaining_blocks_to_completion`) with the free
@@ -38,9 +31,14 @@ class KvCacheManager:
     victim; none of these touches the real accounts. A request whose needed resource exceeds
     `get_max_resource_count` could not run even alone.
 
+    *Block reuse.* Blocks found in the cache need not be taken if a live sequence holds their
+    beginning: they are not in the needs of a request that has not started. Who may pause says
+    `scheduling_add_sequence` for such a request, so that a later victim does not free them.
+
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new
     token lies where the oldest one lay, and nothing grows. Beams share their prompt's blocks
-    there too, so who executes must not let beams pass the window; `fork` refuses them.
+    there too, so who executes must not let beams pass the window; `fork` refuses them. A request
+    that may become cyclic neither reuses nor is reused.
 
     *Sink tokens.* The first `sink_token_length` tokens stay for ever. They are padded to whole
     blocks at the front, so that position = token + padding and the others begin on a block.
@@ -49,7 +47,7 @@ class KvCacheManager:
     from its first context chunk on, shared by all beams, and never more.
     """
 
-    __slots__ = ("num_blocks", "tokens_per_block", "_needs", "_pool", "_sequences", "_what_if")
+    __slots__ = ("_what_if",)
 
     def __init__(
         self,
@@ -60,154 +58,48 @@ class KvCacheManager:
         sink_token_length: int = 0,
         enable_block_reuse: bool = False,
         enable_partial_reuse: bool = True,
+        copy_on_partial_reuse: bool = True,
         cross: bool = False,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
-        if enable_block_reuse:
-            raise ConfigError("enable_block_reuse=True is not supported yet")
-        self.num_blocks = num_blocks
-        self.tokens_per_block = tokens_per_block
-        self._needs = (CrossBlockNeeds if cross else BlockNeeds)(
+        needs = (CrossBlockNeeds if cross else BlockNeeds)(
             tokens_per_block, max_attention_window, sink_token_length
         )
-        self._pool = BlockPool(num_blocks)
-        self._sequences: dict[int, BlockTables] = {}
+        reuse = None
+        if enable_block_reuse:
+            if cross:
+                raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
+            if needs.bubble:
+                raise ConfigError(
+                    f"enable_block_reuse: sink_token_length = {sink_token_length} must be a "
+                    f"multiple of tokens_per_block = {tokens_per_block}"
+                )
+            reuse = BlockReuse(
+                num_blocks,
+                tokens_per_block,
+                max_tokens=needs.window,
+                enable_partial_reuse=enable_partial_reuse,
+                copy_on_partial_reuse=copy_on_partial_reuse,
+            )
+        super().__init__(num_blocks, tokens_per_block, needs, reuse)
         self.start_scheduling()
 
-    # What sequences do ----------------------------------------------------------------------
-
-    def add_sequence(self, request: LlmRequest) -> None:
-        """Take the blocks of the whole prompt, also when only its first chunk runs now.
-
-        All beams share them but for a last, partial block, which each beam has for itself. Raises
-        DuplicateRequestIdError, or CapacityError when there are not enough free blocks.
-        """
-        request_id, beam_width = request.request_id, request.beam_width
-        if request_id in self._sequences:
-            raise DuplicateRequestIdError(f"request {request_id} already holds KV cache blocks")
-        shared, private = self._needs.context(request)
-        self._require(request_id, shared + private)
-        common = self._pool.take(shared, beam_width)
-        tables = [common, *(common.copy() for _ in range(beam_width - 1))]
-        if private:
-            for table, block in zip(tables, self._pool.take(private), strict=True):
-                table.append(block)
-        sequence = BlockTables(request_id, self._needs.context_slots(request), tables)
-        if beam_width == 1 and self._needs.grows:
-            sequence.life_tokens = request.prompt_len + request.max_new_tokens
-            sequence.total_blocks = self._needs.whole_life(request)
-        self._sequences[request_id] = sequence
-        self._table_changed(sequence)
-
-    def add_token(self, request_id: int) -> tuple[int, ...]:
-        """Store one more position in each beam; the blocks that this took, one a beam, mostly ().
-
-        Raises CapacityError when there are not enough free blocks.
-        """
-        try:
-            sequence = self._sequences[request_id]
-        except KeyError:
-            raise _unknown(request_id) from None
-        num_slots = sequence.num_slots
-        if num_slots != sequence.grows_at:
-            sequence.num_slots = num_slots + 1
-            return ()
-        if not self._needs.grows:
-            raise ValueError(f"request {request_id}: a cross KV cache takes no further tokens")
-        tables = sequence.tables
-        self._require(request_id, len(tables))
-        blocks = self._pool.take(len(tables))
-        for table, block in zip(tables, blocks, strict=True):
-            table.append(block)
-        sequence.num_slots = num_slots + 1
-        self._table_changed(sequence)
-        return tuple(blocks)
-
-    def rewind(self, request_id: int, num_tokens: int) -> None:
-        """Forget the last `num_tokens` positions; blocks that held nothing else become free.
-
-        ValueError for beams, for more than is stored, and past the attention window for more than
-        the last token: what the window lost to the others is needed again.
-        """
-        sequence = self._sequence(request_id)
-        stored, window = sequence.num_slots - self._needs.bubble, self._needs.window
-        if len(sequence.tables) > 1 or not self._needs.grows:
-            raise ValueError(f"request {request_id}: beams and cross caches cannot be rewound")
-        if not 0 <= num_tokens <= stored:
-            raise ValueError(f"request {request_id}: cannot rewind {num_tokens} of {stored} tokens")
-        left = sequence.num_slots - num_tokens
-        peak = max(sequence.peak_slots, sequence.num_slots)
-        if peak > self._needs.max_slots and left < peak - 1:
-            raise ValueError(
-                f"request {request_id} is past its attention window of {window} tokens: only the "
-                f"last can be rewound, not {num_tokens}"
-            )
-        sequence.num_slots, sequence.peak_slots = left, peak
-        table = sequence.tables[0]
-        keep = self._needs.table_length(sequence.num_slots)
-        self._pool.release(reversed(table[keep:]))
-        del table[keep:]
-        self._table_changed(sequence)
-
-    def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
-        """Beam i goes on from what beam `parents[i]` holds; never allocates.
-
-        Full blocks become shared, a partial last block stays private to each beam. Returns what
-        the device must copy before the next position is stored. The block tables change in every
-        beam but those that are their own parent. ValueError past the attention window.
-        """
-        sequence = self._sequence(request_id)
-        tables, needs = sequence.tables, self._needs
-        if len(parents) != len(tables) or not all(0 <= p < len(tables) for p in parents):
-            raise ValueError(f"request {request_id} has {len(tables)} beams, not parents {parents}")
-        if not needs.grows:
-            return ()  # every beam has the same positions
-        if sequence.num_slots > needs.max_slots:
-            raise ValueError(f"request {request_id} is past its attention window: no fork of beams")
-        num_full, num_tail = divmod(sequence.num_slots, self.tokens_per_block)
-        sequence.tables, copies = self._pool.fork(tables, parents, num_full, num_tail)
-        return copies
-
-    def store_context(self, request: LlmRequest) -> None:
-        """The context of `request` is computed: its full blocks may be reused. No effect yet."""
-
-    def remove(self, request_id: int, store: bool = True) -> None:
-        """End the sequence. `store`: what it held may be reused, which has no effect yet.
-
-        Blocks become free from the last one to the first, so that a prefix outlives its ends.
-        """
-        sequence = self._sequence(request_id)
-        del self._sequences[request_id]
-        for table in sequence.tables:
-            self._pool.release(reversed(table))
-
-    # What is held ---------------------------------------------------------------------------
-
-    def __contains__(self, request_id: int) -> bool:
-        return request_id in self._sequences
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._pool.free)
-
-    def block_ids(self, request_id: int) -> list[list[int]]:
-        """The block table of each beam, as the caller's own lists."""
-        return [table.copy() for table in self._sequence(request_id).tables]
-
-    def num_tokens(self, request_id: int) -> int:
-        """Positions stored in each beam; past the attention window, ever stored."""
-        return self._sequence(request_id).num_slots - self._needs.bubble
+    # Proof ------------------------------------------------------------------------------------
 
     def audit(self) -> KvCacheReport:
         """Everything counted anew, each held block with its owners."""
-        return audit(
+        report = audit(
             self._pool,
             self._sequences.values(),
             tokens_per_block=self.tokens_per_block,
             max_slots=self._needs.max_slots,
             private_tails=self._needs.grows,
         )
+        if self._reuse is None:
+            return report
+        problem = report.problem or self._reuse.problem(self._sequences.values())
+        return replace(report, problem=problem, cached=len(self._reuse.tree))
 
     def check(self) -> None:
         """Raises LedgerError, naming block and owner, unless every count agrees with the tables."""
@@ -232,7 +124,10 @@ class KvCacheManager:
         """Blocks that the request must still take to come to its end: whole life minus held."""
         held = self._sequences.get(request.request_id)
         if held is None:
-            return self._needs.remaining(request, 0)
+            needed = self._needs.remaining(request, 0)
+            if self._reuse is None or request.state >= _IN_PROGRESS:
+                return needed
+            return needed - len(self._held_prefix(request, self._pool.ref_counts.__getitem__))
         if held.life_tokens == request.prompt_len + request.max_new_tokens:
             return held.remaining_blocks
         return self._needs.remaining(request, len(held.tables[0]))
@@ -253,7 +148,10 @@ class KvCacheManager:
         self, request: LlmRequest, two_step_lookahead: bool = False
     ) -> int:
         """Blocks that the request takes if it runs now: one step, or two with the lookahead."""
-        return self._needs.one_step(request, two_step_lookahead)
+        needed = self._needs.one_step(request, two_step_lookahead)
+        if needed and self._reuse is not None and request.state < _IN_PROGRESS:
+            needed -= len(self._held_prefix(request, self._what_if.is_held))
+        return needed
 
     # What if --------------------------------------------------------------------------------
 
@@ -270,30 +168,41 @@ class KvCacheManager:
     def scheduling_has_free_blocks(self, num_required: int = 1) -> bool:
         return num_required <= self._what_if.num_free
 
-    # Inside ---------------------------------------------------------------------------------
+    def scheduling_add_sequence(self, request: LlmRequest) -> None:
+        """As if it had started, as far as it shares what a live sequence holds."""
+        if self._reuse is not None:
+            self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 
-    def _sequence(self, request_id: int) -> BlockTables:
-        try:
-            return self._sequences[request_id]
-        except KeyError:
-            raise _unknown(request_id) from None
+    # Block reuse ----------------------------------------------------------------------------
 
-    def _require(self, request_id: int, num_blocks: int) -> None:
-        free = len(self._pool.free)
-        if num_blocks > free:
-            need = f"request {request_id} needs {num_blocks} more KV cache blocks"
-            raise CapacityError(f"{need}, {free} of {self.num_blocks} are free")
+    @property
+    def enable_block_reuse(self) -> bool:
+        return self._reuse is not None
 
-    def _table_changed(self, sequence: BlockTables) -> None:
-        length = len(sequence.tables[0])
-        if not self._needs.grows:
-            sequence.grows_at = sequence.num_slots
-        elif length < self._needs.max_table_length:
-            sequence.grows_at = length * self.tokens_per_block
-        else:
-            sequence.grows_at = NEVER
-        sequence.remaining_blocks = max(0, sequence.total_blocks - length)
+    @property
+    def reuse_counts(self) -> ReuseCounts:
+        return ReuseCounts() if self._reuse is None else self._reuse.counts
 
+    def get_reusable_tokens(self, request: LlmRequest) -> int:
+        """Tokens of the full cached blocks that the request would find if it started now."""
+        if self._reuse is None or not self._reuse.applies_to(request):
+            return 0
+        return len(self._reuse.cached_blocks(request)) * self.tokens_per_block
 
-def _unknown(request_id: int) -> ValueError:
-    return ValueError(f"request {request_id} holds no KV cache blocks")
+    def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
+        """The prompt up to and including its first full block that is not cached; None: all are.
+
+        An opaque key, to be compared with those of other requests before anything changes.
+        """
+        return None if self._reuse is None else self._reuse.first_missing(request)
+
+    def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
+        """While one of `requests` starts, what `get_reusable_tokens` said of the others holds."""
+        return nullcontext() if self._reuse is None else self._reuse.holding(requests)
+
+    def _held_prefix(self, request: LlmRequest, is_held: Callable[[int], int | bool]) -> list[int]:
+        """The blocks that the request would share with live sequences from its beginning on."""
+        reuse = self._reuse
+        if reuse is None or request.request_id in self._sequences or not reuse.applies_to(request):
+            return []
+        return list(takewhile(is_held, reuse.cached_blocks(request)))

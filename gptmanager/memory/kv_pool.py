@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+from gptmanager.kv_cache.block import BlockCopy
 
 
 class KvPool:
@@ -35,6 +39,13 @@ class KvPool:
         self.values: Tensor = torch.empty(
             (*shape, tokens_per_block, head_dim), dtype=dtype, device=device
         )
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Carry out copies of the beginnings of blocks, one after the other."""
+        for source, destination, num_tokens in copies:
+            keys, values = self.keys[..., :num_tokens], self.values[:, :, :, :num_tokens]
+            keys[:, destination] = keys[:, source]
+            values[:, destination] = values[:, source]
 
     @property
     def nbytes(self) -> int:

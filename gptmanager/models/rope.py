@@ -93,7 +93,7 @@ def rope_table(
     """float32 `[num_positions, head_dim]`: cosines of the head_dim / 2 angles, then the sines."""
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, _inverse_frequencies(rope, head_dim))
-    table = torch.empty(num_positions, head_dim)
+    table = torch.empty(num_positions, head_dim, dtype=torch.float32)
     torch.cos(angles, out=table[:, : head_dim // 2])
     torch.sin(angles, out=table[:, head_dim // 2 :])
     return table.mul_(rope.attention_factor).to(device)
@@ -169,7 +169,7 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         return _yarn(rope, head_dim)
     if rope.kind == "longrope":
         powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        return 1.0 / (torch.tensor(rope.divisors) * powers)
+        return 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * powers)
     return frequencies
 
 

@@ -10,6 +10,7 @@ from gptmanager.scheduler.capacity import (
     StaticBatchScheduler,
 )
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
+from gptmanager.scheduler.reuse_credit import ReuseCredit
 from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput, SimpleScheduler
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MicroBatchScheduler",
     "RequestList",
     "RequestScheduler",
+    "ReuseCredit",
     "SchedulerOutput",
     "SimpleScheduler",
     "StaticBatchScheduler",

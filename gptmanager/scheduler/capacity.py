@@ -8,26 +8,17 @@ compares what the KV cache manager says that a request needs with what is free.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
+from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
-
-
-class PeftCacheManager(Protocol):
-    """What a capacity scheduler asks of a cache of LoRA adapters. Counts in pages."""
-
-    def get_max_device_pages(self) -> int:
-        """Pages of the whole cache."""
-
-    def determine_num_pages(self, lora_task_id: int) -> int:
-        """Pages that one adapter takes, however many requests share it."""
 
 
 class CapacityScheduler(ABC):
@@ -87,15 +78,40 @@ class GuaranteedNoEvictScheduler(_KvCapacityScheduler):
 
     Generating requests are always taken and reserve what they may still need. Then contexts are
     taken in order; the first whose blocks are not there stops admission, so that a large request
-    is not overtaken for ever. One whose adapter does not fit is passed over alone. A whole life
-    covers any number of steps: `two_step_lookahead` changes nothing.
+    is not overtaken for ever. One whose adapter does not fit is passed over alone, and so is one
+    that soon finds in the cache what another is about to compute. A whole life covers any number
+    of steps: `two_step_lookahead` changes nothing.
+
+    A guard, off by default. `started_contexts_first`: contexts that have run some chunks are taken
+    before those that have not begun. Otherwise a newcomer of higher rank may stop admission in
+    front of one that holds blocks half-run, and neither ever gets what it needs.
     """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        kv_cache_manager: KvCacheManager,
+        *,
+        cross_kv_cache_manager: KvCacheManager | None = None,
+        peft_cache_manager: PeftCacheManager | None = None,
+        two_step_lookahead: bool = False,
+        started_contexts_first: bool = False,
+    ) -> None:
+        super().__init__(
+            max_num_requests,
+            kv_cache_manager,
+            cross_kv_cache_manager=cross_kv_cache_manager,
+            peft_cache_manager=peft_cache_manager,
+            two_step_lookahead=two_step_lookahead,
+        )
+        self.started_contexts_first = started_contexts_first
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
         if len(fitting) < min(self.max_num_requests, len(schedulable)):
-            self._admit(schedulable, fitting)
+            delay = reuse_delay(self.kv_cache_manager, active_requests)
+            self._admit(schedulable, fitting, delay)
         return fitting, []
 
     def _running(self, schedulable: RequestList) -> RequestList:
@@ -107,16 +123,22 @@ class GuaranteedNoEvictScheduler(_KvCapacityScheduler):
         ]
         return running[: self.max_num_requests]
 
-    def _admit(self, schedulable: RequestList, fitting: RequestList) -> None:
+    def _admit(
+        self, schedulable: RequestList, fitting: RequestList, delay: ReuseDelay | None
+    ) -> None:
         """Append to `fitting`, which holds the running requests, the contexts that fit beside."""
         max_num_requests = self.max_num_requests
         needed_to_completion = self.kv_cache_manager.get_remaining_blocks_to_completion
         free_blocks = _unreserved_blocks(self.kv_cache_manager, fitting)
         cross = self.cross_kv_cache_manager
         free_cross_blocks = 0 if cross is None else _unreserved_blocks(cross, fitting)
-        pages = _AdapterPages(self.peft_cache_manager, fitting)
+        pages = AdapterPages(self.peft_cache_manager, fitting)
+        if self.started_contexts_first:
+            schedulable = sorted(schedulable, key=_is_unstarted)
         for request in schedulable:
             if request.state is not _CONTEXT_INIT:
+                continue
+            if delay is not None and delay.delays(request):
                 continue
             if len(fitting) >= max_num_requests:
                 break
@@ -131,13 +153,16 @@ class GuaranteedNoEvictScheduler(_KvCapacityScheduler):
 
 
 class StaticBatchScheduler(GuaranteedNoEvictScheduler):
-    """As GUARANTEED_NO_EVICT, but a batch is filled only when the one before it has ended."""
+    """As GUARANTEED_NO_EVICT, but a batch is filled only when the one before it has ended.
+
+    Nothing waits for what another is about to compute.
+    """
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
         if not fitting:
-            self._admit(schedulable, fitting)
+            self._admit(schedulable, fitting, None)
         return fitting, []
 
 
@@ -145,7 +170,9 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
     """A request is taken when the blocks of its next step are free; others are paused for it.
 
     On a misfit the last started request, from the end of the list back to the misfit itself, is
-    paused, and the walk then ends before it. Requests taken earlier in the walk are safe.
+    paused, and the walk then ends before it. Requests taken earlier in the walk are safe. A context
+    that soon finds in the cache what another is about to compute is passed over; so is one that
+    is tried again after a pause, since it meets its own record.
     `cross_kv_cache_manager` is not consulted.
 
     Two guards against thrash, off by default. `max_pauses`: a request paused that often is exempt;
@@ -182,13 +209,17 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         needed_one_step = kv_cache_manager.get_needed_blocks_one_step
         has_free_blocks = kv_cache_manager.scheduling_has_free_blocks
         max_num_requests, lookahead = self.max_num_requests, self.two_step_lookahead
-        pages = _AdapterPages(self.peft_cache_manager)
+        pages = AdapterPages(self.peft_cache_manager)
+        delay = reuse_delay(kv_cache_manager, active_requests)
         walk = self.schedulable(active_requests)
         fitting: RequestList = []
         paused: RequestList = []
         blocks = position = 0
         while position < len(walk):
             request = walk[position]
+            if delay is not None and delay.delays(request):
+                position += 1
+                continue
             if request.pause_count and fitting and self._lacks_headroom(request, blocks):
                 walk[position:] = filter(_is_started, walk[position:])
                 continue
@@ -199,6 +230,8 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
                     request.lora_task_id is None or pages.take(request.lora_task_id)
                 ):
                     fitting.append(request)
+                    if delay is not None and request.state is _CONTEXT_INIT:
+                        kv_cache_manager.scheduling_add_sequence(request)
                     blocks += needed
                     position += 1
                     continue
@@ -246,35 +279,6 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         return not kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
 
 
-class _AdapterPages:
-    """The adapter pages of one pass. An adapter counts once; without a cache none counts."""
-
-    __slots__ = ("_free", "_peft_cache_manager", "_task_ids")
-
-    def __init__(
-        self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
-    ) -> None:
-        """`running` requests have their pages whether they fit or not."""
-        self._peft_cache_manager = peft_cache_manager
-        self._task_ids: set[int] = set()
-        self._free = 0
-        if peft_cache_manager is not None:
-            self._task_ids.update(r.lora_task_id for r in running if r.lora_task_id is not None)
-            claimed = sum(map(peft_cache_manager.determine_num_pages, self._task_ids))
-            self._free = peft_cache_manager.get_max_device_pages() - claimed
-
-    def take(self, task_id: int) -> bool:
-        """Whether the adapter's pages fit; then they are taken."""
-        if self._peft_cache_manager is None or task_id in self._task_ids:
-            return True
-        num_pages = self._peft_cache_manager.determine_num_pages(task_id)
-        if num_pages > self._free:
-            return False
-        self._free -= num_pages
-        self._task_ids.add(task_id)
-        return True
-
-
 def at_least(low: int, name: str, value: int) -> int:
     """`value`, or a ConfigError that names it."""
     if not isinstance(value, int) or value < low:
@@ -298,3 +302,7 @@ def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -
     else:
         reserved = needed_by_all(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
+
+
+def _is_unstarted(request: LlmRequest) -> bool:
+    return request.context_current_position == 0

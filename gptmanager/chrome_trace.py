@@ -1,0 +1,106 @@
+"""A `Trace` in the trace event format that Perfetto and chrome://tracing open.
+
+One track a request, one for the iterations, and counters for batch, tokens and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from gptmanager.picture_lanes import describe
+from gptmanager.trace import Column, Lane, Trace
+
+Event = dict[str, Any]
+
+_ITERATIONS, _REQUESTS = 1, 2  # the two "processes" that tracks are grouped under
+
+
+def chrome_trace(trace: Trace) -> bytes:
+    """JSON. Times in microseconds; where the clock stands still an iteration takes one."""
+    times = _times_us(trace.columns)
+    events = [
+        _name("process_name", _ITERATIONS, 0, "iterations"),
+        _name("process_name", _REQUESTS, 0, "requests"),
+    ]
+    for index, column in enumerate(trace.columns):
+        events += _iteration(column, times[index], times[index + 1])
+    for track, lane in enumerate(trace.lanes, start=1):
+        events.append(_name("thread_name", _REQUESTS, track, f"request {lane.request_id}"))
+        events.append(
+            {
+                "name": "thread_sort_index",
+                "ph": "M",
+                "pid": _REQUESTS,
+                "tid": track,
+                "args": {"sort_index": track},
+            }
+        )
+        events += _spans(trace, lane, track, times)
+    return orjson.dumps({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _times_us(columns: tuple[Column, ...]) -> list[float]:
+    """When each column begins, and when the last one ends; strictly rising."""
+    if not columns:
+        return [0.0]
+    times = [0.0]
+    start = columns[0].time_s
+    for column in columns[1:]:
+        times.append(max(times[-1] + 1.0, (column.time_s - start) * 1e6))
+    usual = times[-1] / (len(times) - 1) if len(times) > 1 else 1.0
+    return [*times, times[-1] + usual]
+
+
+def _iteration(column: Column, begin: float, end: float) -> Iterator[Event]:
+    yield {
+        "name": f"iteration {column.iteration}",
+        "ph": "X",
+        "pid": _ITERATIONS,
+        "tid": 1,
+        "ts": begin,
+        "dur": end - begin,
+        "args": column._asdict(),
+    }
+    counters = {
+        "requests": {"context": column.num_context, "generation": column.num_generation},
+        "tokens": {"context": column.context_tokens, "generation": column.num_generation},
+        "KV cache blocks": {"used": column.used_blocks},
+        "waiting": {"requests": column.num_waiting},
+    }
+    for name, values in counters.items():
+        yield {"name": name, "ph": "C", "pid": _ITERATIONS, "ts": begin, "args": values}
+
+
+def _spans(trace: Trace, lane: Lane, track: int, times: list[float]) -> Iterator[Event]:
+    for span in lane.spans:
+        yield {
+            "name": span.phase.value,
+            "cat": span.phase.value,
+            "ph": "X",
+            "pid": _REQUESTS,
+            "tid": track,
+            "ts": times[span.begin],
+            "dur": times[span.end] - times[span.begin],
+            "args": {
+                "what": describe(trace, lane, span),
+                "tokens": span.num_tokens,
+                "reason": span.reason.value,
+            },
+        }
+    if lane.end is not None:
+        yield {
+            "name": f"end: {lane.outcome}",
+            "ph": "i",
+            "s": "t",
+            "pid": _REQUESTS,
+            "tid": track,
+            "ts": times[lane.end],
+            "args": {"generated": lane.num_generated, "pauses": lane.num_pauses},
+        }
+
+
+def _name(kind: str, process: int, track: int, name: str) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": {"name": name}}

@@ -1,0 +1,176 @@
+"""Which configurations a manager takes: everything else is refused by name, nothing is ignored.
+
+A field that has no effect in this library, or whose support has not landed yet, is refused when it
+is set off its default.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from dataclasses import fields
+from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any
+
+from gptmanager.config import (
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    KvCacheConfig,
+    OptionalParams,
+    PeftCacheManagerConfig,
+    SchedulerConfig,
+)
+from gptmanager.errors import ConfigError
+
+_NO_EFFECT = "it has no effect in this library"
+_LATER = "its support has not landed yet"
+
+# class -> {field: why it is refused when it differs from its default}
+_REFUSED: dict[type, dict[str, str]] = {
+    SchedulerConfig: {},
+    KvCacheConfig: {
+        "max_attention_window": _LATER,
+        "sink_token_length": _LATER,
+        "use_uvm": _NO_EFFECT,
+        "host_cache_size": _LATER,
+        "onboard_blocks": _LATER,
+        "cross_kv_cache_fraction": _NO_EFFECT,
+        "secondary_offload_min_priority": _LATER,
+        "event_buffer_max_size": _NO_EFFECT,
+    },
+    PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
+    OptionalParams: {
+        "enable_trt_overlap": _LATER,
+        "gather_context_logits": _LATER,
+        "gather_generation_logits": _LATER,
+        "normalize_log_probs": _LATER,
+        "device_ids": _LATER,
+        "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
+        "decoding_config": _NO_EFFECT,
+        "speculative_decoding_config": _LATER,
+        "guided_decoding_config": _LATER,
+        "logits_post_processor_batched": _LATER,
+        "gpu_weights_percent": _NO_EFFECT,
+        "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
+        "scheduler_config": _NO_EFFECT + ": it is an argument of GptManager",
+        "extended_runtime_perf_knob_config": _NO_EFFECT,
+        "debug_config": _NO_EFFECT,
+        "max_seq_idle_microseconds": _NO_EFFECT,
+        "max_num_sequences": _NO_EFFECT + ": set max_active_requests",
+    },
+}
+
+# field -> (smallest, largest) permitted value; None stands for "no bound"
+_RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
+    SchedulerConfig: {},
+    KvCacheConfig: {"max_tokens": (1, None), "tokens_per_block": (1, None)},
+    PeftCacheManagerConfig: {},
+    OptionalParams: {
+        "run_ahead": (0, 1),
+        "max_batch_size": (1, None),
+        "max_num_tokens": (1, None),
+        "max_seq_len": (2, None),
+        "max_active_requests": (1, None),
+        "idle_poll_s": (0.0, 1e6),
+        "callback_budget_s": (0.0, 1e6),
+        "max_get_failures": (1, None),
+        "black_box_iterations": (0, None),
+        "seed": (0, 2**64 - 1),
+    },
+}
+
+_DTYPES = (None, "float32", "bfloat16", "float16")
+
+
+def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
+    """A private copy of `config`; raises ConfigError naming the first field that cannot be."""
+    config = _checked(config, SchedulerConfig)
+    _require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
+    if config.context_chunking_policy is not None:
+        _require_member(config, "context_chunking_policy", ContextChunkingPolicy)
+    if config.create_scheduler is not None and not callable(config.create_scheduler):
+        raise ConfigError("SchedulerConfig.create_scheduler must be callable")
+    return config
+
+
+def checked_optional_params(params: OptionalParams) -> OptionalParams:
+    """A private copy of `params`; raises ConfigError naming the first field that cannot be."""
+    params = _checked(params, OptionalParams)
+    kv_cache = params.kv_cache_config = _checked(params.kv_cache_config, KvCacheConfig)
+    params.peft_cache_manager_config = _checked(
+        params.peft_cache_manager_config, PeftCacheManagerConfig
+    )
+    fraction = kv_cache.free_gpu_memory_fraction
+    if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
+        raise ConfigError(
+            f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
+            "both excluded"
+        )
+    for name in ("recording_path", "black_box_path"):
+        path = getattr(params, name)
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
+    if params.enable_chunked_context not in (None, False, True):
+        raise ConfigError(
+            f"OptionalParams.enable_chunked_context = {params.enable_chunked_context!r} is none of "
+            "None, True, False"
+        )
+    if params.device is not None:
+        params.device = str(params.device)  # a torch.device says the same
+    if params.dtype is not None:
+        params.dtype = str(params.dtype).removeprefix("torch.")
+    if params.dtype not in _DTYPES:
+        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
+    return params
+
+
+def _checked(config: Any, cls: type) -> Any:
+    if not isinstance(config, cls):
+        raise ConfigError(f"expected a {cls.__name__}, got {config!r}")
+    default = cls()
+    for name, reason in _REFUSED[cls].items():
+        value = getattr(config, name)
+        if not _equal(value, getattr(default, name)):
+            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
+    for name in (field.name for field in fields(cls)):
+        value = getattr(config, name)
+        if isinstance(getattr(default, name), bool) and not isinstance(value, bool):
+            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is neither True nor False")
+    for name, (low, high) in _RANGES[cls].items():
+        _require_range(cls.__name__, name, getattr(config, name), getattr(default, name), low, high)
+    return copy.copy(config)
+
+
+def _require_range(
+    owner: str, name: str, value: Any, default: Any, low: float | None, high: float | None
+) -> None:
+    if _equal(value, default):
+        return
+    if value is None and name in ("max_active_requests", "idle_poll_s", "callback_budget_s"):
+        return
+    kind = Real if isinstance(default, float) else Integral
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if (
+        not number
+        or not math.isfinite(value)
+        or (low is not None and value < low)
+        or (high is not None and value > high)
+    ):
+        bounds = f"from {low}" + ("" if high is None else f" to {high}")
+        noun = "a number" if isinstance(default, float) else "an integer"
+        raise ConfigError(f"{owner}.{name} = {value!r} must be {noun} {bounds}")
+
+
+def _require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, enum):
+        raise ConfigError(f"{type(config).__name__}.{name} = {value!r} is not a {enum.__name__}")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    try:
+        return bool(value == default)
+    except (TypeError, ValueError):  # an array, say: no default is one
+        return False

@@ -1,0 +1,136 @@
+"""`CostModel`: how long a step takes, from what its schedule runs; given, or fitted to a recording.
+
+Linear in five quantities, each with one number, so that a person can judge every one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from gptmanager.errors import ConfigError
+from gptmanager.recorded_values import RecordingError
+from gptmanager.recording import Iteration, Recording
+from gptmanager.step import Schedule
+
+_position = attrgetter("position")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a step: `fixed`, and for each unit of what it runs.
+
+    `context_token`: a token of a context. `context_pair`: a (token, earlier token) pair that a
+    context's attention looks at. `generation_row`: a sequence in generation. `kv_token`: a cached
+    token that generation reads. The defaults are those of no machine in particular.
+    """
+
+    fixed: float = 5e-3
+    context_token: float = 2e-5
+    generation_row: float = 2e-5
+    kv_token: float = 1e-8
+    context_pair: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 0 <= value < float("inf"):
+                raise ConfigError(
+                    f"cost model: {field.name} = {value!r} must be seconds, 0 or more"
+                )
+
+    def seconds(self, schedule: Schedule) -> float:
+        tokens, rows, kv_tokens, pairs = quantities(schedule)
+        return (
+            self.fixed
+            + tokens * self.context_token
+            + rows * self.generation_row
+            + kv_tokens * self.kv_token
+            + pairs * self.context_pair
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> CostModel:
+        """`fixed=0.004,context_token=1e-5`; what is not named keeps its default."""
+        values: dict[str, float] = {}
+        for item in filter(None, text.split(",")):
+            name, _, value = item.partition("=")
+            try:
+                values[name.strip()] = float(value)
+            except ValueError:
+                raise ConfigError(f"cost model: {item!r} is no NAME=SECONDS") from None
+        return cls.from_plain(values)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> CostModel:
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise ConfigError(f"cost model: {unknown[0]!r} is none of {', '.join(names)}")
+        return cls(**values)
+
+
+def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
+    """Context tokens, generation rows, cached tokens that these read, pairs of the contexts."""
+    tokens, pairs = 0, 0.0
+    for row in schedule.context_rows:
+        n = row.num_tokens
+        tokens += n
+        pairs += n * (row.position + (n + 1) / 2)
+    generation = schedule.generation_rows
+    rows = len(generation)
+    return tokens, rows, sum(map(_position, generation)) + rows, pairs
+
+
+def fit(recording: Recording) -> CostModel:
+    """The model whose squared error over the recorded steps is the least; no number is negative.
+
+    A step's time runs from its intake to the next one, so that what the loop and the callbacks
+    take is in it; without a next one, or when the loop rested between, to its result. Raises
+    RecordingError if there is not a single timed step.
+    """
+    measured = list(_timed_steps(recording))
+    if not measured:
+        raise RecordingError("the recording has no step whose time is known")
+    features = np.array([(1.0, *quantities(schedule)) for schedule, _ in measured])
+    seconds = np.array([taken for _, taken in measured])
+    values = _non_negative_least_squares(features, seconds)
+    return CostModel(*(float(value) for value in values))
+
+
+def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
+    """Schedules with the seconds that their turn took."""
+    turns: list[Iteration | None] = [*recording.iterations, None]
+    for turn, following in zip(turns, turns[1:], strict=False):
+        if turn is None or turn.schedule is None:
+            continue
+        end = turn.result.now if turn.result is not None else None
+        if following is not None and following.num_active:
+            end = following.intake.now
+        if end is not None and end > turn.intake.now:
+            yield turn.schedule, end - turn.intake.now
+
+
+def _non_negative_least_squares(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Exact: the best is the plain solution over some of the columns, and these are few."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1.0
+    scaled = features / scale
+    count = scaled.shape[1]
+    best, least = np.zeros(count), float(seconds @ seconds)
+    for size in range(1, count + 1):
+        for columns in map(list, combinations(range(count), size)):
+            solution = np.linalg.lstsq(scaled[:, columns], seconds, rcond=None)[0]
+            error = seconds - scaled[:, columns] @ solution
+            # a column more must pay: two that say the same would share at random
+            if (solution >= 0).all() and float(error @ error) < least * (1 - 1e-9):
+                best, least = np.zeros(count), float(error @ error)
+                best[columns] = solution
+    result: np.ndarray = best / scale
+    return result

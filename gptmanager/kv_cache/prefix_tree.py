@@ -1,0 +1,226 @@
+"""`PrefixTree`: blocks found again by what they hold.
+
+Decides which blocks hold a given beginning of a sequence. Knows nothing of who holds a block, nor
+of when one is handed out; whoever hands it out, to be written to, tells the tree to forget it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+Tokens = tuple[int, ...]
+
+
+class Node:
+    """One block: the tokens in it, behind those of its parents. Only a leaf may be partial."""
+
+    __slots__ = ("block", "children", "ordered", "parent", "root_key", "tokens")
+
+    def __init__(
+        self, block: int, tokens: Tokens, parent: Node | None, root_key: Hashable = None
+    ) -> None:
+        self.block = block  # NO_BLOCK: a root
+        self.tokens = tokens
+        self.parent = parent
+        self.root_key = root_key  # of a root
+        self.children: dict[Tokens, Node] = {}
+        self.ordered: list[Tokens] = []  # the keys of `children`, sorted
+
+
+NO_BLOCK = -1
+
+
+class Match(NamedTuple):
+    """What is cached of a beginning: full `blocks`, then `num_partial` tokens of one more.
+
+    `partial` is the block that holds those, NO_BLOCK if `num_partial` is 0. `end`: the place in
+    the tree behind the full blocks, None if not even the root is there.
+    """
+
+    blocks: list[int]
+    partial: int
+    num_partial: int
+    end: Node | None
+
+
+class PrefixTree:
+    """Blocks of `tokens_per_block` tokens, each under the block that holds the tokens before it.
+
+    A root for each `root_key`: what lies under two of them never meets.
+    """
+
+    __slots__ = ("num_changes", "tokens_per_block", "_nodes", "_roots")
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.num_changes = 0  # while it stays the same, so does every answer
+        self._nodes: dict[int, Node] = {}  # by block
+        self._roots: dict[Hashable, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._nodes
+
+    def is_leaf(self, block: int) -> bool:
+        """Whether no block is cached behind this one; True also for one that is not cached."""
+        node = self._nodes.get(block)
+        return node is None or not node.children
+
+    def full_blocks(
+        self, root_key: Hashable, tokens: Sequence[int], end: int
+    ) -> tuple[list[int], Node | None]:
+        """The cached full blocks of `tokens[:end]` from its beginning on, and the node of the last.
+
+        The node is the root if there are none, None if there is no root either.
+        """
+        node = self._roots.get(root_key)
+        blocks: list[int] = []
+        if node is None:
+            return blocks, None
+        size = self.tokens_per_block
+        for start in range(0, end - size + 1, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            node = child
+            blocks.append(child.block)
+        return blocks, node
+
+    def match(
+        self,
+        root_key: Hashable,
+        tokens: Sequence[int],
+        end: int,
+        may_be_partial: Callable[[int], bool] | None = None,
+    ) -> Match:
+        """What is cached of `tokens[:end]`. `may_be_partial` says which blocks may be the partial
+        one, None: no block may."""
+        blocks, node = self.full_blocks(root_key, tokens, end)
+        if may_be_partial is not None and node is not None and node.ordered:
+            start = len(blocks) * self.tokens_per_block
+            wanted = tuple(tokens[start : min(end, start + self.tokens_per_block)])
+            for child, num_tokens in _by_common_prefix(node, wanted):
+                if may_be_partial(child.block):
+                    return Match(blocks, child.block, num_tokens, node)
+        return Match(blocks, NO_BLOCK, 0, node)
+
+    def store(
+        self, root_key: Hashable, tokens: Sequence[int], end: int, blocks: Sequence[int]
+    ) -> None:
+        """`blocks` hold `tokens[:end]`. What the tree holds already stays where it is."""
+        size = self.tokens_per_block
+        if not end:
+            return
+        node = self._roots.get(root_key)
+        if node is None:
+            node = self._roots[root_key] = Node(NO_BLOCK, (), None, root_key)
+        for start, block in zip(range(0, end, size), blocks, strict=False):
+            key = tuple(tokens[start : min(end, start + size)])
+            child = node.children.get(key)
+            if child is None:
+                if block in self._nodes or (len(key) < size and _is_covered(node, key)):
+                    return
+                child = Node(block, key, node)
+                self._nodes[block] = node.children[key] = child
+                insort(node.ordered, key)
+                self.num_changes += 1
+            node = child
+
+    def forget(self, block: int) -> None:
+        """The block is going to be written to. What lies behind it cannot be found any more."""
+        node = self._nodes.get(block)
+        if node is None:
+            return
+        self.num_changes += 1
+        self._detach(node)
+        below = [node]
+        while below:
+            node = below.pop()
+            del self._nodes[node.block]
+            below.extend(node.children.values())
+
+    def clear(self) -> None:
+        """Forget all blocks: what they hold is stale."""
+        self.num_changes += 1
+        self._nodes.clear()
+        self._roots.clear()
+
+    def _detach(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None  # only a root has none, and a root holds no block
+        del parent.children[node.tokens]
+        del parent.ordered[bisect_left(parent.ordered, node.tokens)]
+        if not parent.children and parent.parent is None:
+            del self._roots[parent.root_key]
+
+    # Proof ------------------------------------------------------------------------------------
+
+    def place(self, block: int) -> tuple[Hashable, list[int]]:
+        """The root key and all tokens from the beginning to the end of a cached block."""
+        node = self._nodes[block]
+        pieces = []
+        while node.parent is not None:
+            pieces.append(node.tokens)
+            node = node.parent
+        return node.root_key, [token for piece in reversed(pieces) for token in piece]
+
+    def problem(self) -> str | None:
+        """The first contradiction in the tree; None when there is none."""
+        found: dict[int, Node] = {}
+        below = list(self._roots.values())
+        while below:
+            node = below.pop()
+            if node.ordered != sorted(node.children):
+                return f"block {node.block} has children that are not in order"
+            if node.children and node.parent and len(node.tokens) != self.tokens_per_block:
+                return f"block {node.block} is cached with {len(node.tokens)} tokens and children"
+            for key, child in node.children.items():
+                if child.parent is not node or child.tokens != key or child.block in found:
+                    return f"block {child.block} is cached in two places"
+                found[child.block] = child
+            below.extend(node.children.values())
+        if found != self._nodes:
+            lost = sorted(found.keys() ^ self._nodes.keys())
+            return f"blocks {lost} are cached and cannot be found, or the other way"
+        return None
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _is_covered(node: Node, key: Tokens) -> bool:
+    """Whether a child begins with `key`: it comes next in the order, if there is one."""
+    place = bisect_left(node.ordered, key)
+    return place < len(node.ordered) and node.ordered[place][: len(key)] == key
+
+
+def _by_common_prefix(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
+    """The children that begin as `wanted` does, and for how long; the longest first.
+
+    In sorted order what they share with `wanted` only falls on either side of its own place.
+    """
+    ordered = node.ordered
+    right = bisect_left(ordered, wanted)
+    left = right - 1
+    on_left = common_prefix(ordered[left], wanted) if left >= 0 else 0
+    on_right = common_prefix(ordered[right], wanted) if right < len(ordered) else 0
+    while on_left or on_right:
+        if on_right >= on_left:
+            yield node.children[ordered[right]], on_right
+            right += 1
+            on_right = common_prefix(ordered[right], wanted) if right < len(ordered) else 0
+        else:
+            yield node.children[ordered[left]], on_left
+            left -= 1
+            on_left = common_prefix(ordered[left], wanted) if left >= 0 else 0

@@ -1,0 +1,275 @@
+"""Block reuse: which blocks of a prompt are found in the cache, and which go into it.
+
+Decides what a new sequence shares, takes over or copies, and what stays to be found when one ends.
+Knows nothing of beams and windows beyond that sequences with several beams, or that pass the
+window, take no part; nor of what a scheduler does with the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from gptmanager.kv_cache.block import BlockCopy, BlockPool, BlockTables
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.request import LlmRequest, LlmRequestState
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+
+
+class ReuseCounts(NamedTuple):
+    """Since the start: prompt blocks found and not found, tokens found; blocks findable now."""
+
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+    reused_tokens: int = 0
+    cached_blocks: int = 0
+
+
+class CachingBlockPool(BlockPool):
+    """Free blocks keep what they hold until they are handed out.
+
+    First come those that hold nothing to be found, then the least recently freed, leaves of the
+    tree before their parents. A block with held ones behind it goes only when there is no other.
+    """
+
+    __slots__ = ("tree",)
+
+    def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
+        super().__init__(num_blocks)
+        self.tree = tree
+
+    def take(self, count: int, references: int = 1) -> list[int]:
+        blocks = []
+        for _ in range(count):
+            block = next(filter(self.tree.is_leaf, self.free), None)
+            if block is None:
+                block = next(iter(self.free))
+            self.claim(block, references)
+            blocks.append(block)
+        return blocks
+
+    def claim(self, block: int, references: int = 1) -> None:
+        """Take this free block to write to it."""
+        del self.free[block]
+        self.tree.forget(block)
+        self.ref_counts[block] = references
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One holder more for each, free ones among them."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            if not ref_counts[block]:
+                del self.free[block]
+            ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        ref_counts, free = self.ref_counts, self.free
+        for block in blocks:
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
+                free[block] = None
+                if block not in self.tree:
+                    free.move_to_end(block, last=False)
+
+
+class BlockReuse:
+    """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
+
+    The last token of a prompt is always computed. `max_tokens`: requests that may become longer
+    take no part. `enable_partial_reuse`: the beginning of a block may be reused; the block is then
+    private, taken over if nobody holds it and nothing lies behind it, and copied otherwise, which
+    `copy_on_partial_reuse` permits.
+    """
+
+    __slots__ = (
+        "pool", "tree", "_copies_partial", "_last_lookup", "_max_tokens", "_missed_blocks",
+        "_partial", "_reused_blocks", "_reused_tokens", "_storing",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        *,
+        max_tokens: int,
+        enable_partial_reuse: bool,
+        copy_on_partial_reuse: bool,
+    ) -> None:
+        self.tree = PrefixTree(tokens_per_block)
+        self.pool = CachingBlockPool(num_blocks, self.tree)
+        self._max_tokens = max_tokens
+        self._partial = enable_partial_reuse
+        self._copies_partial = copy_on_partial_reuse
+        self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
+        self._last_lookup: tuple[LlmRequest, int, int, list[int]] | None = None
+        self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
+
+    def applies_to(self, request: LlmRequest) -> bool:
+        return (
+            request.beam_width == 1
+            and request.prompt_len + request.max_new_tokens <= self._max_tokens
+        )
+
+    @property
+    def counts(self) -> ReuseCounts:
+        return ReuseCounts(
+            self._reused_blocks, self._missed_blocks, self._reused_tokens, len(self.tree)
+        )
+
+    # What sequences do ------------------------------------------------------------------------
+
+    def start(
+        self, request: LlmRequest, length: int, require: Callable[[int, int], None]
+    ) -> tuple[list[int], int, tuple[BlockCopy, ...]]:
+        """A table of `length` blocks, how many tokens lie in it already, and what to copy first.
+
+        `require(request_id, count)` raises unless so many blocks are free.
+        """
+        match = self.tree.match(
+            _root_key(request),
+            request.tokens,
+            request.prompt_len - 1,
+            self._may_be_partial if self._partial else None,
+        )
+        pool, table = self.pool, match.blocks
+        held = sum(map(bool, map(pool.ref_counts.__getitem__, table)))
+        require(request.request_id, length - held)
+        pool.share(table)
+        num_cached = len(table) * self.tree.tokens_per_block + match.num_partial
+        copies: tuple[BlockCopy, ...] = ()
+        num_found = len(table) + (match.partial != NO_BLOCK)
+        if match.partial != NO_BLOCK:
+            if self._can_take_over(match.partial):
+                pool.claim(match.partial)
+                table.append(match.partial)
+            else:
+                table += pool.take(1)
+                if table[-1] != match.partial:
+                    copies = (BlockCopy(match.partial, table[-1], match.num_partial),)
+        table += pool.take(length - len(table))
+        self._storing[request.request_id] = request
+        self._reused_blocks += num_found
+        self._missed_blocks += length - num_found
+        self._reused_tokens += num_cached
+        return table, num_cached, copies
+
+    def store_context(self, sequence: BlockTables, request: LlmRequest) -> None:
+        """The context is computed: its full blocks can be found from now on."""
+        if sequence.request_id in self._storing:
+            end = request.prompt_len - request.prompt_len % self.tree.tokens_per_block
+            self.tree.store(_root_key(request), request.tokens, end, sequence.tables[0])
+
+    def end(self, sequence: BlockTables, store: bool) -> None:
+        """The sequence ends; with `store` all of it can be found but for the newest token."""
+        request = self._storing.pop(sequence.request_id, None)
+        if request is None or not store:
+            return
+        end = min(sequence.num_slots, len(request.tokens) - 1)
+        if (
+            request.state is _CONTEXT_INIT
+            and sequence.num_cached < request.context_current_position < request.prompt_len
+        ):  # it ends between two chunks: the others are not computed
+            end = min(end, request.context_current_position)
+        self.tree.store(_root_key(request), request.tokens, end, sequence.tables[0])
+
+    def make_writable(self, sequence: BlockTables, num_slots: int) -> None:
+        """Before a rewind to so many positions: the next one must not change what others read."""
+        index, used = divmod(num_slots, self.tree.tokens_per_block)
+        if used and len(sequence.tables) == 1 and index < len(sequence.tables[0]):
+            self._withdraw(sequence, [sequence.tables[0][index]], "be rewound into it")
+
+    def end_sharing(self, sequence: BlockTables) -> None:
+        """The sequence grows past its window after all: it writes over what it holds."""
+        self._withdraw(sequence, sequence.tables[0], "pass its attention window")
+        self._storing.pop(sequence.request_id, None)
+        sequence.may_share = False
+
+    def clear(self) -> None:
+        """All that is stored is stale, and so is what live sequences hold."""
+        self.tree.clear()
+        self._storing.clear()
+
+    def _withdraw(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
+        for block in blocks:
+            if self.pool.ref_counts[block] > 1:
+                raise ValueError(
+                    f"request {sequence.request_id} shares block {block} with others: it cannot "
+                    f"{purpose}"
+                )
+        for block in blocks:
+            self.tree.forget(block)
+
+    def _may_be_partial(self, block: int) -> bool:
+        return self._copies_partial or self._can_take_over(block)
+
+    def _can_take_over(self, block: int) -> bool:
+        return not self.pool.ref_counts[block] and self.tree.is_leaf(block)
+
+    # What schedulers ask ------------------------------------------------------------------------
+
+    def cached_blocks(self, request: LlmRequest) -> list[int]:
+        """The full blocks of the prompt that a new sequence would share, in order."""
+        return self._lookup(request)[: (request.prompt_len - 1) // self.tree.tokens_per_block]
+
+    def first_missing(self, request: LlmRequest) -> Hashable | None:
+        """The prompt up to its first full block that is not cached; None: all full ones are.
+
+        Equal for two requests, while nothing changes, if and only if these tokens are.
+        """
+        size = self.tree.tokens_per_block
+        blocks = self._lookup(request)
+        start = len(blocks) * size
+        if start + size > request.prompt_len:
+            return None
+        parent = blocks[-1] if blocks else NO_BLOCK
+        return _root_key(request), parent, tuple(request.tokens[start : start + size])
+
+    @contextmanager
+    def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
+        """Inside, nothing that one of `requests` would share is handed out to another."""
+        held = [
+            block
+            for request in requests
+            if self.applies_to(request)
+            for block in self.cached_blocks(request)
+        ]
+        self.pool.share(held)
+        try:
+            yield
+        finally:
+            self.pool.release(reversed(held))
+
+    def _lookup(self, request: LlmRequest) -> list[int]:
+        """The cached full blocks of the whole prompt. One scheduler asks several times in a row."""
+        last, changes, length = self._last_lookup, self.tree.num_changes, request.prompt_len
+        if last is not None and last[0] is request and last[1:3] == (changes, length):
+            return last[3]
+        blocks, _ = self.tree.full_blocks(_root_key(request), request.tokens, length)
+        self._last_lookup = (request, changes, length, blocks)
+        return blocks
+
+    # Proof --------------------------------------------------------------------------------------
+
+    def problem(self, sequences: Iterable[BlockTables]) -> str | None:
+        """The first contradiction between the tree and what sequences hold."""
+        problem = self.tree.problem()
+        for sequence in sequences if problem is None else ():
+            request = self._storing.get(sequence.request_id)
+            if request is None:
+                continue
+            path, _ = self.tree.full_blocks(_root_key(request), request.tokens, request.prompt_len)
+            for index, block in enumerate(sequence.tables[0]):
+                if block in self.tree and path[index : index + 1] != [block]:
+                    return (
+                        f"block {block} is cached with other tokens than request "
+                        f"{sequence.request_id} holds it for"
+                    )
+        return problem
+
+
+def _root_key(request: LlmRequest) -> Hashable:
+    salt = request.cache_salt
+    # 1 and True are equal, and not the same salt
+    return request.lora_task_id, type(salt).__name__, salt

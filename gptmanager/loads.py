@@ -1,0 +1,149 @@
+"""Loads of a simulation: which requests arrive when, and what they generate.
+
+Requests are made one by one when they are due, so that a million waiting ones cost nothing but
+their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from gptmanager.api import InferenceRequest
+from gptmanager.errors import ConfigError
+from gptmanager.recorded_values import RecordingError, plain_request, request_from_plain
+from gptmanager.recording import Iteration, Recording
+from gptmanager.step import Schedule, StepResult
+
+VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
+
+
+Stop = tuple[float, frozenset[int]]  # when, and which requests
+
+
+class Load(Protocol):
+    """Requests by number, in the order of their arrival.
+
+    `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, turns of
+    the loop; `stops` alike.
+    """
+
+    arrivals: np.ndarray
+    stops: Sequence[Stop]
+    by_turns: bool
+
+    def request(self, number: int) -> InferenceRequest: ...
+
+    def output(self, number: int) -> Sequence[int] | None:
+        """The tokens that the request generates; None: any, and none of them ends it."""
+
+
+@dataclass
+class SyntheticLoad:
+    """Uniformly drawn lengths, both ends included; `rate` requests/s (Poisson), None: all at once.
+
+    Every request runs to its `max_new_tokens`, and no prompt begins like another.
+    """
+
+    num_requests: int
+    prompt_len: tuple[int, int] = (64, 1024)
+    output_len: tuple[int, int] = (16, 512)
+    rate: float | None = None
+    seed: int = 0
+    stops: Sequence[Stop] = ()
+    by_turns: bool = False
+    arrivals: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1 or (self.rate is not None and not self.rate > 0):
+            raise ConfigError(f"a load of {self.num_requests} requests, rate {self.rate}")
+        chance = np.random.default_rng(self.seed)
+        count = self.num_requests
+        self._prompts = chance.integers(*self.prompt_len, size=count, endpoint=True)
+        self._outputs = chance.integers(*self.output_len, size=count, endpoint=True)
+        if self.rate is None:
+            self.arrivals = np.zeros(count)
+        else:
+            self.arrivals = np.cumsum(chance.exponential(1 / self.rate, size=count))
+
+    def request(self, number: int) -> InferenceRequest:
+        prompt = np.zeros(self._prompts[number], dtype=np.int64)
+        prompt[0] = number % VOCAB_SIZE
+        tensors = {"input_ids": prompt, "request_output_len": self._outputs[number : number + 1]}
+        return InferenceRequest(number, tensors)
+
+    def output(self, number: int) -> None:
+        return None
+
+
+class RecordedLoad:
+    """The requests of a recording, with what they generated there.
+
+    A policy never changes a request's tokens, so that one that ended early there ends early
+    here. `arrivals`: "time", when Get returned a request; "turns", in which iteration; "at_once",
+    all at the start. Stop signals keep their place; failures of the host are left out.
+
+    Raises RecordingError for a black box: it does not hold whole requests.
+    """
+
+    def __init__(
+        self, recording: Recording, arrivals: Literal["time", "turns", "at_once"] = "time"
+    ) -> None:
+        if recording.header.state is not None or not recording.iterations:
+            raise RecordingError("a load needs a recording from the start of a run")
+        self.by_turns = arrivals == "turns"
+        self._requests: list[InferenceRequest] = []
+        self._outputs: list[dict[int, int]] = []  # position -> token
+        first = recording.iterations[0].intake.now
+        times: list[float] = []
+        stops: list[Stop] = []
+        live: dict[int, int] = {}
+        schedules: dict[int, Schedule] = {}
+        for iteration in recording.iterations:
+            intake = iteration.intake
+            when = float(iteration.index) if self.by_turns else intake.now - first
+            if intake.stops and arrivals != "at_once":
+                stops.append((when, intake.stops))
+            self._take_requests(iteration, live)
+            times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
+            if iteration.schedule is not None:
+                schedules[iteration.schedule.iteration] = iteration.schedule
+            if iteration.result is not None and iteration.result_of is not None:
+                schedule = schedules.pop(iteration.result_of)
+                self._take_tokens(schedule, iteration.result, live)
+        self.arrivals = np.array(times)
+        self.stops: Sequence[Stop] = stops
+
+    def request(self, number: int) -> InferenceRequest:
+        return self._requests[number]
+
+    def output(self, number: int) -> Sequence[int]:
+        tokens = self._outputs[number]
+        return [tokens[position] for position in sorted(tokens)]
+
+    def _take_requests(self, iteration: Iteration, live: dict[int, int]) -> None:
+        refused = {
+            end.request_id
+            for end in iteration.ends or ()
+            if end.error.startswith("DuplicateRequestIdError")
+        }
+        for request in iteration.intake.requests:
+            if request.request_id not in refused or request.request_id not in live:
+                live[request.request_id] = len(self._requests)
+            copy = request_from_plain(plain_request(request))
+            copy.is_streaming = False  # how it is answered never changes a schedule
+            self._requests.append(copy)
+            self._outputs.append({})
+
+    def _take_tokens(self, schedule: Schedule, result: StepResult, live: dict[int, int]) -> None:
+        counts = result.num_tokens
+        for place, row in enumerate(schedule.sampling_rows):
+            tokens = result.tokens[place, : None if counts is None else counts[place]]
+            if row.request_id in live:
+                output = self._outputs[live[row.request_id]]
+                start = row.position + row.num_tokens
+                for offset, token in enumerate(tokens.tolist()):
+                    output.setdefault(start + offset, token)

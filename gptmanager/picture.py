@@ -1,0 +1,158 @@
+"""`draw`: a schedule as one SVG; rows are requests, columns are iterations.
+
+Decides what a reader sees of a `Trace`; a page to zoom in is made of it by `picture_page`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gptmanager.picture_lanes import DASHES, draw_lane, lane_names
+from gptmanager.picture_layout import MARGIN, Layout, Look, lay_out, nice_step
+from gptmanager.picture_load import draw_panel, panels
+from gptmanager.svg import STYLE, element, label, number, path, rect
+from gptmanager.trace import Phase, Reason, Trace
+
+MAX_LANES = 2000  # more rows than that no browser scrolls through with pleasure
+
+
+def draw(trace: Trace, title: str = "") -> str:
+    """A self-contained SVG that follows the reader's light or dark background."""
+    shown = shorten(trace)
+    layout = layout_of(trace)
+    parts = [
+        f"<style>{STYLE}</style>",
+        rect(0, 0, layout.full_width, layout.full_height, "paper", round_=8),
+        label(MARGIN, MARGIN + 14, title or "Schedule", "title"),
+        label(MARGIN, MARGIN + 34, _subtitle(trace), "faint"),
+        *_legend(shown, layout),
+        *_axis(shown, layout),
+        *_lanes(shown, layout),
+    ]
+    if shown.columns:
+        for index, panel in enumerate(panels(shown)):
+            parts += draw_panel(panel, index, layout)
+    width, height = number(layout.full_width), number(layout.full_height)
+    return element(
+        "svg",
+        *("\n" + part for part in parts),
+        "\n",
+        xmlns="http://www.w3.org/2000/svg",
+        class_="picture" if layout.lane > 10 else "picture dense",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label=f"{title or 'Schedule'}. {_subtitle(trace)}",
+    )
+
+
+def shorten(trace: Trace) -> Trace:
+    """Without the requests for which there is no room."""
+    return replace(trace, lanes=trace.lanes[:MAX_LANES])
+
+
+def layout_of(trace: Trace) -> Layout:
+    return lay_out(shorten(trace), top=MARGIN + 84)
+
+
+def _subtitle(trace: Trace) -> str:
+    """What is seen, in numbers."""
+    bounds = trace.bounds
+    pauses = sum(column.num_paused for column in trace.columns)
+    texts = [bounds.policy] if bounds.policy else []
+    requests, iterations = len(trace.lanes), len(trace.columns)
+    texts.append(f"{_count(requests, 'request')} in {_count(iterations, 'iteration')}")
+    texts.append(_count(pauses, "pause"))
+    texts.append(f"chunks of {bounds.chunk_unit}" if bounds.chunk_unit else "whole contexts")
+    if len(trace.lanes) > MAX_LANES:
+        texts.append(f"the first {MAX_LANES} are drawn")
+    return " \u00b7 ".join(texts)
+
+
+def _count(number_of: int, noun: str) -> str:
+    return f"{number_of} {noun}" if number_of == 1 else f"{number_of} {noun}s"
+
+
+def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
+    """The marks that occur, each with its name."""
+    spans = {(s.phase, s.reason) for lane in trace.lanes for s in lane.spans}
+    phases = {phase for phase, _ in spans}
+    x, y = float(MARGIN), MARGIN + 44.0
+    names = {
+        Phase.CONTEXT: "context (prompt)" if layout.look is Look.BARS else "context: prompt tokens",
+        Phase.GENERATION: "generation: one token an iteration",
+    }
+    for phase, name in names.items():
+        if phase in phases:
+            share = 0.84 if phase is Phase.CONTEXT else 0.6
+            yield rect(x, y + 8 - 8 * share, 22, 16 * share, phase.value)
+            yield label(x + 28, y + 12, name)
+            x += 44 + 6.6 * len(name)
+    lines = (
+        [("paused", "paused", f"M{{}} {number(y + 5)}h26m-26 6h26")]
+        if (Phase.PAUSED in phases)
+        else []
+    )
+    waits = sorted({r for p, r in spans if p is Phase.WAITING}, key=lambda r: list(Reason).index(r))
+    straight = f"M{{}} {number(y + 8)}h26"
+    lines += [(f"waiting {DASHES[r]}".strip(), f"waits: {r.value}", straight) for r in waits]
+    if Phase.HELD in phases:
+        lines.append(("held", "in memory, not in this batch", straight))
+    if any(lane.end is not None for lane in trace.lanes):
+        lines.append(("finish", "end", f"M{{}} {number(y)}v16"))
+    for kind, name, commands in lines:
+        yield path(commands.format(number(x)), kind)
+        indent = 8 if kind == "finish" else 32
+        yield label(x + indent, y + 12, name)
+        x += indent + 16 + 6.6 * len(name)
+
+
+def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
+    """Ticks above the lanes and below the panels, and lines between."""
+    bottom = layout.axis_y
+    first = trace.first_iteration
+    heights = (layout.top - 6, bottom + 16)
+    ticks = []
+    if layout.look is Look.BARS:
+        step = nice_step(layout.num_columns, 12)
+        begin = -first % step
+        for column in range(begin, layout.num_columns + 1, step):
+            x = layout.x(column)
+            ticks.append(path(f"M{number(x)} {number(layout.top)}V{number(bottom)}", "grid"))
+            ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
+    else:
+        for column in range(layout.num_columns + 1):
+            place = number(layout.x(column))
+            ticks.append(path(f"M{place} {number(layout.top)}V{number(bottom)}", "grid"))
+        for column in range(layout.num_columns):
+            x = layout.x(column + 0.5)
+            ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
+    yield element("g", *ticks, class_="ticks")
+    yield label(layout.left + layout.width / 2, bottom + 34, "iteration", "mid")
+    yield label(MARGIN, layout.top - 6, "prompt + output", "small faint")
+
+
+def _lanes(trace: Trace, layout: Layout) -> Iterator[str]:
+    marks = [
+        mark
+        for index, lane in enumerate(trace.lanes)
+        for mark in draw_lane(trace, lane, index, layout)
+    ]
+    yield from lane_names(trace, layout)
+    if layout.look is not Look.BARS:
+        yield from marks
+        return
+    height = layout.lane * layout.num_lanes
+    yield element(
+        "svg",
+        *("\n" + mark for mark in marks),
+        class_="plot",
+        x=layout.left,
+        y=layout.top,
+        width=layout.width,
+        height=height,
+        viewBox=f"0 0 {layout.num_columns} {number(height)}",
+        preserveAspectRatio="none",
+    )

@@ -1,0 +1,107 @@
+"""`gptmanager picture`: a recording as pictures, on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gptmanager.chrome_trace import chrome_trace
+from gptmanager.errors import ConfigError
+from gptmanager.picture import draw
+from gptmanager.picture_page import page
+from gptmanager.recording import read_recording
+from gptmanager.trace import Trace
+from gptmanager.trace_recording import trace_of
+
+_HELP = """\
+Draw the schedule of a recorded run.
+
+Rows are requests, columns are iterations; below stand the batch, the tokens and the KV cache blocks
+of every iteration. The HTML page needs nothing but a browser: point at anything for its numbers,
+zoom with the buttons. A manager records with OptionalParams(recording_path=...).
+"""
+
+_EXAMPLE = """\
+examples:
+  gptmanager picture run.jsonl --output schedule.html
+  gptmanager picture run.jsonl --output start.svg --iterations 0:40
+  gptmanager picture run.jsonl --output schedule.html --chrome-trace trace.json
+
+Open trace.json at https://ui.perfetto.dev or in chrome://tracing.
+"""
+
+
+def add_commands(subparsers: Any) -> None:
+    """Add `picture` to the commands of `gptmanager`."""
+    parser = subparsers.add_parser(
+        "picture",
+        help="draw the schedule of a recorded run",
+        description=_HELP,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=_picture)
+    parser.add_argument("recording", type=Path, metavar="RECORDING", help="a file of JSON lines")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="schedule.html, or FILE.svg")
+    parser.add_argument(
+        "--svg", action="store_true", help="write an SVG without a page around it (or FILE.svg)"
+    )
+    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="trace events as JSON")
+    parser.add_argument(
+        "--iterations", type=_range, metavar="A:B", help="only these, B not included (default all)"
+    )
+    parser.add_argument("--running", action="store_true", help="leave out requests that only wait")
+    parser.add_argument("--title", help="above the picture (default: the recording's name)")
+
+
+def _range(text: str) -> tuple[int, int]:
+    """`100:160`"""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of iterations like 100:160")
+    return int(first), int(end)
+
+
+def _picture(options: argparse.Namespace) -> int:
+    if options.output is None and options.chrome_trace is None:
+        raise ConfigError("nothing to do: give --output FILE or --chrome-trace FILE")
+    steps = tqdm(total=3, unit="step", leave=False, desc="reading")
+    recording = read_recording(options.recording)
+    steps.update()
+    steps.set_description("following")
+    trace = trace_of(recording)
+    if options.iterations is not None:
+        trace = trace.window(*options.iterations)
+    if options.running:
+        trace = trace.without_idle()
+    if not trace.columns:
+        raise ConfigError(f"{options.recording} has no iteration to draw")
+    steps.update()
+    steps.set_description("drawing")
+    written = _write(options, trace)
+    steps.close()
+    for path, size in written:
+        print(f"{path}  {size / 1024:.0f} KiB")
+    return 0
+
+
+def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
+    """The files, with their sizes in bytes."""
+    contents: list[tuple[Path, bytes]] = []
+    output: Path | None = options.output
+    if output is not None:
+        title = options.title or options.recording.name
+        is_svg = options.svg or output.suffix == ".svg"
+        text = draw(trace, title) if is_svg else page(trace, title)
+        contents.append((output, text.encode()))
+    if options.chrome_trace is not None:
+        contents.append((options.chrome_trace, chrome_trace(trace)))
+    for path, content in contents:
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+    return [(path, len(content)) for path, content in contents]

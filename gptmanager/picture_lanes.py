@@ -1,0 +1,166 @@
+"""The upper part of a schedule's picture: a row for each request.
+
+A context is a full bar, generation a lower one, a pause two rails, waiting one thin line whose
+dashes tell what for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gptmanager.picture_layout import SQUARE, Layout, Look, nice_step
+from gptmanager.svg import label, number, path, rect
+from gptmanager.trace import Lane, Phase, Reason, Span, Trace
+
+DASHES = {
+    Reason.NONE: "",
+    Reason.BLOCKS: "",
+    Reason.TOKENS: "tokens",
+    Reason.BATCH: "batch",
+    Reason.STATIC: "other",
+    Reason.OTHER: "other",
+}
+
+
+def draw_lane(trace: Trace, lane: Lane, index: int, layout: Layout) -> Iterator[str]:
+    """In pixels; for a picture of bars in columns across, so that it can be stretched."""
+    y = layout.lane_y(index)
+    if layout.look is Look.BARS:
+        for span in _joined(lane.spans):
+            yield _bar(trace, lane, span, index * layout.lane, layout.lane)
+        if lane.end is not None:
+            yield _finish(lane, lane.end, index * layout.lane, layout.lane)
+        return
+    for span in lane.spans:
+        for column in range(span.begin, span.end):
+            cell = span._replace(begin=column, end=column + 1)
+            if span.phase is Phase.GENERATION:
+                cell = cell._replace(position=span.position + column - span.begin, num_tokens=1)
+            if layout.look is Look.TOKENS:
+                yield from _squares(trace, lane, cell, y, layout)
+            else:
+                yield from _cell(trace, lane, cell, y, layout)
+    if lane.end is not None:
+        yield _finish(lane, layout.x(lane.end) - 2, y + 3, layout.lane - 6)
+
+
+def lane_names(trace: Trace, layout: Layout) -> Iterator[str]:
+    """As many as there is room for."""
+    step = nice_step(len(trace.lanes), int(layout.lane * len(trace.lanes) / 13) or 1)
+    for index, lane in enumerate(trace.lanes):
+        if index % step == 0:
+            y = layout.lane_y(index) + layout.lane / 2 + 4
+            yield label(layout.left - 62, y, f"request {lane.request_id}", "end")
+            known = lane.max_new_tokens > 0  # not of one that began before the first column
+            lengths = f"{lane.prompt_len}+{lane.max_new_tokens}" if known else "?"
+            yield label(layout.left - 6, y, lengths, "end faint small")
+
+
+def _joined(spans: tuple[Span, ...]) -> Iterator[Span]:
+    """Chunks that follow each other as one; generation across iterations of the other batch."""
+    held: Span | None = None
+    for span in spans:
+        if held is None:
+            held = span
+        elif span.phase is held.phase is Phase.CONTEXT and span.begin == held.end:
+            held = held._replace(end=span.end, num_tokens=held.num_tokens + span.num_tokens)
+        elif held.phase is Phase.GENERATION and (
+            span.phase is Phase.GENERATION
+            or (span.phase is Phase.HELD and span.end - span.begin == 1)
+        ):
+            held = held._replace(end=span.end, num_tokens=held.num_tokens + span.num_tokens)
+        else:
+            yield held
+            held = span
+    if held is not None:
+        yield held
+
+
+def _bar(trace: Trace, lane: Lane, span: Span, y: float, height: float) -> str:
+    tip = describe(trace, lane, span)
+    width = span.end - span.begin
+    if span.phase is Phase.CONTEXT:
+        return rect(span.begin, y + height * 0.08, width, height * 0.84, "context", tip)
+    if span.phase is Phase.GENERATION:
+        return rect(span.begin, y + height * 0.2, width, height * 0.6, "generation", tip)
+    return _line(span, span.begin, span.end, y, height, tip)
+
+
+def _line(span: Span, x0: float, x1: float, y: float, height: float, tip: str) -> str:
+    def across(share: float) -> str:
+        return f"M{number(x0)} {number(y + height * share)}H{number(x1)}"
+
+    if span.phase is Phase.PAUSED:
+        return path(across(0.3) + across(0.7), "paused", tip)
+    kind = "held" if span.phase is Phase.HELD else "waiting"
+    return path(across(0.5), f"{kind} {DASHES[span.reason]}".strip(), tip)
+
+
+def _finish(lane: Lane, x: float, y: float, height: float) -> str:
+    tip = f"request {lane.request_id} ends: {lane.num_generated} tokens, {lane.outcome}"
+    return path(f"M{number(x)} {number(y)}v{number(height)}", "finish", tip)
+
+
+def _squares(trace: Trace, lane: Lane, cell: Span, y: float, layout: Layout) -> Iterator[str]:
+    """Every token that is computed, and the one that comes of it."""
+    x = layout.x(cell.begin) + 6
+    tip = describe(trace, lane, cell)
+    side = SQUARE - 2
+    if cell.phase not in (Phase.CONTEXT, Phase.GENERATION):
+        yield _line(cell, x, x + layout.column - 12, y, layout.lane, tip)
+        words = cell.reason.value or cell.phase.value
+        middle = x + layout.column / 2 - 6
+        yield rect(middle - 4 - 3.1 * len(words), y + 8, 8 + 6.2 * len(words), 16, "paper")
+        yield label(middle, y + 20, words, "small mid faint")
+        return
+    kind = cell.phase.value
+    for offset in range(cell.num_tokens):
+        yield rect(x, y + 7, side, side, kind, tip, 3)
+        name = _token_name(lane, cell.position + offset)
+        yield label(x + side / 2, y + 20, name, f"small mid on-{kind}")
+        x += SQUARE
+    total = cell.position + cell.num_tokens
+    if total >= lane.prompt_len:
+        yield label(x + 2, y + 20, f"\u2192 G{total - lane.prompt_len + 1}", "small faint")
+
+
+def _cell(trace: Trace, lane: Lane, cell: Span, y: float, layout: Layout) -> Iterator[str]:
+    x, width = layout.x(cell.begin), layout.column
+    tip = describe(trace, lane, cell)
+    if cell.phase not in (Phase.CONTEXT, Phase.GENERATION):
+        yield _line(cell, x, x + width, y, layout.lane, tip)
+        return
+    kind = cell.phase.value
+    inset = 2 if cell.phase is Phase.CONTEXT else 4
+    yield rect(x + 1, y + inset, width - 2, layout.lane - 2 * inset, kind, tip, 2)
+    words = f"C{cell.num_tokens}"
+    if cell.phase is Phase.GENERATION:
+        words = _token_name(lane, cell.position)
+    yield label(x + width / 2, y + layout.lane / 2 + 4, words, f"small mid on-{kind}")
+
+
+def _token_name(lane: Lane, position: int) -> str:
+    """C: of the prompt; G1, G2, ...: generated."""
+    generated = position - lane.prompt_len
+    return "C" if generated < 0 else f"G{generated + 1}"
+
+
+def describe(trace: Trace, lane: Lane, span: Span) -> str:
+    """A span in words and numbers."""
+    first = trace.first_iteration + span.begin
+    last = trace.first_iteration + span.end - 1
+    when = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+    who = f"request {lane.request_id}, {when}"
+    begin, end = span.position, span.position + span.num_tokens
+    if span.phase is Phase.CONTEXT:
+        again = min(end, max(begin, lane.prompt_len))
+        text = f"{who}: context, {span.num_tokens} tokens (positions {begin} to {end - 1})"
+        return text if end == again else f"{text}; {end - again} were generated before a pause"
+    if span.phase is Phase.GENERATION:
+        from_token = begin - lane.prompt_len + 2
+        last_token = from_token + span.num_tokens - 1
+        tokens = f"token {from_token}"
+        if last_token > from_token:
+            tokens = f"tokens {from_token} to {last_token}"
+        return f"{who}: generation, yields {tokens}"
+    return f"{who}: {span.phase.value}; {span.why}" if span.why else f"{who}: {span.phase.value}"

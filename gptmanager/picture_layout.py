@@ -1,0 +1,96 @@
+"""Where things stand in the picture of a schedule, and how close one looks.
+
+Three ways of looking: every token as a square; a short label in every cell; bars.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from gptmanager.trace import Phase, Trace
+
+MARGIN = 16
+LABELS = 140  # width of the names of rows
+BARS = 1000  # width of the iterations in a picture of bars
+SQUARE = 20  # one token
+PANEL = 58
+PANEL_STEP = PANEL + 34
+
+
+class Look(Enum):
+    TOKENS = 0
+    CELLS = 1
+    BARS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Pixels. Lanes begin at `top`; column i spans `left + i * column` and one `column` more."""
+
+    look: Look
+    num_columns: int
+    num_lanes: int
+    column: float
+    lane: float
+    top: float
+    left: float = MARGIN + LABELS
+
+    @property
+    def width(self) -> float:
+        """Of all columns."""
+        return self.column * self.num_columns
+
+    @property
+    def lanes_bottom(self) -> float:
+        return self.top + self.lane * self.num_lanes
+
+    @property
+    def panels_top(self) -> float:
+        return self.lanes_bottom + 30
+
+    @property
+    def axis_y(self) -> float:
+        """Where the lines of the iterations end, below the last panel."""
+        return self.panels_top + 3 * PANEL_STEP - 8
+
+    @property
+    def full_width(self) -> float:
+        return max(self.left + self.width + MARGIN + 8, 720)
+
+    @property
+    def full_height(self) -> float:
+        return self.panels_top + 3 * PANEL_STEP + 36
+
+    def x(self, column: float) -> float:
+        return self.left + column * self.column
+
+    def lane_y(self, index: int) -> float:
+        return self.top + index * self.lane
+
+
+def lay_out(trace: Trace, top: float) -> Layout:
+    num_columns, num_lanes = max(1, len(trace.columns)), len(trace.lanes)
+    chunks = [
+        span.num_tokens
+        for lane in trace.lanes
+        for span in lane.spans
+        if span.phase is Phase.CONTEXT
+    ]
+    longest = max(chunks, default=1)
+    if num_columns <= 8 and longest <= 8 and num_lanes <= 24:
+        look, column, lane = Look.TOKENS, max(132.0, longest * SQUARE + 44.0), 32.0
+    elif num_columns <= 28:
+        look, column, lane = Look.CELLS, min(88.0, BARS / num_columns), 22.0
+    else:
+        look, column = Look.BARS, BARS / num_columns
+        lane = max(4.0, min(20.0, 1200 / max(1, num_lanes)))
+    return Layout(look, num_columns, num_lanes, column, lane, top)
+
+
+def nice_step(span: float, at_most: int) -> int:
+    """1, 2 or 5 times a power of ten, so that `span` has no more than `at_most` steps."""
+    least = max(1.0, span / max(1, at_most))
+    power = 10 ** math.floor(math.log10(least))
+    return int(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least))

@@ -1,0 +1,306 @@
+"""Replay: a recorded run once more, without the model, and where it goes another way.
+
+The loop, its scheduler and its block accounting are the real ones; the world says what the
+recording says, and the executor returns the recorded tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from gptmanager.api import NamedTensor
+from gptmanager.assembly import Blueprint, build_loop
+from gptmanager.config import FinishReason
+from gptmanager.errors import response_text
+from gptmanager.loop import TokenLoop
+from gptmanager.object_graph import read_graph
+from gptmanager.recorded_values import RecordingError
+from gptmanager.recording import End, Iteration, Recording
+from gptmanager.statistics import Counts, Laps
+from gptmanager.step import Intake, Schedule, StepResult
+
+_NOTHING = "nobody runs"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first difference. `index`: of the recorded iteration; `field`: where in its schedule,
+    `ends`, `result`, or `error`.
+    """
+
+    index: int
+    field: str
+    recorded: Any
+    replayed: Any
+    recorded_schedule: Schedule | None = None
+    replayed_schedule: Schedule | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                f"iteration {self.index}, {self.field}:",
+                f"  recorded  {self.recorded}",
+                f"  replayed  {self.replayed}",
+                f"recorded schedule: {summary(self.recorded_schedule)}",
+                f"replayed schedule: {summary(self.replayed_schedule)}",
+            ]
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "index": self.index,
+            "field": self.field,
+            "recorded": str(self.recorded),
+            "replayed": str(self.replayed),
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """`compared`: iterations whose schedule was compared. `broke_off`: the recorded run failed in
+    its last iteration; the text says whether the replay did too.
+    """
+
+    iterations: int
+    compared: int
+    divergence: Divergence | None = None
+    broke_off: str = ""
+
+
+def replay(
+    recording: Recording,
+    *,
+    create_scheduler: Callable[..., Any] | None = None,
+    track: Callable[[Iterable[Iteration]], Iterable[Iteration]] = iter,
+) -> ReplayReport:
+    """Run the recording again up to the first divergence.
+
+    `create_scheduler`: of a run that had one of its own. `track` may show progress.
+    """
+    run = _Replay(recording, create_scheduler)
+    iterations = compared = 0
+    for iteration in track(recording.iterations):
+        divergence = run.step(iteration)
+        iterations += 1
+        compared += iteration.kept
+        if divergence is not None or run.broke_off:
+            return ReplayReport(iterations, compared, divergence, run.broke_off)
+    return ReplayReport(iterations, compared)
+
+
+def completed(
+    recording: Recording, *, create_scheduler: Callable[..., Any] | None = None
+) -> Iterator[tuple[Iteration, TokenLoop]]:
+    """Each iteration with its schedule and ends, also where they were not recorded; and the loop.
+
+    The loop is as it stands after the iteration, to be read only. Raises RecordingError at a
+    divergence.
+    """
+    run = _Replay(recording, create_scheduler)
+    for iteration in recording.iterations:
+        divergence = run.step(iteration)
+        if divergence is not None:
+            raise RecordingError(f"the recording does not replay: {divergence}")
+        world = run.world
+        ends = tuple(world.ends)
+        yield (
+            dataclasses.replace(iteration, schedule=world.schedule, kept=True, ends=ends),
+            run.loop,
+        )
+
+
+class _EndOfRecording(Exception):
+    """The loop wants a result that was never recorded."""
+
+
+class _Replay:
+    """A loop over a recording, iteration by iteration."""
+
+    def __init__(
+        self, recording: Recording, create_scheduler: Callable[..., Any] | None = None
+    ) -> None:
+        blueprint = recorded_blueprint(recording, create_scheduler)
+        self._recording = recording
+        self.world = _RecordedWorld()
+        self.broke_off = ""
+        state = recording.header.state
+        if state is None:
+            self.loop = build_loop(blueprint, self.world, self.world, laps=Laps(lambda: 0))
+            return
+        values = read_graph(state["objects"])(state["root"])
+        self.loop = build_loop(
+            blueprint,
+            self.world,
+            self.world,
+            laps=Laps(lambda: 0),
+            allocator=values["allocator"],
+        )
+        pending = values["pending"]
+        values["pending"] = None if pending is None else _Step(pending)
+        vars(self.loop).update(values)
+
+    def step(self, iteration: Iteration) -> Divergence | None:
+        world = self.world
+        world.begin(iteration)
+        try:
+            self.loop.iterate()
+        except _EndOfRecording:
+            return self._broken(iteration, "")
+        except Exception as error:  # whatever broke the recorded run may break this one
+            return self._broken(iteration, response_text(error))
+        found = _schedule_difference(iteration, world.schedule)
+        if found is None and iteration.result is not None and not world.took_result:
+            found = ("result", "the tokens of a step", "no step was under way")
+        if found is None and iteration.ends is not None:
+            ends = [end._replace(error=_class(end.error)) for end in iteration.ends]
+            found = difference(ends, world.ends, "ends")
+        return self._diverged(iteration, found)
+
+    def _broken(self, iteration: Iteration, text: str) -> Divergence | None:
+        """The loop could not finish the iteration; fine if the recorded one could not either."""
+        end = self._recording.end
+        recorded = "" if end is None else end.error
+        found = _schedule_difference(iteration, self.world.schedule)
+        is_last = iteration is self._recording.iterations[-1]
+        if found is None and (not is_last or (end is not None and end.reason != "failed")):
+            found = ("error", "none", text or "a result that was not recorded is asked for")
+        if found is None and text and _class(text) != _class(recorded):
+            found = ("error", recorded or "none", text)
+        again = "so did the replay" if text else "the replay has no result of its last step either"
+        self.broke_off = "" if found else f"{recorded or 'the recording is cut off'}; {again}"
+        return self._diverged(iteration, found)
+
+    def _diverged(
+        self, iteration: Iteration, found: tuple[str, Any, Any] | None
+    ) -> Divergence | None:
+        if found is None:
+            return None
+        return Divergence(iteration.index, *found, iteration.schedule, self.world.schedule)
+
+
+def recorded_blueprint(
+    recording: Recording, create_scheduler: Callable[..., Any] | None = None
+) -> Blueprint:
+    """What the recorded loop was built of. Raises RecordingError without a scheduler it needs."""
+    blueprint = Blueprint.from_plain(recording.header.blueprint)
+    if create_scheduler is not None:
+        scheduler = dataclasses.replace(blueprint.scheduler, create_scheduler=create_scheduler)
+        return dataclasses.replace(blueprint, scheduler=scheduler)
+    if blueprint.custom_scheduler:
+        raise RecordingError(
+            f"the run had a scheduler of its own, {blueprint.custom_scheduler}: give it as "
+            "create_scheduler, or on the command line as --scheduler MODULE:NAME"
+        )
+    return blueprint
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    schedule: Schedule
+
+
+class _RecordedWorld:
+    """Host and executor of a replay: both say what the recorded iteration says."""
+
+    def __init__(self) -> None:
+        self._iteration: Iteration | None = None
+        self.schedule: Schedule | None = None
+        self.ends: list[End] = []
+        self.took_result = False
+
+    def begin(self, iteration: Iteration) -> None:
+        self._iteration = iteration
+        self.schedule = None
+        self.ends = []
+        self.took_result = False
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        assert self._iteration is not None  # begin() came first
+        return self._iteration.intake
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        if not is_final:
+            return
+        reasons = (int(value) for name, value in reversed(tensors) if name == "finish_reasons")
+        reason = next(reasons, None)
+        name = "ERROR" if reason is None else FinishReason(reason).name
+        self.ends.append(End(request_id, name, _class(error)))
+
+    def poll(self) -> None:
+        """Stops come with the recorded intakes."""
+
+    def report(self, counts: Counts, laps: Laps) -> None:
+        """Nobody asks."""
+
+    def forward(self, schedule: Schedule) -> _Step:
+        self.schedule = schedule
+        iteration = self._iteration
+        if iteration is not None and _schedule_difference(iteration, schedule) is not None:
+            raise _EndOfRecording  # its tokens would not be those of the rows
+        return _Step(schedule)
+
+    def sample(self, step: _Step) -> None:
+        """The tokens are known."""
+
+    def result(self, step: _Step) -> StepResult:
+        iteration = self._iteration
+        if iteration is None or iteration.result is None:
+            raise _EndOfRecording
+        if iteration.result_of != step.schedule.iteration:
+            raise _EndOfRecording
+        self.took_result = True
+        return iteration.result
+
+
+def _schedule_difference(
+    iteration: Iteration, schedule: Schedule | None
+) -> tuple[str, Any, Any] | None:
+    recorded = iteration.schedule
+    if not iteration.kept or recorded == schedule:
+        return None
+    if recorded is None or schedule is None:
+        return "schedule", summary(recorded), summary(schedule)
+    return difference(recorded, schedule, "schedule")
+
+
+def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] | None:
+    """Where two values differ first: path, and what is there in each."""
+    if recorded == replayed:
+        return None
+    names = getattr(recorded, "_fields", None)
+    if dataclasses.is_dataclass(recorded):
+        names = [field.name for field in dataclasses.fields(recorded)]
+    pairs: list[tuple[str, Any, Any]] = []
+    if names is not None and type(recorded) is type(replayed):
+        pairs = [(f"{path}.{n}", getattr(recorded, n), getattr(replayed, n)) for n in names]
+    elif isinstance(recorded, (list, tuple)) and isinstance(replayed, (list, tuple)):
+        both = itertools.zip_longest(recorded, replayed, fillvalue="nothing")
+        pairs = [(f"{path}[{place}]", *items) for place, items in enumerate(both)]
+    found = (difference(one, other, inner) for inner, one, other in pairs)
+    return next((item for item in found if item is not None), (path, recorded, replayed))
+
+
+def summary(schedule: Schedule | None) -> str:
+    """A schedule in one line."""
+    if schedule is None:
+        return _NOTHING
+    context = " ".join(
+        f"{row.request_id}({row.position}+{row.num_tokens})" for row in schedule.context_rows
+    )
+    generation = " ".join(str(row.request_id) for row in schedule.generation_rows)
+    paused = " ".join(map(str, schedule.paused))
+    parts = [("context", context), ("generation", generation), ("paused", paused)]
+    return f"number {schedule.iteration}, " + ", ".join(
+        f"{name} {ids}" for name, ids in parts if ids
+    )
+
+
+def _class(text: str) -> str:
+    """The class of an error by its text; texts may differ where values could not be recorded."""
+    return text.removeprefix("RecordedError: ").partition(":")[0]

@@ -1,0 +1,272 @@
+"""The commands about schedules: `gptmanager replay` and `gptmanager simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tqdm import tqdm
+
+from gptmanager.assembly import Blueprint
+from gptmanager.comparison import Machine, hypothetical, plain, table, variant
+from gptmanager.config import CapacitySchedulerPolicy
+from gptmanager.cost_model import CostModel, fit
+from gptmanager.errors import ConfigError
+from gptmanager.loads import Load, RecordedLoad, SyntheticLoad
+from gptmanager.recorder import Recorder
+from gptmanager.recording import Recording, read_recording
+from gptmanager.replay import replay
+from gptmanager.simulator import Figures, simulate
+
+_REPLAY_HELP = """\
+Run a recording again without its model and compare every schedule.
+
+FILE comes from OptionalParams(recording_path=...), or is the black box that a failed manager wrote
+(its log names it). The same loop, scheduler and block accounting get the recorded requests, stops
+and clock readings, and the recorded tokens. Stops at the first difference and prints it.
+"""
+
+_SIMULATE_HELP = """\
+Run a load through the real scheduler and block accounting under a virtual clock, once for each
+policy, and print what it would come to side by side.
+
+The load is that of a recording, or synthetic: lengths drawn from ranges, arriving all at once or at
+a rate. A step takes as long as the cost model says, in seconds:
+
+  fixed + context_token * context tokens + context_pair * attended pairs of the contexts
+        + generation_row * sequences in generation + kv_token * cached tokens that they read
+
+It is given (--cost), or fitted to a recording (--fit; by default the recorded load's own).
+"""
+
+_SIMULATE_EXAMPLE = """\
+examples:
+  gptmanager simulate --num-requests 100000 --rate 50 --prompt-len 64:512 --output-len 16:256
+  gptmanager simulate --recording run.jsonl --kv-cache-tokens 65536 --record simulated.jsonl
+"""
+
+_POLICIES = [policy.name.lower() for policy in CapacitySchedulerPolicy]
+
+
+def add_commands(subparsers: Any) -> None:
+    """Add `replay` and `simulate` to the command line's parsers."""
+    _add_replay(subparsers)
+    _add_simulate(subparsers)
+
+
+def _add_replay(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "replay",
+        help="run a recording again without its model, and compare",
+        description=_REPLAY_HELP,
+        epilog="exit code: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=_replay)
+    parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
+    parser.add_argument(
+        "--scheduler",
+        metavar="MODULE:NAME",
+        help="the create_scheduler of a run that had one of its own",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--verbose", action="store_true", help="show the loop's log")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    recording = read_recording(options.recording)
+    report = replay(
+        recording,
+        create_scheduler=imported(options.scheduler) if options.scheduler else None,
+        track=lambda iterations: tqdm(
+            iterations, total=len(recording.iterations), unit="iteration", leave=False, delay=1.0
+        ),
+    )
+    divergence = report.divergence
+    if options.json:
+        plain = None if divergence is None else divergence.plain()
+        result = {
+            "iterations": report.iterations,
+            "compared": report.compared,
+            "divergence": plain,
+            "broke_off": report.broke_off,
+        }
+        print(orjson.dumps(result).decode())
+    elif divergence is not None:
+        print(f"diverged after {report.iterations - 1} iterations\n{divergence}")
+    else:
+        print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
+        if report.broke_off:
+            print(f"the recorded run failed in the last one: {report.broke_off}")
+    return 0 if divergence is None else 1
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The callable that `MODULE:NAME` names; raises ConfigError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--scheduler {name}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
+    create: Callable[..., Any] = found
+    return create
+
+
+def _add_simulate(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "simulate",
+        help="what a load would come to under other policies, without a model",
+        description=_SIMULATE_HELP,
+        epilog=_SIMULATE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=_simulate)
+    add = parser.add_argument
+    add(
+        "--policies",
+        type=_policies,
+        metavar="A,B",
+        default=_policies("guaranteed_no_evict,max_utilization"),
+        help=f"of {', '.join(_POLICIES)} (default guaranteed_no_evict,max_utilization)",
+    )
+    add("--scheduler", metavar="MODULE:NAME", help="one more column: a create_scheduler of yours")
+    add("--record", type=Path, metavar="FILE", help="write each simulated run as a recording")
+    add("--json", action="store_true", help="the figures as JSON on stdout")
+    add("--threads", type=int, help=argparse.SUPPRESS)
+    add("--verbose", action="store_true", help="show the loop's log")
+    load = parser.add_argument_group("load").add_argument
+    load("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
+    load(
+        "--arrivals",
+        choices=("time", "turns", "at_once"),
+        default="time",
+        help="of a recorded load: at the recorded times, in the recorded iterations, all at once",
+    )
+    load("--num-requests", type=int, default=1000, help="(default %(default)s)")
+    load("--prompt-len", type=_span, default=(64, 1024), metavar="A:B", help="(default 64:1024)")
+    load("--output-len", type=_span, default=(16, 512), metavar="A:B", help="(default 16:512)")
+    load("--rate", type=float, metavar="R", help="requests/s, Poisson (default: all at once)")
+    load("--seed", type=int, default=0, help="(default %(default)s)")
+    _add_machine(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    cost = parser.add_argument_group("step cost").add_mutually_exclusive_group()
+    cost.add_argument("--cost", metavar="NAME=S,...|FILE", help="numbers, or a JSON file of them")
+    cost.add_argument("--fit", type=Path, metavar="FILE", help="fit them to this recording")
+    group = parser.add_argument_group("manager (default: as recorded, or as in OptionalParams)")
+    for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "tokens-per-block"):
+        group.add_argument(f"--{name}", type=int)
+    group.add_argument("--kv-cache-tokens", type=int, help="(default 262144)")
+    group.add_argument("--chunked-context", action=argparse.BooleanOptionalAction)
+    group.add_argument("--run-ahead", type=int, choices=(0, 1))
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    recording = None if options.recording is None else read_recording(options.recording)
+    machine = Machine(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(Machine)}
+    )
+    if recording is None:
+        load: Load = SyntheticLoad(
+            options.num_requests, options.prompt_len, options.output_len, options.rate, options.seed
+        )
+        longest = options.prompt_len[1] + options.output_len[1]
+        blueprint = hypothetical(machine, longest)
+    else:
+        load = RecordedLoad(recording, options.arrivals)
+        blueprint = Blueprint.from_plain(recording.header.blueprint)
+    cost = _cost(options, recording)
+    columns = {policy.name.lower(): variant(blueprint, policy, machine)
+               for policy in options.policies}  # fmt: skip
+    if options.scheduler:
+        policy = blueprint.scheduler.capacity_scheduler_policy
+        columns[options.scheduler] = variant(
+            blueprint, policy, machine, imported(options.scheduler)
+        )
+    started = time.perf_counter()
+    figures = {
+        name: _simulate_one(name, column, load, cost, options.record, len(columns))
+        for name, column in columns.items()
+    }
+    taken = time.perf_counter() - started
+    _print_figures(options.json, figures, cost, taken, recording)
+    return 0
+
+
+def _simulate_one(
+    name: str, blueprint: Blueprint, load: Load, cost: CostModel, record: Path | None, count: int
+) -> Figures:
+    path = record
+    if record is not None and count > 1:
+        path = record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
+    recorder = None if path is None else Recorder(path)
+    with tqdm(total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0) as bar:
+        return simulate(blueprint, load, cost, recorder=recorder, on_progress=bar.update)
+
+
+def _cost(options: argparse.Namespace, recording: Recording | None) -> CostModel:
+    if options.fit is not None:
+        return fit(read_recording(options.fit))
+    if options.cost is None:
+        return CostModel() if recording is None else fit(recording)
+    if "=" in options.cost:
+        return CostModel.parse(options.cost)
+    try:
+        values = orjson.loads(Path(options.cost).read_bytes())
+        return CostModel.from_plain(values)
+    except (OSError, orjson.JSONDecodeError, TypeError) as error:
+        raise ConfigError(f"--cost {options.cost}: {error}") from error
+
+
+def _print_figures(
+    as_json: bool,
+    figures: dict[str, Figures],
+    cost: CostModel,
+    taken: float,
+    recording: Recording | None,
+) -> None:
+    recorded = None if recording is None else recording.duration_s
+    if as_json:
+        result = {
+            "cost": dataclasses.asdict(cost),
+            "policies": {name: plain(column) for name, column in figures.items()},
+            "recorded_makespan_s": recorded,
+            "wall_s": taken,
+        }
+        print(orjson.dumps(result).decode())
+        return
+    steps = sum(column.request_steps for column in figures.values())
+    numbers = "  ".join(f"{name} {value:.3g}" for name, value in dataclasses.asdict(cost).items())
+    print(table(figures))
+    print(f"\nseconds of a step: {numbers}")
+    if recorded is not None:
+        print(f"the recorded run took {recorded:.3f} s")
+    print(f"{steps:,} request-steps simulated in {taken:.1f} s ({steps / taken:,.0f} a second)")
+
+
+def _policies(text: str) -> list[CapacitySchedulerPolicy]:
+    try:
+        return [CapacitySchedulerPolicy[name.strip().upper()] for name in text.split(",")]
+    except KeyError as error:
+        raise argparse.ArgumentTypeError(
+            f"{error.args[0].lower()!r} is none of {', '.join(_POLICIES)}"
+        ) from None
+
+
+def _span(text: str) -> tuple[int, int]:
+    """`16:256`, or one number for both ends."""
+    low, _, high = text.partition(":")
+    span = (int(low), int(high or low))
+    if not 1 <= span[0] <= span[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of positive lengths")
+    return span

@@ -1,0 +1,50 @@
+"""Pages of LoRA adapters: whether those of the requests of one pass fit together.
+
+Knows nothing of what an adapter is, nor of which of them are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from gptmanager.request import LlmRequest
+
+
+class PeftCacheManager(Protocol):
+    """What a capacity scheduler asks of a cache of LoRA adapters. Counts in pages."""
+
+    def get_max_device_pages(self) -> int:
+        """Pages of the whole cache."""
+
+    def determine_num_pages(self, lora_task_id: int) -> int:
+        """Pages that one adapter takes, however many requests share it."""
+
+
+class AdapterPages:
+    """The adapter pages of one pass. An adapter counts once; without a cache none counts."""
+
+    __slots__ = ("_free", "_peft_cache_manager", "_task_ids")
+
+    def __init__(
+        self, peft_cache_manager: PeftCacheManager | None, running: Iterable[LlmRequest] = ()
+    ) -> None:
+        """`running` requests have their pages whether they fit or not."""
+        self._peft_cache_manager = peft_cache_manager
+        self._task_ids: set[int] = set()
+        self._free = 0
+        if peft_cache_manager is not None:
+            self._task_ids.update(r.lora_task_id for r in running if r.lora_task_id is not None)
+            claimed = sum(map(peft_cache_manager.determine_num_pages, self._task_ids))
+            self._free = peft_cache_manager.get_max_device_pages() - claimed
+
+    def take(self, task_id: int) -> bool:
+        """Whether the adapter's pages fit; then they are taken."""
+        if self._peft_cache_manager is None or task_id in self._task_ids:
+            return True
+        num_pages = self._peft_cache_manager.determine_num_pages(task_id)
+        if num_pages > self._free:
+            return False
+        self._free -= num_pages
+        self._task_ids.add(task_id)
+        return True

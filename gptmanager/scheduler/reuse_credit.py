@@ -1,0 +1,35 @@
+"""`ReuseCredit`: tells who shares out a step's tokens how much of a context is cached.
+
+Decides nothing. `MicroBatchScheduler` reads `LlmRequest.estimated_reusable_tokens`; this is where
+a manager sets them. Bare schedulers leave them to whoever steps them.
+"""
+
+from __future__ import annotations
+
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.request import LlmRequestState, RequestList
+from gptmanager.scheduler.capacity import CapacityScheduler
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+
+
+class ReuseCredit(CapacityScheduler):
+    """A capacity scheduler that notes on each context it lets begin what is cached of it.
+
+    Only full blocks count, so that what is found when the context starts is never less, if
+    `KvCacheManager.holding_cached` keeps it until then.
+    """
+
+    def __init__(
+        self, capacity_scheduler: CapacityScheduler, kv_cache_manager: KvCacheManager
+    ) -> None:
+        self.capacity_scheduler = capacity_scheduler
+        self.kv_cache_manager = kv_cache_manager
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
+        for request in fitting:
+            if request.state is _CONTEXT_INIT and not request.context_current_position:
+                reusable = self.kv_cache_manager.get_reusable_tokens(request)
+                request.estimated_reusable_tokens = reusable
+        return fitting, paused

@@ -1,0 +1,52 @@
+"""Which contexts wait an iteration, because another one is about to compute what they begin with.
+
+Knows only prefixes: nothing of how much memory there is, nor of who is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+
+
+class ReuseDelay:
+    """One pass of a capacity scheduler over a cache whose blocks are reused.
+
+    A context contributes its prompt up to the first full block that is not cached yet. Who would
+    contribute the same as an earlier one of the pass, or as a context that is between two chunks,
+    waits: soon it can have those blocks for nothing.
+    """
+
+    __slots__ = ("_contributed", "_find_new_context_block")
+
+    def __init__(self, kv_cache_manager: KvCacheManager, active_requests: RequestList) -> None:
+        self._find_new_context_block = kv_cache_manager.find_new_context_block
+        self._contributed: set[Hashable] = set()
+        for request in active_requests:
+            if request.state is _CONTEXT_INIT and not request.is_first_context_chunk:
+                self._contributed.add(self._find_new_context_block(request))
+        self._contributed.discard(None)  # all of it is cached
+
+    def delays(self, request: LlmRequest) -> bool:
+        """Whether the request waits. If it does not, what it contributes is recorded."""
+        if request.state is not _CONTEXT_INIT or not request.is_first_context_chunk:
+            return False
+        contribution = self._find_new_context_block(request)
+        if contribution in self._contributed:
+            return True
+        if contribution is not None:
+            self._contributed.add(contribution)
+        return False
+
+
+def reuse_delay(
+    kv_cache_manager: KvCacheManager, active_requests: RequestList
+) -> ReuseDelay | None:
+    """None where nothing is reused."""
+    if getattr(kv_cache_manager, "enable_block_reuse", False):
+        return ReuseDelay(kv_cache_manager, active_requests)
+    return None

@@ -1,0 +1,127 @@
+"""`ScriptedExecutor`: steps without a network, whose tokens a function of the history gives.
+
+Believes nothing: a schedule that no executor could run is refused, and every position that a row
+would read must hold what was computed from that row's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from gptmanager.step import Row, Schedule, StepResult
+
+NextToken = Callable[[list[int]], int]  # the history, prompt included -> the next token
+
+_NOTHING = 0  # what a position holds that was never written
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """`expected`: for each token, what its position in the KV cache must hold."""
+
+    tokens: list[int]
+    num_computed: int | None = None  # None: its first row says where it begins
+    block_ids: list[int] = field(default_factory=list)
+    expected: list[int] = field(default_factory=list)
+
+    def extend_expected(self) -> None:
+        """A position holds what comes of its token and of all before it."""
+        new = self.tokens[len(self.expected) :]
+        last = self.expected[-1] if self.expected else _NOTHING
+        self.expected.extend(list(accumulate(new, _mix, initial=last))[1:])
+
+
+@dataclass(slots=True)
+class ScriptedStep:
+    schedule: Schedule
+    tokens: list[int] = field(default_factory=list)
+
+
+class ScriptedExecutor:
+    """An `Executor` whose tokens are given by a function of the history.
+
+    It refuses a schedule that an executor could not run: a position that does not continue its
+    sequence, a token that is not known yet, a position without a block. It keeps what each block
+    holds, and refuses a row that would read what belongs to other tokens: blocks that are shared
+    or copied must hold just what the sequence would have computed.
+    """
+
+    def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
+        self.next_token = next_token
+        self.tokens_per_block = tokens_per_block
+        self.schedules: list[Schedule] = []
+        self._sequences: dict[int, _Sequence] = {}
+        self._contents: dict[int, list[int]] = {}  # by block
+
+    def forward(self, schedule: Schedule) -> ScriptedStep:
+        self.schedules.append(schedule)
+        for source, destination, num_tokens in schedule.block_copies:
+            self._content(destination)[:num_tokens] = self._content(source)[:num_tokens]
+        for start in schedule.starts:
+            self._sequences[start.slot] = _Sequence(list(start.tokens))
+        for append in schedule.block_appends:
+            blocks = self._sequence(append.slot).block_ids
+            if len(blocks) != append.first:
+                raise ValueError(f"slot {append.slot} has {len(blocks)} blocks: {append}")
+            blocks.extend(append.block_ids)
+        rows = (*schedule.context_rows, *schedule.generation_rows)
+        for row in rows:
+            self._check(row, self._sequence(row.slot))
+        for row in rows:
+            self._write(row, self._sequences[row.slot])
+        for row in rows:  # the rows of one step must not write over each other
+            self._check_content(row, self._sequences[row.slot], row.position + row.num_tokens)
+        return ScriptedStep(schedule)
+
+    def sample(self, step: ScriptedStep) -> None:
+        for row in step.schedule.sampling_rows:
+            sequence = self._sequences[row.slot]
+            token = self.next_token(sequence.tokens)
+            sequence.tokens.append(token)
+            step.tokens.append(token)
+
+    def result(self, step: ScriptedStep) -> StepResult:
+        return StepResult(np.array(step.tokens, dtype=np.int32).reshape(-1, 1), now=0.0)
+
+    def _sequence(self, slot: int) -> _Sequence:
+        if slot not in self._sequences:
+            raise ValueError(f"no sequence has started in slot {slot}")
+        return self._sequences[slot]
+
+    def _check(self, row: Row, sequence: _Sequence) -> None:
+        end = row.position + row.num_tokens
+        if (
+            row.position != sequence.num_computed
+            and sequence.num_computed is not None
+            or end > len(sequence.tokens)
+            or end > len(sequence.block_ids) * self.tokens_per_block
+            or row.num_tokens < 1
+        ):
+            raise ValueError(f"{row} cannot follow {sequence}")
+        sequence.extend_expected()
+        self._check_content(row, sequence, row.position)
+
+    def _check_content(self, row: Row, sequence: _Sequence, end: int) -> None:
+        size = self.tokens_per_block
+        for start, block in zip(range(0, end, size), sequence.block_ids, strict=False):
+            expected = sequence.expected[start : min(end, start + size)]
+            if self._content(block)[: len(expected)] != expected:
+                raise ValueError(f"{row}: block {block} does not hold the tokens from {start} on")
+
+    def _write(self, row: Row, sequence: _Sequence) -> None:
+        for position in range(row.position, row.position + row.num_tokens):
+            index, offset = divmod(position, self.tokens_per_block)
+            content = self._content(sequence.block_ids[index])
+            content[offset] = sequence.expected[position]
+        sequence.num_computed = row.position + row.num_tokens
+
+    def _content(self, block: int) -> list[int]:
+        return self._contents.setdefault(block, [_NOTHING] * self.tokens_per_block)
+
+
+def _mix(before: int, token: int) -> int:
+    return hash((before, token))

@@ -1,0 +1,157 @@
+"""`Trace`: what became of every request in every iteration, as frozen values to draw from.
+
+Knows nothing of how it is drawn, nor of where the schedules came from (`trace_builder`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+
+class Phase(Enum):
+    """What a request does during a stretch of iterations."""
+
+    CONTEXT = "context"  # a part of its history is computed
+    GENERATION = "generation"  # one token an iteration
+    WAITING = "waiting"  # has not started
+    PAUSED = "paused"  # had started; its memory was taken, what it generated is kept
+    HELD = "held"  # holds memory, but is not in this iteration's batch
+
+
+class Reason(Enum):
+    """What keeps a request out of an iteration; the reason of the first one that waits."""
+
+    NONE = ""
+    BATCH = "max_batch_size"
+    TOKENS = "max_num_tokens"
+    BLOCKS = "KV cache blocks"
+    STATIC = "static batch"
+    OTHER = "scheduler's choice"
+
+
+class Span(NamedTuple):
+    """A request in columns `begin` to `end`, which is not included.
+
+    CONTEXT: one chunk of `num_tokens` positions from `position` on. GENERATION: `num_tokens`
+    positions from `position` on, one a column. Others: `why` it waits, in the numbers of `begin`.
+    """
+
+    phase: Phase
+    begin: int
+    end: int
+    position: int = 0
+    num_tokens: int = 0
+    reason: Reason = Reason.NONE
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One request. Lengths in tokens, `arrival` and `end` in columns (None: not seen to end).
+
+    `prompt_len` is what the host sent. `num_generated` counts the tokens that were computed for
+    it: under run-ahead one more than it got, where it stopped early.
+    """
+
+    request_id: int
+    prompt_len: int
+    max_new_tokens: int
+    priority: float
+    arrival: int
+    end: int | None
+    outcome: str
+    num_generated: int
+    num_pauses: int
+    spans: tuple[Span, ...]
+
+
+class Column(NamedTuple):
+    """One iteration. `time_s`: when it was decided. `used_blocks`: held while it ran."""
+
+    iteration: int
+    time_s: float
+    num_context: int
+    num_generation: int
+    context_tokens: int
+    used_blocks: int
+    num_paused: int
+    num_waiting: int
+
+    @property
+    def num_running(self) -> int:
+        return self.num_context + self.num_generation
+
+    @property
+    def num_tokens(self) -> int:
+        return self.context_tokens + self.num_generation
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The limits under which was scheduled. `chunk_unit` None: contexts run in one piece.
+
+    `policy`: a name of `CapacitySchedulerPolicy`, or that of a user's class.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    num_blocks: int
+    tokens_per_block: int
+    policy: str = ""
+    chunk_unit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Lanes in the order of arrival; spans count columns, `columns[i].iteration` names one."""
+
+    bounds: Bounds
+    lanes: tuple[Lane, ...]
+    columns: tuple[Column, ...]
+
+    @property
+    def first_iteration(self) -> int:
+        return self.columns[0].iteration if self.columns else 0
+
+    def lane(self, request_id: int) -> Lane:
+        """The last request of that id; KeyError if there is none."""
+        for lane in reversed(self.lanes):
+            if lane.request_id == request_id:
+                return lane
+        raise KeyError(request_id)
+
+    def without_idle(self) -> Trace:
+        """Without the requests of which nothing was computed."""
+        busy = (Phase.CONTEXT, Phase.GENERATION)
+        lanes = [lane for lane in self.lanes if any(span.phase in busy for span in lane.spans)]
+        return replace(self, lanes=tuple(lanes))
+
+    def window(self, first: int, end: int) -> Trace:
+        """Iterations `first` to `end`, not included, and the requests seen in them."""
+        offset = self.first_iteration
+        begin, stop = max(0, first - offset), min(len(self.columns), end - offset)
+        lanes = [_cut(lane, begin, stop) for lane in self.lanes]
+        seen = tuple(lane for lane in lanes if lane.spans)
+        return replace(self, lanes=seen, columns=self.columns[begin:stop])
+
+
+def _cut(lane: Lane, begin: int, end: int) -> Lane:
+    spans = []
+    for span in lane.spans:
+        left, right = max(span.begin, begin), min(span.end, end)
+        if left < right:
+            moved = span._replace(begin=left - begin, end=right - begin)
+            if span.phase is Phase.GENERATION:
+                moved = moved._replace(
+                    position=span.position + left - span.begin, num_tokens=right - left
+                )
+            spans.append(moved)
+    ended = lane.end is not None and begin <= lane.end <= end
+    return replace(
+        lane,
+        arrival=max(0, lane.arrival - begin),
+        end=lane.end - begin if ended and lane.end is not None else None,
+        spans=tuple(spans),
+    )

@@ -1,0 +1,231 @@
+"""From schedules, arrivals and ends, in the order in which they happened, to a `Trace`.
+
+Counts blocks from what the schedules hand out; asks no scheduler, loop or clock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from gptmanager.step import BlockAppend, Row, Schedule
+from gptmanager.trace import Bounds, Column, Lane, Phase, Reason, Span, Trace
+from gptmanager.waiting import Load, Wish, explain_wait
+
+
+@dataclass(slots=True)
+class _Request:
+    """`length`: tokens of its history, launched ones included; `slot` -1: not started."""
+
+    request_id: int
+    prompt_len: int
+    max_new_tokens: int
+    priority: float
+    arrival: int
+    length: int
+    slot: int = -1
+    computed: int = 0
+    num_pauses: int = 0
+    generated: int = 0
+    end: int | None = None
+    outcome: str = ""
+    blocks: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, span: Span) -> None:
+        """Append a span, joined to the one before where it goes on."""
+        last = self.spans[-1] if self.spans else None
+        if (
+            last is not None
+            and last.phase is span.phase is not Phase.CONTEXT
+            and last.end == span.begin
+            and last.reason is span.reason
+        ):
+            self.spans[-1] = last._replace(
+                end=span.end, num_tokens=last.num_tokens + span.num_tokens
+            )
+        else:
+            self.spans.append(span)
+
+
+class TraceBuilder:
+    """Call `arrive` before the first `step` in which a request could run, `end` after its last."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._all: list[_Request] = []
+        self._active: list[_Request] = []  # by priority, then arrival
+        self._by_id: dict[int, _Request] = {}
+        self._by_slot: dict[int, _Request] = {}
+        self._owners: Counter[int] = Counter()  # block -> how many requests hold it
+        self._columns: list[Column] = []
+        self._unknown = 0  # made up block ids are negative
+
+    def __contains__(self, request_id: int) -> bool:
+        """Whether the request has arrived and not ended."""
+        return request_id in self._by_id
+
+    def arrive(
+        self, request_id: int, prompt_len: int, max_new_tokens: int, priority: float = 0.5
+    ) -> None:
+        request = _Request(
+            request_id, prompt_len, max_new_tokens, priority, len(self._columns), prompt_len
+        )
+        self._all.append(request)
+        self._by_id[request_id] = request
+        insort_right(self._active, request, key=lambda other: -other.priority)
+
+    def step(self, schedule: Schedule, time_s: float) -> None:
+        """One iteration, as it was decided at `time_s`."""
+        column = len(self._columns)
+        for request_id in schedule.paused:
+            self._pause(request_id)
+        rows = (*schedule.context_rows, *schedule.generation_rows)
+        num_older = sum(self._find(row).slot >= 0 for row in rows)
+        started = {start.slot for start in schedule.starts}
+        for row in rows:
+            self._seat(self._find(row), row, row.slot in started)
+        self._append_blocks(schedule.block_appends)
+        for row in schedule.context_rows:
+            self._run(row, Phase.CONTEXT, column)
+        for row in schedule.generation_rows:
+            self._run(row, Phase.GENERATION, column)
+        num_tokens = schedule.num_context_tokens + len(schedule.generation_rows)
+        load = Load(
+            num_running=len(rows),
+            num_tokens=num_tokens,
+            num_older=num_older,
+            free_blocks=self.bounds.num_blocks - len(self._owners),
+            reserved_blocks=self._reserved_blocks(),
+        )
+        num_waiting = self._wait(column, {row.request_id for row in rows}, load)
+        self._columns.append(
+            Column(
+                iteration=schedule.iteration,
+                time_s=time_s,
+                num_context=len(schedule.context_rows),
+                num_generation=len(schedule.generation_rows),
+                context_tokens=schedule.num_context_tokens,
+                used_blocks=len(self._owners),
+                num_paused=len(schedule.paused),
+                num_waiting=num_waiting,
+            )
+        )
+
+    def end(self, request_id: int, outcome: str) -> None:
+        """The request has had its final response; one that never arrived is ignored."""
+        request = self._by_id.pop(request_id, None)
+        if request is not None:
+            self._release(request)
+            self._active.remove(request)
+            request.end, request.outcome = len(self._columns), outcome
+
+    def build(self) -> Trace:
+        lanes = tuple(
+            Lane(
+                request_id=request.request_id,
+                prompt_len=request.prompt_len,
+                max_new_tokens=request.max_new_tokens,
+                priority=request.priority,
+                arrival=request.arrival,
+                end=request.end,
+                outcome=request.outcome,
+                num_generated=request.generated,
+                num_pauses=request.num_pauses,
+                spans=tuple(request.spans),
+            )
+            for request in self._all
+        )
+        return Trace(self.bounds, lanes, tuple(self._columns))
+
+    # Inside ---------------------------------------------------------------------------------
+
+    def _find(self, row: Row) -> _Request:
+        """A recording may begin in the middle: then the row tells the least that is known."""
+        if row.request_id not in self._by_id:
+            self.arrive(row.request_id, row.position + row.num_tokens, 0)
+        return self._by_id[row.request_id]
+
+    def _seat(self, request: _Request, row: Row, starts: bool) -> None:
+        if request.slot == row.slot:
+            return
+        last = self._by_slot.get(row.slot)
+        if last is not None:  # its end was not recorded, but it must have been
+            self.end(last.request_id, "")
+        request.slot = row.slot
+        self._by_slot[row.slot] = request
+        if not starts:  # it had started before the first schedule: its blocks are not known by id
+            count = self._blocks(row.position)
+            self._unknown -= count
+            request.blocks = list(range(self._unknown, self._unknown + count))
+            self._owners.update(request.blocks)
+
+    def _append_blocks(self, appends: Iterable[BlockAppend]) -> None:
+        for append in appends:
+            request = self._by_slot.get(append.slot)
+            if request is not None:
+                request.blocks.extend(append.block_ids)
+                self._owners.update(append.block_ids)
+
+    def _pause(self, request_id: int) -> None:
+        request = self._by_id.get(request_id)
+        if request is not None:
+            self._release(request)
+            request.num_pauses += 1
+            request.computed = 0
+
+    def _release(self, request: _Request) -> None:
+        for block in request.blocks:
+            self._owners[block] -= 1
+            if not self._owners[block]:
+                del self._owners[block]
+        request.blocks = []
+        self._by_slot.pop(request.slot, None)
+        request.slot = -1
+
+    def _run(self, row: Row, phase: Phase, column: int) -> None:
+        request = self._by_id[row.request_id]
+        request.add(Span(phase, column, column + 1, row.position, row.num_tokens))
+        request.computed = row.position + row.num_tokens
+        if row.samples:
+            request.length = request.computed + 1
+            request.generated = max(request.generated, request.length - request.prompt_len)
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.bounds.tokens_per_block)
+
+    def _life_blocks(self, request: _Request) -> int:
+        """Blocks that it may still take until its end."""
+        whole = self._blocks(request.prompt_len + request.max_new_tokens)
+        return max(0, whole - len(request.blocks))
+
+    def _reserved_blocks(self) -> int:
+        return sum(self._life_blocks(request) for request in self._by_slot.values())
+
+    def _wait(self, column: int, running: set[int], load: Load) -> int:
+        """A span for each that does not run; those behind the first share its reason."""
+        waiting = [request for request in self._active if request.request_id not in running]
+        if not waiting:
+            return 0
+        head = next((request for request in waiting if request.slot < 0), waiting[0])
+        reason, why = explain_wait(self.bounds, load, self._wish(head))
+        behind = f"behind request {head.request_id}: {why}"
+        for request in waiting:
+            if request.slot >= 0:
+                held = "it holds its memory, but is not in this batch"
+                request.add(Span(Phase.HELD, column, column + 1, 0, 0, Reason.OTHER, held))
+            else:
+                phase = Phase.PAUSED if request.num_pauses else Phase.WAITING
+                text = why if request is head else behind
+                request.add(Span(phase, column, column + 1, 0, 0, reason, text))
+        return len(waiting)
+
+    def _wish(self, request: _Request) -> Wish:
+        return Wish(
+            context_tokens=request.length - request.computed,
+            next_blocks=max(0, self._blocks(request.length) - len(request.blocks)),
+            life_blocks=self._life_blocks(request),
+            was_paused=request.num_pauses > 0,
+        )

@@ -1,0 +1,138 @@
+"""A `Trace` of a recorded run, read from what the recording says; nothing is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.api import TENSOR_ALIASES, InferenceRequest
+from gptmanager.errors import RequestError
+from gptmanager.recording import End, Iteration, Recording
+from gptmanager.tensors import INT32, read_float, read_int, read_token_ids
+from gptmanager.trace import Bounds, Trace
+from gptmanager.trace_builder import TraceBuilder
+
+# ends that come of the intake, before anything of the iteration runs
+_EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
+
+
+def trace_of(recording: Recording) -> Trace:
+    """Rows, columns and ends of a recording.
+
+    A black box does not tell of ends: those that follow from lengths, end tokens, stops and reused
+    slots are found, a stop word is not. What was active before the first schedule that it kept
+    shows from its first row on.
+    """
+    blueprint = recording.header.blueprint
+    reader = _Reader(
+        TraceBuilder(bounds_of(blueprint)),
+        blueprint["vocab_size"],
+        blueprint["sizes"]["max_seq_len"],
+    )
+    for iteration in recording.iterations:
+        reader.read(iteration)
+    return reader.builder.build()
+
+
+def bounds_of(blueprint: Mapping[str, Any]) -> Bounds:
+    """The limits that a recording's header tells of."""
+    params, sizes = blueprint["params"], blueprint["sizes"]
+    policy = blueprint["custom_scheduler"] or blueprint["scheduler"]["capacity_scheduler_policy"]
+    return Bounds(
+        max_batch_size=params["max_batch_size"],
+        max_num_tokens=params["max_num_tokens"],
+        num_blocks=sizes["num_blocks"],
+        tokens_per_block=sizes["tokens_per_block"],
+        policy=policy,
+        chunk_unit=sizes["tokens_per_block"] if sizes["chunked"] else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request asked for. Lengths in tokens."""
+
+    prompt_len: int
+    max_new_tokens: int
+    end_id: int
+    priority: float
+
+
+class _Reader:
+    def __init__(self, builder: TraceBuilder, vocab_size: int, max_seq_len: int) -> None:
+        self.builder = builder
+        self._vocab_size = vocab_size
+        self._max_seq_len = max_seq_len
+        self._asked: dict[int, _Asked] = {}
+
+    def read(self, iteration: Iteration) -> None:
+        builder, schedule, intake = self.builder, iteration.schedule, iteration.intake
+        rows = () if schedule is None else (*schedule.context_rows, *schedule.generation_rows)
+        running = {row.request_id for row in rows}
+        early, late = _split_ends(iteration, running)
+        for end in early:
+            builder.end(end.request_id, end.error or end.reason)
+        refused = {end.request_id for end in early if end.reason == "ERROR"}
+        for request in intake.requests:
+            if request.request_id not in refused and request.request_id not in builder:
+                asked = self._read_request(request)
+                if asked is not None:
+                    self._asked[request.request_id] = asked
+                    if iteration.kept:
+                        self._arrive(request.request_id)
+        if schedule is not None:
+            for request_id in running:
+                if request_id not in builder:  # it came before the first schedule that was kept
+                    self._arrive(request_id)
+            builder.step(schedule, intake.now)
+        for end in late if iteration.ends is not None else self._find_ends(iteration):
+            builder.end(end.request_id, end.error or end.reason)
+
+    def _arrive(self, request_id: int) -> None:
+        asked = self._asked.get(request_id)
+        if asked is not None:
+            self.builder.arrive(request_id, asked.prompt_len, asked.max_new_tokens, asked.priority)
+
+    def _read_request(self, request: InferenceRequest) -> _Asked | None:
+        """None: no loop would have taken it."""
+        tensors = {TENSOR_ALIASES.get(name, name): v for name, v in request.tensors.items()}
+        try:
+            prompt = read_token_ids("input_ids", tensors.get("input_ids"), self._vocab_size)
+            name = "request_output_len"
+            new_tokens = read_int(name, tensors.get(name), 1, INT32[1])
+            end_id = read_int("end_id", tensors.get("end_id", -1), *INT32)
+            priority = read_float("priority", request.priority, -1e300)
+        except RequestError:
+            return None
+        new_tokens = min(new_tokens, self._max_seq_len - len(prompt))
+        return _Asked(len(prompt), new_tokens, end_id, priority)
+
+    def _find_ends(self, iteration: Iteration) -> Iterable[End]:
+        """From lengths and end tokens, where the result is that of this very schedule."""
+        schedule, result = iteration.schedule, iteration.result
+        if schedule is None or result is None or iteration.result_of != schedule.iteration:
+            return
+        for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):
+            asked = self._asked.get(row.request_id)
+            if asked is not None and tokens[-1] == asked.end_id >= 0:
+                yield End(row.request_id, "END_ID")
+            elif asked is not None and (
+                row.position + row.num_tokens + 1 == asked.prompt_len + asked.max_new_tokens
+            ):
+                yield End(row.request_id, "LENGTH")
+
+
+def _split_ends(iteration: Iteration, running: set[int]) -> tuple[list[End], list[End]]:
+    """The ends before the iteration's step, and those after it."""
+    if iteration.ends is None:
+        intake = iteration.intake
+        stopped = [End(request_id, "CANCELLED") for request_id in sorted(intake.stops)]
+        failed = [End(f.request_id, "ERROR", str(f.error)) for f in intake.failures]
+        return stopped + failed, []
+    early: list[End] = []
+    late: list[End] = []
+    for end in iteration.ends:
+        is_early = end.reason in _EARLY and end.request_id not in running
+        (early if is_early else late).append(end)
+    return early, late

@@ -1,0 +1,357 @@
+"""Recordings: what is written is what was, and a black box that begins in the middle replays."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import threading
+from collections import OrderedDict, deque
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from recorded_runs import (
+    MAX_UTILIZATION,
+    CrashingModel,
+    ScheduledHost,
+    random_run,
+    record,
+    request,
+    serve,
+)
+
+from gptmanager import (
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    recorder,
+)
+from gptmanager.errors import ConfigError
+from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.object_graph import GraphWriter, read_graph
+from gptmanager.recorded_values import (
+    Opaque,
+    RecordedError,
+    RecordingError,
+    field_names,
+    from_json,
+    plain_request,
+    request_from_plain,
+    to_json,
+)
+from gptmanager.recording import FORMAT, Iteration, read_recording
+from gptmanager.replay import replay
+from gptmanager.request import LlmRequest, SamplingParams
+from gptmanager.step import BlockAppend, Failure, Intake, Row, Schedule, SequenceStart, StepResult
+from gptmanager.testing import ScriptedModel
+
+
+def returned(value, hint):
+    return from_json(hint, orjson.loads(to_json(value)), field_names(Iteration))
+
+
+# Values ------------------------------------------------------------------------------------
+
+
+def test_a_schedule_comes_back_as_it_was():
+    schedule = Schedule(
+        iteration=7,
+        context_rows=(Row(2**64 - 1, 3, 1, 0, 5, False),),
+        generation_rows=(Row(4, 1, 0, 9, 1, True),),
+        starts=(SequenceStart(1, (1, 2, 3), 3, SamplingParams(top_p=0.1, seed=2**64 - 1)),),
+        block_appends=(BlockAppend(1, 0, (5, 6)),),
+        block_copies=(BlockCopy(1, 2, 3),),
+        paused=(8, 9),
+    )
+    assert returned(schedule, Schedule) == schedule
+
+
+def test_an_intake_comes_back_with_stops_and_failures():
+    intake = Intake(1.25, (), frozenset({5, 2**64 - 1}), (3,), (Failure(9, ValueError("no")),))
+    back = returned(intake, Intake)
+    assert (back.now, back.stops, back.ready) == (1.25, intake.stops, (3,))
+    ((request_id, error),) = back.failures
+    assert request_id == 9 and isinstance(error, RecordedError) and str(error) == "ValueError: no"
+
+
+def test_a_result_comes_back():
+    result = StepResult(np.array([[1, 2], [3, 4]], np.int32), 0.1, np.array([2, 1], np.int32))
+    back = returned(result, StepResult)
+    assert back.tokens.dtype == np.int32 and back.tokens.tolist() == [[1, 2], [3, 4]]
+    assert back.num_tokens.tolist() == [2, 1] and back.now == 0.1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(12, dtype=np.int64).reshape(1, 12),
+        np.array([[1, 2]], dtype=np.uint8)[:, ::-1],
+        np.full((3, 4), 2.5, dtype=np.float16),
+        np.array([1.0, np.nan, -np.inf]),
+        np.array([True, False]),
+        np.array(5),
+        np.zeros((0,), dtype=np.int32),
+        torch.tensor([[1, 2, 3]], dtype=torch.int32),
+        torch.tensor([0.1, 7.0], dtype=torch.bfloat16),
+        torch.tensor(True),
+    ],
+    ids=lambda value: f"{type(value).__name__} {value.dtype}",
+)
+def test_a_tensor_keeps_kind_dtype_shape_and_values(value):
+    line = to_json(InferenceRequest(1, {"input_ids": value}))
+    back = request_from_plain(orjson.loads(line)).input_ids
+    assert type(back) is type(value) and back.dtype == value.dtype and back.shape == value.shape
+    np.testing.assert_array_equal(np.array(back.tolist()), np.array(value.tolist()))
+
+
+def test_a_request_keeps_its_attributes_and_defaults_are_left_out():
+    whole = InferenceRequest(
+        3, {"end_id": [4]}, is_streaming=True, client_id=8, priority=0.25, deadline_s=1.5,
+        queue_timeout_s=float("inf"), cache_salt="tenant",
+    )  # fmt: skip
+    back = request_from_plain(orjson.loads(to_json(whole)))
+    for name in ("is_streaming", "client_id", "priority", "deadline_s", "queue_timeout_s"):
+        assert getattr(back, name) == getattr(whole, name)
+    assert back.cache_salt == "tenant" and back.end_id == [4]
+    assert plain_request(InferenceRequest(0)) == {"request_id": 0, "tensors": {}}
+
+
+def test_what_no_json_can_hold_stands_as_opaque():
+    odd = InferenceRequest(1, {"input_ids": np.array(["x"]), "end_id": {1}}, deadline_s=1 << 70)
+    back = request_from_plain(orjson.loads(to_json(odd)))
+    assert all(isinstance(v, Opaque) for v in (back.input_ids, back.end_id, back.deadline_s))
+
+
+def test_a_field_that_the_file_lacks_has_its_default_and_an_unknown_one_is_dropped():
+    data = {"iteration": 3, "context_rows": [[1, 2, 3, 4, 5, True, "new"]], "from_the_future": 1}
+    names = {"Row": ["request_id", "epoch", "slot", "position", "num_tokens", "samples", "more"]}
+    assert from_json(Schedule, data, names) == Schedule(3, (Row(1, 2, 3, 4, 5, True),))
+
+
+# The graph of a state ----------------------------------------------------------------------
+
+
+def copied(value):
+    writer = GraphWriter()
+    root = writer.add(value)
+    return read_graph(orjson.loads(to_json(writer.entries())))(root)
+
+
+def test_a_graph_keeps_types_sharing_and_cycles():
+    shared = [1, 2]
+    cycle: dict[object, object] = {"a": shared, (1, "k"): shared, 7: deque([None, 1.5])}
+    cycle["self"] = cycle
+    cycle["more"] = (OrderedDict(b=2), {3}, frozenset({4}), BlockCopy(1, 2, 3))
+    back = copied(cycle)
+    assert back["self"] is back and back["a"] is back[(1, "k")] and back["a"] == shared
+    assert back["more"] == cycle["more"] and type(back["more"][3]) is BlockCopy
+    assert back[7] == cycle[7]
+
+
+def test_a_deep_graph_needs_no_deep_stack():
+    deep: list[object] = []
+    for _ in range(50_000):
+        deep = [deep]
+    assert copied([deep]) is not None
+
+
+def test_a_graph_keeps_objects_and_what_a_count_gives_next():
+    owner = LlmRequest(5, [1, 2, 3], 4)
+    counter = itertools.count(3)
+    next(counter)
+    back, again, count = copied([owner, owner, counter])
+    assert back is again and back.tokens == [1, 2, 3] and back.state is owner.state
+    assert next(count) == 4
+
+
+def test_a_list_that_only_grows_is_written_as_it_was():
+    owner = LlmRequest(5, [1, 2, 3], 4)
+    writer = GraphWriter(growing=frozenset({"tokens"}))
+    root = writer.add(owner)
+    owner.confirm_token(9)
+    assert read_graph(writer.entries())(root).tokens == [1, 2, 3]
+
+
+def test_foreign_classes_are_neither_written_nor_read():
+    with pytest.raises(RecordingError, match="the state of a"):
+        copied(pytest.Item)
+    for name in ("subprocess.Popen", "gptmanager.recorder.os", "gptmanager.recorder.deque"):
+        with pytest.raises(RecordingError):
+            read_graph([{"class": name, "names": [], "values": []}])
+
+
+# Files -------------------------------------------------------------------------------------
+
+
+def test_a_recording_tells_every_iteration(tmp_path):
+    host = ScheduledHost([[request(1, 3, 4)], [], [request(2, 30, 2, is_streaming=True)]])
+    run = record(tmp_path / "r.jsonl", host, enable_chunked_context=True, max_num_tokens=8)
+    assert [turn.index for turn in run.iterations] == list(range(len(run.iterations)))
+    assert {e.request_id: e.reason for t in run.iterations for e in t.ends} == {
+        1: "LENGTH", 2: "LENGTH",
+    }  # fmt: skip
+    assert run.end.reason == "drained"
+    arrivals = [r for turn in run.iterations for r in turn.intake.requests]
+    assert [r.request_id for r in arrivals] == [1, 2] and arrivals[1].is_streaming
+    assert run.iterations[0].num_active == 0 and run.iterations[1].num_active == 1
+    for turn in run.iterations:
+        assert len(turn.result.tokens) == len(turn.schedule.sampling_rows)
+        assert turn.result_of == turn.schedule.iteration
+    assert run.duration_s > 0
+
+
+def test_an_idle_manager_writes_nothing(tmp_path):
+    run = record(tmp_path / "r.jsonl", ScheduledHost([[], [], []]))
+    assert run.iterations == () and run.end.reason == "drained"
+
+
+def test_a_file_that_cannot_be_written_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        record(tmp_path / "no" / "r.jsonl", ScheduledHost([]))
+
+
+def test_an_abort_ends_the_recording_before_its_errors(tmp_path):
+    path, started = tmp_path / "r.jsonl", threading.Event()
+
+    class Hurried(ScheduledHost):
+        def return_batch_manager_stats(self, record):
+            started.set()
+
+    host = Hurried([[request(1, 3, 50)]])
+    manager = GptManager(
+        ScriptedModel(lambda history: 1),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(recording_path=path, max_seq_len=2000),
+        **host.keywords(),
+    )
+    assert started.wait(10)
+    manager.shutdown(drain=False)
+    run = read_recording(path)
+    assert run.end.reason in ("aborted", "drained")  # it may have been quick
+    assert replay(run).divergence is None
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "first line is not"),
+        (b'{"kind":"header"}\n', "first line is not"),
+        (b"nonsense\n{}\n", "line 1 is no JSON"),
+        (b'{"format":"%s","version":99}\n' % FORMAT.encode(), "version 99"),
+        (b'{"format":"%s","version":1,"blueprint":{},"fields":{}}\n{"kind":"x"}\n'
+         % FORMAT.encode(), "line 2: unknown kind 'x'"),
+        (b'{"format":"%s","version":1,"blueprint":{},"fields":{}}\n{"kind":"iteration"}\n'
+         % FORMAT.encode(), "line 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(tmp_path, content, problem):
+    (tmp_path / "r.jsonl").write_bytes(content)
+    with pytest.raises(RecordingError, match=re.escape(problem)):
+        read_recording(tmp_path / "r.jsonl")
+
+
+def test_no_file_is_a_recording_error(tmp_path):
+    with pytest.raises(RecordingError, match="No such file"):
+        read_recording(tmp_path / "r.jsonl")
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path, caplog):
+    path = tmp_path / "r.jsonl"
+    run = record(path, ScheduledHost([[request(1, 3, 4)]]))
+    path.write_bytes(path.read_bytes()[:-20])
+    with caplog.at_level(logging.WARNING):
+        cut = read_recording(path)
+    assert "is cut off" in caplog.text
+    assert len(cut.iterations) == len(run.iterations) and cut.end is None
+    assert replay(cut).divergence is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_ends_the_recording_not_the_loop(caplog):
+    host = ScheduledHost([[], [request(1, 3, 4)]])
+    serve(host, Path("/dev/full"))
+    assert host.final(1).error == "" and "No space left" in caplog.text
+
+
+# The black box -----------------------------------------------------------------------------
+
+
+def crash(path, num_steps, keep=8, **options):
+    host = ScheduledHost([[request(i, 3 + i, 40) for i in range(5)]])
+    return record(
+        path, host, MAX_UTILIZATION, model=CrashingModel(num_steps),
+        black_box_path=path, black_box_iterations=keep, **options,
+    )  # fmt: skip
+
+
+def test_a_manager_that_fails_writes_its_last_iterations(tmp_path, caplog):
+    path = tmp_path / "box.jsonl"
+    box = crash(path, 30)
+    assert f"the last 8 iterations are written to {path}" in caplog.text
+    assert box.end.reason == "failed" and "on fire" in box.end.error
+    assert [turn.kept for turn in box.iterations] == [False] * 23 + [True] * 8
+    report = replay(box)
+    assert report.divergence is None and report.compared == 8
+    assert "on fire" in report.broke_off and report.iterations == 31
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_black_box_that_begins_in_the_middle_replays(tmp_path, monkeypatch, run_ahead, reuse):
+    monkeypatch.setattr(recorder, "_MIN_SEGMENT", 8)
+    monkeypatch.setattr(recorder, "_STATE_NS_PER_TURN", 1 << 40)
+    box = crash(
+        tmp_path / "box.jsonl",
+        37,
+        run_ahead=run_ahead,
+        kv_cache=KvCacheConfig(max_tokens=100, tokens_per_block=4, enable_block_reuse=reuse),
+    )
+    assert box.header.state is not None and box.iterations[0].index > 0
+    assert box.iterations[0].num_active == 4
+    report = replay(box)
+    assert report.divergence is None and report.compared == 8
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_black_boxes_replay(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(recorder, "_MIN_SEGMENT", 4)
+    monkeypatch.setattr(recorder, "_STATE_NS_PER_TURN", 1 << 40)
+    path = tmp_path / "box.jsonl"
+    path.touch()
+    model = CrashingModel(10 + seed)
+    try:
+        box = random_run(
+            seed, path, model=model, black_box_path=path, black_box_iterations=6
+        )  # fmt: skip
+    except RecordingError:
+        assert not path.read_bytes() and model.num_forwards < model.num_steps  # it did not crash
+        return
+    report = replay(box)
+    assert report.divergence is None and report.compared == min(6, len(box.iterations))
+
+
+def test_by_default_the_black_box_is_a_private_temporary_file(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    host = ScheduledHost([[request(1, 3, 40)]])
+    serve(host, None, model=CrashingModel(5))
+    (box,) = tmp_path.glob("gptmanager-black-box-*.jsonl")
+    assert box.stat().st_mode & 0o077 == 0 and str(box) in caplog.text
+    assert read_recording(box).end.reason == "failed"
+
+
+def test_without_iterations_to_keep_there_is_no_black_box(tmp_path):
+    path = tmp_path / "box.jsonl"
+    with pytest.raises(RecordingError, match="No such file"):
+        crash(path, 5, keep=0)
+
+
+def test_the_ring_keeps_a_bounded_number_of_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "_MIN_SEGMENT", 4)
+    monkeypatch.setattr(recorder, "_STATE_NS_PER_TURN", 1 << 40)
+    box = crash(tmp_path / "box.jsonl", 39, keep=3)
+    assert 4 <= len(box.iterations) <= 9 and sum(turn.kept for turn in box.iterations) == 3

@@ -1,0 +1,344 @@
+"""The simulator: schedules exactly as recorded runs, figures as counted by hand, a fitted clock."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+
+import numpy as np
+import orjson
+import pytest
+from recorded_runs import (
+    MAX_UTILIZATION,
+    NO_EVICT,
+    STATIC_BATCH,
+    VOCAB_SIZE,
+    ScheduledHost,
+    next_token,
+    record,
+    request,
+)
+
+from gptmanager import KvCacheConfig
+from gptmanager.assembly import Blueprint
+from gptmanager.comparison import Machine, hypothetical, plain, table, variant
+from gptmanager.cost_model import CostModel, fit, quantities
+from gptmanager.errors import ConfigError, SchedulerError
+from gptmanager.loads import RecordedLoad, SyntheticLoad
+from gptmanager.recorded_values import RecordingError
+from gptmanager.recorder import Recorder
+from gptmanager.recording import Header, Iteration, Recording, read_recording
+from gptmanager.replay import replay
+from gptmanager.schedule_commands import add_commands
+from gptmanager.scheduler import RequestScheduler, SchedulerOutput
+from gptmanager.simulator import simulate
+from gptmanager.step import Intake, Row, Schedule, StepResult
+
+
+def all_at_once():
+    return [[request(i, 3 + i % 7, 5 + i % 11) for i in range(20)]]
+
+
+def priorities():
+    return [[request(i, 4 + i % 5, 8, priority=(i * 7 % 5) / 4) for i in range(16)]]
+
+
+def long_prompts():
+    return [[request(i, 30 - i, 6 + i) for i in range(12)]]
+
+
+def early_ends():
+    ends = [next_token([9]), next_token([4, 4])]
+    return [
+        [
+            request(i, 3 + i % 6, 30, end_id=ends[i % 2], stop_words_list=[[i % VOCAB_SIZE]])
+            for i in range(18)
+        ]
+    ]
+
+
+def trickle():
+    script = [[] for _ in range(40)]
+    for i in range(15):
+        script[i * i % 40].append(request(i, 4 + i % 9, 6 + i % 13))
+    return script
+
+
+LOADS = [all_at_once, priorities, long_prompts, early_ends, trickle]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION, STATIC_BATCH])
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_simulated_schedules_are_those_of_a_recorded_run(
+    tmp_path, load, policy, chunked, run_ahead
+):
+    """Every row, block and slot of every iteration, in order."""
+    recorded = record(
+        tmp_path / "r.jsonl",
+        ScheduledHost(load()),
+        policy,
+        kv_cache=KvCacheConfig(max_tokens=80, tokens_per_block=4),
+        enable_chunked_context=chunked,
+        run_ahead=run_ahead,
+        max_num_tokens=40,
+    )
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    arrivals = "turns" if load is trickle else "at_once"
+    figures = simulate(
+        blueprint,
+        RecordedLoad(recorded, arrivals),
+        CostModel(),
+        recorder=Recorder(tmp_path / "s.jsonl"),
+    )
+    simulated = read_recording(tmp_path / "s.jsonl")
+    schedules = [turn.schedule for turn in recorded.iterations if turn.schedule is not None]
+    assert [turn.schedule for turn in simulated.iterations if turn.schedule] == schedules
+    assert figures.iterations == len(schedules)
+    ends = [end for turn in recorded.iterations for end in turn.ends]
+    assert [end for turn in simulated.iterations for end in turn.ends] == ends
+    assert replay(simulated).divergence is None
+
+
+def test_stop_signals_keep_their_turn(tmp_path):
+    host = ScheduledHost([[request(i, 4, 20) for i in range(3)]], stop_after={1: 7})
+    recorded = record(tmp_path / "r.jsonl", host)
+    load = RecordedLoad(recorded, "turns")
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
+    ends = [
+        [(turn.index, end) for turn in run.iterations for end in turn.ends]
+        for run in (recorded, read_recording(tmp_path / "s.jsonl"))
+    ]
+    assert ends[0] == ends[1] and ends[0][0][1].reason == "CANCELLED"
+
+
+# Figures -----------------------------------------------------------------------------------
+
+COST = CostModel(fixed=1.0, context_token=0.1, generation_row=0.01, kv_token=0.0)
+
+
+class TwoRequests(SyntheticLoad):
+    """Prompts of 4 tokens, outputs of 3; the second arrives at 1.45 s."""
+
+    def __init__(self):
+        super().__init__(2, (4, 4), (3, 3))
+        self.arrivals = np.array([0.0, 1.45])
+
+
+def test_figures_are_those_counted_by_hand():
+    """0 -> 1.4: context 0. -> 2.41: 0 generates; 1 arrived. -> 3.82: context 1, 0 ends..."""
+    figures = simulate(hypothetical(Machine(), 64), TwoRequests(), COST)
+    assert figures.iterations == 5 and figures.request_steps == 6 and figures.requests == 2
+    assert figures.makespan_s == pytest.approx(1.4 + 1.01 + 1.41 + 1.01 + 1.01)
+    assert figures.output_tokens == 6 and figures.context_tokens == 8
+    firsts = [1.4, 1.4 + 1.01 + 1.41 - 1.45]
+    assert figures.ttft_s[0] == pytest.approx(sum(firsts) / 2)
+    assert figures.per_token_s[0] == pytest.approx((2.42 / 2 + 1.01) / 2)
+    assert figures.mean_batch == pytest.approx(6 / 5) and figures.max_batch == 2
+    assert figures.pauses == figures.recomputed_tokens == figures.failed == 0
+    assert figures.output_tokens_per_s == pytest.approx(6 / figures.makespan_s)
+
+
+def test_the_clock_jumps_over_idle_time_and_run_ahead_waits_for_nothing():
+    load = SyntheticLoad(2, (4, 4), (3, 3))
+    load.arrivals = np.array([0.0, 1000.0])
+    for run_ahead in (0, 1):
+        figures = simulate(hypothetical(Machine(run_ahead=run_ahead), 64), load, COST)
+        assert figures.makespan_s == pytest.approx(1000 + 1.4 + 1.01 + 1.01)
+
+
+def test_pauses_and_recomputed_tokens_are_counted():
+    machine = Machine(kv_cache_tokens=16 * 8, tokens_per_block=8, max_batch_size=8)
+    load = SyntheticLoad(8, (16, 16), (40, 40))
+    small = hypothetical(machine, 64)
+    tight = simulate(variant(small, MAX_UTILIZATION, machine), load, COST)
+    safe = simulate(variant(small, NO_EVICT, machine), load, COST)
+    assert tight.pauses > 0 and tight.recomputed_tokens >= tight.pauses * 16
+    assert tight.context_tokens == 8 * 16 + tight.recomputed_tokens
+    assert safe.pauses == safe.recomputed_tokens == 0
+    assert tight.max_batch > safe.max_batch and tight.kv_use[1] <= 1
+    assert tight.output_tokens == safe.output_tokens == 8 * 40
+
+
+def test_requests_that_do_not_fit_fail_and_the_others_run():
+    figures = simulate(
+        hypothetical(Machine(max_seq_len=30), 64), SyntheticLoad(50, (1, 60), (4, 4)), COST
+    )
+    assert 0 < figures.failed < 50 and figures.requests == 50
+
+
+class Lazy(RequestScheduler):
+    def schedule_request(self, active_requests, inflight_request_ids):
+        return SchedulerOutput([], [], [])
+
+
+def test_a_scheduler_that_lets_nobody_run_is_told():
+    lazy = variant(hypothetical(Machine(), 64), NO_EVICT, Machine(), lambda **others: Lazy())
+    with pytest.raises(SchedulerError, match="lets none run"):
+        simulate(lazy, SyntheticLoad(3, (4, 4), (3, 3)), COST)
+
+
+def test_progress_adds_up():
+    seen: list[int] = []
+    load = SyntheticLoad(700, (1, 4), (1, 3))
+    simulate(hypothetical(Machine(), 64), load, COST, on_progress=seen.append)
+    assert sum(seen) == 700 and len(seen) > 1
+
+
+# Loads and variants ------------------------------------------------------------------------
+
+
+def test_a_synthetic_load_keeps_its_ranges_and_its_rate():
+    load = SyntheticLoad(4000, (3, 9), (5, 5), rate=50.0, seed=3)
+    lengths = {len(load.request(i).input_ids) for i in range(400)}
+    assert lengths == set(range(3, 10)) and int(load.request(7).max_new_tokens) == 5
+    assert load.arrivals[-1] == pytest.approx(80, rel=0.1) and (np.diff(load.arrivals) >= 0).all()
+    assert load.request(5).input_ids[0] == 5
+    with pytest.raises(ConfigError):
+        SyntheticLoad(0)
+    with pytest.raises(ConfigError):
+        SyntheticLoad(3, rate=0.0)
+
+
+def test_a_load_needs_a_whole_recording():
+    header = Header({}, state={"objects": []})
+    for run in (Recording(header), Recording(Header({}))):
+        with pytest.raises(RecordingError, match="from the start"):
+            RecordedLoad(run)
+
+
+def test_a_variant_is_set_up_as_a_manager_would_be():
+    base = hypothetical(Machine(kv_cache_tokens=640), 200)
+    assert variant(base, NO_EVICT) == base
+    other = variant(base, MAX_UTILIZATION)
+    assert other.sizes.chunked and other.sizes.num_blocks == 10 and not base.sizes.chunked
+    larger = variant(base, NO_EVICT, Machine(kv_cache_tokens=6400, max_batch_size=3))
+    assert larger.sizes.num_blocks == 100 and larger.params.max_batch_size == 3
+
+
+# The cost model ----------------------------------------------------------------------------
+
+
+def test_quantities_of_a_schedule():
+    schedule = Schedule(
+        0,
+        context_rows=(Row(1, 1, 0, 10, 4, True), Row(2, 2, 1, 0, 3, False)),
+        generation_rows=(Row(3, 3, 2, 20, 1, True), Row(4, 4, 3, 5, 1, True)),
+    )
+    assert quantities(schedule) == (7, 2, 27, 4 * 10 + 10 + 6)
+    model = CostModel(1.0, 0.1, 0.01, 0.001, 0.0001)
+    assert model.seconds(schedule) == pytest.approx(1 + 0.7 + 0.02 + 0.027 + 0.0056)
+
+
+def timed_run(seconds, count=60):
+    """A recording of made-up schedules, whose steps take what `seconds` says."""
+    chance = np.random.default_rng(1)
+    now, turns = 100.0, []
+    for index in range(count):
+        schedule = Schedule(
+            index,
+            tuple(Row(i, 1, i, 0, int(chance.integers(1, 300)), True) for i in range(index % 3)),
+            tuple(
+                Row(9 + i, 1, 9 + i, int(chance.integers(500)), 1, True)
+                for i in range(1 + int(chance.integers(64)))
+            ),
+        )
+        tokens = np.zeros((1, 1), np.int32)
+        end = now + seconds(schedule)
+        result = StepResult(tokens, end - 1e-4)
+        turns.append(Iteration(index, 1, Intake(now), schedule, True, index, result))
+        now = end
+    return Recording(Header({}), tuple(turns))
+
+
+def test_a_fit_finds_the_numbers_that_were_there():
+    truth = CostModel(0.004, 3e-5, 7e-5, 2e-7, 0.0)
+    found = fit(timed_run(truth.seconds))
+    for field in dataclasses.fields(CostModel):
+        assert getattr(found, field.name) == pytest.approx(getattr(truth, field.name), 0.05, 1e-7)
+
+
+def test_a_fit_is_never_negative_and_keeps_the_total():
+    run = timed_run(lambda schedule: max(1e-3, 0.02 - 1e-4 * len(schedule.generation_rows)))
+    found = fit(run)
+    assert all(value >= 0 for value in dataclasses.astuple(found))
+    total = sum(found.seconds(turn.schedule) for turn in run.iterations)
+    assert total == pytest.approx(run.duration_s, 0.02)
+
+
+def test_the_time_of_a_rest_is_not_that_of_a_step():
+    run = timed_run(lambda schedule: 0.01, count=10)
+    turns = list(run.iterations)
+    late = Intake(run.iterations[-1].intake.now + 500)
+    turns.append(Iteration(10, 0, late, turns[0].schedule, True, 10, StepResult(
+        np.zeros((1, 1), np.int32), late.now + 0.01)))  # fmt: skip
+    found = fit(dataclasses.replace(run, iterations=tuple(turns)))
+    assert found.seconds(turns[0].schedule) == pytest.approx(0.01, 0.05)
+
+
+def test_a_recording_without_steps_cannot_be_fitted():
+    with pytest.raises(RecordingError, match="no step"):
+        fit(Recording(Header({})))
+
+
+def test_cost_models_are_read_from_text():
+    assert CostModel.parse("fixed=1e-3, kv_token=2") == CostModel(fixed=1e-3, kv_token=2.0)
+    for text, problem in [("fixed", "no NAME=SECONDS"), ("speed=1", "'speed' is none of"),
+                          ("fixed=-1", "fixed = -1.0"), ("fixed=nan", "fixed = nan")]:  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            CostModel.parse(text)
+
+
+# The command -------------------------------------------------------------------------------
+
+
+def command(*arguments):
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers(required=True))
+    options = parser.parse_args(["simulate", *map(str, arguments)])
+    return options.command(options)
+
+
+def test_the_command_prints_policies_side_by_side(capsys):
+    assert command("--num-requests", 40, "--output-len", "5:9", "--rate", 100) == 0
+    out = capsys.readouterr().out
+    assert out.split("\n")[0].split() == ["guaranteed_no_evict", "max_utilization"]
+    assert "first token p99 ms" in out and "request-steps simulated" in out
+
+
+def test_the_command_simulates_a_recording_and_records_each_run(tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    record(path, ScheduledHost(all_at_once()))
+    cost = tmp_path / "cost.json"
+    cost.write_text('{"fixed": 0.5}')
+    files = tmp_path / "s.jsonl"
+    assert command("--recording", path, "--cost", cost, "--record", files, "--json",
+                   "--policies", "static_batch,max_utilization",
+                   "--scheduler", "test_replay:create_backwards") == 0  # fmt: skip
+    told = orjson.loads(capsys.readouterr().out)
+    assert told["cost"]["fixed"] == 0.5 and told["recorded_makespan_s"] > 0
+    assert told["policies"]["static_batch"]["requests"] == 20
+    assert set(told["policies"]) == {
+        "static_batch", "max_utilization", "test_replay:create_backwards",
+    }  # fmt: skip
+    for name in ("static_batch", "max_utilization"):
+        assert replay(read_recording(tmp_path / f"s.{name}.jsonl")).divergence is None
+
+
+def test_wrong_options_are_named(tmp_path):
+    for arguments in (["--policies", "fastest"], ["--prompt-len", "9:3"]):
+        with pytest.raises(SystemExit):
+            command(*arguments)
+    with pytest.raises(ConfigError, match="nowhere"):
+        command("--cost", tmp_path / "nowhere.json")
+
+
+def test_tables_show_what_never_happened_as_a_dash():
+    figures = simulate(
+        hypothetical(Machine(max_seq_len=10), 10), SyntheticLoad(2, (20, 20), (1, 1)), COST
+    )
+    assert math.isnan(figures.ttft_s[0]) and " -" in table({"x": figures})
+    assert plain(figures)["output_tokens_per_s"] == 0
