@@ -10,70 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from gptmanager.api import NamedTensor
+from gptmanager.black_box import BlackBox
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, response_text
-from gptmanager.object_graph import GraphWriter
-from gptmanager.recorded_values import RecordingError, to_json
-from gptmanager.recording import End, make_header
+from gptmanager.recorded_values import to_json
+from gptmanager.recording import End, Turn, make_header
 from gptmanager.step import Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
 _FLUSH_S = 1.0
-# the state of the loop is copied so seldom that the copies cost so much a turn of the loop
-_STATE_NS_PER_TURN = 1000
-_MIN_SEGMENT = 256
-
-# what a loop is made of; all else in it is state
-_MADE_OF = frozenset(
-    {
-        *("host", "executor", "scheduler", "limits", "laps"),
-        *("max_active", "max_batch_size", "max_num_tokens", "run_ahead"),
-    }
-)
-
-
-class _Turn:
-    """An iteration under way, and later what is kept of it."""
-
-    __slots__ = (
-        "ends", "index", "intake", "kept", "num_active", "result", "result_of", "schedule",
-    )  # fmt: skip
-
-    def __init__(self, index: int, num_active: int, intake: Intake, ends: list[End] | None) -> None:
-        self.index = index
-        self.num_active = num_active
-        self.intake = intake
-        self.schedule: Schedule | None = None
-        self.kept = True
-        self.result_of: int | None = None
-        self.result: StepResult | None = None
-        self.ends = ends
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing could happen, and nothing did."""
-        intake = self.intake
-        return not (
-            self.num_active
-            or self.schedule is not None
-            or self.result is not None
-            or intake.requests
-            or intake.stops
-            or intake.failures
-            or intake.ready
-        )
-
-    def line(self) -> bytes:
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return to_json({"kind": "iteration", **values})
 
 
 class Recorder:
@@ -93,12 +44,9 @@ class Recorder:
         self._keep = 0 if path is not None else keep
         self._black_box_path = black_box_path
         self._blueprint: Mapping[str, Any] = {}
-        self._loop: Any = None
-        self._turn: _Turn | None = None
+        self._turn: Turn | None = None
         self._num_turns = 0
-        self._recent: deque[_Turn] = deque()  # those whose schedule is kept
-        self._segments: deque[_Segment] = deque([_Segment(None)], maxlen=2)
-        self._segment_length = max(_MIN_SEGMENT, keep)
+        self._black_box: BlackBox | None = None
         self._flushed = 0.0
         self._path = path
         self._file: IO[bytes] | None = None
@@ -116,8 +64,9 @@ class Recorder:
 
         Raises ConfigError if the file cannot be written.
         """
-        self._loop = loop
         self._blueprint = blueprint
+        if self._keep:
+            self._black_box = BlackBox(loop, self._keep)
         if self._path is not None:
             try:
                 self._file = Path(self._path).open("wb")
@@ -130,7 +79,7 @@ class Recorder:
     def close(self, reason: str = "drained", error: str = "") -> None:
         """The run is over: what is still said belongs to no iteration."""
         self.end_turn()
-        self._keep = 0
+        self._black_box = None
         if self._file is not None:
             self._write(to_json({"kind": "end", "reason": reason, "error": error}))
         self._close_file()
@@ -139,17 +88,18 @@ class Recorder:
         """The loop has failed: write the black box, if there is one; returns where."""
         text = response_text(error)
         written = None
-        try:
-            self._end_turn()
-            if self._keep:
-                written = self._write_black_box(text)
+        box, self._black_box = self._black_box, None
+        if box is not None:
+            last, self._turn = self._turn, None
+            try:
+                written = self._write_black_box(box, last, text)
                 logger.error(
-                    "the last %d iterations are written to %s; look at them with "
+                    "the last iterations are written to %s; look at them with "
                     "`gptmanager replay %s`",
-                    *(len(self._recent), written, written),
+                    *(written, written),
                 )
-        except Exception:  # the recorder must not cost the final responses
-            logger.exception("the black box could not be written")
+            except Exception:  # the recorder must not cost the final responses
+                logger.exception("the black box could not be written")
         self.close("failed", text)
         return written
 
@@ -162,9 +112,9 @@ class Recorder:
         except Exception as error:  # what cannot be written must not end the loop
             self._give_up(error)
 
-    def begin_turn(self, num_active: int, intake: Intake) -> _Turn:
+    def begin_turn(self, num_active: int, intake: Intake) -> Turn:
         ends: list[End] | None = None if self._file is None else []
-        self._turn = turn = _Turn(self._num_turns, num_active, intake, ends)
+        self._turn = turn = Turn(self._num_turns, num_active, intake, ends)
         return turn
 
     def record_schedule(self, schedule: Schedule) -> None:
@@ -195,28 +145,11 @@ class Recorder:
             flushes = turn.intake.now - self._flushed >= _FLUSH_S
             self._flushed = turn.intake.now if flushes else self._flushed
             self._write(turn.line(), flushes)
-        elif self._keep:
-            self._remember(turn)
+        elif self._black_box is not None:
+            self._black_box.add(turn)
 
-    def _remember(self, turn: _Turn) -> None:
-        recent = self._recent
-        if len(recent) == self._keep:
-            oldest = recent.popleft()
-            oldest.schedule, oldest.kept = None, False
-        recent.append(turn)
-        turns = self._segments[-1].turns
-        turns.append(turn)
-        if len(turns) >= self._segment_length:
-            started = time.perf_counter_ns()
-            self._segments.append(_Segment(_LoopState(self._loop)))
-            taken = time.perf_counter_ns() - started
-            self._segment_length = max(_MIN_SEGMENT, self._keep, taken // _STATE_NS_PER_TURN)
-
-    def _write_black_box(self, text: str) -> Path:
-        first = self._segments[0]
-        state = None if first.state is None else first.state.plain()
-        lines = [to_json(make_header(self._blueprint, state))]
-        lines += [turn.line() for segment in self._segments for turn in segment.turns]
+    def _write_black_box(self, box: BlackBox, last: Turn | None, text: str) -> Path:
+        lines = box.lines(self._blueprint, last)
         lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
         if self._black_box_path is None:
             number, name = tempfile.mkstemp(prefix="gptmanager-black-box-", suffix=".jsonl")
@@ -239,7 +172,7 @@ class Recorder:
 
     def _give_up(self, error: Exception) -> None:
         logger.error("recording ends here: %s", response_text(error), exc_info=error)
-        self._keep = 0
+        self._black_box = None
         self._close_file()
 
     def _close_file(self) -> None:
@@ -249,28 +182,6 @@ class Recorder:
                 file.close()
             except OSError as error:  # what was still to be flushed
                 logger.error("the recording is cut off: %s", response_text(error))
-
-
-class _LoopState:
-    """The state of a loop between two iterations, copied but for what only grows."""
-
-    def __init__(self, loop: Any) -> None:
-        state = {name: value for name, value in vars(loop).items() if name not in _MADE_OF}
-        pending = state["pending"]
-        state["pending"] = None if pending is None else pending.schedule
-        self._graph = GraphWriter(growing=frozenset({"tokens"}))
-        self._root = self._graph.add(state)
-
-    def plain(self) -> dict[str, Any]:
-        return {"objects": self._graph.entries(), "root": self._root}
-
-
-class _Segment:
-    """Turns in a row, and the state of the loop before the first of them; None: a new loop's."""
-
-    def __init__(self, state: _LoopState | None) -> None:
-        self.state = state
-        self.turns: list[_Turn] = []
 
 
 class RecordingHost:
@@ -317,6 +228,3 @@ class RecordingExecutor:
         result: StepResult = self._result(step)
         self._recorder.record_result(step.schedule.iteration, result)
         return result
-
-
-__all__ = ["Recorder", "RecordingError", "RecordingExecutor", "RecordingHost"]

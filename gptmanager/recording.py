@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gptmanager.recorded_values import RecordingError, field_names, from_json
+from gptmanager.recorded_values import RecordingError, field_names, from_json, to_json
 from gptmanager.step import Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
@@ -88,6 +88,42 @@ class Recording:
         """From the first intake to the last result."""
         results = [turn.result.now for turn in self.iterations if turn.result is not None]
         return results[-1] - self.iterations[0].intake.now if results else 0.0
+
+
+class Turn:
+    """An iteration that is being recorded: what becomes an `Iteration` when it is read."""
+
+    __slots__ = (
+        "ends", "index", "intake", "kept", "num_active", "result", "result_of", "schedule",
+    )  # fmt: skip
+
+    def __init__(self, index: int, num_active: int, intake: Intake, ends: list[End] | None) -> None:
+        self.index = index
+        self.num_active = num_active
+        self.intake = intake
+        self.schedule: Schedule | None = None
+        self.kept = True
+        self.result_of: int | None = None
+        self.result: StepResult | None = None
+        self.ends = ends
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing could happen, and nothing did."""
+        intake = self.intake
+        return not (
+            self.num_active
+            or self.schedule is not None
+            or self.result is not None
+            or intake.requests
+            or intake.stops
+            or intake.failures
+            or intake.ready
+        )
+
+    def line(self) -> bytes:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return to_json({"kind": "iteration", **values})
 
 
 def make_header(

@@ -7,7 +7,6 @@ recording says, and the executor returns the recorded tokens.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,10 +18,9 @@ from gptmanager.loop import TokenLoop
 from gptmanager.object_graph import read_graph
 from gptmanager.recorded_values import RecordingError
 from gptmanager.recording import End, Iteration, Recording
+from gptmanager.schedule_difference import difference, summary
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Intake, Schedule, StepResult
-
-_NOTHING = "nobody runs"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -267,38 +265,6 @@ def _schedule_difference(
     if recorded is None or schedule is None:
         return "schedule", summary(recorded), summary(schedule)
     return difference(recorded, schedule, "schedule")
-
-
-def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] | None:
-    """Where two values differ first: path, and what is there in each."""
-    if recorded == replayed:
-        return None
-    names = getattr(recorded, "_fields", None)
-    if dataclasses.is_dataclass(recorded):
-        names = [field.name for field in dataclasses.fields(recorded)]
-    pairs: list[tuple[str, Any, Any]] = []
-    if names is not None and type(recorded) is type(replayed):
-        pairs = [(f"{path}.{n}", getattr(recorded, n), getattr(replayed, n)) for n in names]
-    elif isinstance(recorded, (list, tuple)) and isinstance(replayed, (list, tuple)):
-        both = itertools.zip_longest(recorded, replayed, fillvalue="nothing")
-        pairs = [(f"{path}[{place}]", *items) for place, items in enumerate(both)]
-    found = (difference(one, other, inner) for inner, one, other in pairs)
-    return next((item for item in found if item is not None), (path, recorded, replayed))
-
-
-def summary(schedule: Schedule | None) -> str:
-    """A schedule in one line."""
-    if schedule is None:
-        return _NOTHING
-    context = " ".join(
-        f"{row.request_id}({row.position}+{row.num_tokens})" for row in schedule.context_rows
-    )
-    generation = " ".join(str(row.request_id) for row in schedule.generation_rows)
-    paused = " ".join(map(str, schedule.paused))
-    parts = [("context", context), ("generation", generation), ("paused", paused)]
-    return f"number {schedule.iteration}, " + ", ".join(
-        f"{name} {ids}" for name, ids in parts if ids
-    )
 
 
 def _class(text: str) -> str:

@@ -18,11 +18,12 @@ from gptmanager.comparison import Machine, hypothetical, plain, table, variant
 from gptmanager.config import CapacitySchedulerPolicy
 from gptmanager.cost_model import CostModel, fit
 from gptmanager.errors import ConfigError
+from gptmanager.figures import Figures
 from gptmanager.loads import Load, RecordedLoad, SyntheticLoad
 from gptmanager.recorder import Recorder
 from gptmanager.recording import Recording, read_recording
 from gptmanager.replay import replay
-from gptmanager.simulator import Figures, simulate
+from gptmanager.simulator import simulate
 
 _REPLAY_HELP = """\
 Run a recording again without its model and compare every schedule.

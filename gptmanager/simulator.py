@@ -6,9 +6,6 @@ nothing but how long a step would take. Knows no model, no device, and no real t
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,6 +16,7 @@ from gptmanager.assembly import Blueprint, build_loop, build_recorded_loop
 from gptmanager.config import FinishReason
 from gptmanager.cost_model import CostModel
 from gptmanager.errors import SchedulerError
+from gptmanager.figures import Figures, Tally
 from gptmanager.loads import Load
 from gptmanager.loop import TokenLoop
 from gptmanager.recorder import Recorder
@@ -28,36 +26,6 @@ from gptmanager.step import Intake, Schedule, StepResult
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
 _NO_TOKEN = -2  # behind the end of a known output: no end_id, no part of a stop word
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
-    """What a simulated run came to. Times in virtual seconds; latencies of finished requests.
-
-    `ttft`: from arrival to first token; `per_token`: between a request's tokens, its mean; each
-    (median, 99th percentile). `kv_use`: mean and largest share of the blocks in use.
-    `recomputed_tokens`: run in contexts of requests that had been paused. `request_steps`: rows of
-    all schedules.
-    """
-
-    requests: int
-    failed: int
-    iterations: int
-    makespan_s: float
-    output_tokens: int
-    ttft_s: tuple[float, float]
-    per_token_s: tuple[float, float]
-    mean_batch: float
-    max_batch: int
-    kv_use: tuple[float, float]
-    pauses: int
-    recomputed_tokens: int
-    context_tokens: int
-    request_steps: int
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.output_tokens / self.makespan_s if self.makespan_s else 0.0
 
 
 def simulate(
@@ -81,18 +49,18 @@ def simulate(
             blueprint, world, world, recorder, laps=laps, loop_class=SimulatedLoop
         )
     assert isinstance(loop, SimulatedLoop)
-    loop.on_finish = world.finished
+    loop.on_finish = world.tally.finished
     loop.makes_responses = recorder is not None
     reported = 0
     while loop.active or loop.pending is not None or world.has_more:
         loop.iterate()
-        if world.num_ended - reported >= 256:
-            on_progress(world.num_ended - reported)
-            reported = world.num_ended
-    on_progress(world.num_ended - reported)
+        if world.tally.num_ended - reported >= 256:
+            on_progress(world.tally.num_ended - reported)
+            reported = world.tally.num_ended
+    on_progress(world.tally.num_ended - reported)
     if recorder is not None:
         recorder.close()
-    return world.figures()
+    return world.tally.figures(world.now)
 
 
 class SimulatedLoop(TokenLoop):
@@ -126,7 +94,7 @@ class _World:
 
     def __init__(self, load: Load, cost: CostModel, max_batch_size: int) -> None:
         self.now = 0.0
-        self.num_ended = 0
+        self.tally = Tally()
         self._load = load
         self._cost = cost
         self._arrivals: list[float] = load.arrivals.tolist()
@@ -137,15 +105,7 @@ class _World:
         self._in_flight = 0  # steps launched whose result is not taken
         self._device_free_at = 0.0
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
-        self._arrived: dict[int, float] = {}
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
-        self._paused: set[int] = set()
-        self._failed = 0
-        self._iterations = self._rows = self._output_tokens = self._max_batch = 0
-        self._context_tokens = self._recomputed = self._pauses = 0
-        self._used_blocks = self._max_used = self._total_blocks = 0
-        self._ttft = array("d")
-        self._per_token = array("d")
 
     @property
     def has_more(self) -> bool:
@@ -155,24 +115,19 @@ class _World:
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         self._advance(num_active)
-        clock = self._turns if self._load.by_turns else self.now
-        end = first = self._next
-        # by turns the load says what each Get returned, which may have been more than was asked for
-        limit = len(self._arrivals)
-        if room is not None and not self._load.by_turns:
+        load = self._load
+        clock = self._turns if load.by_turns else self.now
+        first, limit = self._next, len(self._arrivals)
+        if room is not None and not load.by_turns:  # by turns it is known what each Get returned
             limit = min(limit, first + room)
-        while end < limit and self._arrivals[end] <= clock:
-            end += 1
-        self._next = end
+        while self._next < limit and self._arrivals[self._next] <= clock:
+            self._next += 1
         stops: frozenset[int] = frozenset()
-        while (
-            self._next_stop < len(self._load.stops)
-            and self._load.stops[self._next_stop][0] <= clock
-        ):
-            stops |= self._load.stops[self._next_stop][1]
+        while self._next_stop < len(load.stops) and load.stops[self._next_stop][0] <= clock:
+            stops |= load.stops[self._next_stop][1]
             self._next_stop += 1
         self._turns += 1
-        return Intake(self.now, tuple(map(self._arrive, range(first, end))), stops)
+        return Intake(self.now, tuple(map(self._arrive, range(first, self._next))), stops)
 
     def _advance(self, num_active: int) -> None:
         """With nothing under way time goes on: to the next arrival, or until the loop asks."""
@@ -194,7 +149,7 @@ class _World:
         request = self._load.request(number)
         request_id = request.request_id
         when = self.now if self._load.by_turns else self._arrivals[number]
-        self._arrived.setdefault(request_id, when)
+        self.tally.arrived(request_id, when)
         output = self._load.output(number)
         if output is not None and request_id not in self._outputs:
             prompt_len = int(np.size(request.tensors.get("input_ids", ())))
@@ -206,51 +161,24 @@ class _World:
     ) -> None:
         if not is_final:
             return
-        self.num_ended += 1
+        was_duplicate = error.startswith("DuplicateRequestIdError")
         if error:
-            self._failed += 1
-            if error.startswith("DuplicateRequestIdError"):
-                return
-            self._arrived.pop(request_id, None)
-        self._outputs.pop(request_id, None)
-        self._paused.discard(request_id)
-
-    def finished(self, request: ActiveRequest) -> None:
-        """The loop has ended a request without an error."""
-        num_tokens = len(request.tokens) - request.orig_prompt_len
-        self._output_tokens += num_tokens
-        arrived = self._arrived.pop(request.request_id, self.now)
-        first, last = request.first_token, request.last_token
-        if first is not None and last is not None:
-            self._ttft.append(first - arrived)
-            if num_tokens > 1:
-                self._per_token.append((last - first) / (num_tokens - 1))
+            self.tally.failed(request_id, was_duplicate=was_duplicate)
+        if not was_duplicate:
+            self._outputs.pop(request_id, None)
 
     def poll(self) -> None:
         """Stops come with the intake."""
 
     def report(self, counts: Counts, laps: Laps) -> None:
-        batch = counts.context + counts.generation
-        self._iterations += 1
-        self._rows += batch
-        self._max_batch = max(self._max_batch, batch)
-        self._context_tokens += counts.context_tokens
-        used = counts.total_blocks - counts.free_blocks
-        self._used_blocks += used
-        self._max_used = max(self._max_used, used)
-        self._total_blocks = counts.total_blocks
+        self.tally.reported(counts)
 
     # The executor --------------------------------------------------------------------------
 
     def forward(self, schedule: Schedule) -> _Step:
         self._stalls = 0
         self._in_flight += 1
-        self._pauses += len(schedule.paused)
-        self._paused.update(schedule.paused)
-        if self._paused and schedule.context_rows:
-            self._recomputed += sum(
-                row.num_tokens for row in schedule.context_rows if row.request_id in self._paused
-            )
+        self.tally.scheduled(schedule)
         begin = max(self.now, self._device_free_at)
         end = self._device_free_at = begin + self._cost.seconds(schedule)
         return _Step(schedule, end, self._tokens(schedule))
@@ -275,34 +203,3 @@ class _World:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
         return StepResult(step.tokens, self.now)
-
-    # What it came to -----------------------------------------------------------------------
-
-    def figures(self) -> Figures:
-        blocks = max(1, self._total_blocks)
-        return Figures(
-            requests=self.num_ended,
-            failed=self._failed,
-            iterations=self._iterations,
-            makespan_s=self.now,
-            output_tokens=self._output_tokens,
-            ttft_s=_percentiles(self._ttft),
-            per_token_s=_percentiles(self._per_token),
-            mean_batch=self._rows / max(1, self._iterations),
-            max_batch=self._max_batch,
-            kv_use=(
-                self._used_blocks / max(1, self._iterations) / blocks,
-                self._max_used / blocks,
-            ),
-            pauses=self._pauses,
-            recomputed_tokens=self._recomputed,
-            context_tokens=self._context_tokens,
-            request_steps=self._rows,
-        )
-
-
-def _percentiles(values: array[float]) -> tuple[float, float]:
-    if not values:
-        return math.nan, math.nan
-    median, high = np.percentile(np.frombuffer(values), (50, 99))
-    return float(median), float(high)

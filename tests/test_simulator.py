@@ -194,7 +194,7 @@ def test_progress_adds_up():
 def test_a_synthetic_load_keeps_its_ranges_and_its_rate():
     load = SyntheticLoad(4000, (3, 9), (5, 5), rate=50.0, seed=3)
     lengths = {len(load.request(i).input_ids) for i in range(400)}
-    assert lengths == set(range(3, 10)) and int(load.request(7).max_new_tokens) == 5
+    assert lengths == set(range(3, 10)) and load.request(7).max_new_tokens.item() == 5
     assert load.arrivals[-1] == pytest.approx(80, rel=0.1) and (np.diff(load.arrivals) >= 0).all()
     assert load.request(5).input_ids[0] == 5
     with pytest.raises(ConfigError):

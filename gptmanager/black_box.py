@@ -1,0 +1,86 @@
+"""The black box: the last iterations of a loop as objects, to be written when it fails.
+
+A recording may begin in the middle only where the state of the loop is known. So the state is
+copied from time to time, intakes and results are kept since the last copy but one, and schedules,
+which follow from them, only of the last iterations. Knows nothing of who fills it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.object_graph import GraphWriter
+from gptmanager.recorded_values import to_json
+from gptmanager.recording import Turn, make_header
+
+# the state of the loop is copied so seldom that the copies cost so much a turn of the loop
+_STATE_NS_PER_TURN = 1000
+_MIN_SEGMENT = 256
+
+# what a loop is made of; all else in it is state
+_MADE_OF = frozenset(
+    {
+        *("host", "executor", "scheduler", "limits", "laps"),
+        *("max_active", "max_batch_size", "max_num_tokens", "run_ahead"),
+    }
+)
+
+
+class BlackBox:
+    """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them."""
+
+    def __init__(self, loop: Any, keep: int) -> None:
+        self._loop = loop
+        self._keep = keep
+        self._recent: deque[Turn] = deque()  # those whose schedule is kept
+        self._segments: deque[_Segment] = deque([_Segment(None)], maxlen=2)
+        self._segment_length = max(_MIN_SEGMENT, keep)
+
+    def add(self, turn: Turn) -> None:
+        """To be called between two turns of the loop."""
+        recent = self._recent
+        if len(recent) == self._keep:
+            oldest = recent.popleft()
+            oldest.schedule, oldest.kept = None, False
+        recent.append(turn)
+        turns = self._segments[-1].turns
+        turns.append(turn)
+        if len(turns) >= self._segment_length:
+            started = time.perf_counter_ns()
+            self._segments.append(_Segment(_LoopState(self._loop)))
+            taken = time.perf_counter_ns() - started
+            self._segment_length = max(_MIN_SEGMENT, self._keep, taken // _STATE_NS_PER_TURN)
+
+    def lines(self, blueprint: Mapping[str, Any], last: Turn | None) -> list[bytes]:
+        """The recording without its end. `last`: a turn that was not completed."""
+        first = self._segments[0]
+        state = None if first.state is None else first.state.plain()
+        turns = [turn for segment in self._segments for turn in segment.turns]
+        if last is not None:
+            turns.append(last)
+        return [to_json(make_header(blueprint, state)), *(turn.line() for turn in turns)]
+
+
+class _LoopState:
+    """The state of a loop between two iterations, copied but for what only grows."""
+
+    def __init__(self, loop: Any) -> None:
+        state = {name: value for name, value in vars(loop).items() if name not in _MADE_OF}
+        pending = state["pending"]
+        state["pending"] = None if pending is None else pending.schedule
+        self._graph = GraphWriter(growing=frozenset({"tokens"}))
+        self._root = self._graph.add(state)
+
+    def plain(self) -> dict[str, Any]:
+        return {"objects": self._graph.entries(), "root": self._root}
+
+
+class _Segment:
+    """Turns in a row, and the state of the loop before the first of them; None: a new loop's."""
+
+    def __init__(self, state: _LoopState | None) -> None:
+        self.state = state
+        self.turns: list[_Turn] = []

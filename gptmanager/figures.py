@@ -1,0 +1,126 @@
+"""What a simulated run came to: counted while it runs, told as `Figures`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from array import array
+
+import numpy as np
+
+from gptmanager.active import ActiveRequest
+from gptmanager.statistics import Counts
+from gptmanager.step import Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """What a simulated run came to. Times in virtual seconds; latencies of finished requests.
+
+    `ttft`: from arrival to first token; `per_token`: between a request's tokens, its mean; each
+    (median, 99th percentile). `kv_use`: mean and largest share of the blocks in use.
+    `recomputed_tokens`: run in contexts of requests that had been paused. `request_steps`: rows of
+    all schedules.
+    """
+
+    requests: int
+    failed: int
+    iterations: int
+    makespan_s: float
+    output_tokens: int
+    ttft_s: tuple[float, float]
+    per_token_s: tuple[float, float]
+    mean_batch: float
+    max_batch: int
+    kv_use: tuple[float, float]
+    pauses: int
+    recomputed_tokens: int
+    context_tokens: int
+    request_steps: int
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.makespan_s if self.makespan_s else 0.0
+
+
+class Tally:
+    """Counts schedules and requests as they go by."""
+
+    def __init__(self) -> None:
+        self.num_ended = 0
+        self._failed = 0
+        self._iterations = self._rows = self._output_tokens = self._max_batch = 0
+        self._context_tokens = self._recomputed = self._pauses = 0
+        self._used_blocks = self._max_used = self._total_blocks = 0
+        self._arrived: dict[int, float] = {}
+        self._paused: set[int] = set()  # active requests that have been paused
+        self._ttft = array("d")
+        self._per_token = array("d")
+
+    def arrived(self, request_id: int, when: float) -> None:
+        self._arrived.setdefault(request_id, when)
+
+    def scheduled(self, schedule: Schedule) -> None:
+        self._pauses += len(schedule.paused)
+        self._paused.update(schedule.paused)
+        if self._paused and schedule.context_rows:
+            self._recomputed += sum(
+                row.num_tokens for row in schedule.context_rows if row.request_id in self._paused
+            )
+
+    def reported(self, counts: Counts) -> None:
+        batch = counts.context + counts.generation
+        self._iterations += 1
+        self._rows += batch
+        self._max_batch = max(self._max_batch, batch)
+        self._context_tokens += counts.context_tokens
+        used = counts.total_blocks - counts.free_blocks
+        self._used_blocks += used
+        self._max_used = max(self._max_used, used)
+        self._total_blocks = counts.total_blocks
+
+    def failed(self, request_id: int, *, was_duplicate: bool) -> None:
+        """`was_duplicate`: another request of that id goes on."""
+        self.num_ended += 1
+        self._failed += 1
+        if not was_duplicate:
+            self._arrived.pop(request_id, None)
+            self._paused.discard(request_id)
+
+    def finished(self, request: ActiveRequest) -> None:
+        self.num_ended += 1
+        self._paused.discard(request.request_id)
+        num_tokens = len(request.tokens) - request.orig_prompt_len
+        self._output_tokens += num_tokens
+        arrived = self._arrived.pop(request.request_id)
+        first, last = request.first_token, request.last_token
+        if first is not None and last is not None:
+            self._ttft.append(first - arrived)
+            if num_tokens > 1:
+                self._per_token.append((last - first) / (num_tokens - 1))
+
+    def figures(self, makespan_s: float) -> Figures:
+        iterations, blocks = max(1, self._iterations), max(1, self._total_blocks)
+        return Figures(
+            requests=self.num_ended,
+            failed=self._failed,
+            iterations=self._iterations,
+            makespan_s=makespan_s,
+            output_tokens=self._output_tokens,
+            ttft_s=_percentiles(self._ttft),
+            per_token_s=_percentiles(self._per_token),
+            mean_batch=self._rows / iterations,
+            max_batch=self._max_batch,
+            kv_use=(self._used_blocks / iterations / blocks, self._max_used / blocks),
+            pauses=self._pauses,
+            recomputed_tokens=self._recomputed,
+            context_tokens=self._context_tokens,
+            request_steps=self._rows,
+        )
+
+
+def _percentiles(values: array[float]) -> tuple[float, float]:
+    if not values:
+        return math.nan, math.nan
+    median, high = np.percentile(np.frombuffer(values), (50, 99))
+    return float(median), float(high)

@@ -1,0 +1,43 @@
+"""Where two schedules differ first, and a schedule in one line: for people to read."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from gptmanager.step import Schedule
+
+_NOTHING = "nobody runs"
+
+
+def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] | None:
+    """Where two values differ first: path, and what is there in each."""
+    if recorded == replayed:
+        return None
+    names = getattr(recorded, "_fields", None)
+    if dataclasses.is_dataclass(recorded):
+        names = [field.name for field in dataclasses.fields(recorded)]
+    pairs: list[tuple[str, Any, Any]] = []
+    if names is not None and type(recorded) is type(replayed):
+        pairs = [(f"{path}.{n}", getattr(recorded, n), getattr(replayed, n)) for n in names]
+    elif isinstance(recorded, (list, tuple)) and isinstance(replayed, (list, tuple)):
+        both = itertools.zip_longest(recorded, replayed, fillvalue="nothing")
+        pairs = [(f"{path}[{place}]", *items) for place, items in enumerate(both)]
+    found = (difference(one, other, inner) for inner, one, other in pairs)
+    return next((item for item in found if item is not None), (path, recorded, replayed))
+
+
+def summary(schedule: Schedule | None) -> str:
+    """A schedule in one line."""
+    if schedule is None:
+        return _NOTHING
+    context = " ".join(
+        f"{row.request_id}({row.position}+{row.num_tokens})" for row in schedule.context_rows
+    )
+    generation = " ".join(str(row.request_id) for row in schedule.generation_rows)
+    paused = " ".join(map(str, schedule.paused))
+    parts = [("context", context), ("generation", generation), ("paused", paused)]
+    return f"number {schedule.iteration}, " + ", ".join(
+        f"{name} {ids}" for name, ids in parts if ids
+    )

@@ -1,0 +1,91 @@
+"""Options: refused by name with the value and the limit, never ignored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    KvCacheConfig,
+    OptionalParams,
+    PeftCacheManagerConfig,
+    SchedulerConfig,
+)
+from gptmanager.config_check import checked_optional_params, checked_scheduler_config
+from gptmanager.errors import ConfigError
+
+
+def test_the_documented_defaults_are_taken():
+    params = checked_optional_params(OptionalParams())
+    assert (params.max_batch_size, params.max_num_tokens, params.idle_poll_s) == (256, 8192, 0.01)
+    assert params.kv_cache_config.tokens_per_block == 64
+    peft = params.peft_cache_manager_config
+    assert (peft.max_pages_per_block_device, peft.device_cache_percent) == (24, 0.05)
+    policy = checked_scheduler_config(SchedulerConfig()).capacity_scheduler_policy
+    assert policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size = 0 must be an integer from 1"),
+        ({"max_batch_size": 2.5}, "max_batch_size = 2.5 must be an integer"),
+        ({"max_batch_size": True}, "max_batch_size = True must be an integer"),
+        ({"max_num_tokens": None}, "max_num_tokens = None must be an integer"),
+        ({"max_active_requests": 0}, "max_active_requests = 0"),
+        ({"run_ahead": 2}, "run_ahead = 2 must be an integer from 0 to 1"),
+        ({"idle_poll_s": -1.0}, "idle_poll_s = -1.0"),
+        ({"idle_poll_s": float("nan")}, "idle_poll_s = nan"),
+        ({"idle_poll_s": 1e12}, "idle_poll_s = 1000000000000.0"),
+        ({"seed": 2**64}, "seed = 18446744073709551616"),
+        ({"dtype": "int8"}, "dtype = 'int8' is not one of"),
+        ({"deterministic": "no"}, "deterministic = 'no' is neither True nor False"),
+        ({"enable_chunked_context": "off"}, "enable_chunked_context = 'off'"),
+        ({"enable_trt_overlap": True}, "enable_trt_overlap = True is refused: its support"),
+        ({"gpu_weights_percent": 0.5}, "gpu_weights_percent = 0.5 is refused: it has no effect"),
+        ({"debug_config": np.zeros(2)}, "debug_config"),
+        ({"gather_context_logits": True}, "gather_context_logits = True is refused"),
+        ({"kv_cache_config": None}, "expected a KvCacheConfig"),
+        ({"kv_cache_config": KvCacheConfig(max_tokens=0)}, "KvCacheConfig.max_tokens = 0"),
+        ({"kv_cache_config": KvCacheConfig(use_uvm=True)}, "KvCacheConfig.use_uvm = True"),
+        ({"kv_cache_config": KvCacheConfig(host_cache_size=1)}, "host_cache_size = 1 is refused"),
+        (
+            {"kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=1.0)},
+            "free_gpu_memory_fraction = 1.0 must lie between 0 and 1",
+        ),
+        (
+            {"kv_cache_config": KvCacheConfig(free_gpu_memory_fraction="0.5")},
+            "free_gpu_memory_fraction = '0.5'",
+        ),
+        (
+            {"peft_cache_manager_config": PeftCacheManagerConfig(num_put_workers=2)},
+            "PeftCacheManagerConfig.num_put_workers = 2 is refused",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named(options, text):
+    with pytest.raises(ConfigError, match=text):
+        checked_optional_params(OptionalParams(**options))
+
+
+@pytest.mark.parametrize("name", ["enableChunkedContext", "max_batchsize"])
+def test_a_name_that_is_no_field_raises_where_it_is_set(name):
+    with pytest.raises(AttributeError):
+        setattr(OptionalParams(), name, 3)
+
+
+def test_equal_values_of_other_types_are_taken():
+    params = OptionalParams(
+        max_batch_size=np.int64(8), dtype=torch.float32, device=torch.device("cpu"), idle_poll_s=1
+    )
+    params = checked_optional_params(params)
+    assert params.dtype == "float32" and params.device == "cpu"
+
+
+def test_a_scheduler_config_is_checked():
+    with pytest.raises(ConfigError, match="capacity_scheduler_policy = 1 is not a"):
+        checked_scheduler_config(SchedulerConfig(1))
+    with pytest.raises(ConfigError, match="create_scheduler must be callable"):
+        checked_scheduler_config(SchedulerConfig(create_scheduler=3))
