@@ -83,4 +83,4 @@ class _Segment:
 
     def __init__(self, state: _LoopState | None) -> None:
         self.state = state
-        self.turns: list[_Turn] = []
+        self.turns: list[Turn] = []

@@ -1,4 +1,4 @@
-"""The command line: `gptmanager run | bench`, also as `python -m gptmanager`.
+"""The command line: `gptmanager COMMAND`, also as `python -m gptmanager`.
 
 Decides what options mean and how a report is printed; the commands stand in modules of their own.
 """
@@ -9,14 +9,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 
-from gptmanager import __version__
+from gptmanager import __version__, picture_command, schedule_commands
 from gptmanager.bench import BenchOptions, Load, bench
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -25,7 +25,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.live_view import LiveView
+from gptmanager.live_view import LiveView, report_lines
 from gptmanager.run import RunOptions, run
 
 _HELP = """\
@@ -78,12 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    view = LiveView(sys.stderr, quiet=options.json)
-    _start_log(view, options.verbose)
+    options.view = LiveView(sys.stderr, quiet=options.json)
+    _start_log(options.view, options.verbose)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        code: int = options.command(options, view)
+        code: int = options.command(options)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read has gone; nobody can be told
@@ -113,10 +113,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
-    parser.set_defaults(command=None)
+    parser.set_defaults(command=None, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_run(commands)
     _add_bench(commands)
+    schedule_commands.add_commands(commands)
+    picture_command.add_commands(commands)
     return parser
 
 
@@ -241,7 +243,7 @@ def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
     return SchedulerConfig(CapacitySchedulerPolicy[options.policy.upper()])
 
 
-def _run(options: argparse.Namespace, view: LiveView) -> int:
+def _run(options: argparse.Namespace) -> int:
     paths = [Path(options.requests), options.output, options.stats]
     files = [path.resolve() for path in paths if path is not None and path.is_file()]
     if len(set(files)) < len(files):
@@ -257,13 +259,13 @@ def _run(options: argparse.Namespace, view: LiveView) -> int:
             params=optional_params(options),
             scheduler=scheduler_config(options),
         ),
-        view,
+        options.view,
     )
     _print(summary, as_json=options.json)
     return 1 if summary["failed"] else 0
 
 
-def _bench(options: argparse.Namespace, view: LiveView) -> int:
+def _bench(options: argparse.Namespace) -> int:
     report = bench(
         BenchOptions(
             model=options.model,
@@ -284,31 +286,3 @@ def _print(report: Mapping[str, Any], *, as_json: bool) -> None:
     else:
         gap = "\n" if sys.stdout.isatty() else ""  # below the live view
         print(gap + "\n".join(report_lines(report)))
-
-
-def report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """A name and a value a line, for people; what has parts of its own follows, indented."""
-    for name, value in report.items():
-        label = indent + name.replace("_", " ").replace("kv", "KV").removesuffix(" ms")
-        if name.endswith("_ms"):
-            cuts = "  ".join(f"{cut} {number:9,.2f} ms" for cut, number in value.items())
-            yield f"{label:28}{cuts or 'nothing to measure'}"
-        elif isinstance(value, Mapping) and any(
-            isinstance(v, (list, dict)) for v in value.values()
-        ):
-            yield label
-            yield from report_lines(value, indent + "  ")
-        else:
-            yield f"{label:28}{_shown(name, value)}"
-
-
-def _shown(name: str, value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {inner}".replace("_", " ") for key, inner in value.items())
-    if isinstance(value, list):
-        return "  ".join(f"{item:,}" for item in value)
-    if name == "seconds":
-        return f"{value:13,.3f} s"
-    if name.endswith("_use"):
-        return f"{100 * value:13.1f} %"
-    return f"{value:13,}" if isinstance(value, (int, float)) else str(value)

@@ -44,6 +44,11 @@ def expected_output(prompt: Iterable[int], max_new_tokens: int) -> list[int]:
     return history[start:]
 
 
+def no_evict(max_num_requests: int, kv_cache: KvCacheManager) -> CapacityScheduler:
+    """The policy with the guard that a manager sets."""
+    return GuaranteedNoEvictScheduler(max_num_requests, kv_cache, started_contexts_first=True)
+
+
 class ListHost:
     """A `Host` over RecordingCallbacks, held to the contract by a ContractChecker."""
 
@@ -113,7 +118,7 @@ class LoopDriver:
         run_ahead: int = 0,
         chunked: bool = False,
         reuse: bool = False,
-        policy: type[CapacityScheduler] = GuaranteedNoEvictScheduler,
+        policy: Callable[..., CapacityScheduler] = no_evict,
         script: Callable[[list[int]], int] = next_token,
         scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
     ) -> None:
@@ -129,7 +134,7 @@ class LoopDriver:
             reuse_credit_rule="shift",
         )
         capacity = ReuseCredit(
-            policy(max_batch_size, self.kv_cache),  # type: ignore[call-arg]
+            policy(max_batch_size, self.kv_cache),
             self.kv_cache,
         )
         self.scheduler = scheduler(SimpleScheduler(capacity, micro_batch))
