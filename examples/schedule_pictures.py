@@ -17,7 +17,10 @@ from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
 from gptmanager.api import NamedTensor
 from gptmanager.loop import TokenLoop
-from gptmanager.picture import draw
+from gptmanager.picture.drawing import draw
+from gptmanager.picture.observer import observe
+from gptmanager.picture.svg import STYLE, element, label, path, rect
+from gptmanager.picture.trace import Trace
 from gptmanager.scheduler import (
     GuaranteedNoEvictScheduler,
     KvCacheManager,
@@ -28,10 +31,7 @@ from gptmanager.scheduler import (
 )
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Intake
-from gptmanager.svg import STYLE, element, label, path, rect
 from gptmanager.testing import ScriptedExecutor
-from gptmanager.trace import Trace
-from gptmanager.trace_observer import observe
 
 END_ID = 1
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION

@@ -50,7 +50,7 @@ class BlackBox:
         turns.append(turn)
         if len(turns) >= self._segment_length:
             started = time.perf_counter_ns()
-            self._segments.append(_Segment(_LoopState(self._loop)))
+            self._segments.append(_Segment(LoopState(self._loop)))
             taken = time.perf_counter_ns() - started
             self._segment_length = max(_MIN_SEGMENT, self._keep, taken // _STATE_NS_PER_TURN)
 
@@ -64,7 +64,7 @@ class BlackBox:
         return [to_json(make_header(blueprint, state)), *(turn.line() for turn in turns)]
 
 
-class _LoopState:
+class LoopState:
     """The state of a loop between two iterations, copied but for what only grows."""
 
     def __init__(self, loop: Any) -> None:
@@ -81,6 +81,6 @@ class _LoopState:
 class _Segment:
     """Turns in a row, and the state of the loop before the first of them; None: a new loop's."""
 
-    def __init__(self, state: _LoopState | None) -> None:
+    def __init__(self, state: LoopState | None) -> None:
         self.state = state
         self.turns: list[Turn] = []

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import torch
 
-from gptmanager import __version__, picture_command, schedule_commands
+from gptmanager import __version__, picture, schedule_commands
 from gptmanager.bench import BenchOptions, Load, bench
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_bench(commands)
     schedule_commands.add_commands(commands)
-    picture_command.add_commands(commands)
+    picture.add_commands(commands)
     return parser
 
 
@@ -137,6 +137,7 @@ def _add_run(commands: Any) -> None:
     add("--requests", required=True, metavar="FILE", help="JSON lines; -: the standard input")
     add("--output", type=Path, metavar="FILE", help="results as JSON lines, in the same order")
     add("--stats", type=Path, metavar="FILE", help="a statistics record an iteration, JSON lines")
+    add("--record", type=Path, metavar="FILE", help="a recording, for `gptmanager picture`")
     add("--json", action="store_true", help="print nothing but the summary, as JSON, and failures")
     add(
         "--max-new-tokens",
@@ -244,10 +245,12 @@ def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
 
 
 def _run(options: argparse.Namespace) -> int:
-    paths = [Path(options.requests), options.output, options.stats]
+    paths = [Path(options.requests), options.output, options.stats, options.record]
     files = [path.resolve() for path in paths if path is not None and path.is_file()]
     if len(set(files)) < len(files):
-        raise ConfigError("--requests, --output and --stats must be three files")
+        raise ConfigError("--requests, --output, --stats and --record must be different files")
+    params = optional_params(options)
+    params.recording_path = options.record
     summary = run(
         RunOptions(
             model=options.model,
@@ -256,7 +259,7 @@ def _run(options: argparse.Namespace) -> int:
             stats=options.stats,
             max_new_tokens=options.max_new_tokens,
             pace_s=options.pace,
-            params=optional_params(options),
+            params=params,
             scheduler=scheduler_config(options),
         ),
         options.view,

@@ -255,10 +255,10 @@ def report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield label
             yield from report_lines(value, indent + "  ")
         else:
-            yield f"{label:28}{_shown(name, value)}"
+            yield f"{label:28}{_value(name, value)}"
 
 
-def _shown(name: str, value: Any) -> str:
+def _value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {inner}".replace("_", " ") for key, inner in value.items())
     if isinstance(value, list):

@@ -40,7 +40,7 @@ def simulate(
 
     Raises SchedulerError when the scheduler never lets anybody run again.
     """
-    world = _World(load, cost, blueprint.params.max_batch_size)
+    world = World(load, cost, blueprint.params.max_batch_size)
     laps = Laps(lambda: 0)
     if recorder is None:
         loop = build_loop(blueprint, world, world, laps=laps, loop_class=SimulatedLoop)
@@ -89,7 +89,7 @@ class _Step:
         self.tokens = tokens
 
 
-class _World:
+class World:
     """Host and executor of a simulation."""
 
     def __init__(self, load: Load, cost: CostModel, max_batch_size: int) -> None:

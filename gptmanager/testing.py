@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +154,10 @@ class RecordingCallbacks:
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
         """The final response to a request; raises TimeoutError when none comes."""
         with self._condition:
-            if not self._condition.wait_for(lambda: self._final(request_id), timeout):
-                raise TimeoutError(f"no final response to request {request_id} in {timeout} s")
+            self._condition.wait_for(lambda: self._final(request_id) is not None, timeout)
             final = self._final(request_id)
-        assert final is not None  # wait_for has just seen it
+        if final is None:
+            raise TimeoutError(f"no final response to request {request_id} in {timeout} s")
         return final
 
     def output(self, request_id: int) -> list[int]:
@@ -179,7 +179,7 @@ class ContractViolation(AssertionError):
 
 
 class ContractChecker:
-    """Stands between a manager and a host's Get and Send, and holds both to the contract.
+    """Stands between a manager and a host's Get and Send, and holds the manager to the contract.
 
     Every request that Get returns must have exactly one final response; streamed offsets must
     continue each other; nothing may follow a final. `check` raises ContractViolation with all
@@ -196,18 +196,15 @@ class ContractChecker:
         self._live: dict[int, InferenceRequest] = {}
         self._offsets: dict[int, int] = {}
         self._duplicates: Counter[int] = Counter()
+        self._ended: set[int] = set()
         self.violations: list[str] = []
 
-    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
-        requests = []
+    def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
+        """As the host's Get, item by item: what it yields before it raises counts, too."""
         for request in self._get(max_num_requests):
-            requests.append(request)
-            if request.request_id in self._live:
-                self._duplicates[request.request_id] += 1
-            else:
-                self._live[request.request_id] = request
-                self._offsets[request.request_id] = 0
-        return requests
+            if isinstance(request, InferenceRequest):
+                self._take(request)
+            yield request
 
     def send_response(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
@@ -218,15 +215,25 @@ class ContractChecker:
     def check(self, manager: GptManager | None = None) -> None:
         """To be called when the manager is idle or has ended; with it, its blocks are audited."""
         violations = list(self.violations)
-        violations += [f"request {request_id} has no final response" for request_id in self._live]
+        violations += [f"request {i} has no final response" for i in self._live]
         violations += [f"the second request {i} has no final response" for i in +self._duplicates]
         if manager is not None:
             report = manager.audit()
             violations += report.problems
-            if report.used_blocks and not self._live:
-                violations.append(f"{report.used_blocks} blocks leaked: {dict(report.owners)}")
+            for block, owners in report.owners.items():
+                if not self._live.keys() & owners:
+                    violations.append(f"block {block} leaked: it is held by requests {[*owners]}")
         if violations:
             raise ContractViolation("; ".join(violations))
+
+    def _take(self, request: InferenceRequest) -> None:
+        request_id = request.request_id
+        if request_id in self._live:
+            self._duplicates[request_id] += 1
+            return
+        self._live[request_id] = request
+        self._offsets[request_id] = 0
+        self._ended.discard(request_id)
 
     def _inspect(
         self, request_id: int, tensors: dict[str, Tensor], is_final: bool, error: str
@@ -237,7 +244,12 @@ class ContractChecker:
         request = self._live.get(request_id)
         complain = self.violations.append
         if request is None:
-            complain(f"a response to request {request_id}, which is not live")
+            if request_id not in self._ended:
+                complain(f"a response to request {request_id}, which Get has not returned")
+            elif is_final:
+                complain(f"a second final response to request {request_id}")
+            else:
+                complain(f"a response to request {request_id} after its final")
             return
         if error and (tensors or not is_final):
             complain(f"the error response to request {request_id} has tensors or is not final")
@@ -245,26 +257,31 @@ class ContractChecker:
             self._inspect_tensors(request, tensors, is_final)
         if is_final:
             del self._live[request_id], self._offsets[request_id]
+            self._ended.add(request_id)
 
     def _inspect_tensors(
         self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
     ) -> None:
-        request_id = request.request_id
+        name = f"request {request.request_id}"
         complain = self.violations.append
+        needed = {"output_ids", "sequence_length"}
+        needed |= {"output_offset"} if request.is_streaming else set()
+        needed |= {"finish_reasons", "request_metrics"} if is_final else set()
+        if not needed <= tensors.keys():
+            complain(f"{name}: a response lacks {sorted(needed - tensors.keys())}")
+            return
         output_ids, lengths = tensors["output_ids"], tensors["sequence_length"]
         if output_ids.dtype != torch.int32 or output_ids.dim() != 3:
-            complain(f"request {request_id}: output_ids is {output_ids.dtype} {output_ids.shape}")
-        if request.is_streaming:
-            offset = int(tensors["output_offset"])
-            if offset != self._offsets[request_id]:
-                complain(
-                    f"request {request_id}: output_offset {offset}, expected "
-                    f"{self._offsets[request_id]}"
-                )
-            self._offsets[request_id] = offset + int(lengths)
-            if not is_final and not int(lengths):
-                complain(f"request {request_id}: a response without tokens that is not final")
-        elif not is_final:
-            complain(f"request {request_id} does not stream, yet got a response before its final")
-        if is_final and not {"finish_reasons", "request_metrics"} <= tensors.keys():
-            complain(f"request {request_id}: the final response has only {sorted(tensors)}")
+            complain(f"{name}: output_ids is {output_ids.dtype} {list(output_ids.shape)}")
+        elif int(lengths.max()) > output_ids.shape[2]:
+            complain(f"{name}: sequence_length exceeds output_ids {list(output_ids.shape)}")
+        if not request.is_streaming:
+            if not is_final:
+                complain(f"{name} does not stream, yet got a response before its final")
+            return
+        offset, expected = int(tensors["output_offset"]), self._offsets[request.request_id]
+        if offset != expected:
+            complain(f"{name}: output_offset {offset}, expected {expected}")
+        self._offsets[request.request_id] = offset + int(lengths)
+        if not is_final and not int(lengths):
+            complain(f"{name}: a response without tokens that is not final")

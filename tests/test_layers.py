@@ -110,19 +110,20 @@ figures                 what a simulated run came to
 simulator               a schedule without a model
 comparison              several simulated policies, side by side
 schedule_commands       replay and simulate, on the command line
-trace                   what became of each request in each iteration (no torch)
-waiting                 why the first that waits does (no torch)
-trace_builder           from schedules, arrivals and ends to a trace
-trace_observer          a loop, followed while it runs
-trace_recording         a recorded run, followed
-svg                     shapes, and the look that all pictures share
-picture_layout          where things stand in a picture, and how close one looks
-picture_lanes           a row for each request
-picture_load            batch, tokens and memory below
+picture.trace           what became of each request in each iteration (no torch)
+picture.waiting         why the first that waits does (no torch)
+picture.builder         from schedules, arrivals and ends to a trace
+picture.observer        a loop, followed while it runs
+picture.recorded        a recorded run, followed
+picture.svg             shapes, and the look that all pictures share
+picture.layout          where things stand in a picture, and how close one looks
+picture.lanes           a row for each request
+picture.load            batch, tokens and memory below
+picture.drawing         a schedule, seen
+picture.page            the picture as a page to zoom into
+picture.chrome_trace    the same for Perfetto
+picture.command         picture, on the command line
 picture                 a schedule, seen
-picture_page            the picture as a page to zoom into
-chrome_trace            the same for Perfetto
-picture_command         picture, on the command line
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager

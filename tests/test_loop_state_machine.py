@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from loop_driver import ForcedPauses, LoopDriver, expected_output, next_token
+from loop_driver import ForcedPauses, LoopDriver, expected_output, next_token, no_evict
 
 from gptmanager import (
     FinishReason,
@@ -30,7 +30,7 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.scheduler import GuaranteedNoEvictScheduler, MaxUtilizationScheduler
+from gptmanager.scheduler import MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 EXAMPLES = int(os.environ.get("GPTMANAGER_STATE_MACHINE_EXAMPLES", "2000"))
@@ -46,7 +46,7 @@ class LoopMachine(RuleBasedStateMachine):
         run_ahead=st.sampled_from([0, 1]),
         chunked=st.booleans(),
         reuse=st.booleans(),
-        policy=st.sampled_from([GuaranteedNoEvictScheduler, MaxUtilizationScheduler]),
+        policy=st.sampled_from([no_evict, MaxUtilizationScheduler]),
         num_blocks=st.integers(6, 14),
         max_batch_size=st.integers(1, 4),
         max_active=st.sampled_from([2, 5, None]),

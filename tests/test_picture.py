@@ -13,22 +13,22 @@ import pytest
 from loop_driver import LoopDriver
 
 from gptmanager import InferenceRequest, ModelType, OptionalParams
-from gptmanager.chrome_trace import chrome_trace
 from gptmanager.config import KvCacheConfig
 from gptmanager.errors import ConfigError
 from gptmanager.manager import GptManager
-from gptmanager.picture import draw
-from gptmanager.picture_command import add_commands
-from gptmanager.picture_page import page
+from gptmanager.picture.builder import TraceBuilder
+from gptmanager.picture.chrome_trace import chrome_trace
+from gptmanager.picture.command import add_commands
+from gptmanager.picture.drawing import draw
+from gptmanager.picture.observer import observe
+from gptmanager.picture.page import page
+from gptmanager.picture.recorded import trace_of
+from gptmanager.picture.trace import Bounds, Phase, Reason
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recording import read_recording
 from gptmanager.scheduler import MaxUtilizationScheduler, SimpleScheduler
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
-from gptmanager.trace import Bounds, Phase, Reason
-from gptmanager.trace_builder import TraceBuilder
-from gptmanager.trace_observer import observe
-from gptmanager.trace_recording import trace_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -1,4 +1,4 @@
-"""Capacity schedulers over a cache with block reuse: who waits for whose blocks, and what counts."""
+"""Capacity schedulers over a cache with block reuse: who waits for whose blocks, what counts."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gptmanager.chrome_trace import chrome_trace
 from gptmanager.errors import ConfigError
-from gptmanager.picture import draw
-from gptmanager.picture_page import page
+from gptmanager.picture.chrome_trace import chrome_trace
+from gptmanager.picture.drawing import draw
+from gptmanager.picture.page import page
+from gptmanager.picture.recorded import trace_of
+from gptmanager.picture.trace import Trace
 from gptmanager.recording import read_recording
-from gptmanager.trace import Trace
-from gptmanager.trace_recording import trace_of
 
 _HELP = """\
 Draw the schedule of a recorded run.

@@ -10,10 +10,10 @@ from typing import Any
 from gptmanager.api import NamedTensor
 from gptmanager.config import FinishReason
 from gptmanager.loop import Host, TokenLoop
+from gptmanager.picture.builder import TraceBuilder
+from gptmanager.picture.trace import Bounds
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Executor, Intake, Schedule, StepResult
-from gptmanager.trace import Bounds
-from gptmanager.trace_builder import TraceBuilder
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:

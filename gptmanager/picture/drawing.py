@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gptmanager.picture_lanes import DASHES, draw_lane, lane_names
-from gptmanager.picture_layout import MARGIN, Layout, Look, lay_out, nice_step
-from gptmanager.picture_load import draw_panel, panels
-from gptmanager.svg import STYLE, element, label, number, path, rect
-from gptmanager.trace import Phase, Reason, Trace
+from gptmanager.picture.lanes import DASHES, draw_lane, lane_names
+from gptmanager.picture.layout import MARGIN, Layout, Look, lay_out, nice_step
+from gptmanager.picture.load import draw_panel, panels
+from gptmanager.picture.svg import STYLE, element, label, number, path, rect
+from gptmanager.picture.trace import Phase, Reason, Trace
 
 MAX_LANES = 2000  # more rows than that no browser scrolls through with pleasure
 

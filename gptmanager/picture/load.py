@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from gptmanager.picture_layout import PANEL, PANEL_STEP, Layout, Look
-from gptmanager.svg import element, label, number, path
-from gptmanager.trace import Trace
+from gptmanager.picture.layout import PANEL, PANEL_STEP, Layout, Look
+from gptmanager.picture.svg import element, label, number, path
+from gptmanager.picture.trace import Trace
 
 
 class Panel(NamedTuple):

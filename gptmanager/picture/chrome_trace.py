@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from gptmanager.picture_lanes import describe
-from gptmanager.trace import Column, Lane, Trace
+from gptmanager.picture.lanes import describe
+from gptmanager.picture.trace import Column, Lane, Trace
 
 Event = dict[str, Any]
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from gptmanager.picture.trace import Bounds, Column, Lane, Phase, Reason, Span, Trace
+from gptmanager.picture.waiting import Load, Wish, explain_wait
 from gptmanager.step import BlockAppend, Row, Schedule
-from gptmanager.trace import Bounds, Column, Lane, Phase, Reason, Span, Trace
-from gptmanager.waiting import Load, Wish, explain_wait
 
 
 @dataclass(slots=True)

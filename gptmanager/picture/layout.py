@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from gptmanager.trace import Phase, Trace
+from gptmanager.picture.trace import Phase, Trace
 
 MARGIN = 16
 LABELS = 140  # width of the names of rows

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptmanager.picture_layout import SQUARE, Layout, Look, nice_step
-from gptmanager.svg import label, number, path, rect
-from gptmanager.trace import Lane, Phase, Reason, Span, Trace
+from gptmanager.picture.layout import SQUARE, Layout, Look, nice_step
+from gptmanager.picture.svg import label, number, path, rect
+from gptmanager.picture.trace import Lane, Phase, Reason, Span, Trace
 
 DASHES = {
     Reason.NONE: "",

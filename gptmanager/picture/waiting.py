@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptmanager.trace import Bounds, Reason
+from gptmanager.picture.trace import Bounds, Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from gptmanager.picture import draw, layout_of, shorten
-from gptmanager.picture_layout import Look
-from gptmanager.trace import Phase, Trace
+from gptmanager.picture.drawing import draw, layout_of, shorten
+from gptmanager.picture.layout import Look
+from gptmanager.picture.trace import Phase, Trace
 
 _STYLE = """
 :root { color-scheme: light dark; }
