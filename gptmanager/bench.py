@@ -7,6 +7,7 @@ of the same run only.
 
 from __future__ import annotations
 
+import operator
 import os
 import platform
 import sys
@@ -32,7 +33,6 @@ from gptmanager.run import FetchTimes, latencies
 # the model that CPU figures are compared on when no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 688,
@@ -42,8 +42,6 @@ SMALL_LLAMA: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
 }
 
 _WARM_UP = [0] * 16  # a prompt before the first timed one
@@ -94,19 +92,12 @@ class Figures:
     latencies: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def output_tokens(self) -> int:
-        return sum(map(len, self.outputs))
-
-    @property
     def tokens_per_second(self) -> float:
-        return self.output_tokens / self.seconds
+        return sum(map(len, self.outputs)) / self.seconds
 
 
 def bench(options: BenchOptions) -> dict[str, Any]:
-    """Run the load `repeats` times on each engine; returns the report.
-
-    Raises ConfigError for a load that the model cannot take.
-    """
+    """Run the load on each engine; ConfigError if it does not fit the model."""
     source = options.model or (SMALL_LLAMA, random_llama(SMALL_LLAMA, options.load.seed))
     config = source[0] if isinstance(source, tuple) else _read_config(source)
     requests = options.load.requests(config["vocab_size"])
@@ -151,26 +142,21 @@ def run_manager(
         ) as manager,
     ):
         queue.attach(manager)
-        queue.submit(_WARM_UP, 2).result()  # what is compiled or touched once is no figure
-        started = time.monotonic()
-        generations = [queue.submit(prompt, new_tokens) for prompt, new_tokens in requests]
         try:
+            queue.submit(_WARM_UP, 2).result()  # what is compiled or touched once is no figure
+            started = time.monotonic()
+            generations = [queue.submit(prompt, new_tokens) for prompt, new_tokens in requests]
             results = [generation.result() for generation in generations]
         except RequestError as error:
             raise ConfigError(f"the load does not fit the model: {error}") from error
         seconds = time.monotonic() - started
-    for result, (prompt, new_tokens) in zip(results, requests, strict=True):
-        if len(result.generated_ids[0]) < new_tokens:
-            raise ConfigError(
-                f"the load does not fit the model: of {len(prompt)} + {new_tokens} tokens only "
-                f"{len(result.output_ids[0])} fit max_seq_len"
-            )
+    outputs = tuple(result.generated_ids[0] for result in results)
+    for output, (prompt, new_tokens) in zip(outputs, requests, strict=True):
+        if len(output) < new_tokens:
+            total = f"{len(prompt)} + {new_tokens} tokens exceed max_seq_len"
+            raise ConfigError(f"the load does not fit the model: {total}")
     waits = [fetched_at.by_id[result.request_id] - started for result in results]
-    return Figures(
-        seconds,
-        tuple(result.generated_ids[0] for result in results),
-        latencies([result.metrics for result in results], waits),
-    )
+    return Figures(seconds, outputs, latencies([result.metrics for result in results], waits))
 
 
 class TransformersPeer:
@@ -191,8 +177,7 @@ class TransformersPeer:
             self._model.load_state_dict(source[1])
         else:
             self._model = auto.from_pretrained(source, dtype=params.dtype or "auto")
-        self._model.eval()
-        self._model.set_attn_implementation("paged|sdpa")
+        self._model.eval().set_attn_implementation("paged|sdpa")
         self._configure = library.ContinuousBatchingConfig
         self._generation = library.GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1 << 20
@@ -208,7 +193,6 @@ class TransformersPeer:
             self._model.continuous_batching_context_manager(
                 generation_config=self._generation,
                 continuous_batching_config=batching,
-                block=True,
                 timeout=10,
                 warmup=False,  # of CUDA graphs
             ) as engine,
@@ -272,7 +256,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {folder}: config.json: {error}") from error
-    if not (isinstance(config, dict) and isinstance(config.get("vocab_size"), int)):
+    if "vocab_size" not in config:
         raise ConfigError(f"--model {folder}: config.json names no vocab_size")
     return config
 
@@ -283,7 +267,8 @@ def _report(
     requests: Sequence[Request],
     runs: Mapping[str, Sequence[Figures]],
 ) -> dict[str, Any]:
-    best = {name: max(figures, key=lambda f: f.tokens_per_second) for name, figures in runs.items()}
+    speed = operator.attrgetter("tokens_per_second")
+    best = {name: max(figures, key=speed) for name, figures in runs.items()}
     load = options.load
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
@@ -299,8 +284,8 @@ def _report(
         "output_tokens": sum(new_tokens for _, new_tokens in requests),
         "engines": {
             name: {
-                "output_tokens_per_second": round(best[name].tokens_per_second, 1),
-                "of_every_run": [round(f.tokens_per_second, 1) for f in figures],
+                "output_tokens_per_second": round(speed(best[name]), 1),
+                "of_every_run": [round(speed(figure), 1) for figure in figures],
                 **best[name].latencies,
             }
             for name, figures in runs.items()
@@ -309,8 +294,6 @@ def _report(
     if "transformers" in runs:
         ours, theirs = best["gptmanager"], best["transformers"]
         same = sum(a == b for a, b in zip(ours.outputs, theirs.outputs, strict=True))
-        report["ratio_to_transformers"] = round(
-            ours.tokens_per_second / theirs.tokens_per_second, 2
-        )
+        report["ratio_to_transformers"] = round(speed(ours) / speed(theirs), 2)
         report["same_outputs"] = f"{same} of {len(requests)}"
     return report

@@ -17,7 +17,7 @@ from gptmanager.recorded_values import to_json
 from gptmanager.recording import Turn, make_header
 
 # the state of the loop is copied so seldom that the copies cost so much a turn of the loop
-_STATE_NS_PER_TURN = 1000
+_STATE_NS_PER_TURN = 2000
 _MIN_SEGMENT = 256
 
 # what a loop is made of; all else in it is state

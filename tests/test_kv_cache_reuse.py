@@ -426,6 +426,20 @@ def test_a_prefix_to_come_is_equal_for_two_requests_if_its_tokens_are():
     assert key(tokens(10, 50)) != key(tokens(10, 50), lora_task_id=0)
 
 
+def test_an_answer_follows_what_is_stored_and_evicted_while_a_request_waits():
+    kv = caching(num_blocks=6)
+    waiting = LlmRequest(9, tokens(45), 10)
+    assert kv.get_reusable_tokens(waiting) == 0
+    left_behind(kv, tokens(22))
+    assert kv.get_reusable_tokens(waiting) == 20
+    left_behind(kv, tokens(41))
+    assert kv.get_reusable_tokens(waiting) == 40
+    kv.add_sequence(LlmRequest(1, tokens(45, 500), 5))
+    assert kv.get_reusable_tokens(waiting) == 10
+    kv.clear_cached()
+    assert kv.get_reusable_tokens(waiting) == 0
+
+
 def test_counts_say_what_was_found():
     kv = caching()
     assert kv.reuse_counts == ReuseCounts(0, 0, 0, 0)

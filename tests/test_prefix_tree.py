@@ -83,14 +83,24 @@ def test_a_forgotten_block_takes_what_lies_behind_it_along():
     assert len(tree) == 0 and 10 not in tree and tree.problem() is None
 
 
-def test_answers_change_only_with_the_number_of_changes():
+def test_a_search_goes_on_from_where_it_ended_while_that_is_there():
     tree = tree_of(([1, 2, 3], [10]))
-    before = tree.num_changes
-    tree.store(None, [1, 2, 3], 3, [20])
-    tree.forget(20)
-    assert tree.num_changes == before
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    blocks, node = tree.full_blocks(None, tokens, 7)
+    assert blocks == [10] and tree.holds(node)
+    tree.store(None, tokens, 7, [10, 11, 12])
+    assert tree.holds(node)
+    end = tree.extend(node, blocks, tokens, 7)
+    assert blocks == [10, 11]
+    tree.forget(11)
+    assert (tree.holds(node), tree.holds(end)) == (True, False)
     tree.forget(10)
-    assert tree.num_changes > before
+    tree.store(None, [1, 2, 3], 3, [10])
+    assert not tree.holds(node)
+    root = tree.full_blocks(None, [9], 1)[1]
+    assert tree.holds(root)
+    tree.clear()
+    assert not tree.holds(root)
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9)

@@ -51,11 +51,10 @@ class PrefixTree:
     A root for each `root_key`: what lies under two of them never meets.
     """
 
-    __slots__ = ("num_changes", "tokens_per_block", "_nodes", "_roots")
+    __slots__ = ("tokens_per_block", "_nodes", "_roots")
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
-        self.num_changes = 0  # while it stays the same, so does every answer
         self._nodes: dict[int, Node] = {}  # by block
         self._roots: dict[Hashable, Node] = {}
 
@@ -79,16 +78,24 @@ class PrefixTree:
         """
         node = self._roots.get(root_key)
         blocks: list[int] = []
-        if node is None:
-            return blocks, None
+        return blocks, node and self.extend(node, blocks, tokens, end)
+
+    def extend(self, node: Node, blocks: list[int], tokens: Sequence[int], end: int) -> Node:
+        """Go on from `node`, which ends `blocks`: append what follows, return where it ends."""
         size = self.tokens_per_block
-        for start in range(0, end - size + 1, size):
+        for start in range(len(blocks) * size, end - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
                 break
             node = child
             blocks.append(child.block)
-        return blocks, node
+        return node
+
+    def holds(self, node: Node) -> bool:
+        """Whether an earlier answer, with all that led to it, is still in its place."""
+        if node.parent is None:
+            return self._roots.get(node.root_key) is node
+        return self._nodes.get(node.block) is node
 
     def match(
         self,
@@ -127,7 +134,6 @@ class PrefixTree:
                 child = Node(block, key, node)
                 self._nodes[block] = node.children[key] = child
                 insort(node.ordered, key)
-                self.num_changes += 1
             node = child
 
     def forget(self, block: int) -> None:
@@ -135,7 +141,6 @@ class PrefixTree:
         node = self._nodes.get(block)
         if node is None:
             return
-        self.num_changes += 1
         self._detach(node)
         below = [node]
         while below:
@@ -145,7 +150,6 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget all blocks: what they hold is stale."""
-        self.num_changes += 1
         self._nodes.clear()
         self._roots.clear()
 

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockPool, BlockTables
-from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_MAX_LOOKUPS = 10_000
 
 
 class ReuseCounts(NamedTuple):
@@ -84,7 +85,7 @@ class BlockReuse:
     """
 
     __slots__ = (
-        "pool", "tree", "_copies_partial", "_last_lookup", "_max_tokens", "_missed_blocks",
+        "pool", "tree", "_copies_partial", "_lookups", "_max_tokens", "_missed_blocks",
         "_partial", "_reused_blocks", "_reused_tokens", "_storing",
     )  # fmt: skip
 
@@ -103,7 +104,7 @@ class BlockReuse:
         self._partial = enable_partial_reuse
         self._copies_partial = copy_on_partial_reuse
         self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
-        self._last_lookup: tuple[LlmRequest, int, int, list[int]] | None = None
+        self._lookups: dict[int, tuple[LlmRequest, Node, list[int]]] = {}  # of those that wait
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def applies_to(self, request: LlmRequest) -> bool:
@@ -150,6 +151,7 @@ class BlockReuse:
                     copies = (BlockCopy(match.partial, table[-1], match.num_partial),)
         table += pool.take(length - len(table))
         self._storing[request.request_id] = request
+        self._lookups.pop(request.request_id, None)
         self._reused_blocks += num_found
         self._missed_blocks += length - num_found
         self._reused_tokens += num_cached
@@ -242,12 +244,23 @@ class BlockReuse:
             self.pool.release(reversed(held))
 
     def _lookup(self, request: LlmRequest) -> list[int]:
-        """The cached full blocks of the whole prompt. One scheduler asks several times in a row."""
-        last, changes, length = self._last_lookup, self.tree.num_changes, request.prompt_len
-        if last is not None and last[0] is request and last[1:3] == (changes, length):
-            return last[3]
-        blocks, _ = self.tree.full_blocks(_root_key(request), request.tokens, length)
-        self._last_lookup = (request, changes, length, blocks)
+        """The cached full blocks of the whole prompt.
+
+        Schedulers ask again and again while it waits: the search goes on where it ended, unless
+        that place is gone.
+        """
+        tree, known = self.tree, self._lookups.get(request.request_id)
+        if known is not None and known[0] is request and tree.holds(known[1]):
+            blocks = known[2]
+            node: Node | None = tree.extend(known[1], blocks, request.tokens, request.prompt_len)
+            if node is known[1]:
+                return blocks
+        else:
+            blocks, node = tree.full_blocks(_root_key(request), request.tokens, request.prompt_len)
+        if node is not None:
+            if len(self._lookups) >= _MAX_LOOKUPS:  # requests that ended while they waited
+                self._lookups.clear()
+            self._lookups[request.request_id] = request, node, blocks
         return blocks
 
     # Proof --------------------------------------------------------------------------------------

@@ -1,0 +1,261 @@
+"""Requests and results as JSON lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from text_checkpoint import byte_tokenizer
+
+from gptmanager import FinishReason
+from gptmanager.callbacks import GenerationResult
+from gptmanager.errors import CapacityError, ConfigError
+from gptmanager.requests_file import Results, new_file, read_file, read_requests, result_line
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids(text):
+    return TOKENIZER.encode(text).ids
+
+
+def read(*lines, tokenizer=TOKENIZER):
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    return list(read_requests(encoded, tokenizer, max_new_tokens=5))
+
+
+def tensors(line):
+    return {name: np.asarray(value).tolist() for name, value in line.request.tensors.items()}
+
+
+def test_a_line_becomes_a_request():
+    (line,) = read(
+        {"request_id": 9, "prompt": "ab", "max_new_tokens": 3, "temperature": 0.5, "priority": 0.75}
+    )
+
+    assert (line.number, line.request_id, line.prompt, line.error) == (1, 9, "ab", None)
+    assert (line.request.request_id, line.request.priority) == (9, 0.75)
+    assert line.request.is_streaming
+    assert tensors(line) == {
+        "input_ids": ids("ab"), "request_output_len": 3, "temperature": 0.5,
+    }  # fmt: skip
+
+
+def test_what_a_line_leaves_out():
+    first, second = read({"input_ids": [1, 2]}, b"  \n", {"prompt": "a", "streaming": False})
+
+    # the id is the number of the line, empty ones counted
+    assert (first.request_id, second.request_id, second.number) == (1, 3, 3)
+    assert tensors(first) == {"input_ids": [1, 2], "request_output_len": 5}
+    assert first.prompt is None
+    assert not second.request.is_streaming
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value"),
+    [
+        ("top_k", "runtime_top_k", 4),
+        ("runtime_top_k", "runtime_top_k", 4),
+        ("top_p", "runtime_top_p", 0.5),
+        ("min_p", "runtime_min_p", 0.1),
+        ("request_output_len", "request_output_len", 8),
+        ("max_new_tokens", "request_output_len", 8),
+        ("length_penalty", "len_penalty", 1.0),
+        ("no_repeat_ngram_size", "noRepeatNgramSize", 2),
+        ("noRepeatNgramSize", "noRepeatNgramSize", 2),
+        ("random_seed", "random_seed", 2**63 + 1),
+        ("end_id", "end_id", 3),
+    ],
+)
+def test_inputs_by_their_names(name, tensor, value):
+    (line,) = read({"input_ids": [1], name: value})
+    assert tensors(line)[tensor] == value
+
+
+def test_null_stands_for_not_given():
+    (line,) = read({"prompt": None, "input_ids": [1], "end_id": None, "streaming": None})
+    assert tensors(line).keys() == {"input_ids", "request_output_len"}
+    assert line.request.is_streaming
+
+
+@pytest.mark.parametrize("name", ["streaming", "is_streaming"])
+def test_both_names_of_streaming(name):
+    (line,) = read({"input_ids": [1], name: False})
+    assert not line.request.is_streaming
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": "ab"}, ["ab"]),
+        ({"stop": ["ab", "c"]}, ["ab", "c"]),
+        ({"stop": ["ab"], "stop_words_list": [ids("xy")]}, ["xy", "ab"]),
+        ({"stop_words_list": [ids("xy"), ids("z")]}, ["xy", "z"]),
+    ],
+)
+def test_stop_words(fields, words):
+    (line,) = read({"prompt": "a", **fields})
+    tokens, ends = tensors(line)["stop_words_list"][0]
+    assert tokens == ids("".join(words))
+    lengths = np.diff([0, *(end for end in ends if end >= 0)])
+    assert lengths.tolist() == [len(ids(word)) for word in words]
+
+
+def test_no_stop_words():
+    for fields in ({"stop": []}, {"stop_words_list": []}, {"stop": None}):
+        (line,) = read({"prompt": "a", **fields})
+        assert "stop_words_list" not in tensors(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (b'{"prompt": "a"', "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"3", "not a JSON object"),
+        ({}, "neither prompt nor input_ids"),
+        ({"prompt": "a", "input_ids": [1]}, "both prompt and input_ids"),
+        ({"prompt": 7}, "prompt = 7 is not a text"),
+        ({"prompt": "a", "max_tokens": 7}, "unknown field 'max_tokens'"),
+        ({"prompt": "a", "logits_post_processor": 7}, "unknown field 'logits_post_processor'"),
+        ({"prompt": "a", "tensors": {}}, "unknown field 'tensors'"),
+        ({"prompt": "a", "top_k": 1, "runtime_top_k": 1}, "top_k and runtime_top_k are the same"),
+        ({"prompt": "a", "streaming": "yes"}, "streaming = 'yes' is not true or false"),
+        ({"input_ids": "abc"}, "input_ids is not a list of token ids"),
+        ({"input_ids": [[1, 2]]}, "input_ids is not a list of token ids"),
+        ({"input_ids": [1, 2.5]}, "input_ids is not a list of token ids"),
+        ({"input_ids": [True]}, "input_ids is not a list of token ids"),
+        ({"input_ids": [-1]}, "input_ids is not a list of token ids"),
+        ({"input_ids": [2**31]}, "input_ids is not a list of token ids"),
+        ({"prompt": "a", "stop": 7}, "stop = 7 is neither"),
+        ({"prompt": "a", "stop": [7]}, "stop = 7 is not a text"),
+        ({"prompt": "a", "stop_words_list": [7]}, "stop_words_list is not a list of lists"),
+        ({"prompt": "a", "stop_words_list": 7}, "stop_words_list is not a list of lists"),
+        ({"prompt": "a", "request_id": "x"}, "request_id must be an integer"),
+        ({"prompt": "a", "request_id": True}, "request_id must be an integer"),
+        ({"prompt": "a", "request_id": -1}, "request_id = -1 is outside"),
+    ],
+)
+def test_a_wrong_line_tells_its_number_and_what_is_wrong(text, error):
+    good, bad, other = read({"prompt": "a"}, text, {"prompt": "b"})
+
+    assert good.request is not None and other.request is not None
+    assert bad.request is None and bad.number == 2
+    assert str(bad.error).startswith("line 2: ")
+    assert error in str(bad.error)
+
+
+def test_the_id_of_a_wrong_line_is_shown_if_it_can_be():
+    shown = read({"request_id": 7}, {"request_id": "x", "prompt": "a"}, {"prompt": "b", "x": 1})
+    assert [line.request_id for line in shown] == [7, None, 3]
+    # what was asked is kept, so that a result can be told
+    assert [line.prompt for line in read({"prompt": "b", "stop": 7})] == ["b"]
+
+
+def test_a_second_use_of_an_id_is_refused():
+    lines = read(
+        {"request_id": 5, "prompt": "a"},
+        {"request_id": 5, "prompt": "b"},
+        {"request_id": 5, "prompt": "c"},
+        {"prompt": "d"},
+    )
+    assert [line.request is not None for line in lines] == [True, False, False, True]
+    assert str(lines[2].error) == "line 3: request_id = 5 is that of line 1"
+
+
+def test_a_wrong_line_does_not_take_its_id():
+    lines = read({"request_id": 5}, {"request_id": 5, "prompt": "b"})
+    assert [line.request is not None for line in lines] == [False, True]
+
+
+def test_without_a_tokenizer_texts_are_refused():
+    prompt, stop, good = read(
+        {"prompt": "a"}, {"input_ids": [1], "stop": "b"}, {"input_ids": [1]}, tokenizer=None
+    )
+    assert "prompt is a text, but the model folder has no tokenizer.json" in str(prompt.error)
+    assert "stop is a text, but the model folder has no tokenizer.json" in str(stop.error)
+    assert good.request is not None
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"--requests .*nowhere\.jsonl: No such file"):
+        read_file(str(tmp_path / "nowhere.jsonl"), None, max_new_tokens=1)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_file(str(tmp_path), None, max_new_tokens=1)
+
+
+def test_a_new_file_makes_its_folder_and_empties_what_was_there(tmp_path):
+    path = tmp_path / "a" / "b" / "out.jsonl"
+    for _ in range(2):
+        with new_file("--output", path) as file:
+            file.write(b"x")
+    assert path.read_bytes() == b"x"
+
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(ConfigError, match="--output .*plain/out.jsonl: "):
+        new_file("--output", tmp_path / "plain" / "out.jsonl")
+
+
+def generated(text, request_id=1, prompt="a"):
+    metrics = {"queue_s": 0.5, "first_token_s": math.nan, "pauses": 2.0, "generated_tokens": 4.0}
+    return GenerationResult(
+        request_id, (tuple(ids(text)),), (FinishReason.LENGTH,), metrics, np.array(ids(prompt)), {}
+    )
+
+
+def test_a_result_line():
+    (line,) = read({"request_id": 8, "prompt": "a"})
+    result = result_line(line, generated("bc"), TOKENIZER)
+
+    assert json.loads(json.dumps(result, default=str).replace("NaN", "null")) == {
+        "line": 1,
+        "request_id": 8,
+        "prompt": "a",
+        "text": "bc",
+        "output_ids": ids("bc"),
+        "finish_reason": "LENGTH",
+        "metrics": {"queue_s": 0.5, "first_token_s": None, "pauses": 2, "generated_tokens": 4},
+    }
+    assert "text" not in result_line(line, generated("bc"), None)
+    assert result_line(line, CapacityError("too long"), TOKENIZER) == {
+        "line": 1, "request_id": 8, "prompt": "a", "error": "CapacityError: too long",
+    }  # fmt: skip
+
+
+def test_a_text_that_ends_within_a_character_shows_it():
+    (line,) = read({"prompt": "a"})
+    outcome = generated("é")
+    cut = GenerationResult(
+        1, (outcome.generated_ids[0][:1],), outcome.finish_reasons, {}, np.array(ids("a")), {}
+    )
+    assert result_line(line, cut, TOKENIZER)["text"] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_results_are_written_in_the_order_of_the_lines_as_soon_as_they_can_be():
+    lines = read({"prompt": "a"}, {"prompt": "b"}, {"prompt": 7}, {"prompt": "c"})
+    file = io.BytesIO()
+    results = Results(lines, TOKENIZER, file)
+
+    def written():
+        return [json.loads(line)["line"] for line in file.getvalue().splitlines()]
+
+    results.add(lines[2], lines[2].error)
+    results.add(lines[1], generated("x"))
+    assert written() == []
+    results.add(lines[0], generated("y"))
+    assert written() == [1, 2, 3]
+
+
+def test_an_interrupted_run_keeps_the_results_that_are_known():
+    lines = read(*({"prompt": "a"} for _ in range(4)))
+    file = io.BytesIO()
+    results = Results(lines, TOKENIZER, file)
+    results.add(lines[3], generated("x"))
+    results.add(lines[0], generated("y"))
+    results.close()
+
+    assert [json.loads(line)["line"] for line in file.getvalue().splitlines()] == [1, 4]

@@ -1,0 +1,444 @@
+"""What hosts test themselves with finds what it should, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gptmanager import GptManager, InferenceRequest, ModelType, NamedTensor, OptionalParams
+from gptmanager.errors import ManagerDeadError
+from gptmanager.inspection import AuditReport
+from gptmanager.request import SamplingParams
+from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+from gptmanager.testing import (
+    ContractChecker,
+    ContractViolation,
+    RecordingCallbacks,
+    ScriptedExecutor,
+    ScriptedModel,
+)
+
+# The contract checker ---------------------------------------------------------------------------
+
+
+def ints(name, values):
+    return NamedTensor(name, torch.tensor(values, dtype=torch.int32))
+
+
+def partial(tokens, offset):
+    return [
+        ints("output_ids", [[tokens]]),
+        ints("sequence_length", [[len(tokens)]]),
+        ints("output_offset", [offset]),
+    ]
+
+
+ENDING = [
+    ints("finish_reasons", [[3]]),
+    NamedTensor("request_metrics", torch.zeros(7, dtype=torch.float64)),
+]
+
+
+def whole(tokens):
+    return [*partial(tokens, 0)[:2], *ENDING]
+
+
+class Bench:
+    """A checker whose host asks for some requests, and whose manager is played by the test."""
+
+    def __init__(self, *requests):
+        self.host = RecordingCallbacks(requests)
+        self.checker = ContractChecker(self.host.get_inference_requests, self.host.send_response)
+        self.get()
+
+    def get(self):
+        return list(self.checker.get_inference_requests(-1))
+
+    def send(self, request_id, tensors, is_final=False, error=""):
+        self.checker.send_response(request_id, tensors, is_final, error)
+
+    def violation(self, manager=None):
+        with pytest.raises(ContractViolation) as violation:
+            self.checker.check(manager)
+        return str(violation.value)
+
+
+def request(request_id, *, streaming=True):
+    return InferenceRequest.from_tokens(request_id, [1, 2], 5, is_streaming=streaming)
+
+
+def test_what_keeps_the_contract_passes():
+    bench = Bench(request(1), request(2, streaming=False), request(3), request(4))
+    bench.send(1, partial([5], 0))
+    bench.send(3, partial([5, 6], 0))
+    bench.send(1, partial([6, 7], 1))
+    bench.send(2, whole([1, 2, 8]), True)
+    bench.send(3, [], True, "CallbackError: gone")
+    bench.send(1, [*partial([], 3), *ENDING], True)
+    bench.send(4, [*partial([9], 0), *ENDING], True)
+
+    bench.checker.check()
+    # and the host has seen it all
+    assert bench.host.output(1) == [5, 6, 7]
+    assert len(bench.host.responses) == 7
+
+
+def test_a_missing_final():
+    bench = Bench(request(1), request(2))
+    bench.send(2, partial([5], 0))
+    assert bench.violation() == ("request 1 has no final response; request 2 has no final response")
+
+
+def test_a_second_final():
+    bench = Bench(request(1, streaming=False))
+    bench.send(1, whole([1, 2, 8]), True)
+    bench.send(1, whole([1, 2, 8]), True)
+    assert bench.violation() == "a second final response to request 1"
+
+
+def test_an_error_after_the_final():
+    bench = Bench(request(1, streaming=False))
+    bench.send(1, whole([1, 2, 8]), True)
+    bench.send(1, [], True, "ManagerDeadError: the manager was shut down")
+    assert bench.violation() == "a second final response to request 1"
+
+
+def test_a_response_after_the_final():
+    bench = Bench(request(1))
+    bench.send(1, [*partial([5], 0), *ENDING], True)
+    bench.send(1, partial([6], 1))
+    assert bench.violation() == "a response to request 1 after its final"
+
+
+def test_a_response_to_nobody():
+    bench = Bench()
+    bench.send(7, partial([6], 0))
+    assert bench.violation() == "a response to request 7, which Get has not returned"
+
+
+def test_an_id_may_be_used_again_after_its_final():
+    bench = Bench(request(1))
+    bench.send(1, [*partial([5], 0), *ENDING], True)
+    bench.host.submit(request(1))
+    bench.get()
+    bench.send(1, partial([6], 0))
+    bench.send(1, [*partial([7], 1), *ENDING], True)
+    bench.checker.check()
+
+
+@pytest.mark.parametrize("offset", [0, 2])
+def test_a_gap_or_a_repetition_in_the_offsets(offset):
+    bench = Bench(request(1))
+    bench.send(1, partial([5], 0))
+    bench.send(1, [*partial([6], offset), *ENDING], True)
+    assert bench.violation() == f"request 1: output_offset {offset}, expected 1"
+
+
+def test_a_stream_in_the_wrong_order():
+    bench = Bench(request(1))
+    bench.send(1, partial([6], 1))
+    bench.send(1, partial([5], 0))
+    bench.send(1, [*partial([], 2), *ENDING], True)
+    assert "output_offset 1, expected 0" in bench.violation()
+
+
+def test_a_partial_response_without_streaming():
+    bench = Bench(request(1, streaming=False))
+    bench.send(1, whole([1, 2, 8]))
+    bench.send(1, whole([1, 2, 8]), True)
+    assert bench.violation() == "request 1 does not stream, yet got a response before its final"
+
+
+def test_an_empty_response_that_is_not_final():
+    bench = Bench(request(1))
+    bench.send(1, partial([], 0))
+    bench.send(1, [*partial([], 0), *ENDING], True)
+    assert bench.violation() == "request 1: a response without tokens that is not final"
+
+
+@pytest.mark.parametrize(("tensors", "is_final"), [(partial([5], 0), True), ([], False)])
+def test_an_error_with_tensors_or_that_is_not_final(tensors, is_final):
+    bench = Bench(request(1))
+    bench.send(1, tensors, is_final, "CallbackError: gone")
+    assert "the error response to request 1 has tensors or is not final" in bench.violation()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "lacking"),
+    [
+        ([*partial([5], 0)[:2], *ENDING], "output_offset"),
+        (partial([5], 0), "finish_reasons', 'request_metrics"),
+        ([*partial([5], 0)[1:], *ENDING], "output_ids"),
+    ],
+)
+def test_a_response_without_what_belongs_to_it(tensors, lacking):
+    bench = Bench(request(1))
+    bench.send(1, tensors, True)
+    assert bench.violation() == f"request 1: a response lacks ['{lacking}']"
+
+
+def test_misshapen_output():
+    bench = Bench(request(1), request(2))
+    tensors = dict(partial([5], 0))
+    shape = [*tensors.items()]
+    bench.send(1, [("output_ids", tensors["output_ids"][0]), *shape[1:], *ENDING], True)
+    bench.send(2, [("output_ids", tensors["output_ids"][:, :, :0]), *shape[1:], *ENDING], True)
+    assert bench.violation() == (
+        "request 1: output_ids is torch.int32 [1, 1]; "
+        "request 2: sequence_length exceeds output_ids [1, 1, 0]"
+    )
+
+
+def test_a_duplicate_id_is_answered_with_its_own_error():
+    duplicate = "DuplicateRequestIdError: request id 1 belongs to another request"
+    bench = Bench(request(1), request(1))
+    bench.send(1, [], True, duplicate)
+    bench.send(1, partial([5], 0))  # the first goes on
+    bench.send(1, [*partial([6], 1), *ENDING], True)
+    bench.checker.check()
+
+
+def test_a_duplicate_id_that_is_not_answered():
+    bench = Bench(request(1), request(1))
+    bench.send(1, [*partial([6], 0), *ENDING], True)
+    assert bench.violation() == "the second request 1 has no final response"
+
+
+def test_a_duplicate_id_that_is_taken_for_the_first():
+    bench = Bench(request(1), request(1))
+    bench.send(1, [*partial([6], 0), *ENDING], True)
+    bench.send(1, [*partial([6], 0), *ENDING], True)
+    assert "a second final response to request 1" in bench.violation()
+
+
+def test_an_error_of_a_duplicate_that_is_none():
+    bench = Bench(request(1))
+    bench.send(1, [*partial([6], 0), *ENDING], True)
+    bench.send(1, [], True, "DuplicateRequestIdError: request id 1 belongs to another request")
+    assert "a second final response to request 1" in bench.violation()
+
+
+def ledger(owners, problems=()):
+    report = AuditReport(not problems, tuple(problems), 9, 9 - len(owners), len(owners), owners)
+    return SimpleNamespace(audit=lambda: report)
+
+
+def test_leaked_blocks():
+    bench = Bench(request(1))
+    bench.send(1, [*partial([6], 0), *ENDING], True)
+
+    bench.checker.check(ledger({}))
+    assert bench.violation(ledger({3: (1,)})) == "block 3 leaked: it is held by requests [1]"
+    assert bench.violation(ledger({}, ["5 free + 3 used of 9 blocks"])) == (
+        "5 free + 3 used of 9 blocks"
+    )
+
+
+def test_a_block_of_a_live_request_has_not_leaked():
+    bench = Bench(request(1))
+    assert bench.violation(ledger({3: (1, 7)})) == "request 1 has no final response"
+
+
+def test_a_get_that_raises_half_way():
+    def get(room):
+        yield request(1)
+        raise ConnectionError
+
+    checker = ContractChecker(get, lambda *response: None)
+    requests = checker.get_inference_requests(4)
+    assert next(requests).request_id == 1
+    with pytest.raises(ConnectionError):
+        next(requests)
+    with pytest.raises(ContractViolation, match="request 1 has no final"):
+        checker.check()
+
+
+def test_whatever_a_host_returns_reaches_the_manager():
+    checker = ContractChecker(lambda room: ["nonsense"], lambda *response: None)
+    assert list(checker.get_inference_requests(1)) == ["nonsense"]
+    checker.check()
+
+
+# A manager under the checker ---------------------------------------------------------------------
+
+
+def count_up(history):
+    return history[-1] + 1
+
+
+def serve(host, checker=None, next_token=count_up, **options):
+    keywords = host.keywords()
+    if checker is not None:
+        keywords["get_inference_requests_cb"] = checker.get_inference_requests
+        keywords["send_response_cb"] = checker.send_response
+    return GptManager(
+        ScriptedModel(next_token),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(**options),
+        **keywords,
+    )
+
+
+def test_a_manager_keeps_the_contract_of_the_checker():
+    requests = [request(i, streaming=bool(i % 2)) for i in range(6)]
+    bad = InferenceRequest.from_tokens(9, [1], 0)
+    host = RecordingCallbacks([*requests, request(1), bad])
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+
+    with serve(host, checker) as manager:
+        assert manager.wait_idle(10)
+        checker.check(manager)
+
+    assert [response.error.partition(":")[0] for response in host.of(1) if response.error] == [
+        "DuplicateRequestIdError"
+    ]
+    assert host.of(9)[0].error.startswith("InvalidRequestError")
+    assert host.output(3) == [3, 4, 5, 6, 7]
+    assert host.output(4) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_scripted_model_counts_and_decides():
+    model = ScriptedModel(lambda history: sum(history) % 7, vocab_size=7)
+    host = RecordingCallbacks([InferenceRequest.from_tokens(1, [3, 2], 3)])
+    with GptManager(model, ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords()) as manager:
+        assert manager.wait_idle(10)
+
+    assert host.output(1) == [3, 2, 5, 3, 6]
+    assert (model.num_forwards, model.num_tokens) == (3, 2 + 1 + 1)
+    assert len(host.statistics) == 3
+
+
+@pytest.mark.parametrize("token", [-1, 1000])
+def test_a_script_that_leaves_the_vocabulary_is_told(token):
+    host = RecordingCallbacks([request(1)])
+    manager = serve(host, next_token=lambda history: token, black_box_iterations=0)
+    assert f"next_token([1, 2]) = {token}" in host.final(1).error
+    manager.wait(10)
+    assert "vocab_size=1000" in str(manager.exception)
+    with pytest.raises(ManagerDeadError):
+        manager.notify()
+
+
+# The recording callbacks -------------------------------------------------------------------------
+
+
+def test_get_gives_no_more_than_there_is_room_for():
+    host = RecordingCallbacks([request(i) for i in range(5)])
+    assert [r.request_id for r in host.get_inference_requests(2)] == [0, 1]
+    assert [r.request_id for r in host.get_inference_requests(-1)] == [2, 3, 4]
+    assert host.get_inference_requests(3) == []
+    assert host.rooms == [2, -1, 3]
+
+
+def test_final_waits_for_another_thread():
+    host = RecordingCallbacks()
+    timer = threading.Timer(0.05, host.send_response, (1, whole([1, 2, 3]), True, ""))
+    timer.start()
+    final = host.final(1)
+    timer.join()
+
+    assert final.is_final and final.tensors["output_ids"].tolist() == [[[1, 2, 3]]]
+    with pytest.raises(TimeoutError, match="no final response to request 2"):
+        host.final(2, timeout=0.01)
+
+
+def test_stops_are_told_until_the_final():
+    host = RecordingCallbacks()
+    host.stop(1, 2)
+    host.send_response(1, partial([5], 0), False, "")
+    assert host.poll_stop_signal() == {1, 2}
+    host.send_response(1, [*partial([6], 1), *ENDING], True, "")
+    assert host.poll_stop_signal() == {2}
+    assert host.output(1) == [5, 6]
+
+
+def test_submit_wakes_a_manager_and_stop_stops():
+    host = RecordingCallbacks()
+    with serve(host, next_token=lambda history: 7, idle_poll_s=None) as manager:
+        host.manager = manager
+        assert manager.wait_idle(10)
+        host.submit(InferenceRequest.from_tokens(1, [1], 2000, is_streaming=True))
+        host.stop(1)
+        final = host.final(1)
+    assert final.tensors["finish_reasons"].tolist() == [[5]]  # CANCELLED
+    assert set(host.output(1)) <= {7}
+
+
+# The scripted executor ---------------------------------------------------------------------------
+
+
+def row(position, num_tokens, slot=0, *, samples=True):
+    return Row(1, 0, slot, position, num_tokens, samples)
+
+
+def start(slot=0, tokens=(1, 2, 3, 4, 5)):
+    sampling = SamplingParams(
+        greedy=True, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_length=0, end_id=-1
+    )
+    return SequenceStart(slot, tuple(tokens), len(tokens), sampling)
+
+
+def schedule(context=(), generation=(), starts=(), appends=()):
+    return Schedule(0, tuple(context), tuple(generation), tuple(starts), tuple(appends))
+
+
+def run(executor, *schedules):
+    tokens = []
+    for step in map(executor.forward, schedules):
+        executor.sample(step)
+        tokens.append(executor.result(step).tokens.tolist())
+    return tokens
+
+
+def test_the_executor_runs_chunks_and_generation():
+    executor = ScriptedExecutor(sum, tokens_per_block=4)
+    assert run(
+        executor,
+        schedule([row(0, 4, samples=False)], starts=[start()], appends=[BlockAppend(0, 0, (7,))]),
+        schedule([row(4, 1)], appends=[BlockAppend(0, 1, (3,))]),
+        schedule(generation=[row(5, 1)]),
+    ) == [[], [[15]], [[30]]]
+    assert len(executor.schedules) == 3
+
+
+FIRST = schedule([row(0, 5)], starts=[start()], appends=[BlockAppend(0, 0, (7, 3))])
+
+
+@pytest.mark.parametrize(
+    "impossible",
+    [
+        schedule(generation=[row(6, 1)]),  # leaves a position out
+        schedule(generation=[row(4, 1)]),  # computes one again
+        schedule(generation=[row(5, 2)]),  # needs a token that nobody knows
+        schedule(generation=[row(5, 0)]),  # computes nothing
+        schedule(generation=[row(5, 1, slot=1)]),  # of a slot that is empty
+        schedule(appends=[BlockAppend(0, 1, (4,))]),  # replaces a block
+        schedule(appends=[BlockAppend(0, 3, (4,))]),  # leaves one out
+        schedule(appends=[BlockAppend(2, 0, (4,))]),  # of a slot that is empty
+    ],
+)
+def test_the_executor_refuses_what_cannot_follow(impossible):
+    executor = ScriptedExecutor(sum, tokens_per_block=4)
+    run(executor, FIRST)
+    with pytest.raises(ValueError):
+        executor.forward(impossible)
+
+
+def test_the_executor_refuses_a_position_without_a_block():
+    executor = ScriptedExecutor(sum, tokens_per_block=5)
+    run(
+        executor,
+        schedule([row(0, 5)], starts=[start()], appends=[BlockAppend(0, 0, (7,))]),
+    )
+    with pytest.raises(ValueError, match="cannot follow"):
+        executor.forward(schedule(generation=[row(5, 1)]))
+
+
+def test_a_slot_that_is_taken_again_begins_anew():
+    executor = ScriptedExecutor(sum, tokens_per_block=4)
+    run(executor, FIRST)
+    again = schedule([row(0, 2)], starts=[start(tokens=(8, 9))], appends=[BlockAppend(0, 0, (1,))])
+    assert run(executor, again) == [[[17]]]
