@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from itertools import combinations
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,9 @@ import numpy as np
 from gptmanager.errors import ConfigError
 from gptmanager.recorded_values import RecordingError
 from gptmanager.recording import Iteration, Recording
-from gptmanager.step import Schedule
+from gptmanager.step import Row, Schedule
 
-_position = attrgetter("position")
+_position = itemgetter(Row._fields.index("position"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -185,10 +185,11 @@ class World:
 
     def _tokens(self, schedule: Schedule) -> np.ndarray:
         if not self._outputs:
-            rows = len(schedule.context_rows) + len(schedule.generation_rows)
+            rows = sum(row.samples for row in schedule.context_rows)
+            rows += len(schedule.generation_rows)
             if rows > len(self._zeros):
                 self._zeros = np.zeros((rows, 1), dtype=np.int32)
-            return self._zeros[: len(schedule.sampling_rows)]
+            return self._zeros[:rows]
         tokens = []
         for row in schedule.sampling_rows:
             prompt_len, output = self._outputs.get(row.request_id, (0, ()))

@@ -1,0 +1,75 @@
+"""What a terminal would show: as much of one as `gptmanager.live_view` uses."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_TOKENS = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|([\s\S])")
+
+
+class Screen:
+    """Lines that wrap at `width`; nothing scrolls away.
+
+    `lied_about`: characters that this terminal draws wider than Unicode says, as some do.
+    """
+
+    def __init__(self, width: int, lied_about: str = "") -> None:
+        self.width = width
+        self.lied_about = lied_about
+        self.cells: list[list[str]] = [[]]
+        self.line = self.column = 0
+        self.wraps = True
+        self.styles: list[str] = []
+
+    @property
+    def lines(self) -> list[str]:
+        return ["".join(cells).rstrip() for cells in self.cells[: self.line + 1]]
+
+    def feed(self, text: str) -> None:
+        for argument, command, character in _TOKENS.findall(text):
+            if command:
+                self._control(argument, command)
+            else:
+                self._put(character)
+
+    def _control(self, argument: str, command: str) -> None:
+        if command == "A":
+            self.line -= int(argument or 1)
+            assert self.line >= 0, "above the top"
+        elif command == "J":
+            del self.cells[self.line + 1 :]
+            del self.cells[self.line][self.column :]
+        elif command in "hl" and argument == "?7":
+            self.wraps = command == "h"
+        elif command == "m":
+            self.styles.append(argument)
+        else:
+            raise AssertionError(f"unknown: {argument}{command}")
+
+    def _put(self, character: str) -> None:
+        if character == "\r":
+            self.column = 0
+        elif character == "\n":
+            self._down()
+        else:
+            assert character.isprintable(), f"{character!r} steers the terminal"
+            self._write(character)
+
+    def _write(self, character: str) -> None:
+        width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        width += character in self.lied_about
+        if self.column + width > self.width:
+            if not self.wraps:
+                return
+            self.column = 0
+            self._down()
+        cells = self.cells[self.line]
+        cells.extend(" " * (self.column - len(cells)))
+        cells[self.column : self.column + width] = [character] + [""] * (width - 1)
+        self.column += width
+
+    def _down(self) -> None:
+        self.line += 1
+        if self.line == len(self.cells):
+            self.cells.append([])
