@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 _MAX_ROWS = 16  # of running requests on a terminal
-_MAX_BAR = 24
+_MAX_BAR = 20
 _LOG_EVERY_S = 10.0  # counts, where nothing is redrawn
 _NARROW = 60  # columns below which a running row shows only its id and its text
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"

@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import pty
+import re
 import select
 import struct
 import termios
@@ -80,6 +81,11 @@ def progress(**counts):
     return Progress(**{"total": 10, "started": time.monotonic() - 2.0, **counts})
 
 
+def unstamped(lines):
+    """Without the seconds before each event, which have two decimals."""
+    return [re.sub(r"^ *\d+\.\d\d s  ", "", line) for line in lines]
+
+
 HEADER = "request tokens state      text"
 
 
@@ -102,7 +108,7 @@ def test_requests_join_speak_and_leave_in_place(terminal):
     assert shown.lines[1:] == [
         "      1      7 running    Once upon a time",
         "     12      3 running    17 + 25 = 42",
-        "[......................]   0/10 requests   5 tokens/s   batch 2   KV cache 50%",
+        "[....................]   0/10 requests   5 tokens/s   batch 2   KV cache 50%",
     ]
     view.leave(second, "END_ID", " 42", progress())
     view.draw([first], progress(done=5))
@@ -113,7 +119,7 @@ def test_requests_join_speak_and_leave_in_place(terminal):
         "     12      3 END_ID     17 + 25 = 42",
         "      1      7 running    Once upon a time",
     ]
-    assert shown.lines[3].startswith("[############............]   5/10 requests")
+    assert shown.lines[3].startswith("[##########..........]   5/10 requests")
     view.close()
     assert shown.lines == [HEADER, "     12      3 END_ID     17 + 25 = 42"]
 
@@ -258,7 +264,7 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     view = LiveView(shown.stream)
     view.join(row(1, "Once"), progress())
     view.draw([row(1, "Once")], progress())
-    assert shown.lines == ["    2.00 s  request 1 joins: Once"]
+    assert unstamped(shown.lines) == ["request 1 joins: Once"]
 
 
 # On a pipe ---------------------------------------------------------------------------------------
@@ -274,11 +280,11 @@ def test_a_log_has_a_line_for_each_event():
     view.leave(row(2, "Once"), "ERROR", "InvalidRequestError: no", progress(done=2), failed=True)
     view.close()
 
-    assert pipe.getvalue().splitlines() == [
+    assert unstamped(pipe.getvalue().splitlines()) == [
         "loading model",
-        "    2.00 s  request 1 joins: Once↵upon",
-        "    2.00 s  request 1 leaves after 3 tokens, END_ID:  a↵time",
-        "    2.00 s  request 2 leaves after 0 tokens, ERROR: InvalidRequestError: no",
+        "request 1 joins: Once↵upon",
+        "request 1 leaves after 3 tokens, END_ID:  a↵time",
+        "request 2 leaves after 0 tokens, ERROR: InvalidRequestError: no",
     ]
 
 
@@ -288,9 +294,9 @@ def test_a_log_of_a_long_run_has_the_counts_now_and_then():
     for seconds in (1.0, 9.0, 10.5, 11.0, 19.0, 21.0):
         counts = {"done": 3, "output_tokens": 100, "batch_size": 4, "kv_use": 0.25}
         view.draw([], Progress(total=10, started=time.monotonic() - seconds, **counts))
-    assert pipe.getvalue().splitlines() == [
-        "   10.50 s  3/10 requests, 10 tokens/s, batch 4, KV cache 25%",
-        "   21.00 s  3/10 requests, 5 tokens/s, batch 4, KV cache 25%",
+    assert unstamped(pipe.getvalue().splitlines()) == [
+        "3/10 requests, 10 tokens/s, batch 4, KV cache 25%",
+        "3/10 requests, 5 tokens/s, batch 4, KV cache 25%",
     ]
 
 

@@ -142,9 +142,10 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     def forget(self, block):
         self.tree.forget(block)
         if block in self.model:
-            root, prefix = self.model[block]
+            root, prefix = self.model.pop(block)
             for other, (key, content) in list(self.model.items()):
-                if key == root and content[: len(prefix)] == prefix:
+                is_behind = len(prefix) % self.size == 0 and content[: len(prefix)] == prefix
+                if key == root and is_behind:
                     del self.model[other]
 
     @rule(root=ROOTS, tokens=TOKENS, end=st.integers(0, 9), banned=st.sets(st.integers(0, 13)))

@@ -1,0 +1,510 @@
+"""The command line: `gptmanager run` from requests to results, and what it exits with."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from screen import Screen
+from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
+
+from gptmanager import __version__, cli
+from gptmanager.callbacks import generate
+from gptmanager.errors import ManagerDeadError
+from gptmanager.recording import read_recording
+from gptmanager.replay import replay
+from gptmanager.run import latencies
+
+SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_text_checkpoint(tmp_path_factory.mktemp("checkpoints") / "text")
+
+
+def write_requests(path, *requests):
+    lines = (line if isinstance(line, str) else json.dumps(line) for line in requests)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+class Outcome:
+    def __init__(self, code, capsys):
+        self.code = code
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def summary(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def call(capsys):
+    def call(*arguments):
+        try:
+            code = cli.main([str(argument) for argument in arguments])
+        except SystemExit as exit_:  # argparse
+            code = exit_.code
+        return Outcome(code, capsys)
+
+    return call
+
+
+@pytest.fixture
+def run(call, model, tmp_path):
+    def run(*requests, options=()):
+        path = write_requests(tmp_path / "requests.jsonl", *requests)
+        return call("run", "--model", model, "--requests", path, *options)
+
+    return run
+
+
+# Running a file ----------------------------------------------------------------------------------
+
+
+def test_every_line_has_its_result_in_the_file(run, model, tmp_path):
+    # Given texts and token ids, streaming and not, that share a batch
+    requests = [
+        {"request_id": 40, "prompt": "Once", "max_new_tokens": 9},
+        {"input_ids": [80, 81, 82], "max_new_tokens": 4, "streaming": False},
+        {"request_id": 7, "prompt": "upon a time", "max_new_tokens": 6, "streaming": False},
+        {"prompt": "é 日本", "top_k": 5, "random_seed": 3},
+    ]
+    out = tmp_path / "new" / "folder" / "out.jsonl"
+
+    # When they are run
+    outcome = run(*requests, options=["--output", out, "--max-batch-size", 3])
+
+    # Then each has what it would have alone, in the order of the lines
+    assert outcome.code == 0
+    results = read_lines(out)
+    assert [(r["line"], r["request_id"]) for r in results] == [(1, 40), (2, 2), (3, 7), (4, 4)]
+    assert [r.get("prompt") for r in results] == ["Once", None, "upon a time", "é 日本"]
+    assert results[0]["text"] == generate(model, "Once", 9)
+    assert results[1]["output_ids"] == generate(model, [80, 81, 82], 4)
+    assert results[2]["text"] == generate(model, "upon a time", 6)
+    assert len(results[3]["output_ids"]) == 64  # the default
+    for result in results:
+        assert result["finish_reason"] == "LENGTH"
+        assert result["text"] == byte_tokenizer().decode(result["output_ids"])
+        assert result["metrics"]["generated_tokens"] == len(result["output_ids"])
+        assert isinstance(result["metrics"]["prompt_tokens"], int)
+
+
+def test_wrong_lines_are_answered_and_the_others_run(run, tmp_path):
+    out = tmp_path / "out.jsonl"
+    outcome = run(
+        {"prompt": "Once", "max_new_tokens": 2},
+        '{"prompt": "no end',
+        {"prompt": "Once", "max_token": 2},
+        {"prompt": "Once", "temperature": -1},
+        {"input_ids": [END_ID + 1]},
+        {"request_id": 1, "prompt": "again"},
+        "",
+        {"prompt": "upon", "max_new_tokens": 3},
+        options=["--output", out],
+    )
+
+    assert outcome.code == 1
+    errors = {result["line"]: result.get("error", "") for result in read_lines(out)}
+    assert list(errors) == [1, 2, 3, 4, 5, 6, 8]
+    assert errors[1] == errors[8] == ""
+    assert errors[2].startswith("InvalidRequestError: line 2: no JSON")
+    assert errors[3] == "InvalidRequestError: line 3: unknown field 'max_token'"
+    assert errors[4] == "InvalidRequestError: temperature = -1 must be at least 0"
+    assert errors[5].startswith("InvalidRequestError: input_ids[0] = 257 is outside the vocabulary")
+    assert errors[6] == "InvalidRequestError: line 6: request_id = 1 is that of line 1"
+    # and a person has seen each of them once
+    for error in filter(None, errors.values()):
+        assert outcome.err.count(error) == 1
+    assert re.search(r"^requests +7$", outcome.out, re.MULTILINE)
+    assert re.search(r"^failed +5$", outcome.out, re.MULTILINE)
+
+
+def test_json_prints_the_summary_and_nothing_else(run):
+    outcome = run({"prompt": "Once", "max_new_tokens": 2}, {"prompt": 5}, options=["--json"])
+    assert outcome.code == 1
+    assert outcome.summary["requests"] == 2 and outcome.summary["failed"] == 1
+    assert outcome.err == "request 2: InvalidRequestError: line 2: prompt = 5 is not a text\n"
+
+
+def test_the_summary_is_what_the_files_say(run, tmp_path):
+    out, stats = tmp_path / "out.jsonl", tmp_path / "new" / "stats.jsonl"
+    requests = [{"prompt": "x" * (3 + i), "max_new_tokens": 4 + 3 * i} for i in range(5)]
+    outcome = run(
+        *requests,
+        options=["--json", "--output", out, "--stats", stats, "--max-batch-size", 2],
+    )
+
+    # every record keeps the schema
+    records = read_lines(stats)
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for record in records:
+        validator.validate(record)
+    # and the summary can be had of the files by hand
+    summary, results = outcome.summary, read_lines(out)
+    assert outcome.code == summary["failed"] == 0
+    assert summary["requests"] == len(results) == 5
+    assert summary["prompt_tokens"] == 3 + 4 + 5 + 6 + 7
+    assert summary["output_tokens"] == 4 + 7 + 10 + 13 + 16
+    assert summary["output_tokens"] == sum(len(result["output_ids"]) for result in results)
+    rate = summary["output_tokens_per_second"]
+    assert summary["seconds"] == pytest.approx(50 / rate, abs=0.001)
+    sizes = [record["Scheduled Requests"] for record in records]
+    assert sum(sizes) == 50 and max(sizes) == 2
+    assert summary["mean_batch_size"] == round(sum(sizes) / len(sizes), 1)
+    used = [record["Used KV cache blocks"] / record["Max KV cache blocks"] for record in records]
+    assert summary["max_kv_cache_use"] == round(max(used), 4)
+    metrics = [result["metrics"] for result in results]
+    each = [
+        1e3 * (m["last_token_s"] - m["first_token_s"]) / (m["generated_tokens"] - 1)
+        for m in metrics
+    ]
+    assert summary["time_per_output_token_ms"]["p50"] == pytest.approx(np.median(each), abs=0.01)
+    # who waits in the queue has to wait for the first token, too
+    first, queue = summary["time_to_first_token_ms"], summary["queue_ms"]
+    assert first["p99"] > queue["p99"] > 0
+    assert first["p99"] > 1e3 * max(m["first_token_s"] for m in metrics)
+    assert first["p50"] <= first["p90"] <= first["p99"] <= 1e3 * summary["seconds"]
+
+
+def test_latencies_by_hand():
+    metrics = [
+        {"queue_s": 0.0, "first_token_s": 0.1, "last_token_s": 0.5, "generated_tokens": 5},
+        {"queue_s": 0.2, "first_token_s": 0.3, "last_token_s": 0.3, "generated_tokens": 1},
+        {"queue_s": 0.0, "first_token_s": 0.2, "last_token_s": 0.8, "generated_tokens": 4},
+        {
+            "queue_s": np.nan,
+            "first_token_s": np.nan,
+            "last_token_s": np.nan,
+            "generated_tokens": 0,
+        },
+    ]
+    assert latencies(metrics, [0.0, 0.0, 1.0, 2.0]) == {
+        "time_to_first_token_ms": {"p50": 300.0, "p90": 1020.0, "p99": 1182.0},
+        "time_per_output_token_ms": {"p50": 150.0, "p90": 190.0, "p99": 199.0},
+        "queue_ms": {"p50": 200.0, "p90": 840.0, "p99": 984.0},
+    }
+    assert latencies([], [])["queue_ms"] == {}
+
+
+def test_a_second_run_writes_its_files_anew(run, tmp_path):
+    options = ["--output", tmp_path / "out", "--stats", tmp_path / "stats"]
+    for _ in range(2):
+        assert run({"prompt": "Once", "max_new_tokens": 3}, options=options).code == 0
+    assert len(read_lines(tmp_path / "out")) == 1
+    assert len(read_lines(tmp_path / "stats")) == 3
+
+
+def test_requests_from_the_standard_input(call, model, monkeypatch):
+    text = io.BytesIO('{"prompt": "é", "max_new_tokens": 2}\n'.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(text))
+    outcome = call("run", "--model", model, "--requests", "-", "--json")
+    assert outcome.code == 0
+    assert outcome.summary["output_tokens"] == 2
+
+
+def test_no_requests(run):
+    outcome = run("")
+    assert outcome.code == 0
+    assert "requests.jsonl holds no requests" in outcome.err
+    assert re.search(r"^time to first token +nothing to measure$", outcome.out, re.MULTILINE)
+
+
+def test_stop_texts_and_the_checkpoints_end_token(run, model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    whole = generate(model, [65], 30)
+    tokenizer = byte_tokenizer()
+    # the first byte that is a letter of its own and has not come before
+    position = next(
+        i for i, token in enumerate(whole) if i and token < 94 and token not in whole[:i]
+    )
+    stop = tokenizer.decode([whole[position]])
+    request = {"input_ids": [65], "max_new_tokens": 30}
+    outcome = run(
+        {**request, "stop": [stop]},
+        {**request, "end_id": whole[position]},
+        request,
+        options=["--output", out],
+    )
+
+    assert outcome.code == 0
+    stopped, ended, free = read_lines(out)
+    assert stopped["finish_reason"] == "STOP_WORDS" and ended["finish_reason"] == "END_ID"
+    assert stopped["output_ids"] == ended["output_ids"] == whole[:position]
+    assert free["output_ids"] == whole
+
+
+def test_without_a_tokenizer_token_ids_run(call, tmp_path):
+    model = save_text_checkpoint(tmp_path / "ids", with_tokenizer=False)
+    requests = write_requests(
+        tmp_path / "requests.jsonl", {"input_ids": [80, 81], "max_new_tokens": 3}, {"prompt": "a"}
+    )
+    out = tmp_path / "out.jsonl"
+    outcome = call("run", "--model", model, "--requests", requests, "--output", out)
+
+    assert outcome.code == 1
+    good, bad = read_lines(out)
+    assert good["output_ids"] == generate(model, [80, 81], 3) and "text" not in good
+    assert "the model folder has no tokenizer.json" in bad["error"]
+    assert f"{' '.join(map(str, good['output_ids']))}\n" in outcome.err
+
+
+def test_the_log_tells_who_joins_and_leaves(run):
+    outcome = run({"prompt": "Once", "max_new_tokens": 3}, {"request_id": 9, "prompt": "upon"})
+    lines = [line.partition(" s  ")[2] for line in outcome.err.splitlines()[1:]]
+    assert lines[:2] == ["request 1 joins: Once", "request 9 joins: upon"]
+    assert lines[2].startswith("request 1 leaves after 3 tokens, LENGTH: ")
+    assert lines[3].startswith("request 9 leaves after 64 tokens, LENGTH: ")
+
+
+def test_a_recorded_run_can_be_replayed(run, tmp_path):
+    path = tmp_path / "recording.jsonl"
+    assert run({"prompt": "Once"}, {"prompt": "upon"}, options=["--record", path]).code == 0
+    assert replay(read_recording(path)).divergence is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--policy", "max_utilization"],
+        ["--policy", "static_batch", "--max-batch-size", "2"],
+        ["--chunked-context", "--max-num-tokens", "16", "--tokens-per-block", "8"],
+        ["--kv-cache-tokens", "128", "--tokens-per-block", "8", "--deterministic"],
+        ["--pace", "0.001"],
+    ],
+)
+def test_options_do_not_change_what_is_generated(run, tmp_path, options):
+    requests = [{"prompt": "x" * (1 + 5 * i), "max_new_tokens": 8} for i in range(5)]
+    outputs = []
+    for extra in ([], options):
+        out = tmp_path / "out.jsonl"
+        assert run(*requests, options=["--output", out, *extra]).code == 0
+        outputs.append([result["output_ids"] for result in read_lines(out)])
+    assert outputs[0] == outputs[1]
+
+
+def test_the_seed_is_that_of_requests_without_one(run, tmp_path):
+    request = {"prompt": "Once", "temperature": 1.0}
+    outputs = []
+    for seed in (0, 0, 1):
+        out = tmp_path / "out.jsonl"
+        assert run(request, options=["--seed", seed, "--output", out]).code == 0
+        outputs.append(read_lines(out)[0]["output_ids"])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+# What is wrong with a call -----------------------------------------------------------------------
+
+
+def test_without_a_command_the_help_is_shown(call):
+    outcome = call()
+    assert outcome.code == 2 and outcome.out == ""
+    for command in ("run", "bench", "replay", "simulate", "picture"):
+        assert re.search(rf"^ +{command} ", outcome.err, re.MULTILINE)
+
+
+def test_help_and_version(call):
+    assert call("--version").out == f"gptmanager {__version__}\n"
+    for command in ("run", "bench", "replay", "simulate", "picture"):
+        outcome = call(command, "--help")
+        assert outcome.code == 0 and f"gptmanager {command}" in outcome.out
+        assert max(map(len, outcome.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--max-batch-size", "0"], "argument --max-batch-size: '0' is not a positive integer"),
+        (["--threads", "-2"], "argument --threads: '-2' is not a positive integer"),
+        (["--max-new-tokens", "x"], "argument --max-new-tokens: 'x' is not a positive integer"),
+        (["--pace", "-1"], "argument --pace: '-1' is not a time in seconds"),
+        (["--pace", "nan"], "argument --pace: 'nan' is not a time in seconds"),
+        (["--policy", "fifo"], "argument --policy: invalid choice: 'fifo'"),
+        (["--model", "/nowhere"], "argument --model: '/nowhere' is no folder"),
+        (["--seed", "-1"], "gptmanager: OptionalParams.seed = -1 must be"),
+        (["--max-seq-len", "1"], "gptmanager: OptionalParams.max_seq_len = 1 must be"),
+        (["--output", "/dev/null/out"], "gptmanager: --output /dev/null/out: "),
+        (["--stats", "/dev/null/out"], "gptmanager: --stats /dev/null/out: "),
+    ],
+)
+def test_an_error_names_the_option(run, options, error):
+    outcome = run({"prompt": "Once"}, options=options)
+    assert outcome.code == 2
+    assert error in outcome.err
+    assert "Traceback" not in outcome.err and outcome.out == ""
+
+
+def test_a_file_of_requests_that_is_not_there(call, model):
+    outcome = call("run", "--model", model, "--requests", "nowhere.jsonl")
+    assert outcome.code == 2
+    assert outcome.err == "gptmanager: --requests nowhere.jsonl: No such file or directory\n"
+
+
+def test_a_folder_without_a_checkpoint(call, tmp_path):
+    requests = write_requests(tmp_path / "requests.jsonl", {"input_ids": [1]})
+    outcome = call("run", "--model", tmp_path, "--requests", requests)
+    assert outcome.code == 2 and "config.json" in outcome.err
+
+
+def test_the_requests_are_not_overwritten(run, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    outcome = run({"prompt": "Once"}, options=["--output", path])
+    assert outcome.code == 2
+    assert "must be different files" in outcome.err
+    assert read_lines(path) == [{"prompt": "Once"}]
+
+
+def test_a_manager_that_dies_fails_its_requests(run, monkeypatch, tmp_path):
+    def fail(*arguments):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("gptmanager.executor.TorchExecutor.sample", fail)
+    out = tmp_path / "out.jsonl"
+    outcome = run(
+        {"prompt": "Once"}, {"prompt": "upon"}, options=["--output", out, "--max-batch-size", 1]
+    )
+    assert outcome.code == 1
+    results = read_lines(out)
+    assert len(results) == 2
+    assert all(result["error"].startswith("ManagerDeadError: ") for result in results)
+    assert "RuntimeError: boom" in results[0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(28, "No space left on device"), 1),
+        (ManagerDeadError("gone"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "run", fail)
+    outcome = run({"prompt": "Once"})
+    assert outcome.code == code and "Traceback" not in outcome.err
+    assert outcome.err.startswith("gptmanager: ")
+
+
+# As a process ------------------------------------------------------------------------------------
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "gptmanager", *map(str, arguments)]
+
+
+@pytest.fixture
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TERM": "xterm"}
+
+
+def slow_requests(path):
+    return write_requests(
+        path,
+        {"prompt": "short", "max_new_tokens": 1},
+        *({"prompt": f"long {i}", "max_new_tokens": 150} for i in range(3)),
+    )
+
+
+def test_an_interrupt_ends_a_run_and_keeps_its_results(model, tmp_path, environment):
+    # Given a run that takes long, and has one result
+    out = tmp_path / "out.jsonl"
+    with subprocess.Popen(
+        command(
+            *("run", "--model", model, "--requests", slow_requests(tmp_path / "requests.jsonl")),
+            *("--output", out, "--pace", 0.3),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        seen = ""
+        while "request 1 leaves" not in seen:
+            line = process.stderr.readline()
+            assert line, seen
+            seen += line
+
+        # When it is interrupted
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        printed, told = process.communicate(timeout=20)
+
+    # Then it ends soon, without a traceback, and what is done is done
+    assert process.returncode == 130
+    assert time.monotonic() - interrupted < 10
+    assert "Traceback" not in told and printed == ""
+    assert told.splitlines()[-2:] == ["1 of 4 requests were done", "gptmanager: interrupted"]
+    assert [result["request_id"] for result in read_lines(out)] == [1]
+
+
+def test_a_reader_that_leaves_early(model, tmp_path, environment):
+    requests = write_requests(tmp_path / "requests.jsonl", {"prompt": "a", "max_new_tokens": 1})
+    with subprocess.Popen(
+        command("run", "--model", model, "--requests", requests),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        told = process.stderr.read()
+    assert process.returncode == 1
+    assert "request 1 leaves" in told and "Error" not in told
+
+
+def test_the_whole_run_on_a_terminal(model, tmp_path, environment):
+    # Given a terminal of unknown size for what happens, and a pipe for the report
+    master, slave = pty.openpty()
+    requests = [{"prompt": f"no. {i}", "max_new_tokens": 3 + 9 * i} for i in range(5)]
+    path = write_requests(tmp_path / "requests.jsonl", *requests)
+    options = ["--pace", 0.02, "--max-batch-size", 3]
+    with subprocess.Popen(
+        command("run", "--model", model, "--requests", path, *options),
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env=environment,
+        text=True,
+    ) as process:
+        os.close(slave)
+
+        # When it runs
+        seen = b""
+        with contextlib.suppress(OSError):  # Linux says EIO when the other side has closed
+            while piece := os.read(master, 65536):
+                seen += piece
+        report = process.stdout.read()
+    os.close(master)
+
+    # Then requests were seen running, and only the finished ones stay
+    assert process.returncode == 0
+    text = seen.decode()
+    assert re.search(r"  1/5 requests .* batch [23]   KV cache \d+%", text)
+    assert " running " in text
+    screen = Screen(80)
+    screen.feed(text)
+    rows = [line for line in screen.lines if " LENGTH " in line]
+    assert [int(row.split()[0]) for row in rows] == [1, 2, 3, 4, 5]
+    assert not any(" running " in line or "requests " in line for line in screen.lines)
+    assert re.match(r"requests +5\nfailed +0\n", report) and "\x1b" not in report
