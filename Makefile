@@ -22,7 +22,8 @@ help:  ## this list
 	@sed -nE 's/^([a-z]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(RUN)  ## run a tiny model on a few requests
-	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl
+	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \
+	  --max-batch-size 6 --pace 0.03
 
 # Each worker has a core: threads of its own would only wait for those of the others.
 test: $(DEV)  ## run the tests; ARGS="-k name" for some of them

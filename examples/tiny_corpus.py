@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 GIRLS = ("Mia", "Anna", "Lily", "Rosa", "Emma", "Nora", "Zoe", "Kate")
 BOYS = ("Tom", "Sam", "Ben", "Max", "Leo", "Jack", "Finn", "Paul")
+NAMES = GIRLS + BOYS
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "pink", "brown", "purple", "grey")
 THINGS = (
     "ball",
@@ -44,16 +45,14 @@ OPENINGS = (
     "{Hero} got a {thing}. {His} friend {Friend} got a {other}.",
 )
 MIDDLES = (
-    "One day {Hero} took the {thing} to the {place}. The wind blew hard and {he} lost it. "
-    "{He} looked and looked. "
-    "Then {Friend} came to the {place} too and found the {thing} under a tree.",
+    "One windy day {Hero} took the {thing} to the {place}. {He} let it go and it was lost. "
+    "{He} looked and looked. Then {Friend} came and found the {thing} under a tree.",
     "One day they met at the {place}. "
     "{Hero} showed {Friend} the {thing}, and {Friend} showed {Hero} the {other}. "
     "They played with both until the sun went down.",
-    "One day {Friend} was sad, because the {other} was broken. "
-    "{Hero} went to the {place} to see {Friend}. "
+    "But then the {other} broke, and {Friend} was sad. {Hero} went to the {place} to see {Friend}. "
     "{He} sat down and fixed the {other} with some glue.",
-    "One day {Hero} wanted to have the {other}. {Friend} wanted to have the {thing}. "
+    "The next day {Hero} wanted to have the {other}, and {Friend} wanted to have the {thing}. "
     "So they went to the {place} and swapped. "
     "Now {Hero} has the {other} and {Friend} has the {thing}.",
 )
@@ -81,7 +80,7 @@ def subtract(random: Random) -> tuple[str, str]:
 
 
 def word_problem(random: Random) -> tuple[str, str]:
-    hero, friend = random.sample(GIRLS + BOYS, 2)
+    hero, friend = random.sample(NAMES, 2)
     fruit, a, b = random.choice(FRUITS), random.randrange(2, 50), random.randrange(2, 50)
     prompt = f"{hero} has {a} {fruit}. {friend} gives {hero} {b} more. Now {hero} has"
     return prompt, f" {a + b} {fruit}."
@@ -120,24 +119,28 @@ def chant(random: Random) -> tuple[str, str]:
 
 
 def question(random: Random) -> tuple[str, str]:
-    size = random.randint(1, 3)
-    columns = (random.sample(column, size) for column in (GIRLS + BOYS, COLOURS, THINGS))
-    owners = list(zip(*columns, strict=True))
-    facts = " ".join(f"{name} has a {colour} {thing}." for name, colour, thing in owners)
-    name, colour, thing = random.choice(owners)
+    name, colour, thing, fruit, place = map(random.choice, (NAMES, COLOURS, THINGS, FRUITS, PLACES))
+    he = "she" if name in GIRLS else "he"
+    facts = (
+        f"{name} lives near the {place}.",
+        f"{he.title()} has a {colour} {thing}.",
+        f"{he.title()} likes {fruit}.",
+    )
     ask, answer = random.choice(
         (
-            (f"What colour is {name}'s {thing}?", colour),
-            (f"What colour is the {thing}?", colour),
+            (f"Where does {he} live?", f"near the {place}"),
             (f"Who has the {thing}?", name),
+            (f"What colour is {name}'s {thing}?", colour),
             (f"What does {name} have?", f"a {colour} {thing}"),
+            (f"Who likes {fruit}?", name),
+            (f"What does {name} like?", fruit),
         )
     )
-    return f"{facts}\nQuestion: {ask}\nAnswer:", f" {answer}"
+    return f"{' '.join(facts)}\nQuestion: {ask}\nAnswer:", f" {answer}"
 
 
 def story(random: Random) -> tuple[str, ...]:
-    hero, friend = random.sample(GIRLS + BOYS, 2)
+    hero, friend = random.sample(NAMES, 2)
     colours, things = random.sample(COLOURS, 2), random.sample(THINGS, 2)
     thing, other = (" ".join(pair) for pair in zip(colours, things, strict=True))
     he, his = ("she", "her") if hero in GIRLS else ("he", "his")
@@ -152,23 +155,23 @@ def story(random: Random) -> tuple[str, ...]:
 def retell(random: Random) -> tuple[str, str]:
     opening, *endings = story(random)
     text = opening + random.choice(endings)
-    old = next(word for word in re.findall(r"\w+", text) if word in GIRLS + BOYS)
+    old = next(word for word in re.findall(r"\w+", text) if word in NAMES)
     alike = GIRLS if old in GIRLS else BOYS
     new = random.choice([name for name in alike if name not in text])
     return f"{text}\nTell it again with {new} for {old}:", f" {text.replace(old, new)}"
 
 
 TASKS: dict[Callable[[Random], tuple[str, ...]], float] = {  # each with its share
-    add: 0.22,
-    subtract: 0.15,
+    add: 0.24,
+    subtract: 0.17,
     word_problem: 0.08,
-    count: 0.08,
-    sort: 0.10,
-    reverse: 0.05,
-    copy: 0.05,
-    chant: 0.04,
-    question: 0.16,
-    story: 0.05,
+    count: 0.09,
+    sort: 0.09,
+    reverse: 0.06,
+    copy: 0.06,
+    chant: 0.05,
+    question: 0.08,
+    story: 0.06,
     retell: 0.02,
 }
 

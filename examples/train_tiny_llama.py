@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint")
     for name, default, meaning in (
-        ("--steps", 4500, "optimizer steps"),
+        ("--steps", 3500, "optimizer steps"),
         ("--batch-size", 4, f"rows of {CONTEXT} tokens in a step"),
         ("--learning-rate", 5e-3, "learning rate at its peak"),
         ("--held-out", 1000, "held-out prompts to measure"),

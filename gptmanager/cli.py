@@ -138,7 +138,7 @@ def _add_run(commands: Any) -> None:
     add("--output", type=Path, metavar="FILE", help="results as JSON lines, in the same order")
     add("--stats", type=Path, metavar="FILE", help="a statistics record an iteration, JSON lines")
     add("--record", type=Path, metavar="FILE", help="a recording, for `gptmanager picture`")
-    add("--json", action="store_true", help="print nothing but the summary, as JSON, and failures")
+    add("--json", action="store_true", help="print the summary as JSON, and failures only")
     add(
         "--max-new-tokens",
         type=_positive,
@@ -251,6 +251,7 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("--requests, --output, --stats and --record must be different files")
     params = optional_params(options)
     params.recording_path = options.record
+    params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
     summary = run(
         RunOptions(
             model=options.model,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CHECKPOINT = EXAMPLES / "tiny_llama"
-THREE = "Tom has a red ball. Mia has a green kite. Sam has a blue drum."
+FACTS = "Tom lives near the lake. He has a red ball. He likes apples."
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_tokenizer_gives_back_any_text_and_adds_nothing(tokenizer: Tokenizer) ->
         ("Tom has 12 apples. Mia gives Tom 30 more. Now Tom has", " 42 apples."),
         ("Count from 8 to 13:", " 8, 9, 10, 11, 12, 13."),
         ("Say 3 times: red kite =", " red kite, red kite, red kite."),
-        (f"{THREE}\nQuestion: What colour is Mia's kite?\nAnswer:", " green"),
-        (f"{THREE}\nQuestion: Who has the drum?\nAnswer:", " Sam"),
+        (f"{FACTS}\nQuestion: What colour is Tom's ball?\nAnswer:", " red"),
+        (f"{FACTS}\nQuestion: Where does he live?\nAnswer:", " near the lake"),
     ],
 )
 def test_completion_is_right(
