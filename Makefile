@@ -23,7 +23,7 @@ help:  ## this list
 
 demo: $(RUN)  ## run a tiny model on a few requests
 	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \
-	  --max-batch-size 6 --pace 0.03
+	  --max-batch-size 6 --pace 0.03 --threads 1
 
 # Each worker has a core: threads of its own would only wait for those of the others.
 test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
