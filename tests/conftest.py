@@ -1,5 +1,7 @@
 """Settings that hold for every test."""
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 # The machines are shared: time says nothing about a test. The same examples every run.
@@ -7,3 +9,6 @@ settings.register_profile(
     "gptmanager", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("gptmanager")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
