@@ -321,7 +321,8 @@ class GptManager:
                 self._condition.notify_all()
             if loop.active or fetched.failed:
                 seconds = _STALL_S
-            self._condition.wait_for(lambda: self._woken, seconds)
+            if not self._woken:  # woken for nothing, the loop only asks Get once more
+                self._condition.wait(seconds)
 
     def _answer_questions(self, loop: TokenLoop) -> None:
         while self._questions:

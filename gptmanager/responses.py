@@ -45,7 +45,7 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
     values[2] = [request.num_sent - request.orig_prompt_len for request in requests]
     for request in requests:
         request.num_sent += 1
-    tokens, lengths, offsets = torch.from_numpy(values)
+    tokens, lengths, offsets = torch.from_numpy(values).unbind()
     return [
         [
             NamedTensor("output_ids", token),

@@ -7,6 +7,7 @@ compares what the KV cache manager says that a request needs with what is free.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -37,10 +38,7 @@ class CapacityScheduler(ABC):
 
     def schedulable(self, active_requests: RequestList) -> RequestList:
         """The requests whose state permits scheduling, in order."""
-        first, end = self.no_schedule_until_state, self.no_schedule_after_state
-        # the frequent states first: membership is decided by identity where it holds
-        members = (_IN_PROGRESS, _CONTEXT_INIT, _TO_COMPLETE, *LlmRequestState)
-        states = tuple(dict.fromkeys(state for state in members if first <= state < end))
+        states = _states(self.no_schedule_until_state, self.no_schedule_after_state)
         return [request for request in active_requests if request.state in states]
 
 
@@ -306,3 +304,10 @@ def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -
 
 def _is_unstarted(request: LlmRequest) -> bool:
     return request.context_current_position == 0
+
+
+@functools.cache
+def _states(first: LlmRequestState, end: LlmRequestState) -> tuple[LlmRequestState, ...]:
+    """first <= state < end; frequent ones first, as identity decides membership where it holds."""
+    members = (_IN_PROGRESS, _CONTEXT_INIT, _TO_COMPLETE, *LlmRequestState)
+    return tuple(dict.fromkeys(state for state in members if first <= state < end))
