@@ -10,5 +10,5 @@ settings.register_profile(
 )
 settings.load_profile("gptmanager")
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and so would what they start.
+# Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
