@@ -60,6 +60,7 @@ class CallbackHost:
         self._get_failures = 0
         self._stops: set[int] = set()
         self._failures: list[Failure] = []
+        self._peeked: list[InferenceRequest] = []
         self._timestamp = Timestamp()
         self.memory = Memory()
         self.gil_wait_us: Callable[[], int] = lambda: 0
@@ -75,13 +76,22 @@ class CallbackHost:
     def timers(self) -> list[CallbackTimer]:
         return [self.get_timer, self.send_timer, self.poll_timer, self.stats_timer]
 
+    def peek(self, room: int | None) -> bool:
+        """Ask Get outside an iteration, for an idle manager: has it anything?
+
+        What it gave enters with the next fetch, which the caller owes.
+        """
+        self._peeked = self._ask(-1 if room is None else room)
+        return bool(self._peeked)
+
     # What the loop calls -------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        requests: list[InferenceRequest] = []
-        self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
-        if self.is_accepting and room != 0:
-            requests = self._ask(-1 if room is None else room)
+        requests, self._peeked = self._peeked, []
+        if not requests:
+            self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
+            if self.is_accepting and room != 0:
+                requests = self._ask(-1 if room is None else room)
         stops, self._stops = self._stops, set()
         failures, self._failures = self._failures, []
         return Intake(time.monotonic(), tuple(requests), frozenset(stops), (), tuple(failures))

@@ -285,7 +285,9 @@ class GptManager:
                     return
                 self._move_to(ManagerState.DRAINING)
             had_active = bool(loop.active)
-            worked = loop.iterate()
+            is_idle = not had_active and loop.pending is None and shutdown is None
+            # an idle turn asks Get and no more: it comes a hundred times a second
+            worked = False if is_idle and not self._host.peek(loop.max_active) else loop.iterate()
             if worked:
                 self._last_step = self._last_progress = time.monotonic()
             elif not loop.active:
