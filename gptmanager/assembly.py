@@ -26,8 +26,8 @@ from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import Host, TokenLoop
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Model, load_model
-from gptmanager.recorded_values import from_json, plain_fields
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
+from gptmanager.recorder.values import from_json, plain_fields
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,

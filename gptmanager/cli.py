@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import torch
 
-from gptmanager import __version__, picture, schedule_commands
+from gptmanager import __version__, picture, replay, simulator
 from gptmanager.bench import BenchOptions, Load, bench
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -117,8 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_run(commands)
     _add_bench(commands)
-    schedule_commands.add_commands(commands)
-    picture.add_commands(commands)
+    for part in (replay, simulator, picture):
+        part.add_command(commands)
     return parser
 
 

@@ -17,19 +17,19 @@ import gptmanager.executor
 import gptmanager.host
 from gptmanager.assembly import Blueprint, build_loop
 from gptmanager.bench import SMALL_LLAMA, Load, random_llama, run_manager
-from gptmanager.black_box import LoopState
-from gptmanager.comparison import Machine, hypothetical, variant
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.cost_model import CostModel, fit
-from gptmanager.loads import RecordedLoad, SyntheticLoad
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recording import read_recording
+from gptmanager.recorder.black_box import LoopState
+from gptmanager.recorder.recording import read_recording
 from gptmanager.simulator import SimulatedLoop, World, simulate
+from gptmanager.simulator.comparison import Machine, hypothetical, variant
+from gptmanager.simulator.cost_model import CostModel, fit
+from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
 from gptmanager.statistics import Laps
 from gptmanager.step import Intake, Row, Schedule, StepResult
 

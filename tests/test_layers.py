@@ -71,11 +71,12 @@ active                  a request from its admission to its final response
 admission               whether a request can be taken at all
 allocation              a decision with its blocks, frozen as a Schedule
 statistics              what an iteration tells of itself
-recorded_values         values of a recording, as JSON and back
-object_graph            the state of objects, as JSON and back
-recording               a recording as frozen values, and its file
-black_box               the last of them, in memory
-recorder                what passes between a loop and its world, written down
+recorder.values         values of a recording, as JSON and back
+recorder.object_graph   the state of objects, as JSON and back
+recorder.recording      a recording as frozen values, and its file
+recorder.black_box      the last of them, in memory
+recorder.recorder       what passes between a loop and its world, written down
+recorder
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
 watchdog                a callback that overstays its budget
@@ -102,14 +103,17 @@ callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
 scripted                steps without a network, which believe nothing
 testing                 scripted models and recording callbacks
-loads                   which requests arrive when, and how long they are
-cost_model              how long a step takes
-schedule_difference     where two schedules differ, for people
-replay                  a recorded run, once more, and where it goes another way
-figures                 what a simulated run came to
-simulator               a schedule without a model
-comparison              several simulated policies, side by side
-schedule_commands       replay and simulate, on the command line
+replay.difference       where two schedules differ, for people
+replay.replaying        a recorded run, once more, and where it goes another way
+replay.command          replay, on the command line
+replay
+simulator.load          which requests arrive when, and how long they are
+simulator.cost_model    how long a step takes
+simulator.figures       what a simulated run came to
+simulator.simulation    a schedule without a model
+simulator.comparison    several simulated policies, side by side
+simulator.command       simulate, on the command line
+simulator
 picture.trace           what became of each request in each iteration (no torch)
 picture.waiting         why the first that waits does (no torch)
 picture.builder         from schedules, arrivals and ends to a trace

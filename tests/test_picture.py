@@ -18,14 +18,14 @@ from gptmanager.errors import ConfigError
 from gptmanager.manager import GptManager
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.chrome_trace import chrome_trace
-from gptmanager.picture.command import add_commands
+from gptmanager.picture.command import add_command
 from gptmanager.picture.drawing import draw
 from gptmanager.picture.observer import observe
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Bounds, Phase, Reason
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recording import read_recording
+from gptmanager.recorder.recording import read_recording
 from gptmanager.scheduler import MaxUtilizationScheduler, SimpleScheduler
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
@@ -328,7 +328,7 @@ def test_a_recording_gives_its_trace(tmp_path):
 
 def picture(*arguments):
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers())
+    add_command(parser.add_subparsers())
     options = parser.parse_args(["picture", *map(str, arguments)])
     return options.command(options)
 

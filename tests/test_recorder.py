@@ -29,12 +29,13 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
-    black_box,
 )
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.object_graph import GraphWriter, read_graph
-from gptmanager.recorded_values import (
+from gptmanager.recorder import black_box
+from gptmanager.recorder.object_graph import GraphWriter, read_graph
+from gptmanager.recorder.recording import FORMAT, Iteration, read_recording
+from gptmanager.recorder.values import (
     Opaque,
     RecordedError,
     RecordingError,
@@ -44,7 +45,6 @@ from gptmanager.recorded_values import (
     request_from_plain,
     to_json,
 )
-from gptmanager.recording import FORMAT, Iteration, read_recording
 from gptmanager.replay import replay
 from gptmanager.request import LlmRequest, SamplingParams
 from gptmanager.step import BlockAppend, Failure, Intake, Row, Schedule, SequenceStart, StepResult
@@ -180,7 +180,11 @@ def test_a_list_that_only_grows_is_written_as_it_was():
 def test_foreign_classes_are_neither_written_nor_read():
     with pytest.raises(RecordingError, match="the state of a"):
         copied(pytest.Item)
-    for name in ("subprocess.Popen", "gptmanager.recorder.os", "gptmanager.recorder.deque"):
+    for name in (
+        "subprocess.Popen",
+        "gptmanager.recorder.recorder.os",
+        "gptmanager.recorder.black_box.deque",
+    ):
         with pytest.raises(RecordingError):
             read_graph([{"class": name, "names": [], "values": []}])
 

@@ -20,10 +20,10 @@ from recorded_runs import (
 
 from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
-from gptmanager.recorded_values import RecordingError
-from gptmanager.recording import End, RunEnd, read_recording
+from gptmanager.recorder.recording import End, RunEnd, read_recording
+from gptmanager.recorder.values import RecordingError
 from gptmanager.replay import completed, difference, replay
-from gptmanager.schedule_commands import add_commands, imported
+from gptmanager.replay.command import add_command, imported
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ScriptedModel
 
@@ -245,7 +245,7 @@ def test_completed_refuses_a_recording_that_does_not_replay(run):
 
 def command(arguments):
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
+    add_command(parser.add_subparsers(required=True))
     options = parser.parse_args(arguments)
     return options.command(options)
 

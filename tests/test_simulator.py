@@ -22,17 +22,17 @@ from recorded_runs import (
 
 from gptmanager import KvCacheConfig
 from gptmanager.assembly import Blueprint
-from gptmanager.comparison import Machine, hypothetical, plain, table, variant
-from gptmanager.cost_model import CostModel, fit, quantities
 from gptmanager.errors import ConfigError, SchedulerError
-from gptmanager.loads import RecordedLoad, SyntheticLoad
-from gptmanager.recorded_values import RecordingError
 from gptmanager.recorder import Recorder
-from gptmanager.recording import Header, Iteration, Recording, read_recording
+from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
+from gptmanager.recorder.values import RecordingError
 from gptmanager.replay import replay
-from gptmanager.schedule_commands import add_commands
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.simulator import simulate
+from gptmanager.simulator.command import add_command
+from gptmanager.simulator.comparison import Machine, hypothetical, plain, table, variant
+from gptmanager.simulator.cost_model import CostModel, fit, quantities
+from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
 from gptmanager.step import Intake, Row, Schedule, StepResult
 
 
@@ -297,7 +297,7 @@ def test_cost_models_are_read_from_text():
 
 def command(*arguments):
     parser = argparse.ArgumentParser()
-    add_commands(parser.add_subparsers(required=True))
+    add_command(parser.add_subparsers(required=True))
     options = parser.parse_args(["simulate", *map(str, arguments)])
     return options.command(options)
 

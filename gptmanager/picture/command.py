@@ -14,7 +14,7 @@ from gptmanager.picture.drawing import draw
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Trace
-from gptmanager.recording import read_recording
+from gptmanager.recorder.recording import read_recording
 
 _HELP = """\
 Draw the schedule of a recorded run.
@@ -34,7 +34,7 @@ Open trace.json at https://ui.perfetto.dev or in chrome://tracing.
 """
 
 
-def add_commands(subparsers: Any) -> None:
+def add_command(subparsers: Any) -> None:
     """Add `picture` to the commands of `gptmanager`."""
     parser = subparsers.add_parser(
         "picture",

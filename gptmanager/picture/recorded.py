@@ -10,7 +10,7 @@ from gptmanager.api import TENSOR_ALIASES, InferenceRequest
 from gptmanager.errors import RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
-from gptmanager.recording import End, Iteration, Recording
+from gptmanager.recorder.recording import End, Iteration, Recording
 from gptmanager.tensors import INT32, read_float, read_int, read_token_ids
 
 # ends that come of the intake, before anything of the iteration runs

@@ -1,12 +1,10 @@
-"""The commands about schedules: `gptmanager replay` and `gptmanager simulate`."""
+"""The command `gptmanager simulate`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +12,16 @@ import orjson
 from tqdm import tqdm
 
 from gptmanager.assembly import Blueprint
-from gptmanager.comparison import Machine, hypothetical, plain, table, variant
 from gptmanager.config import CapacitySchedulerPolicy
-from gptmanager.cost_model import CostModel, fit
 from gptmanager.errors import ConfigError
-from gptmanager.figures import Figures
-from gptmanager.loads import Load, RecordedLoad, SyntheticLoad
 from gptmanager.recorder import Recorder
-from gptmanager.recording import Recording, read_recording
-from gptmanager.replay import replay
-from gptmanager.simulator import simulate
-
-_REPLAY_HELP = """\
-Run a recording again without its model and compare every schedule.
-
-FILE comes from OptionalParams(recording_path=...), or is the black box that a failed manager wrote
-(its log names it). The same loop, scheduler and block accounting get the recorded requests, stops
-and clock readings, and the recorded tokens. Stops at the first difference and prints it.
-"""
+from gptmanager.recorder.recording import Recording, read_recording
+from gptmanager.replay.command import imported
+from gptmanager.simulator.comparison import Machine, hypothetical, plain, table, variant
+from gptmanager.simulator.cost_model import CostModel, fit
+from gptmanager.simulator.figures import Figures
+from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
+from gptmanager.simulator.simulation import simulate
 
 _SIMULATE_HELP = """\
 Run a load through the real scheduler and block accounting under a virtual clock, once for each
@@ -55,74 +45,7 @@ examples:
 _POLICIES = [policy.name.lower() for policy in CapacitySchedulerPolicy]
 
 
-def add_commands(subparsers: Any) -> None:
-    """Add `replay` and `simulate` to the command line's parsers."""
-    _add_replay(subparsers)
-    _add_simulate(subparsers)
-
-
-def _add_replay(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "replay",
-        help="run a recording again without its model, and compare",
-        description=_REPLAY_HELP,
-        epilog="exit code: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=_replay)
-    parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
-    parser.add_argument(
-        "--scheduler",
-        metavar="MODULE:NAME",
-        help="the create_scheduler of a run that had one of its own",
-    )
-    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
-    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--verbose", action="store_true", help="show the loop's log")
-
-
-def _replay(options: argparse.Namespace) -> int:
-    recording = read_recording(options.recording)
-    report = replay(
-        recording,
-        create_scheduler=imported(options.scheduler) if options.scheduler else None,
-        track=lambda iterations: tqdm(
-            iterations, total=len(recording.iterations), unit="iteration", leave=False, delay=1.0
-        ),
-    )
-    divergence = report.divergence
-    if options.json:
-        plain = None if divergence is None else divergence.plain()
-        result = {
-            "iterations": report.iterations,
-            "compared": report.compared,
-            "divergence": plain,
-            "broke_off": report.broke_off,
-        }
-        print(orjson.dumps(result).decode())
-    elif divergence is not None:
-        print(f"diverged after {report.iterations - 1} iterations\n{divergence}")
-    else:
-        print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
-        if report.broke_off:
-            print(f"the recorded run failed in the last one: {report.broke_off}")
-    return 0 if divergence is None else 1
-
-
-def imported(name: str) -> Callable[..., Any]:
-    """The callable that `MODULE:NAME` names; raises ConfigError if there is none."""
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--scheduler {name}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
-    create: Callable[..., Any] = found
-    return create
-
-
-def _add_simulate(subparsers: Any) -> None:
+def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="what a load would come to under other policies, without a model",

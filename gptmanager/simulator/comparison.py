@@ -17,8 +17,8 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.config_check import checked_optional_params
-from gptmanager.figures import Figures
-from gptmanager.loads import VOCAB_SIZE
+from gptmanager.simulator.figures import Figures
+from gptmanager.simulator.load import VOCAB_SIZE
 from gptmanager.sizing import size
 from gptmanager.testing import ScriptedSpec
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gptmanager.recorded_values import RecordingError, field_names, from_json, to_json
+from gptmanager.recorder.values import RecordingError, field_names, from_json, to_json
 from gptmanager.step import Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
-FORMAT = "gptmanager.recording"
+FORMAT = "gptmanager.recorder.recording"
 VERSION = 1
 
 

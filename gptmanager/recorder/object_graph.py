@@ -14,7 +14,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from gptmanager.recorded_values import RecordingError
+from gptmanager.recorder.values import RecordingError
 
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _SEQUENCES: dict[type, str] = {

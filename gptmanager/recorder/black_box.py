@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.object_graph import GraphWriter
-from gptmanager.recorded_values import to_json
-from gptmanager.recording import Turn, make_header
+from gptmanager.recorder.object_graph import GraphWriter
+from gptmanager.recorder.recording import Turn, make_header
+from gptmanager.recorder.values import to_json
 
 # the state of the loop is copied so seldom that the copies cost so much a turn of the loop
 _STATE_NS_PER_TURN = 2000

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gptmanager.errors import ConfigError
-from gptmanager.recorded_values import RecordingError
-from gptmanager.recording import Iteration, Recording
+from gptmanager.recorder.recording import Iteration, Recording
+from gptmanager.recorder.values import RecordingError
 from gptmanager.step import Row, Schedule
 
 _position = itemgetter(Row._fields.index("position"))

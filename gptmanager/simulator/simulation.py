@@ -14,12 +14,12 @@ from gptmanager.active import ActiveRequest
 from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.assembly import Blueprint, build_loop, build_recorded_loop
 from gptmanager.config import FinishReason
-from gptmanager.cost_model import CostModel
 from gptmanager.errors import SchedulerError
-from gptmanager.figures import Figures, Tally
-from gptmanager.loads import Load
 from gptmanager.loop import TokenLoop
 from gptmanager.recorder import Recorder
+from gptmanager.simulator.cost_model import CostModel
+from gptmanager.simulator.figures import Figures, Tally
+from gptmanager.simulator.load import Load
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Intake, Schedule, StepResult
 

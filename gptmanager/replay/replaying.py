@@ -15,10 +15,10 @@ from gptmanager.assembly import Blueprint, build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import response_text
 from gptmanager.loop import TokenLoop
-from gptmanager.object_graph import read_graph
-from gptmanager.recorded_values import RecordingError
-from gptmanager.recording import End, Iteration, Recording
-from gptmanager.schedule_difference import difference, summary
+from gptmanager.recorder.object_graph import read_graph
+from gptmanager.recorder.recording import End, Iteration, Recording
+from gptmanager.recorder.values import RecordingError
+from gptmanager.replay.difference import difference, summary
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Intake, Schedule, StepResult
 

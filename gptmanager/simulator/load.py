@@ -14,8 +14,8 @@ import numpy as np
 
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import ConfigError
-from gptmanager.recorded_values import RecordingError, plain_request, request_from_plain
-from gptmanager.recording import Iteration, Recording
+from gptmanager.recorder.recording import Iteration, Recording
+from gptmanager.recorder.values import RecordingError, plain_request, request_from_plain
 from gptmanager.step import Schedule, StepResult
 
 VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own

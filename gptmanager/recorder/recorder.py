@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from gptmanager.api import NamedTensor
-from gptmanager.black_box import BlackBox
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, response_text
-from gptmanager.recorded_values import to_json
-from gptmanager.recording import End, Turn, make_header
+from gptmanager.recorder.black_box import BlackBox
+from gptmanager.recorder.recording import End, Turn, make_header
+from gptmanager.recorder.values import to_json
 from gptmanager.step import Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")

@@ -1,0 +1,6 @@
+"""What passes between a loop and its world, written down: recordings, and the black box."""
+
+from gptmanager.recorder.recorder import Recorder, RecordingExecutor, RecordingHost
+from gptmanager.recorder.recording import Recording, read_recording
+
+__all__ = ["Recorder", "Recording", "RecordingExecutor", "RecordingHost", "read_recording"]

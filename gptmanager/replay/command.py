@@ -1,0 +1,85 @@
+"""The command `gptmanager replay`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tqdm import tqdm
+
+from gptmanager.errors import ConfigError
+from gptmanager.recorder.recording import read_recording
+from gptmanager.replay.replaying import replay
+
+_REPLAY_HELP = """\
+Run a recording again without its model and compare every schedule.
+
+FILE comes from OptionalParams(recording_path=...), or is the black box that a failed manager wrote
+(its log names it). The same loop, scheduler and block accounting get the recorded requests, stops
+and clock readings, and the recorded tokens. Stops at the first difference and prints it.
+"""
+
+
+def add_command(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "replay",
+        help="run a recording again without its model, and compare",
+        description=_REPLAY_HELP,
+        epilog="exit code: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=_replay)
+    parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
+    parser.add_argument(
+        "--scheduler",
+        metavar="MODULE:NAME",
+        help="the create_scheduler of a run that had one of its own",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--verbose", action="store_true", help="show the loop's log")
+
+
+def _replay(options: argparse.Namespace) -> int:
+    recording = read_recording(options.recording)
+    report = replay(
+        recording,
+        create_scheduler=imported(options.scheduler) if options.scheduler else None,
+        track=lambda iterations: tqdm(
+            iterations, total=len(recording.iterations), unit="iteration", leave=False, delay=1.0
+        ),
+    )
+    divergence = report.divergence
+    if options.json:
+        plain = None if divergence is None else divergence.plain()
+        result = {
+            "iterations": report.iterations,
+            "compared": report.compared,
+            "divergence": plain,
+            "broke_off": report.broke_off,
+        }
+        print(orjson.dumps(result).decode())
+    elif divergence is not None:
+        print(f"diverged after {report.iterations - 1} iterations\n{divergence}")
+    else:
+        print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
+        if report.broke_off:
+            print(f"the recorded run failed in the last one: {report.broke_off}")
+    return 0 if divergence is None else 1
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The callable that `MODULE:NAME` names; raises ConfigError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--scheduler {name}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
+    create: Callable[..., Any] = found
+    return create
