@@ -45,6 +45,8 @@ def check_output(
         raise SchedulerError(f"{scheduler} returned request {twice.request_id} twice")
     num_tokens = len(generation)
     for request in context:
+        if request.request_id in in_flight:
+            raise SchedulerError(f"{scheduler} returned {request!r}, which is in flight")
         size = request.context_chunk_size
         if request.state is not _CONTEXT_INIT or size == 0:
             raise SchedulerError(f"{scheduler} returned {request!r} as a context request")
@@ -85,7 +87,12 @@ class Allocator:
         self._paused: list[int] = []  # since the last schedule
 
     def allocate(
-        self, output: SchedulerOutput, now: float, max_input_len: int, scheduler: str
+        self,
+        output: SchedulerOutput,
+        now: float,
+        max_input_len: int,
+        scheduler: str,
+        micro_batch_id: int = 0,
     ) -> Schedule | None:
         """Carry a checked decision out; None when it lets nobody run.
 
@@ -120,6 +127,7 @@ class Allocator:
             block_appends=tuple(appends),
             block_copies=tuple(copies),
             paused=tuple(paused),
+            micro_batch_id=micro_batch_id,
         )
 
     def release(self, request: LlmRequest) -> None:

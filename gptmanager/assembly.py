@@ -39,7 +39,7 @@ from gptmanager.scheduler import (
     StaticBatchScheduler,
 )
 from gptmanager.sizing import Sizes, size
-from gptmanager.statistics import Laps, Memory
+from gptmanager.statistics import Laps, LockStepKeys, Memory
 from gptmanager.step import Executor
 
 # guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
@@ -48,14 +48,14 @@ _MAX_PAUSES = 3
 _RESUME_HEADROOM_BLOCKS = 1
 
 
-def check_arguments(model_type: Any, max_beam_width: Any, params: OptionalParams) -> None:
+def check_arguments(
+    model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
+) -> None:
     """What can be told about the constructor's arguments before a model is loaded."""
     if not isinstance(model_type, ModelType):
         raise ConfigError(f"model_type = {model_type!r} is not a ModelType")
-    if model_type is not ModelType.INFLIGHT_FUSED_BATCHING:
-        raise ConfigError(
-            f"model_type = {model_type.name} is refused: its support has not landed yet"
-        )
+    if model_type is ModelType.V1:
+        _check_lock_step(params, scheduler_config)
     if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int):
         raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
     if max_beam_width < 1:
@@ -70,6 +70,25 @@ def check_arguments(model_type: Any, max_beam_width: Any, params: OptionalParams
         )
 
 
+def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) -> None:
+    """V1 is STATIC_BATCH over a contiguous KV cache: what contradicts that is refused."""
+    contradictions = {
+        "SchedulerConfig.capacity_scheduler_policy = MAX_UTILIZATION": (
+            scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        ),
+        "SchedulerConfig.create_scheduler": scheduler_config.create_scheduler is not None,
+        "OptionalParams.enable_chunked_context = True": params.enable_chunked_context,
+        "OptionalParams.enable_trt_overlap = True": params.enable_trt_overlap,
+        "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
+    }
+    for name, is_set in contradictions.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} is refused with ModelType.V1, whose batches run in lock-step over a "
+                "contiguous KV cache"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """All that decides how a loop schedules: it can be built of this without the model.
@@ -82,6 +101,7 @@ class Blueprint:
     sizes: Sizes
     vocab_size: int
     custom_scheduler: str = ""
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Blueprint:
@@ -99,9 +119,18 @@ class Blueprint:
         return values
 
     @property
+    def num_micro_batches(self) -> int:
+        return 2 if self.params.enable_trt_overlap else 1
+
+    @property
+    def max_num_requests(self) -> int:
+        """How many requests may be started at the same time."""
+        return self.params.max_batch_size * self.num_micro_batches
+
+    @property
     def num_slots(self) -> int:
         # under run-ahead a request whose last token is launched keeps its slot for one more step
-        return self.params.max_batch_size * (1 + self.params.run_ahead)
+        return self.max_num_requests * (1 + self.params.run_ahead)
 
     def allocator(self) -> Allocator:
         """Empty accounts: nothing is held."""
@@ -120,13 +149,20 @@ def assemble(
     source: Any,
     params: OptionalParams,
     scheduler_config: SchedulerConfig,
+    model_type: ModelType,
     host: CallbackHost,
     recorder: Recorder,
 ) -> TokenLoop:
     """Load the model, size and allocate the KV cache, build the loop."""
     model = _model(source, params)
-    sizes = size(params, scheduler_config, model.spec)
-    blueprint = Blueprint(params, scheduler_config, sizes, model.spec.vocab_size)
+    if model_type is ModelType.V1:
+        policy = CapacitySchedulerPolicy.STATIC_BATCH
+        scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
+        host.scheme_keys = LockStepKeys()
+    sizes = size(params, scheduler_config, model.spec, model_type)
+    blueprint = Blueprint(
+        params, scheduler_config, sizes, model.spec.vocab_size, model_type=model_type
+    )
     executor = TorchExecutor(
         model,
         KvPool(
@@ -138,6 +174,7 @@ def assemble(
         ),
         num_slots=blueprint.num_slots,
         max_seq_len=sizes.max_seq_len,
+        fused=model_type is not ModelType.INFLIGHT_BATCHING,
     )
     host.memory = Memory(cpu=model.nbytes + executor.nbytes)
     host.gil_wait_us = executor.take_gil_wait_us
@@ -184,13 +221,14 @@ def build_loop(
     return loop_class(
         host,
         executor,
-        _scheduler(params, blueprint.scheduler, sizes, allocator.kv_cache),
+        _scheduler(blueprint, allocator.kv_cache),
         allocator,
         _limits(params, blueprint.scheduler, sizes, blueprint.vocab_size),
-        max_active=params.max_batch_size if max_active == "auto" else max_active,
+        max_active=blueprint.max_num_requests if max_active == "auto" else max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
         run_ahead=params.run_ahead,
+        num_micro_batches=blueprint.num_micro_batches,
         laps=laps,
     )
 
@@ -232,9 +270,8 @@ def _limits(
     )
 
 
-def _scheduler(
-    params: OptionalParams, config: SchedulerConfig, sizes: Sizes, kv_cache: KvCacheManager
-) -> RequestScheduler:
+def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestScheduler:
+    params, config, sizes = blueprint.params, blueprint.scheduler, blueprint.sizes
     chunking = config.context_chunking_policy or ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     micro_batch = MicroBatchScheduler(
         params.max_batch_size,
@@ -247,12 +284,12 @@ def _scheduler(
         mixed_beam_widths=True,
     )
     if config.create_scheduler is None:
-        capacity = _capacity(params, config, kv_cache)
+        capacity = _capacity(blueprint, kv_cache)
         if kv_cache.enable_block_reuse:
             capacity = ReuseCredit(capacity, kv_cache)
         return SimpleScheduler(capacity, micro_batch)
     scheduler = config.create_scheduler(
-        max_num_requests=params.max_batch_size,
+        max_num_requests=blueprint.max_num_requests,
         kv_cache_manager=kv_cache,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
@@ -265,19 +302,24 @@ def _scheduler(
     return scheduler
 
 
-def _capacity(
-    params: OptionalParams, config: SchedulerConfig, kv_cache: KvCacheManager
-) -> CapacityScheduler:
-    policy = config.capacity_scheduler_policy
-    if policy is CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
-        return GuaranteedNoEvictScheduler(
-            params.max_batch_size, kv_cache, started_contexts_first=True
+def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacityScheduler:
+    policy = blueprint.scheduler.capacity_scheduler_policy
+    max_num_requests = blueprint.max_num_requests
+    two_step_lookahead = blueprint.num_micro_batches > 1
+    if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
+        return MaxUtilizationScheduler(
+            max_num_requests,
+            kv_cache,
+            two_step_lookahead=two_step_lookahead,
+            max_pauses=_MAX_PAUSES,
+            resume_headroom_blocks=_RESUME_HEADROOM_BLOCKS,
         )
+    no_evict = GuaranteedNoEvictScheduler
     if policy is CapacitySchedulerPolicy.STATIC_BATCH:
-        return StaticBatchScheduler(params.max_batch_size, kv_cache, started_contexts_first=True)
-    return MaxUtilizationScheduler(
-        params.max_batch_size,
+        no_evict = StaticBatchScheduler
+    return no_evict(
+        max_num_requests,
         kv_cache,
-        max_pauses=_MAX_PAUSES,
-        resume_headroom_blocks=_RESUME_HEADROOM_BLOCKS,
+        two_step_lookahead=two_step_lookahead,
+        started_contexts_first=True,
     )

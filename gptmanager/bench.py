@@ -81,6 +81,7 @@ class BenchOptions:
     peer: Literal["transformers"] | None = None
     params: OptionalParams = field(default_factory=OptionalParams)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ def bench(options: BenchOptions) -> dict[str, Any]:
     config = source[0] if isinstance(source, tuple) else _read_config(source)
     requests = options.load.requests(config["vocab_size"])
     engines: dict[str, Callable[[], Figures]] = {
-        "gptmanager": lambda: run_manager(source, requests, options.params, options.scheduler)
+        "gptmanager": lambda: run_manager(
+            source, requests, options.params, options.scheduler, options.model_type
+        )
     }
     if options.peer is not None:
         peer = TransformersPeer(source, options.params)
@@ -123,6 +126,7 @@ def run_manager(
     requests: Sequence[Request],
     params: OptionalParams,
     scheduler: SchedulerConfig,
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
 ) -> Figures:
     """All requests at once, greedy, none ends early."""
     queue = RequestQueue(max_pending=None)
@@ -131,7 +135,7 @@ def run_manager(
         queue,
         GptManager(
             source,
-            ModelType.INFLIGHT_FUSED_BATCHING,
+            model_type,
             1,
             scheduler,
             fetched_at,

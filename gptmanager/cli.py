@@ -21,12 +21,15 @@ from gptmanager.bench import BenchOptions, Load, bench
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
+    ModelType,
     OptionalParams,
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.live_view import LiveView, report_lines
 from gptmanager.run import RunOptions, run
+
+_BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
 
 _HELP = """\
 Run GPT-style models behind four callbacks: in-flight batching over a paged KV cache.
@@ -185,6 +188,9 @@ def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     policies = [policy.name.lower() for policy in CapacitySchedulerPolicy]
     default_policy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT.name.lower()
     add("--policy", choices=policies, default=default_policy, help="(default %(default)s)")
+    schemes = list(_BATCHING)
+    add("--batching", choices=schemes, default="inflight_fused", help="(default %(default)s)")
+    add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="(default: the checkpoint's)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
@@ -234,6 +240,7 @@ def optional_params(options: argparse.Namespace) -> OptionalParams:
         max_batch_size=options.max_batch_size,
         max_num_tokens=options.max_num_tokens,
         max_seq_len=options.max_seq_len,
+        enable_trt_overlap=options.overlap,
         dtype=options.dtype,
         deterministic=options.deterministic,
         seed=options.seed,
@@ -262,6 +269,7 @@ def _run(options: argparse.Namespace) -> int:
             pace_s=options.pace,
             params=params,
             scheduler=scheduler_config(options),
+            model_type=_BATCHING[options.batching],
         ),
         options.view,
     )
@@ -278,6 +286,7 @@ def _bench(options: argparse.Namespace) -> int:
             peer=options.peer,
             params=optional_params(options),
             scheduler=scheduler_config(options),
+            model_type=_BATCHING[options.batching],
         )
     )
     _print(report, as_json=options.json)

@@ -42,7 +42,6 @@ _REFUSED: dict[type, dict[str, str]] = {
     },
     PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
     OptionalParams: {
-        "enable_trt_overlap": _LATER,
         "gather_context_logits": _LATER,
         "gather_generation_logits": _LATER,
         "normalize_log_probs": _LATER,
@@ -116,6 +115,11 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         raise ConfigError(
             f"OptionalParams.enable_chunked_context = {params.enable_chunked_context!r} is none of "
             "None, True, False"
+        )
+    if params.enable_trt_overlap and params.run_ahead:
+        raise ConfigError(
+            f"OptionalParams.enable_trt_overlap = True with run_ahead = {params.run_ahead}: the "
+            "one overlaps steps of different requests, the other of the same; choose one"
         )
     if params.device is not None:
         params.device = str(params.device)  # a torch.device says the same

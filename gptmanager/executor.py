@@ -33,7 +33,10 @@ class TorchStep:
 
 
 class TorchExecutor:
-    """Runs schedules on a torch model; on the CPU every call has finished when it returns."""
+    """Runs schedules on a torch model; on the CPU every call has finished when it returns.
+
+    `fused`: context and generation rows run in one pass of the model, otherwise in two.
+    """
 
     def __init__(
         self,
@@ -42,8 +45,10 @@ class TorchExecutor:
         *,
         num_slots: int,
         max_seq_len: int,
+        fused: bool = True,
     ) -> None:
         self.model = model
+        self.fused = fused
         self.kv_pool = kv_pool
         self.sampler = Sampler(num_slots, model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
@@ -58,9 +63,8 @@ class TorchExecutor:
         self._load(schedule)
         if schedule.block_copies:
             self.kv_pool.copy(schedule.block_copies)
-        batch = self._pack(schedule)
         with torch.inference_mode():
-            logits = self.model.forward(batch, self.kv_pool)
+            logits = self._logits(schedule)
         rows = schedule.sampling_rows
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         positions = np.array([row.position + row.num_tokens for row in rows], dtype=np.int64)
@@ -105,8 +109,15 @@ class TorchExecutor:
             end = append.first + len(append.block_ids)
             self._block_tables[append.slot, append.first : end] = append.block_ids
 
-    def _pack(self, schedule: Schedule) -> Batch:
-        rows = (*schedule.context_rows, *schedule.generation_rows)
+    def _logits(self, schedule: Schedule) -> Tensor:
+        context, generation = schedule.context_rows, schedule.generation_rows
+        if self.fused or not (context and generation):
+            return self.model.forward(self._pack(context, generation), self.kv_pool)
+        passes = (self._pack(context, ()), self._pack((), generation))
+        return torch.cat([self.model.forward(batch, self.kv_pool) for batch in passes])
+
+    def _pack(self, context: tuple[Row, ...], generation: tuple[Row, ...]) -> Batch:
+        rows = (*context, *generation)
         slots = np.array([row.slot for row in rows], dtype=np.int32)
         starts = np.array([row.position for row in rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
@@ -119,7 +130,7 @@ class TorchExecutor:
         else:
             positions = np.repeat(starts - (ends - counts), counts) + np.arange(num_tokens)
             token_slots = np.repeat(slots, counts)
-        sample_rows = _sample_rows(schedule)
+        sample_rows = _sample_rows(context, generation)
         return Batch(
             token_ids=torch.from_numpy(self._token_table[token_slots, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
@@ -130,17 +141,15 @@ class TorchExecutor:
             token_table=self._token_table_tensor,
             sample_index=torch.from_numpy(ends[sample_rows] - 1),
             sample_rows=torch.from_numpy(sample_rows),
-            num_context_rows=len(schedule.context_rows),
+            num_context_rows=len(context),
         )
 
 
-def _sample_rows(schedule: Schedule) -> np.ndarray:
+def _sample_rows(context: tuple[Row, ...], generation: tuple[Row, ...]) -> np.ndarray:
     """Which rows of the batch yield a token: finished contexts, and generation."""
-    context: tuple[Row, ...] = schedule.context_rows
-    first = len(context)
     finished = (index for index, row in enumerate(context) if row.samples)
-    generation = range(first, first + len(schedule.generation_rows))
-    return np.fromiter(chain(finished, generation), dtype=np.int64)
+    following = range(len(context), len(context) + len(generation))
+    return np.fromiter(chain(finished, following), dtype=np.int64)
 
 
 class _Stall:

@@ -22,7 +22,15 @@ from gptmanager.api import (
     SendResponseCallback,
 )
 from gptmanager.errors import CallbackError, ConfigError, response_text
-from gptmanager.statistics import Counts, Laps, Memory, Timestamp, statistics_json
+from gptmanager.statistics import (
+    Counts,
+    Laps,
+    Memory,
+    SchemeKeys,
+    Timestamp,
+    in_flight_keys,
+    statistics_json,
+)
 from gptmanager.step import Failure, Intake
 from gptmanager.watchdog import CallbackTimer
 
@@ -63,6 +71,7 @@ class CallbackHost:
         self._peeked: list[InferenceRequest] = []
         self._timestamp = Timestamp()
         self.memory = Memory()
+        self.scheme_keys: SchemeKeys = in_flight_keys
         self.gil_wait_us: Callable[[], int] = lambda: 0
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
@@ -131,7 +140,7 @@ class CallbackHost:
             "callback_us": {timer.name: timer.total_ns // 1000 for timer in self.timers},
             "callback_errors": {timer.name: timer.errors for timer in self.timers},
         }
-        record = statistics_json(counts, self.memory, self._timestamp(), extra)
+        record = statistics_json(counts, self.memory, self._timestamp(), extra, self.scheme_keys)
         with self._guarded(self.stats_timer):
             self._return_stats(record)
 

@@ -60,7 +60,8 @@ class TokenLoop:
     """In-flight batching of requests over one executor and one KV cache.
 
     `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
-    token is known.
+    token is known. `num_micro_batches` 2: a micro batch of other requests is launched before the
+    result of the one in flight.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class TokenLoop:
         max_batch_size: int,
         max_num_tokens: int,
         run_ahead: int = 0,
+        num_micro_batches: int = 1,
         laps: Laps,
     ) -> None:
         self.host = host
@@ -86,10 +88,11 @@ class TokenLoop:
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.run_ahead = run_ahead
+        self.num_micro_batches = num_micro_batches
         self.laps = laps
         self.active: list[ActiveRequest] = []  # by priority, then arrival
         self.requests: dict[int, ActiveRequest] = {}  # the same, by id
-        self.pending: Any = None  # under run-ahead: the step whose result is not applied yet
+        self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
 
@@ -98,15 +101,14 @@ class TokenLoop:
     def iterate(self) -> bool:
         """One iteration; False when there was nothing to do."""
         self.laps.restart()
+        pending = self.pending
         schedule = self.schedule(self.fetch())
         num_active = len(self.active)
         step = self.forward(schedule) if schedule else None
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            self.finish(pending)
+        self.finish_pending()
         if step is not None:
             self.sample(step)
-            if self.run_ahead:
+            if self.run_ahead or self.num_micro_batches > 1:
                 self.pending = step
             else:
                 self.finish(step)
@@ -127,20 +129,50 @@ class TokenLoop:
     def schedule(self, intake: Intake) -> Schedule | None:
         """Take the intake in, decide who runs, give out memory; None: nobody runs."""
         self._take_in(intake)
-        launched: list[int] = []  # to the end: they hold memory, but have nothing left to run
-        if self.pending is not None:
-            launched = [r.request_id for r in self.active if r.state is _TO_COMPLETE]
-        if len(launched) == len(self.active):
+        in_flight = self._in_flight()
+        if len(in_flight) == len(self.active):
             return None
+        micro_batch_id = 0
+        if self.num_micro_batches > 1 and self.pending is not None:
+            micro_batch_id = 1 - self.pending.schedule.micro_batch_id
         name = type(self.scheduler).__name__
+        output = self._decide(in_flight, name)
+        if self.num_micro_batches > 1 and any(
+            request.request_id in in_flight for request in output.paused_requests
+        ):
+            # it pauses when its micro batch has returned, unless that was its end
+            self.finish_pending()
+            output = output._replace(
+                paused_requests=[r for r in output.paused_requests if r.request_id in self.requests]
+            )
+        return self.allocator.allocate(
+            output, intake.now, self.limits.max_seq_len, name, micro_batch_id
+        )
+
+    def _in_flight(self) -> frozenset[int]:
+        """The active requests that hold memory, but must not run now."""
+        if self.pending is None:
+            return frozenset()
+        if self.num_micro_batches == 1:  # what is launched may be launched again, but at its end
+            return frozenset(r.request_id for r in self.active if r.state is _TO_COMPLETE)
+        schedule: Schedule = self.pending.schedule
+        find = self.requests.get
+        return frozenset(
+            row.request_id
+            for row in (*schedule.context_rows, *schedule.generation_rows)
+            if (request := find(row.request_id)) is not None and request.epoch == row.epoch
+        )
+
+    def _decide(self, in_flight: frozenset[int], name: str) -> SchedulerOutput:
+        """The checked answer of the scheduler, whose class is called `name`."""
         try:
             # a copy: a scheduler may do with its list what it likes
-            answer = self.scheduler.schedule_request(list(self.active), frozenset(launched))
+            answer = self.scheduler.schedule_request(list(self.active), in_flight)
             output = SchedulerOutput(*map(list, answer))
             check_output(
                 output,
                 self.requests,
-                launched,
+                in_flight,
                 name,
                 max_batch_size=self.max_batch_size,
                 max_num_tokens=self.max_num_tokens,
@@ -149,7 +181,7 @@ class TokenLoop:
             raise
         except Exception as error:
             raise SchedulerError(f"{name} raised {response_text(error)}") from error
-        return self.allocator.allocate(output, intake.now, self.limits.max_seq_len, name)
+        return output
 
     @lap
     def forward(self, schedule: Schedule) -> Any:
@@ -158,6 +190,11 @@ class TokenLoop:
     @lap
     def sample(self, step: Any) -> None:
         self.executor.sample(step)
+
+    def finish_pending(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.finish(pending)
 
     def finish(self, step: Any) -> None:
         self.respond(*self.apply(step, self.result(step)))
@@ -225,6 +262,7 @@ class TokenLoop:
             context=len(schedule.context_rows),
             generation=len(schedule.generation_rows),
             context_tokens=schedule.num_context_tokens,
+            sampled=schedule.num_sampling_rows,
             paused=len(schedule.paused),
             micro_batch_id=schedule.micro_batch_id,
             free_blocks=kv_cache.get_num_free_blocks(),

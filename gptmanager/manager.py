@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -73,7 +74,7 @@ class GptManager:
         config = checked_scheduler_config(
             SchedulerConfig() if scheduler_config is None else scheduler_config
         )
-        check_arguments(model_type, max_beam_width, params)
+        check_arguments(model_type, max_beam_width, params, config)
         self._host = CallbackHost(
             get_inference_requests_cb,  # type: ignore[arg-type]  # None is refused there
             send_response_cb,  # type: ignore[arg-type]
@@ -104,10 +105,13 @@ class GptManager:
             black_box_path=params.black_box_path,
         )
 
+        build = functools.partial(
+            assemble, model_path, params, config, model_type, self._host, self._recorder
+        )
         booted: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._run,
-            args=(model_path, config, booted),
+            args=(build, booted),
             name="gptmanager-loop",
             daemon=True,
         )
@@ -239,10 +243,10 @@ class GptManager:
 
     # The worker thread ---------------------------------------------------------------------
 
-    def _run(self, source: Any, config: SchedulerConfig, booted: Future[None]) -> None:
+    def _run(self, build: Callable[[], TokenLoop], booted: Future[None]) -> None:
         watchdog = None
         try:
-            loop = self._loop = assemble(source, self._params, config, self._host, self._recorder)
+            loop = self._loop = build()
             if self._params.callback_budget_s is not None:
                 watchdog = Watchdog(
                     self._host.timers, self._params.callback_budget_s, threading.get_ident()

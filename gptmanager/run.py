@@ -43,6 +43,7 @@ class RunOptions:
     pace_s: float = 0.0
     params: OptionalParams = field(default_factory=OptionalParams)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
 
 
 def run(options: RunOptions, view: LiveView) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _manager(
 
     return GptManager(
         options.model,
-        ModelType.INFLIGHT_FUSED_BATCHING,
+        options.model_type,
         1,
         options.scheduler,
         recorder.get_inference_requests,

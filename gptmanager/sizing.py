@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
+from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions
@@ -33,8 +33,16 @@ class Sizes:
     max_context_length: int
 
 
-def size(params: OptionalParams, scheduler: SchedulerConfig, spec: Dimensions) -> Sizes:
-    """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room."""
+def size(
+    params: OptionalParams,
+    scheduler: SchedulerConfig,
+    spec: Dimensions,
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
+) -> Sizes:
+    """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room.
+
+    V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence.
+    """
     max_seq_len = spec.max_position_embeddings
     if params.max_seq_len is not None:
         if params.max_seq_len > max_seq_len:
@@ -43,8 +51,9 @@ def size(params: OptionalParams, scheduler: SchedulerConfig, spec: Dimensions) -
                 f"max_position_embeddings = {max_seq_len}"
             )
         max_seq_len = params.max_seq_len
-    tokens_per_block = params.kv_cache_config.tokens_per_block
-    num_blocks = _num_blocks(params, spec, max_seq_len)
+    contiguous = model_type is ModelType.V1
+    tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
+    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous)
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     pool_limited = -(-max_seq_len // tokens_per_block) > num_blocks
     if pool_limited:
@@ -100,7 +109,9 @@ def _free_in_system() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _num_blocks(params: OptionalParams, spec: Dimensions, max_seq_len: int) -> int:
+def _num_blocks(
+    params: OptionalParams, spec: Dimensions, max_seq_len: int, contiguous: bool
+) -> int:
     config = params.kv_cache_config
     free = free_memory_bytes()
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
@@ -111,8 +122,16 @@ def _num_blocks(params: OptionalParams, spec: Dimensions, max_seq_len: int) -> i
     else:
         max_tokens = config.max_tokens
         fraction = fraction or _DEFAULT_FRACTION
-    num_blocks = -(-max_tokens // config.tokens_per_block)
-    block_bytes = _block_bytes(spec, config.tokens_per_block)
+    tokens_per_block = config.tokens_per_block
+    num_blocks = -(-max_tokens // tokens_per_block)
+    if contiguous:
+        tokens_per_block, num_blocks = max_seq_len, max_tokens // max_seq_len
+        if not num_blocks:
+            raise ConfigError(
+                f"KvCacheConfig.max_tokens = {max_tokens} is less than one sequence of "
+                f"max_seq_len = {max_seq_len} tokens, and V1 has one block for each"
+            )
+    block_bytes = _block_bytes(spec, tokens_per_block)
     if block_bytes:
         num_blocks = min(num_blocks, int(free * fraction) // block_bytes)
     if num_blocks < 1:

@@ -1,7 +1,8 @@
 """The statistics record of one iteration, as the JSON string that ReturnBatchManagerStats gets.
 
-The flat integer keys are the documented ones; everything of ours lies under "gptmanager". The
-JSON Schema beside this file (`statistics.schema.json`) describes both.
+The flat integer keys are the documented ones, some of which depend on the batching scheme;
+everything of ours lies under "gptmanager". The JSON Schema beside this file
+(`statistics.schema.json`) describes both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one iteration ran and left behind."""
+    """What one iteration ran and left behind. `sampled`: rows that yielded a token."""
 
     iteration: int
     active: int
@@ -38,6 +39,7 @@ class Counts:
     context: int
     generation: int
     context_tokens: int
+    sampled: int
     paused: int
     micro_batch_id: int
     free_blocks: int
@@ -46,8 +48,39 @@ class Counts:
     block_reuse: ReuseCounts = ReuseCounts()
 
 
+SchemeKeys = Callable[[Counts], dict[str, int]]
+
+
+def in_flight_keys(counts: Counts) -> dict[str, int]:
+    """What is reported of in-flight batching alone."""
+    return {"Generation Requests": counts.generation, "MicroBatch ID": counts.micro_batch_id}
+
+
+class LockStepKeys:
+    """What is reported of V1 batches alone.
+
+    A batch keeps the slots that it began with: those whose request has ended are empty until all
+    have. A batch's tokens and empty slots together are its size times its longest output.
+    """
+
+    def __init__(self) -> None:
+        self._slots = 0
+
+    def __call__(self, counts: Counts) -> dict[str, int]:
+        if counts.context:  # all contexts of a batch run in its first step
+            self._slots = counts.context + counts.generation
+        return {
+            "Total Generation Tokens": counts.sampled,
+            "Empty Generation Slots": self._slots - counts.context - counts.generation,
+        }
+
+
 def statistics_json(
-    counts: Counts, memory: Memory, timestamp: str, extra: Mapping[str, Any]
+    counts: Counts,
+    memory: Memory,
+    timestamp: str,
+    extra: Mapping[str, Any],
+    scheme_keys: SchemeKeys = in_flight_keys,
 ) -> str:
     """One record. `timestamp`: local time as "%m-%d-%Y %H:%M:%S"; `extra`: our own values."""
     scheduled = counts.context + counts.generation
@@ -66,9 +99,8 @@ def statistics_json(
             "Tokens per KV cache block": counts.tokens_per_block,
             "Scheduled Requests": scheduled,
             "Context Requests": counts.context,
-            "Generation Requests": counts.generation,
             "Total Context Tokens": counts.context_tokens,
-            "MicroBatch ID": counts.micro_batch_id,
+            **scheme_keys(counts),
             "Paused Requests": counts.paused,
             "Waiting Requests": counts.active - scheduled,
             "gptmanager": {

@@ -92,6 +92,10 @@ class Schedule:
         return sum(row.num_tokens for row in self.context_rows)
 
     @property
+    def num_sampling_rows(self) -> int:
+        return sum(row.samples for row in self.context_rows) + len(self.generation_rows)
+
+    @property
     def sampling_rows(self) -> tuple[Row, ...]:
         """The rows that yield tokens, in the order of a result's rows."""
         return (*(row for row in self.context_rows if row.samples), *self.generation_rows)

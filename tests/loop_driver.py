@@ -44,9 +44,11 @@ def expected_output(prompt: Iterable[int], max_new_tokens: int) -> list[int]:
     return history[start:]
 
 
-def no_evict(max_num_requests: int, kv_cache: KvCacheManager) -> CapacityScheduler:
+def no_evict(max_num_requests: int, kv_cache: KvCacheManager, **options: bool) -> CapacityScheduler:
     """The policy with the guard that a manager sets."""
-    return GuaranteedNoEvictScheduler(max_num_requests, kv_cache, started_contexts_first=True)
+    return GuaranteedNoEvictScheduler(
+        max_num_requests, kv_cache, started_contexts_first=True, **options
+    )
 
 
 class ListHost:
@@ -116,12 +118,15 @@ class LoopDriver:
         max_active: int | None = 8,
         max_seq_len: int = 64,
         run_ahead: int = 0,
+        overlap: bool = False,
         chunked: bool = False,
         reuse: bool = False,
         policy: Callable[..., CapacityScheduler] = no_evict,
         script: Callable[[list[int]], int] = next_token,
         scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
     ) -> None:
+        num_micro_batches = 2 if overlap else 1
+        max_num_requests = max_batch_size * num_micro_batches
         self.host = ListHost()
         self.kv_cache = KvCacheManager(num_blocks, tokens_per_block, enable_block_reuse=reuse)
         self.executor = ScriptedExecutor(script, tokens_per_block)
@@ -134,15 +139,14 @@ class LoopDriver:
             reuse_credit_rule="shift",
         )
         capacity = ReuseCredit(
-            policy(max_batch_size, self.kv_cache),
-            self.kv_cache,
+            policy(max_num_requests, self.kv_cache, two_step_lookahead=overlap), self.kv_cache
         )
         self.scheduler = scheduler(SimpleScheduler(capacity, micro_batch))
         self.loop = TokenLoop(
             self.host,
             self.executor,
             self.scheduler,
-            Allocator(self.kv_cache, num_slots=max_batch_size * (1 + run_ahead)),
+            Allocator(self.kv_cache, num_slots=max_num_requests * (1 + run_ahead)),
             Limits(
                 vocab_size=VOCAB_SIZE,
                 max_seq_len=max_seq_len,
@@ -154,6 +158,7 @@ class LoopDriver:
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             run_ahead=run_ahead,
+            num_micro_batches=num_micro_batches,
             laps=Laps(lambda: 0),
         )
 

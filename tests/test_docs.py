@@ -50,7 +50,8 @@ def test_the_diagram_of_the_loop_has_the_words_and_the_order_of_iterate():
 
     order = []
     for call in calls("iterate"):
-        order += calls("finish") if call == "finish" else [call]
+        if call != "finish_pending":  # the same three, of the step before
+            order += calls("finish") if call == "finish" else [call]
     last = {word: index for index, word in enumerate(order)}  # without run-ahead
     assert words == sorted(last, key=lambda word: last[word])
 

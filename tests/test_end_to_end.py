@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -17,15 +21,17 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.executor import TorchExecutor
+from gptmanager.models.model import CheckpointModel
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 
 
-def serve(source, requests, policy=NO_EVICT, max_tokens=2048, **options):
+def serve(source, requests, policy=NO_EVICT, max_tokens=2048, model_type=FUSED, **options):
     """Run all requests through a manager held to its contract; returns the recording."""
     host = RecordingCallbacks(requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
@@ -33,7 +39,7 @@ def serve(source, requests, policy=NO_EVICT, max_tokens=2048, **options):
     options["kv_cache_config"] = KvCacheConfig(max_tokens=max_tokens, tokens_per_block=8)
     with GptManager(
         source,
-        FUSED,
+        model_type,
         1,
         SchedulerConfig(policy),
         checker.get_inference_requests,
@@ -119,6 +125,27 @@ def alone(source):
         {"policy": MAX_UTILIZATION, "max_tokens": 120},
         {"policy": MAX_UTILIZATION, "max_tokens": 160, "run_ahead": 1},
         {"policy": STATIC_BATCH, "max_batch_size": 3},
+        {"enable_trt_overlap": True, "max_batch_size": 3},
+        {
+            "enable_trt_overlap": True,
+            "max_batch_size": 2,
+            "policy": MAX_UTILIZATION,
+            "max_tokens": 120,
+        },
+        {
+            "enable_trt_overlap": True,
+            "max_batch_size": 4,
+            "enable_chunked_context": True,
+            "max_num_tokens": 16,
+        },
+        {"model_type": ModelType.INFLIGHT_BATCHING},
+        {
+            "model_type": ModelType.INFLIGHT_BATCHING,
+            "enable_chunked_context": True,
+            "max_num_tokens": 16,
+        },
+        {"model_type": ModelType.V1, "max_batch_size": 4},
+        {"model_type": ModelType.V1, "max_batch_size": 4, "run_ahead": 1},
     ],
     ids=str,
 )
@@ -134,6 +161,58 @@ def test_a_tight_pool_makes_max_utilization_pause_and_resume(source, alone):
     paused = [float(r.tensors["request_metrics"][3]) for r in host.responses if r.is_final]
     assert max(paused) >= 1
     assert {i: host.output(i) for i in alone} == alone
+
+
+def test_v1_runs_one_batch_after_the_other_and_counts_its_empty_slots(source):
+    lengths = [3, 9, 5, 2, 6]
+    requests = [InferenceRequest.from_tokens(i, [1 + i] * 4, n) for i, n in enumerate(lengths)]
+    host = serve(source, requests, model_type=ModelType.V1, max_batch_size=3)
+    records = [json.loads(record) for record in host.statistics]
+    of = {key: [record[key] for record in records] for key in records[0] if key != "Timestamp"}
+    assert of["Context Requests"] == [3] + 8 * [0] + [2] + 5 * [0]
+    assert of["Scheduled Requests"] == [3, 3, 3, 2, 2, 1, 1, 1, 1] + [2, 2, 1, 1, 1, 1]
+    assert of["Empty Generation Slots"] == [0, 0, 0, 1, 1, 2, 2, 2, 2] + [0, 0, 1, 1, 1, 1]
+    assert of["Total Generation Tokens"] == of["Scheduled Requests"]
+    assert sum(of["Total Generation Tokens"]) == sum(lengths)
+    assert sum(of["Empty Generation Slots"]) == (6 + 4) + 4
+    assert set(of["Tokens per KV cache block"]) == {max_positions(source)}
+    assert "MicroBatch ID" not in of and "Generation Requests" not in of
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    for record in records:
+        validator.validate(record)
+
+
+def max_positions(source):
+    return source[0]["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("model_type", [FUSED, ModelType.INFLIGHT_BATCHING])
+def test_inflight_batching_runs_contexts_and_generation_in_two_passes(
+    llama, model_type, monkeypatch
+):
+    source = checkpoint(llama)
+    forwards = []
+    forward = CheckpointModel.forward
+
+    def counted(self, batch, kv_pool):
+        rows = len(batch.kv_lengths)
+        forwards.append((batch.num_context_rows, rows - batch.num_context_rows))
+        return forward(self, batch, kv_pool)
+
+    monkeypatch.setattr(CheckpointModel, "forward", counted)
+    requests = [InferenceRequest.from_tokens(i, [1 + i] * 4, 3) for i in range(4)]
+    serve(source, requests, model_type=model_type, max_num_tokens=10)
+    two_passes = [(2, 0), (2, 0), (0, 2), (0, 4), (0, 2)]
+    assert forwards == ([(2, 0), (2, 2), (0, 4), (0, 2)] if model_type is FUSED else two_passes)
+
+
+def test_overlap_keeps_two_micro_batches_of_different_requests_in_flight(source):
+    requests = [InferenceRequest.from_tokens(i, [1 + i] * 4, 4) for i in range(4)]
+    host = serve(source, requests, max_batch_size=2, enable_trt_overlap=True)
+    records = [json.loads(record) for record in host.statistics]
+    assert [record["MicroBatch ID"] for record in records] == [0, 1] * 4
+    assert [record["Scheduled Requests"] for record in records] == [2] * 8
+    assert {record["Max Request Count"] for record in records} == {4}
 
 
 def test_logits_of_a_row_are_bitwise_those_it_has_alone(source, monkeypatch):

@@ -14,7 +14,7 @@ from gptmanager.responses import REQUEST_METRICS
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.step import StepResult
 
-run_ahead = pytest.mark.parametrize("run_ahead", [0, 1])
+each_mode = pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"overlap": True}], ids=str)
 
 
 def request(request_id, prompt, max_new_tokens, **by_name):
@@ -25,9 +25,9 @@ def reason(response):
     return FinishReason(int(response.tensors["finish_reasons"]))
 
 
-@run_ahead
-def test_requests_of_mixed_lengths_generate_what_each_generates_alone(run_ahead):
-    driver = LoopDriver(run_ahead=run_ahead)
+@each_mode
+def test_requests_of_mixed_lengths_generate_what_each_generates_alone(mode):
+    driver = LoopDriver(**mode)
     prompts = {i: [i + 1, 7, 3 * i][: 1 + i % 3] for i in range(10)}
     driver.submit(*(request(i, p, 1 + 2 * i, is_streaming=i % 2 == 0) for i, p in prompts.items()))
     driver.run()
@@ -50,10 +50,10 @@ def test_one_forward_an_iteration_and_contexts_stand_before_generation():
     assert len(driver.executor.schedules) == len(driver.host.counts) == 4
 
 
-@run_ahead
-def test_chunked_contexts_yield_one_token_at_their_last_chunk(run_ahead):
+@each_mode
+def test_chunked_contexts_yield_one_token_at_their_last_chunk(mode):
     prompt = list(range(1, 24))
-    driver = LoopDriver(chunked=True, max_num_tokens=8, run_ahead=run_ahead)
+    driver = LoopDriver(chunked=True, max_num_tokens=8, **mode)
     driver.submit(request(1, prompt, 3))
     driver.run()
     chunks = [s.context_rows[0] for s in driver.executor.schedules if s.context_rows]
@@ -65,10 +65,10 @@ def test_chunked_contexts_yield_one_token_at_their_last_chunk(run_ahead):
     assert driver.output(1) == prompt + expected_output(prompt, 3)
 
 
-@run_ahead
-def test_end_id_is_no_output_and_ends_the_request(run_ahead):
+@each_mode
+def test_end_id_is_no_output_and_ends_the_request(mode):
     tokens = expected_output([5, 6], 8)
-    driver = LoopDriver(run_ahead=run_ahead)
+    driver = LoopDriver(**mode)
     driver.submit(
         request(1, [5, 6], 8, end_id=tokens[3]),
         request(2, [5, 6], 8, end_id=tokens[3], include_stop_in_output=True),
@@ -84,13 +84,13 @@ def test_end_id_is_no_output_and_ends_the_request(run_ahead):
     assert set(output_ids[0, 0, 2 + first :].tolist()) == {tokens[3]}
 
 
-@run_ahead
+@each_mode
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_words_are_held_back_while_they_may_still_match(run_ahead, include):
+def test_stop_words_are_held_back_while_they_may_still_match(mode, include):
     tokens = expected_output([9], 10)
     word = tokens[4:7]
     near_miss = [tokens[2], (tokens[3] + 1) % 100]
-    driver = LoopDriver(run_ahead=run_ahead)
+    driver = LoopDriver(**mode)
     driver.submit(
         request(
             *(1, [9], 10),
@@ -107,9 +107,9 @@ def test_stop_words_are_held_back_while_they_may_still_match(run_ahead, include)
     assert 2 in sizes
 
 
-@run_ahead
-def test_a_stop_takes_effect_before_the_next_launch_and_gives_the_tokens_so_far(run_ahead):
-    driver = LoopDriver(run_ahead=run_ahead)
+@each_mode
+def test_a_stop_takes_effect_before_the_next_launch_and_gives_the_tokens_so_far(mode):
+    driver = LoopDriver(**mode)
     driver.submit(request(1, [1], 50), request(2, [2], 6))
     for _ in range(4):
         driver.loop.iterate()
@@ -137,9 +137,9 @@ def test_a_stopped_request_that_waits_ends_without_tokens():
     assert driver.output(1) == [1] + expected_output([1], 9)
 
 
-@run_ahead
-def test_forced_pauses_are_invisible_and_no_token_is_sent_twice(run_ahead):
-    driver = LoopDriver(run_ahead=run_ahead, scheduler=ForcedPauses)
+@each_mode
+def test_forced_pauses_are_invisible_and_no_token_is_sent_twice(mode):
+    driver = LoopDriver(**mode, scheduler=ForcedPauses)
     driver.submit(request(1, [1, 2], 20, is_streaming=True), request(2, [3], 15))
     for iteration in range(60):
         if iteration % 4 == 3:

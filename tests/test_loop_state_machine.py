@@ -43,7 +43,7 @@ class LoopMachine(RuleBasedStateMachine):
     """Submit, duplicate, stop, pause, fail to send, break the step, shut down; in any order."""
 
     @initialize(
-        run_ahead=st.sampled_from([0, 1]),
+        ahead=st.sampled_from([{}, {"run_ahead": 1}, {"overlap": True}]),
         chunked=st.booleans(),
         reuse=st.booleans(),
         policy=st.sampled_from([no_evict, MaxUtilizationScheduler]),
@@ -51,7 +51,7 @@ class LoopMachine(RuleBasedStateMachine):
         max_batch_size=st.integers(1, 4),
         max_active=st.sampled_from([2, 5, None]),
     )
-    def build(self, run_ahead, chunked, reuse, policy, num_blocks, max_batch_size, max_active):
+    def build(self, ahead, chunked, reuse, policy, num_blocks, max_batch_size, max_active):
         self.driver = LoopDriver(
             num_blocks=num_blocks,
             tokens_per_block=4,
@@ -59,12 +59,12 @@ class LoopMachine(RuleBasedStateMachine):
             max_num_tokens=MAX_SEQ_LEN if not chunked else 8,
             max_active=max_active,
             max_seq_len=MAX_SEQ_LEN,
-            run_ahead=run_ahead,
             chunked=chunked,
             reuse=reuse,
             policy=policy,
             script=self.script,
             scheduler=ForcedPauses,
+            **ahead,
         )
         self.driver.host.fail_to_send = lambda request_id, is_final: request_id in self.gone
         self.submitted = {}

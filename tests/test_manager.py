@@ -15,6 +15,7 @@ from checkpoints import CONFIGS, checkpoint, random_model
 from loop_driver import expected_output, next_token
 
 from gptmanager import (
+    CapacitySchedulerPolicy,
     FinishReason,
     GptManager,
     InferenceRequest,
@@ -137,8 +138,18 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
         GptManager(model(), FUSED, send_response_cb=keywords["send_response_cb"])
     with pytest.raises(ConfigError, match="model_type = 'V1'"):
         GptManager(model(), "V1", **keywords)
-    with pytest.raises(ConfigError, match="V1 is refused"):
-        GptManager(model(), ModelType.V1, **keywords)
+    with pytest.raises(ConfigError, match="enable_chunked_context = True is refused with .*V1"):
+        options = params(enable_chunked_context=True)
+        GptManager(model(), ModelType.V1, optional_params=options, **keywords)
+    with pytest.raises(ConfigError, match="MAX_UTILIZATION is refused with .*V1"):
+        config = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION)
+        GptManager(model(), ModelType.V1, scheduler_config=config, **keywords)
+    with pytest.raises(ConfigError, match="max_tokens = 100 is less than one sequence"):
+        options = params(kv_cache_config=KvCacheConfig(max_tokens=100))
+        GptManager(model(), ModelType.V1, optional_params=options, **keywords)
+    with pytest.raises(ConfigError, match="enable_trt_overlap = True with run_ahead = 1"):
+        options = params(enable_trt_overlap=True, run_ahead=1)
+        GptManager(model(), FUSED, optional_params=options, **keywords)
     with pytest.raises(ConfigError, match="max_beam_width = 0"):
         GptManager(model(), FUSED, 0, **keywords)
     with pytest.raises(ConfigError, match="neither a checkpoint folder, nor a Model"):

@@ -24,7 +24,7 @@ _MIN_SEGMENT = 256
 _MADE_OF = frozenset(
     {
         *("host", "executor", "scheduler", "limits", "laps"),
-        *("max_active", "max_batch_size", "max_num_tokens", "run_ahead"),
+        *("max_active", "max_batch_size", "max_num_tokens", "run_ahead", "num_micro_batches"),
     }
 )
 

@@ -20,7 +20,7 @@ from gptmanager.step import Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
-FORMAT = "gptmanager.recorder.recording"
+FORMAT = "gptmanager.recording"
 VERSION = 1
 
 

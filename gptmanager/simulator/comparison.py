@@ -13,6 +13,7 @@ from gptmanager.assembly import Blueprint
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
+    ModelType,
     OptionalParams,
     SchedulerConfig,
 )
@@ -43,7 +44,8 @@ def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
     params = OptionalParams(
         kv_cache_config=KvCacheConfig(max_tokens=_DEFAULT_KV_TOKENS), max_seq_len=max_seq_len
     )
-    return _sized(params, SchedulerConfig(), VOCAB_SIZE, max_seq_len, machine)
+    fused = ModelType.INFLIGHT_FUSED_BATCHING
+    return _sized(params, SchedulerConfig(), VOCAB_SIZE, max_seq_len, machine, fused)
 
 
 def variant(
@@ -66,7 +68,10 @@ def variant(
     params = dataclasses.replace(blueprint.params, kv_cache_config=kv_cache)
     if not params.enable_chunked_context and not sizes.chunked:
         scheduler = dataclasses.replace(scheduler, context_chunking_policy=None)
-    return _sized(params, scheduler, blueprint.vocab_size, sizes.max_seq_len, machine)
+    model_type = blueprint.model_type
+    if model_type is ModelType.V1 and policy is not CapacitySchedulerPolicy.STATIC_BATCH:
+        model_type = ModelType.INFLIGHT_FUSED_BATCHING
+    return _sized(params, scheduler, blueprint.vocab_size, sizes.max_seq_len, machine, model_type)
 
 
 def _sized(
@@ -75,6 +80,7 @@ def _sized(
     vocab_size: int,
     max_seq_len: int,
     machine: Machine,
+    model_type: ModelType,
 ) -> Blueprint:
     def given(value: int | None, default: int) -> int:
         return default if value is None else value
@@ -97,7 +103,8 @@ def _sized(
     )
     params = checked_optional_params(params)
     spec = ScriptedSpec(vocab_size, max_seq_len)
-    return Blueprint(params, scheduler, size(params, scheduler, spec), vocab_size)
+    sizes = size(params, scheduler, spec, model_type)
+    return Blueprint(params, scheduler, sizes, vocab_size, model_type=model_type)
 
 
 def table(columns: Mapping[str, Figures]) -> str:

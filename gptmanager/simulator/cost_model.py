@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.config import ModelType
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import Iteration, Recording
 from gptmanager.recorder.values import RecordingError
@@ -45,10 +46,11 @@ class CostModel:
                     f"cost model: {field.name} = {value!r} must be seconds, 0 or more"
                 )
 
-    def seconds(self, schedule: Schedule) -> float:
+    def seconds(self, schedule: Schedule, *, fused: bool = True) -> float:
+        """`fused` False: contexts and generation run in two passes, each with its `fixed`."""
         tokens, rows, kv_tokens, pairs = quantities(schedule)
         return (
-            self.fixed
+            self.fixed * num_passes(schedule, fused)
             + tokens * self.context_token
             + rows * self.generation_row
             + kv_tokens * self.kv_token
@@ -76,6 +78,10 @@ class CostModel:
         return cls(**values)
 
 
+def num_passes(schedule: Schedule, fused: bool) -> int:
+    return 1 if fused or not (schedule.context_rows and schedule.generation_rows) else 2
+
+
 def quantities(schedule: Schedule) -> tuple[int, int, int, float]:
     """Context tokens, generation rows, cached tokens that these read, pairs of the contexts."""
     tokens, pairs = 0, 0.0
@@ -98,7 +104,11 @@ def fit(recording: Recording) -> CostModel:
     measured = list(_timed_steps(recording))
     if not measured:
         raise RecordingError("the recording has no step whose time is known")
-    features = np.array([(1.0, *quantities(schedule)) for schedule, _ in measured])
+    fused = recording.header.blueprint.get("model_type") != ModelType.INFLIGHT_BATCHING.name
+    features = np.array(
+        [(num_passes(schedule, fused), *quantities(schedule)) for schedule, _ in measured],
+        dtype=np.float64,
+    )
     seconds = np.array([taken for _, taken in measured])
     values = _non_negative_least_squares(features, seconds)
     return CostModel(*(float(value) for value in values))

@@ -13,7 +13,7 @@ import numpy as np
 from gptmanager.active import ActiveRequest
 from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.assembly import Blueprint, build_loop, build_recorded_loop
-from gptmanager.config import FinishReason
+from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import SchedulerError
 from gptmanager.loop import TokenLoop
 from gptmanager.recorder import Recorder
@@ -40,7 +40,8 @@ def simulate(
 
     Raises SchedulerError when the scheduler never lets anybody run again.
     """
-    world = World(load, cost, blueprint.params.max_batch_size)
+    fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
+    world = World(load, cost, blueprint.params.max_batch_size, fused=fused)
     laps = Laps(lambda: 0)
     if recorder is None:
         loop = build_loop(blueprint, world, world, laps=laps, loop_class=SimulatedLoop)
@@ -92,11 +93,14 @@ class _Step:
 class World:
     """Host and executor of a simulation."""
 
-    def __init__(self, load: Load, cost: CostModel, max_batch_size: int) -> None:
+    def __init__(
+        self, load: Load, cost: CostModel, max_batch_size: int, *, fused: bool = True
+    ) -> None:
         self.now = 0.0
         self.tally = Tally()
         self._load = load
         self._cost = cost
+        self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
         self._next_stop = 0
@@ -180,7 +184,7 @@ class World:
         self._in_flight += 1
         self.tally.scheduled(schedule)
         begin = max(self.now, self._device_free_at)
-        end = self._device_free_at = begin + self._cost.seconds(schedule)
+        end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)
         return _Step(schedule, end, self._tokens(schedule))
 
     def _tokens(self, schedule: Schedule) -> np.ndarray:
