@@ -82,6 +82,7 @@ def serve(
     kv_cache: KvCacheConfig | None = None,
     chunking: ContextChunkingPolicy | None = None,
     model: Any = None,
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
     **options: Any,
 ) -> None:
     """Run a manager to the end of what `host` gives, or until `model` fails."""
@@ -94,7 +95,7 @@ def serve(
         setattr(params, name, value)
     with GptManager(
         model or ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
-        ModelType.INFLIGHT_FUSED_BATCHING,
+        model_type,
         1,
         SchedulerConfig(policy, chunking),
         optional_params=params,
@@ -172,8 +173,9 @@ def random_run(seed: int, path: Path, **more: Any) -> Recording:
     )
     policy = CapacitySchedulerPolicy(int(chance.integers(3)))
     chunked = bool(chance.integers(2)) or None
+    ahead = [{}, {"run_ahead": 1}, {"enable_trt_overlap": True}][int(chance.integers(3))]
     options = {
-        "run_ahead": int(chance.integers(2)),
+        **ahead,
         "enable_chunked_context": chunked,
         "max_active_requests": [None, "auto", 2][int(chance.integers(3))],
         "max_batch_size": int(chance.integers(1, 6)),

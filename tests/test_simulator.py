@@ -20,7 +20,7 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import KvCacheConfig
+from gptmanager import KvCacheConfig, ModelType
 from gptmanager.assembly import Blueprint
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.recorder import Recorder
@@ -71,10 +71,8 @@ LOADS = [all_at_once, priorities, long_prompts, early_ends, trickle]
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION, STATIC_BATCH])
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_simulated_schedules_are_those_of_a_recorded_run(
-    tmp_path, load, policy, chunked, run_ahead
-):
+@pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"enable_trt_overlap": True}], ids=str)
+def test_simulated_schedules_are_those_of_a_recorded_run(tmp_path, load, policy, chunked, mode):
     """Every row, block and slot of every iteration, in order."""
     recorded = record(
         tmp_path / "r.jsonl",
@@ -82,8 +80,8 @@ def test_simulated_schedules_are_those_of_a_recorded_run(
         policy,
         kv_cache=KvCacheConfig(max_tokens=80, tokens_per_block=4),
         enable_chunked_context=chunked,
-        run_ahead=run_ahead,
         max_num_tokens=40,
+        **mode,
     )
     blueprint = Blueprint.from_plain(recorded.header.blueprint)
     arrivals = "turns" if load is trickle else "at_once"
@@ -100,6 +98,31 @@ def test_simulated_schedules_are_those_of_a_recorded_run(
     ends = [end for turn in recorded.iterations for end in turn.ends]
     assert [end for turn in simulated.iterations for end in turn.ends] == ends
     assert replay(simulated).divergence is None
+
+
+def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path):
+    recorded = record(
+        tmp_path / "r.jsonl",
+        ScheduledHost(early_ends()),
+        model_type=ModelType.V1,
+        kv_cache=KvCacheConfig(max_tokens=300),
+    )
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    load = RecordedLoad(recorded, "at_once")
+    lock_step = simulate(blueprint, load, CostModel())
+    assert lock_step.iterations == sum(1 for t in recorded.iterations if t.schedule is not None)
+    in_flight = simulate(variant(blueprint, NO_EVICT), load, CostModel())
+    assert in_flight.iterations < lock_step.iterations
+    assert replay(recorded).divergence is None
+
+
+def test_two_passes_cost_two_fixed_parts():
+    load = SyntheticLoad(8, (4, 4), (8, 8), rate=0.4)
+    fused, apart = (
+        simulate(dataclasses.replace(hypothetical(Machine(), 64), model_type=kind), load, COST)
+        for kind in (ModelType.INFLIGHT_FUSED_BATCHING, ModelType.INFLIGHT_BATCHING)
+    )
+    assert apart.makespan_s > fused.makespan_s + 1.0
 
 
 def test_stop_signals_keep_their_turn(tmp_path):
