@@ -1,0 +1,266 @@
+"""`BeamSearch`: which beams of one request live on, which have ended, and when the search is over.
+
+Decides from candidates: the best continuations of each live beam and their log probabilities. It
+knows no tensor, no block and no logits; where the candidates come from is the executor's business.
+
+The search is that of transformers' `generate(num_beams=W, do_sample=False)`: of all continuations,
+those among the best W that end are kept if their score is among the W best of all that ended, and
+the best W of the others live on. score = cumulative log probability / generated ** len_penalty.
+Sums are in single precision, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gptmanager.config import FinishReason
+from gptmanager.decoding.stop_words import StopWords
+
+_DEAD = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How a request's beams are searched.
+
+    `early_stopping` 1: the search is over when W beams have ended; 0: when no live beam can do
+    better at its present length; any other: when none can do better at any length it may reach.
+    """
+
+    width: int
+    len_penalty: float = 1.0
+    early_stopping: int = 0
+
+
+class BeamCandidates(NamedTuple):
+    """The best continuations of each live beam: a list a beam, in descending order, 2 W long.
+
+    After the context there is one beam only, the prompt.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    log_probs: tuple[tuple[float, ...], ...]
+
+
+class BeamNode:
+    """The last token of a beam, and with it the whole: each node knows the one before it."""
+
+    __slots__ = ("length", "log_prob", "parent", "stop_state", "token")
+
+    def __init__(
+        self, parent: BeamNode | None, token: int, log_prob: float, stop_state: int
+    ) -> None:
+        self.parent = parent
+        self.token = token
+        self.log_prob = log_prob
+        self.stop_state = stop_state
+        self.length: int = 1 if parent is None else parent.length + 1
+
+    def path(self) -> list[BeamNode]:
+        """All nodes of the beam, the first generated token first."""
+        return list(_up(self))[::-1]
+
+
+class Hypothesis(NamedTuple):
+    """A beam that has ended, or was cut off. `end`: generated tokens that are output."""
+
+    node: BeamNode
+    cum_log_prob: float
+    score: float
+    reason: FinishReason
+    end: int
+
+
+class _Continuation(NamedTuple):
+    cum_log_prob: float
+    beam: int
+    token: int
+    log_prob: float
+
+
+class BeamSearch:
+    """The beams of one request, from the first generated token to the last.
+
+    `parents[i]` is the beam whose KV cache beam i goes on from, `tokens[i]` its newest token; both
+    of the last `advance`. `max_new_tokens` are generated at most, a matched end included.
+    """
+
+    def __init__(
+        self,
+        params: BeamParams,
+        max_new_tokens: int,
+        *,
+        end_id: int = -1,
+        stop_words: StopWords | None = None,
+        include_stop: bool = False,
+    ) -> None:
+        self.params = params
+        self.max_new_tokens = max_new_tokens
+        self.end_id = end_id
+        self.stop_words = stop_words
+        self.include_stop = include_stop
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the prompt."""
+        self.live: list[BeamNode] = []
+        self.cum_log_probs: list[float] = []
+        self.parents: list[int] = []
+        self.ended: list[Hypothesis] = []  # the best so far, best first
+        self.length = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [node.token for node in self.live]
+
+    def advance(self, candidates: BeamCandidates) -> bool:
+        """One more token for every beam; True: the search is over."""
+        width = self.params.width
+        ranked = self._ranked(candidates)
+        is_last = self.length + 1 >= self.max_new_tokens
+        nodes: list[BeamNode] = []
+        sums: list[float] = []
+        parents: list[int] = []
+        just_ended: list[Hypothesis] = []
+        for rank, continuation in enumerate(ranked):
+            if len(nodes) == width and rank >= width:
+                break
+            node, end = self._extend(continuation)
+            reason, output_end = end or (FinishReason.LENGTH, node.length)
+            if end is not None or is_last:
+                if rank < width and continuation.cum_log_prob > _DEAD:
+                    just_ended.append(
+                        self._hypothesis(node, continuation.cum_log_prob, reason, output_end)
+                    )
+            elif len(nodes) < width:
+                nodes.append(node)
+                sums.append(continuation.cum_log_prob)
+                parents.append(continuation.beam)
+        self.ended = sorted([*self.ended, *just_ended], key=lambda h: -h.score)[:width]
+        self.length += 1
+        if is_last or not nodes:
+            self.live, self.cum_log_probs, self.parents = [], [], []
+            return True
+        while len(nodes) < width:  # a vocabulary too small for so many beams
+            nodes.append(nodes[0])
+            sums.append(_DEAD)
+            parents.append(parents[0])
+        self.live, self.cum_log_probs, self.parents = nodes, sums, parents
+        return self._is_over()
+
+    def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
+        """W results, best first. `reason`: live beams are cut off by it and take part.
+
+        Without one they only fill up what has not ended.
+        """
+        live = [
+            self._hypothesis(node, total, reason or FinishReason.LENGTH, node.length)
+            for node, total in zip(self.live, self.cum_log_probs, strict=True)
+            if total > _DEAD
+        ]
+        best = sorted([*self.ended, *(live if reason else ())], key=lambda h: -h.score)
+        if reason is None:
+            best += sorted(live, key=lambda h: -h.score)
+        return best[: self.params.width]
+
+    def stable_length(self) -> int:
+        """Generated tokens that all live and ended beams share: no later step changes them.
+
+        Those that may yet turn out to be the beginning of a stop word are not counted.
+        """
+        nodes = {*self.live, *(hypothesis.node for hypothesis in self.ended)}
+        if not nodes:
+            return 0
+        ends = [hypothesis.end for hypothesis in self.ended]
+        if self.stop_words is not None:
+            held = self.stop_words.held
+            ends += [node.length - held(node.stop_state) for node in self.live]
+        common = _common_length(nodes)
+        return min([common, *ends])
+
+    def shared_path(self) -> list[int]:
+        """The tokens of the best live beam, or of the best that has ended."""
+        node = self.live[0] if self.live else self.ended[0].node
+        return [step.token for step in node.path()]
+
+    # Inside ---------------------------------------------------------------------------------
+
+    def _ranked(self, candidates: BeamCandidates) -> list[_Continuation]:
+        """All continuations, best first; the lower beam and token first on a tie."""
+        totals = np.array(self.cum_log_probs or [0.0], dtype=np.float32)
+        log_probs = np.array(candidates.log_probs, dtype=np.float32)
+        sums = log_probs + totals[: len(log_probs), None]
+        tokens = np.array(candidates.tokens)
+        beams = np.repeat(np.arange(len(tokens)), tokens.shape[1])
+        flat_sums, flat_tokens = sums.ravel(), tokens.ravel()
+        order = np.lexsort((flat_tokens, beams, -flat_sums))
+        kept = order[: 2 * self.params.width + tokens.shape[1]].tolist()
+        return [
+            _Continuation(
+                float(flat_sums[i]), int(beams[i]), int(flat_tokens[i]), float(log_probs.flat[i])
+            )
+            for i in kept
+        ]
+
+    def _extend(
+        self, continuation: _Continuation
+    ) -> tuple[BeamNode, tuple[FinishReason, int] | None]:
+        """The node of a continuation; if it ends there, why, and where its output ends."""
+        parent = self.live[continuation.beam] if self.live else None
+        stop_state, matched = 0, 0
+        if self.stop_words is not None:
+            before = 0 if parent is None else parent.stop_state
+            stop_state, matched = self.stop_words.advance(before, continuation.token)
+        node = BeamNode(parent, continuation.token, continuation.log_prob, stop_state)
+        if continuation.token == self.end_id:
+            return node, (FinishReason.END_ID, node.length - (not self.include_stop))
+        if matched:
+            kept = 0 if self.include_stop else matched
+            # a word may begin in the prompt, which is not the search's to cut
+            return node, (FinishReason.STOP_WORDS, max(0, node.length - kept))
+        return node, None
+
+    def _hypothesis(
+        self, node: BeamNode, cum_log_prob: float, reason: FinishReason, end: int
+    ) -> Hypothesis:
+        return Hypothesis(node, cum_log_prob, self._score(cum_log_prob, node.length), reason, end)
+
+    def _score(self, cum_log_prob: float, length: int) -> float:
+        score = np.float32(cum_log_prob) / np.float32(length**self.params.len_penalty)
+        return float(score)
+
+    def _is_over(self) -> bool:
+        params = self.params
+        if len(self.ended) < params.width:
+            return False
+        if params.early_stopping == 1:
+            return True
+        length = self.length
+        if params.early_stopping != 0 and params.len_penalty > 0:
+            length = self.max_new_tokens
+        best_possible = self._score(max(self.cum_log_probs), length)
+        return best_possible <= self.ended[-1].score
+
+
+def _up(node: BeamNode | None) -> Iterator[BeamNode]:
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def _common_length(nodes: Iterable[BeamNode]) -> int:
+    """The length of the longest beginning that all nodes' beams share."""
+    level: set[BeamNode] = set(nodes)
+    while len(level) > 1:
+        deepest = max(node.length for node in level)
+        if deepest == 1:
+            return 0
+        level = {
+            node.parent if node.length == deepest and node.parent is not None else node
+            for node in level
+        }
+    return next(iter(level)).length

@@ -1,0 +1,188 @@
+"""Beam search against transformers' own, and by hand where that has no counterpart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import CONFIGS, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptmanager import FinishReason
+from gptmanager.decoding.beam_search import BeamCandidates, BeamParams, BeamSearch
+from gptmanager.decoding.stop_words import StopWords
+
+
+def candidates_of(log_probs, width):
+    """The 2 W best of each row of `log_probs` `[beams, vocab]`."""
+    best = log_probs.sort(dim=-1, descending=True, stable=True)
+    count = min(2 * width, log_probs.shape[1])
+    return BeamCandidates(
+        tuple(map(tuple, best.indices[:, :count].tolist())),
+        tuple(map(tuple, best.values[:, :count].tolist())),
+    )
+
+
+def tokens_of(hypothesis):
+    return [node.token for node in hypothesis.node.path()]
+
+
+def search(model, prompt, beam_search):
+    """Run the search to its end, every beam computed from its first token."""
+    texts = [[]]
+    while True:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + text for text in texts])).logits[:, -1].float()
+        log_probs = torch.log_softmax(logits, dim=-1)
+        if beam_search.advance(candidates_of(log_probs, beam_search.params.width)):
+            return beam_search.hypotheses()
+        texts = [[node.token for node in live.path()] for live in beam_search.live]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return random_model(CONFIGS["llama"])
+
+
+@pytest.mark.parametrize("early_stopping", [0, 1, 2])
+@pytest.mark.parametrize("len_penalty", [0.0, 1.0, -0.7, 2.5])
+@pytest.mark.parametrize("width", [2, 3, 5])
+def test_ids_and_scores_are_those_of_transformers(llama, width, len_penalty, early_stopping):
+    chance = np.random.default_rng([width, early_stopping, int(len_penalty * 10) + 10])
+    num_ended = 0
+    for _ in range(8):
+        prompt = chance.integers(0, 96, int(chance.integers(1, 12))).tolist()
+        max_new_tokens = int(chance.integers(2, 14))
+        with torch.inference_mode():  # a likely token, so that beams do end
+            likely = llama(torch.tensor([prompt])).logits[0, -1].topk(3).indices
+        end_id = int(chance.choice(likely.numpy()))
+        peer = llama.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=max_new_tokens,
+            length_penalty=len_penalty,
+            early_stopping={0: False, 1: True, 2: "never"}[early_stopping],
+            eos_token_id=end_id,
+            pad_token_id=95,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        params = BeamParams(width, len_penalty, early_stopping)
+        found = search(llama, prompt, BeamSearch(params, max_new_tokens, end_id=end_id))
+        assert len(found) == width
+        for row, score, hypothesis in zip(
+            peer.sequences.tolist(), peer.sequences_scores.tolist(), found, strict=True
+        ):
+            tokens = tokens_of(hypothesis)
+            assert row[len(prompt) :][: len(tokens)] == tokens
+            assert set(row[len(prompt) + len(tokens) :]) <= {95, end_id}
+            assert hypothesis.score == pytest.approx(score, rel=1e-4)
+            num_ended += hypothesis.reason is FinishReason.END_ID
+    assert num_ended
+
+
+def distribution(*probabilities):
+    return torch.log(torch.tensor(probabilities))
+
+
+def test_the_end_is_no_output_and_counts_in_the_score():
+    beam_search = BeamSearch(BeamParams(2), 3, end_id=0)
+    assert not beam_search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), 2))
+    assert beam_search.parents == [0, 0] and beam_search.tokens == [1, 2]
+    (ended,) = beam_search.ended
+    assert ended.end == 0 and ended.reason is FinishReason.END_ID
+    assert ended.score == pytest.approx(np.log(0.5))
+    rows = distribution([0.1, 0.6, 0.3], [0.2, 0.2, 0.6])
+    assert not beam_search.advance(candidates_of(rows, 2))
+    assert beam_search.tokens == [1, 2] and beam_search.parents == [0, 1]
+    assert beam_search.advance(candidates_of(rows, 2))
+    found = beam_search.hypotheses()
+    assert [tokens_of(hypothesis) for hypothesis in found] == [[0], [1, 1, 1]]
+    assert found[1].cum_log_prob == pytest.approx(np.log(0.3 * 0.6 * 0.6))
+    assert found[1].score == pytest.approx(np.log(0.3 * 0.6 * 0.6) / 3)
+    assert found[1].reason is FinishReason.LENGTH and found[1].end == 3
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_word_ends_its_beam_alone(include):
+    words = StopWords([[1, 2]])
+    beam_search = BeamSearch(BeamParams(2), 3, stop_words=words, include_stop=include)
+    rows = distribution([0.1, 0.6, 0.3], [0.2, 0.2, 0.6])
+    assert not beam_search.advance(candidates_of(rows[:1], 2))
+    assert beam_search.tokens == [1, 2]
+    assert beam_search.stable_length() == 0  # the first beam may yet become a stop word
+    assert not beam_search.advance(candidates_of(rows, 2))
+    (ended,) = beam_search.ended
+    assert tokens_of(ended) == [1, 2] and ended.reason is FinishReason.STOP_WORDS
+    assert ended.end == (2 if include else 0)
+    assert [tokens_of_node(node) for node in beam_search.live] == [[1, 1], [2, 2]]
+
+
+def tokens_of_node(node):
+    return [step.token for step in node.path()]
+
+
+def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
+    beam_search = BeamSearch(BeamParams(2), 9, end_id=0)
+    beam_search.advance(candidates_of(distribution([0.1, 0.6, 0.3]), 2))
+    beam_search.advance(candidates_of(distribution([0.9, 0.05, 0.05], [0.1, 0.1, 0.8]), 2))
+    assert [tokens_of(h) for h in beam_search.ended] == [[1, 0]]
+    found = beam_search.hypotheses(FinishReason.CANCELLED)
+    assert [tokens_of(h) for h in found] == [[1, 0], [2, 2]]
+    assert [h.reason for h in found] == [FinishReason.END_ID, FinishReason.CANCELLED]
+
+
+def test_a_vocabulary_smaller_than_the_beams_gives_what_there_is():
+    beam_search = BeamSearch(BeamParams(5), 2)
+    assert not beam_search.advance(candidates_of(distribution([0.75, 0.25]), 5))
+    assert len(beam_search.live) == 5
+    rows = distribution(*[[0.75, 0.25]] * 5)
+    assert beam_search.advance(candidates_of(rows, 5))
+    found = beam_search.hypotheses()
+    assert sorted(map(tokens_of, found)) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_a_restart_forgets_everything():
+    beam_search = BeamSearch(BeamParams(2), 3, end_id=0)
+    rows = distribution([0.5, 0.3, 0.2], [0.2, 0.2, 0.6])
+    beam_search.advance(candidates_of(rows[:1], 2))
+    beam_search.restart()
+    assert not beam_search.ended and not beam_search.live
+    beam_search.advance(candidates_of(rows[:1], 2))
+    assert len(beam_search.ended) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(3, 7),
+    st.integers(1, 8),
+    st.sampled_from([0, 1, 2]),
+    st.integers(0, 2**32 - 1),
+)
+def test_what_was_stable_stays(width, vocab_size, max_new_tokens, early_stopping, seed):
+    """The stable tokens of every step begin all beams of all later steps, and the results."""
+    chance = np.random.default_rng(seed)
+    words = StopWords([[1, 2], [2]]) if seed % 2 else None
+    params = BeamParams(width, 1.0, early_stopping)
+    beam_search = BeamSearch(params, max_new_tokens, end_id=0, stop_words=words)
+    stable = []
+    is_over = False
+    while not is_over:
+        beams = len(beam_search.live) or 1
+        rows = torch.from_numpy(chance.dirichlet(np.ones(vocab_size) * 0.3, beams)).log()
+        is_over = beam_search.advance(candidates_of(rows.clamp(min=-50.0), width))
+        results = [tokens_of(h)[: h.end] for h in beam_search.hypotheses()]
+        texts = results if is_over else [tokens_of_node(node) for node in beam_search.live]
+        assert all(text[: len(stable)] == stable for text in texts)
+        if not is_over:
+            length = beam_search.stable_length()
+            assert length >= len(stable)
+            stable = beam_search.shared_path()[:length]
+    scores = [hypothesis.score for hypothesis in beam_search.hypotheses()]
+    assert scores == sorted(scores, reverse=True)
+    assert beam_search.length <= max_new_tokens
