@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gptmanager.config import FinishReason
+from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.request import LlmRequest, SamplingParams
 
@@ -12,7 +13,8 @@ class ActiveRequest(LlmRequest):
 
     `length_limit`: prompt + new tokens at which it ends. `num_sent`: tokens of its history that
     have been sent, it survives pauses. `cached_tokens`: tokens of the prompt that its first start
-    found in the KV cache. Times are seconds of the clock of `Intake.now`; None: has
+    found in the KV cache. `search` holds the beams if there are several; `tokens` then counts
+    what is generated, its values are those of no beam. Times are seconds of the clock of `Intake.now`; None: has
     not happened.
     """
 
@@ -31,6 +33,7 @@ class ActiveRequest(LlmRequest):
         "pad_id",
         "queue_deadline",
         "sampling",
+        "search",
         "stop_state",
         "stop_words",
     )
@@ -52,16 +55,27 @@ class ActiveRequest(LlmRequest):
         priority: float = 0.5,
         arrival_time: float = 0.0,
         cache_salt: str | int | None = None,
+        beams: BeamParams | None = None,
     ) -> None:
         super().__init__(
             request_id,
             tokens,
             max_new_tokens,
+            beam_width=1 if beams is None else beams.width,
             priority=priority,
             arrival_time=arrival_time,
             cache_salt=cache_salt,
         )
         self.sampling = sampling
+        self.search: BeamSearch | None = None
+        if beams is not None:
+            self.search = BeamSearch(
+                beams,
+                max_new_tokens,
+                end_id=sampling.end_id,
+                stop_words=stop_words,
+                include_stop=include_stop,
+            )
         self.end_id = sampling.end_id
         self.pad_id = pad_id
         self.is_streaming = is_streaming
@@ -92,9 +106,16 @@ class ActiveRequest(LlmRequest):
             return FinishReason.LENGTH, num_tokens
         return None
 
+    def pause(self, max_input_len: int) -> None:
+        super().pause(max_input_len)
+        if self.search is not None:
+            self.search.restart()
+
     @property
     def streamable_end(self) -> int:
         """History position up to which tokens may be sent: a live partial stop word is held."""
+        if self.search is not None:
+            return self.orig_prompt_len + self.search.stable_length()
         if self.stop_words is None:
             return len(self.tokens)
         return len(self.tokens) - self.stop_words.held(self.stop_state)

@@ -14,6 +14,7 @@ from typing import Any
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
+from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.request import SamplingParams
@@ -69,22 +70,10 @@ def _is(neutral: int) -> _Check:
     return lambda name, value: read_int(name, value, *INT32) == neutral
 
 
-def _of_one_beam(name: str, value: Any) -> bool:
-    """Beams alone are changed by it."""
-    read = (
-        read_int(name, value, *INT32)
-        if name == "early_stopping"
-        else read_float(name, value, -math.inf)
-    )
-    return math.isfinite(read)
-
-
 # inputs whose support has not landed: refused unless they say what happens anyway
 _LATER: dict[str, _Check] = {
     "bad_words_list": _never,
     "embedding_bias": _never,
-    "len_penalty": _of_one_beam,
-    "early_stopping": _of_one_beam,
     "repetition_penalty": _equals(1.0),
     "presence_penalty": _equals(0.0),
     "frequency_penalty": _equals(0.0),
@@ -123,9 +112,10 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size)
     max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
     max_new_tokens = _fit(request.request_id, len(prompt), max_new_tokens, limits)
-    if "beam_width" in tensors:
-        read_int("beam_width", tensors["beam_width"], 1, limits.max_beam_width)
     sampling = _read_sampling(request.request_id, tensors, limits)
+    beams = _read_beams(tensors, sampling, limits)
+    if beams is not None:
+        _check_pool(len(prompt), max_new_tokens, beams.width, limits)
     pad_default = max(sampling.end_id, 0)
     return ActiveRequest(
         request.request_id,
@@ -142,6 +132,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         priority=read_float("priority", request.priority, -math.inf),
         arrival_time=now,
         cache_salt=_salt(request.cache_salt),
+        beams=beams,
     )
 
 
@@ -200,6 +191,44 @@ def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> 
         min_length=read_int("min_length", tensors.get("min_length", 0), 0, INT32[1]),
         end_id=read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1),
     )
+
+
+def _read_beams(
+    tensors: dict[str, Any], sampling: SamplingParams, limits: Limits
+) -> BeamParams | None:
+    """None: one beam, whatever else is said of beams."""
+    width = read_int("beam_width", tensors.get("beam_width", 1), 1, limits.max_beam_width)
+    len_penalty = read_float("len_penalty", tensors.get("len_penalty", 1.0), -math.inf)
+    early_stopping = read_int("early_stopping", tensors.get("early_stopping", 0), *INT32)
+    if width == 1:
+        return None
+    for name, neutral in (
+        ("runtime_top_k", (0, 1)),
+        ("runtime_top_p", (0, 1)),
+        ("runtime_min_p", (0,)),
+    ):
+        if name in tensors and read_float(name, tensors[name], -math.inf) not in neutral:
+            raise InvalidRequestError(
+                f"Incorrect sampling config: {name} = {read_float(name, tensors[name], -math.inf):g} "
+                f"with beam_width = {width}: beams are searched, not sampled"
+            )
+    if sampling.temperature == 0:
+        raise InvalidRequestError(
+            f"Incorrect sampling config: temperature = 0 with beam_width = {width}"
+        )
+    return BeamParams(width, len_penalty, early_stopping)
+
+
+def _check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
+    """Beams share the full blocks of the prompt; the rest each has for itself."""
+    size = limits.tokens_per_block
+    shared = prompt_len // size
+    needed = shared + (-(-(prompt_len + max_new_tokens) // size) - shared) * beam_width
+    if needed > limits.num_blocks:
+        raise CapacityError(
+            f"{beam_width} beams of {prompt_len} + {max_new_tokens} tokens need {needed} KV cache "
+            f"blocks of {size} tokens, the cache has {limits.num_blocks}"
+        )
 
 
 def derive_seed(manager_seed: int, request_id: int) -> int:

@@ -15,7 +15,7 @@ from gptmanager.errors import GptManagerError, SchedulerError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import SchedulerOutput
-from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+from gptmanager.step import BeamFork, BlockAppend, Row, Schedule, SequenceStart
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -43,7 +43,7 @@ def check_output(
     if len(ids) != len(chosen):
         twice = next(request for request in chosen if chosen.count(request) > 1)
         raise SchedulerError(f"{scheduler} returned request {twice.request_id} twice")
-    num_tokens = len(generation)
+    num_tokens = 0
     for request in context:
         if request.request_id in in_flight:
             raise SchedulerError(f"{scheduler} returned {request!r}, which is in flight")
@@ -59,6 +59,7 @@ def check_output(
             raise SchedulerError(f"{scheduler} returned {request!r}, which is in flight")
         if request.state is not _IN_PROGRESS:
             raise SchedulerError(f"{scheduler} returned {request!r} as a generation request")
+        num_tokens += request.beam_width
     num_requests = len(context) + len(generation)
     if num_requests > max_batch_size:
         raise SchedulerError(
@@ -105,6 +106,7 @@ class Allocator:
         starts: list[SequenceStart] = []
         appends: list[BlockAppend] = []
         copies: list[BlockCopy] = []
+        forks: list[BeamFork] = []
         context_rows = []
         starting = [request for request in output.context_requests if request.slot < 0]
         with self.kv_cache.holding_cached(starting):
@@ -115,7 +117,9 @@ class Allocator:
             if request.state is not _CONTEXT_INIT:
                 # whoever starts from the next launch on reads what this one writes
                 self.kv_cache.store_context(request)
-        generation_rows = self._launch_generation(output.generation_requests, appends, scheduler)
+        generation_rows = self._launch_generation(
+            output.generation_requests, appends, copies, forks, scheduler
+        )
         if not context_rows and not generation_rows:
             return None
         paused, self._paused = self._paused, []
@@ -126,6 +130,7 @@ class Allocator:
             starts=tuple(starts),
             block_appends=tuple(appends),
             block_copies=tuple(copies),
+            beam_forks=tuple(forks),
             paused=tuple(paused),
             micro_batch_id=micro_batch_id,
         )
@@ -169,30 +174,70 @@ class Allocator:
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         starts.append(
             SequenceStart(
-                request.slot, tuple(request.tokens), request.orig_prompt_len, request.sampling
+                request.slot,
+                tuple(request.tokens),
+                request.orig_prompt_len,
+                request.sampling,
+                request.beam_width,
             )
         )
-        (block_ids,) = self.kv_cache.block_ids(request.request_id)
-        appends.append(BlockAppend(request.slot, 0, tuple(block_ids)))
+        first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context
+        appends.append(BlockAppend(request.slot, 0, tuple(first_beam)))
         return copies
 
     def _launch_generation(
-        self, requests: Iterable[LlmRequest], appends: list[BlockAppend], scheduler: str
+        self,
+        requests: Iterable[LlmRequest],
+        appends: list[BlockAppend],
+        copies: list[BlockCopy],
+        forks: list[BeamFork],
+        scheduler: str,
     ) -> list[Row]:
         add_token = self.kv_cache.add_token
         tokens_per_block = self.kv_cache.tokens_per_block
         rows = []
         for request in requests:
             position = request.num_tokens - 1
+            beam_width = request.beam_width
             try:
+                if beam_width > 1:
+                    copies += self._fork(cast(ActiveRequest, request), position, forks, appends)
                 new_blocks = add_token(request.request_id)
             except GptManagerError as error:
                 raise _no_memory(scheduler, request, error) from error
             if new_blocks:
-                appends.append(BlockAppend(request.slot, position // tokens_per_block, new_blocks))
-            rows.append(Row(request.request_id, request.epoch, request.slot, position, 1, True))
+                first = position // tokens_per_block
+                if beam_width == 1:
+                    appends.append(BlockAppend(request.slot, first, new_blocks))
+                else:
+                    appends += (
+                        BlockAppend(request.slot, first, (block,), beam)
+                        for beam, block in enumerate(new_blocks)
+                    )
+            slot = request.slot
+            rows.append(Row(request.request_id, request.epoch, slot, position, 1, True, beam_width))
             request.launch_token()
         return rows
+
+    def _fork(
+        self,
+        request: ActiveRequest,
+        position: int,
+        forks: list[BeamFork],
+        appends: list[BlockAppend],
+    ) -> tuple[BlockCopy, ...]:
+        """Reorder the beams as the search has decided; what must be copied for it."""
+        search = request.search
+        if search is None:
+            raise TypeError(f"request {request.request_id} has beams but no search")
+        parents = tuple(search.parents)
+        copies = self.kv_cache.fork(request.request_id, parents)
+        tables = self.kv_cache.block_ids(request.request_id)
+        for beam, table in enumerate(tables):
+            if beam != parents[beam]:
+                appends.append(BlockAppend(request.slot, 0, tuple(table), beam))
+        forks.append(BeamFork(request.slot, position, parents, tuple(search.tokens)))
+        return copies
 
 
 def _launch_context(request: LlmRequest) -> Row:
@@ -202,7 +247,15 @@ def _launch_context(request: LlmRequest) -> Row:
     if samples:
         request.launch_token()
     num_tokens = request.context_current_position - position
-    return Row(request.request_id, request.epoch, request.slot, position, num_tokens, samples)
+    return Row(
+        request.request_id,
+        request.epoch,
+        request.slot,
+        position,
+        num_tokens,
+        samples,
+        request.beam_width,
+    )
 
 
 def _no_memory(scheduler: str, request: LlmRequest, error: GptManagerError) -> SchedulerError:

@@ -60,10 +60,6 @@ def check_arguments(
         raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
     if max_beam_width < 1:
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
-    if max_beam_width > 1:
-        raise ConfigError(
-            f"max_beam_width = {max_beam_width} is refused: beam search has not landed yet"
-        )
     if params.device not in (None, "cpu"):
         raise ConfigError(
             f"OptionalParams.device = {params.device!r} is refused: only the CPU has landed yet"

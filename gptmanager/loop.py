@@ -94,6 +94,7 @@ class TokenLoop:
         self.requests: dict[int, ActiveRequest] = {}  # the same, by id
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
+        self._num_searching = 0  # those with beams, whose next step depends on the last result
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
 
     # The loop, in the words and the order of docs/loop.md ----------------------------------
@@ -129,6 +130,8 @@ class TokenLoop:
     def schedule(self, intake: Intake) -> Schedule | None:
         """Take the intake in, decide who runs, give out memory; None: nobody runs."""
         self._take_in(intake)
+        if self._num_searching and self.num_micro_batches == 1:
+            self.finish_pending()
         in_flight = self._in_flight()
         if len(in_flight) == len(self.active):
             return None
@@ -213,14 +216,23 @@ class TokenLoop:
         finished: list[End] = []
         find = self.requests.get
         rows = step.schedule.sampling_rows
+        beams = iter(result.beams)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
+            candidates = next(beams) if row.beam_width > 1 else None
             if request is None or request.epoch != row.epoch:
                 continue
             if request.first_token is None:
                 request.first_token = result.now
             request.last_token = result.now
+            if request.search is not None and candidates is not None:
+                request.confirm_token(tokens[0])
+                if request.search.advance(candidates):
+                    finished.append((request, FinishReason.LENGTH, len(request.tokens)))
+                elif request.is_streaming:
+                    streaming.append(request)
+                continue
             for token in tokens[:count]:
                 request.confirm_token(token)
                 end = request.find_end(token)
@@ -239,7 +251,7 @@ class TokenLoop:
         one_token = []
         for request in streaming:
             end = request.streamable_end
-            if end == len(request.tokens) == request.num_sent + 1:
+            if end == len(request.tokens) == request.num_sent + 1 and request.search is None:
                 one_token.append(request)
             elif end > request.num_sent:
                 send(request.request_id, stream_tokens(request, end), False, "")
@@ -279,7 +291,7 @@ class TokenLoop:
 
         An id was free for a new request only if its final response had been sent when Get ran.
         """
-        taken = self.requests.keys() & {request.request_id for request in intake.requests}
+        taken = set(self.requests.keys() & {request.request_id for request in intake.requests})
         self._arriving.extend(intake.requests)
         for failure in intake.failures:
             if failure.request_id in self.requests:
@@ -294,14 +306,14 @@ class TokenLoop:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
         while self._arriving:
             self._admit(self._arriving[0], intake.now, taken)
-            self._arriving.popleft()
+            taken.add(self._arriving.popleft().request_id)
 
     def _admit(
         self, inference_request: InferenceRequest, now: float, taken: Collection[int]
     ) -> None:
         request_id = inference_request.request_id
         try:
-            if request_id in taken or request_id in self.requests:
+            if request_id in taken:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
                 )
@@ -313,6 +325,7 @@ class TokenLoop:
             self._reject(request_id, InvalidRequestError(response_text(error)))
             return
         self.requests[request_id] = request
+        self._num_searching += request.search is not None
         insert_by_priority(self.active, request)
         if request.is_timed:
             self._timed[request_id] = request
@@ -351,5 +364,6 @@ class TokenLoop:
         self.active.remove(request)
         del self.requests[request.request_id]
         self._timed.pop(request.request_id, None)
+        self._num_searching -= request.search is not None
         self.allocator.release(request)
         request.finish()

@@ -13,6 +13,7 @@ import torch
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import NamedTensor
+from gptmanager.beam_responses import final_beams, stream_beams
 from gptmanager.config import FinishReason
 
 # the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
@@ -63,13 +64,18 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
 
 def stream_tokens(request: ActiveRequest, end: int) -> list[NamedTensor]:
     """The tokens of `request` that have not been sent, up to history position `end`."""
+    if request.search is not None:
+        return stream_beams(request, end)
     start, request.num_sent = request.num_sent, end
     return _delta(request, start, end)
 
 
 def final(request: ActiveRequest, reason: FinishReason, output_end: int) -> list[NamedTensor]:
     """The final response; output is the history up to position `output_end`."""
-    if request.is_streaming:
+    reasons = [NamedTensor("finish_reasons", torch.tensor([[reason]], dtype=torch.int32))]
+    if request.search is not None:
+        *tensors, reasons[0] = final_beams(request, reason)
+    elif request.is_streaming:
         tensors = _delta(request, request.num_sent, max(output_end, request.num_sent))
     else:
         tensors = _whole(request, output_end)
@@ -77,7 +83,7 @@ def final(request: ActiveRequest, reason: FinishReason, output_end: int) -> list
         *tensors[:2],
         *_NO_LOGITS,
         *tensors[2:],
-        NamedTensor("finish_reasons", torch.tensor([[reason]], dtype=torch.int32)),
+        *reasons,
         NamedTensor("request_metrics", _metrics(request)),
     ]
 

@@ -6,13 +6,13 @@ would read must hold what was computed from that row's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
 
-from gptmanager.step import Row, Schedule, StepResult
+from gptmanager.step import BeamCandidates, BeamFork, Row, Schedule, StepResult
 
 NextToken = Callable[[list[int]], int]  # the history, prompt included -> the next token
 
@@ -34,11 +34,17 @@ class _Sequence:
         last = self.expected[-1] if self.expected else _NOTHING
         self.expected.extend(list(accumulate(new, _mix, initial=last))[1:])
 
+    def fork(self, token: int, *, same: bool) -> _Sequence:
+        """A beam that goes on from this one; `same`: it is this one."""
+        block_ids = self.block_ids if same else []
+        return _Sequence([*self.tokens, token], self.num_computed, block_ids, self.expected.copy())
+
 
 @dataclass(slots=True)
 class ScriptedStep:
     schedule: Schedule
     tokens: list[int] = field(default_factory=list)
+    beams: list[BeamCandidates] = field(default_factory=list)
 
 
 class ScriptedExecutor:
@@ -47,14 +53,15 @@ class ScriptedExecutor:
     It refuses a schedule that an executor could not run: a position that does not continue its
     sequence, a token that is not known yet, a position without a block. It keeps what each block
     holds, and refuses a row that would read what belongs to other tokens: blocks that are shared
-    or copied must hold just what the sequence would have computed.
+    or copied must hold just what the sequence would have computed. The candidates of a beam are
+    the scripted token and those above it.
     """
 
     def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
         self.next_token = next_token
         self.tokens_per_block = tokens_per_block
         self.schedules: list[Schedule] = []
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[tuple[int, int], _Sequence] = {}  # by slot and beam
         self._contents: dict[int, list[int]] = {}  # by block
 
     def forward(self, schedule: Schedule) -> ScriptedStep:
@@ -62,35 +69,53 @@ class ScriptedExecutor:
         for source, destination, num_tokens in schedule.block_copies:
             self._content(destination)[:num_tokens] = self._content(source)[:num_tokens]
         for start in schedule.starts:
-            self._sequences[start.slot] = _Sequence(list(start.tokens))
+            self._sequences[start.slot, 0] = _Sequence(list(start.tokens))
+        for fork in schedule.beam_forks:
+            self._fork(fork)
         for append in schedule.block_appends:
-            blocks = self._sequence(append.slot).block_ids
+            blocks = self._sequence(append.slot, append.beam).block_ids
             if len(blocks) != append.first:
                 raise ValueError(f"slot {append.slot} has {len(blocks)} blocks: {append}")
             blocks.extend(append.block_ids)
-        rows = (*schedule.context_rows, *schedule.generation_rows)
-        for row in rows:
-            self._check(row, self._sequence(row.slot))
-        for row in rows:
-            self._write(row, self._sequences[row.slot])
-        for row in rows:  # the rows of one step must not write over each other
-            self._check_content(row, self._sequences[row.slot], row.position + row.num_tokens)
+        running = [(row, self._sequence(row.slot, 0)) for row in schedule.context_rows]
+        for row in schedule.generation_rows:
+            running += ((row, self._sequence(row.slot, beam)) for beam in range(row.beam_width))
+        for row, sequence in running:
+            self._check(row, sequence)
+        for row, sequence in running:
+            self._write(row, sequence)
+        for row, sequence in running:  # the rows of one step must not write over each other
+            self._check_content(row, sequence, row.position + row.num_tokens)
         return ScriptedStep(schedule)
 
     def sample(self, step: ScriptedStep) -> None:
-        for row in step.schedule.sampling_rows:
-            sequence = self._sequences[row.slot]
-            token = self.next_token(sequence.tokens)
-            sequence.tokens.append(token)
-            step.tokens.append(token)
+        contexts = sum(row.samples for row in step.schedule.context_rows)
+        for index, row in enumerate(step.schedule.sampling_rows):
+            num_beams = 1 if index < contexts else row.beam_width
+            sequences = [self._sequences[row.slot, beam] for beam in range(num_beams)]
+            tokens = [self.next_token(sequence.tokens) for sequence in sequences]
+            step.tokens.append(tokens[0])
+            if row.beam_width == 1:
+                sequences[0].tokens.append(tokens[0])
+            else:
+                step.beams.append(candidates(tokens, 2 * row.beam_width))
 
     def result(self, step: ScriptedStep) -> StepResult:
-        return StepResult(np.array(step.tokens, dtype=np.int32).reshape(-1, 1), now=0.0)
+        tokens = np.array(step.tokens, dtype=np.int32).reshape(-1, 1)
+        return StepResult(tokens, now=0.0, beams=tuple(step.beams))
 
-    def _sequence(self, slot: int) -> _Sequence:
-        if slot not in self._sequences:
-            raise ValueError(f"no sequence has started in slot {slot}")
-        return self._sequences[slot]
+    def _sequence(self, slot: int, beam: int) -> _Sequence:
+        if (slot, beam) not in self._sequences:
+            raise ValueError(f"no sequence has started in slot {slot}, beam {beam}")
+        return self._sequences[slot, beam]
+
+    def _fork(self, fork: BeamFork) -> None:
+        parents = [self._sequence(fork.slot, parent) for parent in fork.parents]
+        if any(len(parent.tokens) != fork.position for parent in parents):
+            raise ValueError(f"{fork} does not continue its parents")
+        for beam, (parent, token) in enumerate(zip(parents, fork.tokens, strict=True)):
+            same = beam == fork.parents[beam]
+            self._sequences[fork.slot, beam] = parent.fork(token, same=same)
 
     def _check(self, row: Row, sequence: _Sequence) -> None:
         end = row.position + row.num_tokens
@@ -121,6 +146,16 @@ class ScriptedExecutor:
 
     def _content(self, block: int) -> list[int]:
         return self._contents.setdefault(block, [_NOTHING] * self.tokens_per_block)
+
+
+def candidates(tokens: Sequence[int], count: int) -> BeamCandidates:
+    """For each beam, `count` continuations from its scripted token up, ever less probable."""
+    return BeamCandidates(
+        tuple(tuple(range(token, token + count)) for token in tokens),
+        tuple(
+            tuple(-0.25 * (rank + 1) - token % 7 / 16 for rank in range(count)) for token in tokens
+        ),
+    )
 
 
 def _mix(before: int, token: int) -> int:

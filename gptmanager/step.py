@@ -38,7 +38,8 @@ class Row(NamedTuple):
     """One sequence in one step: `num_tokens` positions from `position` on are computed.
 
     `samples` False: an unfinished context chunk, no token comes of it. `epoch` tells the starts
-    of one request apart, so that a result never reaches a later start of the same id.
+    of one request apart, so that a result never reaches a later start of the same id. In the
+    context phase the beams of a request are one sequence, in generation `beam_width` of them run.
     """
 
     request_id: int
@@ -47,6 +48,7 @@ class Row(NamedTuple):
     position: int
     num_tokens: int
     samples: bool
+    beam_width: int = 1
 
 
 class SequenceStart(NamedTuple):
@@ -60,14 +62,39 @@ class SequenceStart(NamedTuple):
     tokens: tuple[int, ...]
     orig_prompt_len: int
     sampling: SamplingParams
+    beam_width: int = 1
 
 
 class BlockAppend(NamedTuple):
-    """Blocks that the sequence in `slot` holds from entry `first` of its block table on."""
+    """Blocks that a beam of the sequence in `slot` holds from entry `first` of its table on."""
 
     slot: int
     first: int
     block_ids: tuple[int, ...]
+    beam: int = 0
+
+
+class BeamFork(NamedTuple):
+    """Beam i of the sequence in `slot` goes on from beam `parents[i]`, with token `tokens[i]`.
+
+    `position`: where that token stands.
+    """
+
+    slot: int
+    position: int
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+class BeamCandidates(NamedTuple):
+    """The best continuations of each beam of a request: a list a beam, in descending order.
+
+    Twice as many as there are beams, or the whole vocabulary if that is less. After the context
+    there is one list only, that of the prompt. `log_probs` are of single precision.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    log_probs: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,7 @@ class Schedule:
     starts: tuple[SequenceStart, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
+    beam_forks: tuple[BeamFork, ...] = ()
     paused: tuple[int, ...] = ()
     micro_batch_id: int = 0
 
@@ -106,12 +134,14 @@ class StepResult:
     """What a step yielded, a row for each of `Schedule.sampling_rows`.
 
     `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]` says how many of the n count, None:
-    all. `now`: when the result was there, in seconds of the clock of `Intake.now`.
+    all. `now`: when the result was there, in seconds of the clock of `Intake.now`. `beams`: one
+    for each row of several beams, whose token does not count.
     """
 
     tokens: np.ndarray
     now: float
     num_tokens: np.ndarray | None = None
+    beams: tuple[BeamCandidates, ...] = ()
 
 
 class Step(Protocol):

@@ -282,6 +282,6 @@ class ContractChecker:
         offset, expected = int(tensors["output_offset"]), self._offsets[request.request_id]
         if offset != expected:
             complain(f"{name}: output_offset {offset}, expected {expected}")
-        self._offsets[request.request_id] = offset + int(lengths)
-        if not is_final and not int(lengths):
+        self._offsets[request.request_id] = offset + int(lengths.max())
+        if not is_final and not int(lengths.max()):
             complain(f"{name}: a response without tokens that is not final")

@@ -9,6 +9,7 @@ from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
 from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.config import ContextChunkingPolicy
+from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
 from gptmanager.scheduler import (
@@ -20,11 +21,13 @@ from gptmanager.scheduler import (
     SchedulerOutput,
     SimpleScheduler,
 )
+from gptmanager.scripted import candidates
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedExecutor
 
 VOCAB_SIZE = 100
+MAX_BEAM_WIDTH = 4
 _FCFS = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
 
 
@@ -42,6 +45,19 @@ def expected_output(prompt: Iterable[int], max_new_tokens: int) -> list[int]:
     for _ in range(max_new_tokens):
         history.append(next_token(history))
     return history[start:]
+
+
+def expected_beams(
+    prompt: list[int], max_new_tokens: int, params: BeamParams, **ends: Any
+) -> list[list[int]]:
+    """The beams that a request finds alone, best first."""
+    search = BeamSearch(params, max_new_tokens, **ends)
+    texts: list[list[int]] = [[]]
+    while not search.advance(
+        candidates([next_token(prompt + text) for text in texts], 2 * params.width)
+    ):
+        texts = [[node.token for node in live.path()] for live in search.live]
+    return [[n.token for n in found.node.path()][: found.end] for found in search.hypotheses()]
 
 
 def no_evict(max_num_requests: int, kv_cache: KvCacheManager, **options: bool) -> CapacityScheduler:
@@ -137,6 +153,7 @@ class LoopDriver:
             context_chunking_policy=_FCFS if chunked else None,
             chunk_unit=tokens_per_block if chunked else None,
             reuse_credit_rule="shift",
+            mixed_beam_widths=True,
         )
         capacity = ReuseCredit(
             policy(max_num_requests, self.kv_cache, two_step_lookahead=overlap), self.kv_cache
@@ -153,6 +170,7 @@ class LoopDriver:
                 max_input_len=max_seq_len - 1,
                 num_blocks=num_blocks,
                 tokens_per_block=tokens_per_block,
+                max_beam_width=MAX_BEAM_WIDTH,
             ),
             max_active=max_active,
             max_batch_size=max_batch_size,

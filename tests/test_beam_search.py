@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptmanager import FinishReason
-from gptmanager.decoding.beam_search import BeamCandidates, BeamParams, BeamSearch
+from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
+from gptmanager.step import BeamCandidates
 
 
 def candidates_of(log_probs, width):

@@ -77,6 +77,7 @@ recorder.recording      a recording as frozen values, and its file
 recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
 recorder
+beam_responses          the tensors of several beams
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
 watchdog                a callback that overstays its budget

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from loop_driver import ForcedPauses, LoopDriver, expected_output, next_token
+from loop_driver import (
+    ForcedPauses,
+    LoopDriver,
+    expected_beams,
+    expected_output,
+    next_token,
+    no_evict,
+)
 
 from gptmanager.api import InferenceRequest
 from gptmanager.config import FinishReason
+from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
 from gptmanager.request import LlmRequestState
 from gptmanager.responses import REQUEST_METRICS
-from gptmanager.scheduler import RequestScheduler, SchedulerOutput
+from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
 from gptmanager.step import StepResult
 
 each_mode = pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"overlap": True}], ids=str)
@@ -151,6 +159,66 @@ def test_forced_pauses_are_invisible_and_no_token_is_sent_twice(mode):
     assert sum(len(s.paused) for s in driver.executor.schedules) > 2
     metrics = driver.final(1).tensors["request_metrics"]
     assert metrics[REQUEST_METRICS.index("pauses")] > 2
+
+
+def beams_of(response):
+    ids, lengths = response.tensors["output_ids"], response.tensors["sequence_length"]
+    return [ids[0, i, :length].tolist() for i, length in enumerate(lengths[0].tolist())]
+
+
+@each_mode
+@pytest.mark.parametrize("policy", [no_evict, MaxUtilizationScheduler])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_beams_of_several_widths_run_beside_each_other(mode, policy, chunked):
+    driver = LoopDriver(num_blocks=40, policy=policy, chunked=chunked, max_num_tokens=24, **mode)
+    requests = {}
+    for i in range(8):
+        prompt, width = [i + 1, 7, 3 * i, 5, 2][: 1 + i % 5], 1 + i % 4
+        requests[i] = prompt, 3 + i, width
+        driver.submit(request(i, prompt, 3 + i, beam_width=width, len_penalty=i / 4))
+    driver.run()
+    for i, (prompt, max_new_tokens, width) in requests.items():
+        found = beams_of(driver.final(i))
+        if width == 1:
+            assert found == [prompt + expected_output(prompt, max_new_tokens)]
+        else:
+            expected = expected_beams(prompt, max_new_tokens, BeamParams(width, i / 4))
+            assert found == [prompt + text for text in expected]
+
+
+@each_mode
+def test_streamed_beams_are_never_taken_back(mode):
+    """What was sent begins every beam of the final response."""
+    driver = LoopDriver(num_blocks=60, scheduler=ForcedPauses, **mode)
+    driver.submit(request(1, [1, 2], 16, beam_width=3, is_streaming=True))
+    for iteration in range(30):
+        if iteration == 9:
+            driver.scheduler.victims.add(1)
+        driver.loop.iterate()
+    driver.run()
+    *partial, final = driver.host.callbacks.of(1)
+    sent = []
+    for response in partial:
+        assert len({tuple(beam) for beam in beams_of(response)}) == 1
+        assert response.tensors["output_offset"].tolist() == [len(sent)]
+        sent += beams_of(response)[0]
+    assert sent and final.tensors["output_offset"].tolist() == [len(sent)]
+    found = [sent + beam for beam in beams_of(final)]
+    assert found == expected_beams([1, 2], 16, BeamParams(3))
+    assert final.tensors["request_metrics"][REQUEST_METRICS.index("pauses")] == 1
+
+
+def test_a_stopped_search_gives_the_beams_so_far():
+    driver = LoopDriver(num_blocks=60)
+    driver.submit(request(1, [1, 2], 16, beam_width=2), request(2, [3], 4, beam_width=2))
+    driver.loop.iterate()
+    driver.loop.iterate()
+    driver.host.callbacks.stop(1)
+    driver.run()
+    final = driver.final(1)
+    assert final.tensors["finish_reasons"].tolist() == [[FinishReason.CANCELLED] * 2]
+    assert [len(beam) for beam in beams_of(final)] == [5, 5]
+    assert beams_of(driver.final(2))[0][:1] == [3]
 
 
 def test_a_duplicate_of_a_live_id_is_rejected_and_the_id_is_free_after_the_final():

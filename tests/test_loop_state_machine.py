@@ -20,7 +20,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from loop_driver import ForcedPauses, LoopDriver, expected_output, next_token, no_evict
+from loop_driver import (
+    ForcedPauses,
+    LoopDriver,
+    expected_beams,
+    expected_output,
+    next_token,
+    no_evict,
+)
 
 from gptmanager import (
     FinishReason,
@@ -30,6 +37,8 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
+from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.stop_words import StopWords
 from gptmanager.scheduler import MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
@@ -86,8 +95,19 @@ class LoopMachine(RuleBasedStateMachine):
         end_after=st.none() | st.integers(0, 9),
         stop_at=st.none() | st.integers(0, 7),
         priority=st.sampled_from([0.1, 0.5, 0.9]),
+        beam_width=st.sampled_from([1, 1, 1, 2, 3]),
     )
-    def submit(self, request_id, prompt, max_new_tokens, streaming, end_after, stop_at, priority):
+    def submit(
+        self,
+        request_id,
+        prompt,
+        max_new_tokens,
+        streaming,
+        end_after,
+        stop_at,
+        priority,
+        beam_width,
+    ):
         tokens = expected_output(prompt, 10)
         options = {}
         if end_after is not None:
@@ -95,11 +115,20 @@ class LoopMachine(RuleBasedStateMachine):
         if stop_at is not None:
             options["stop_words_list"] = [tokens[stop_at : stop_at + 3]]
         request = InferenceRequest.from_tokens(
-            request_id, prompt, max_new_tokens, is_streaming=streaming, priority=priority, **options
+            *(request_id, prompt, max_new_tokens),
+            is_streaming=streaming,
+            priority=priority,
+            beam_width=beam_width,
+            **options,
         )
         self.driver.submit(request)
         self.submitted.setdefault(request_id, []).append(
-            (prompt, alone(prompt, max_new_tokens, **options), streaming)
+            (
+                prompt,
+                alone(prompt, max_new_tokens, **options),
+                streaming,
+                beams_alone(prompt, max_new_tokens, beam_width, **options),
+            )
         )
 
     @precondition(lambda self: not self.dead)
@@ -166,12 +195,21 @@ class LoopMachine(RuleBasedStateMachine):
     def check_outputs(self, request_id, submissions):
         """Every life of an id gave a prefix of what its request gives alone, or all of it."""
         lives = split_lives(driver_responses(self.driver, request_id))
-        candidates = [(prompt, tokens) for prompt, tokens, _ in submissions]
+        candidates = [(prompt, tokens) for prompt, tokens, *_ in submissions]
+        searches = [(prompt, beams) for prompt, _, _, beams in submissions]
         for life in lives:
             final = life[-1]
             if final.error:
                 continue
             streaming = "output_offset" in final.tensors
+            cancelled = FinishReason.CANCELLED in final.tensors["finish_reasons"].tolist()[0]
+            if final.tensors["sequence_length"].shape[1] > 1:
+                found = beams_of(life)
+                assert cancelled or any(
+                    found == [([] if streaming else prompt) + beam for beam in beams]
+                    for prompt, beams in searches
+                ), (found, searches)
+                continue
             output = [
                 token
                 for response in life
@@ -179,7 +217,6 @@ class LoopMachine(RuleBasedStateMachine):
                     0, 0, : int(response.tensors["sequence_length"])
                 ].tolist()
             ]
-            cancelled = int(final.tensors["finish_reasons"]) == FinishReason.CANCELLED
             assert any(
                 matches(output, [] if streaming else prompt, tokens, cancelled)
                 for prompt, tokens in candidates
@@ -196,6 +233,34 @@ def alone(prompt, max_new_tokens, end_id=None, stop_words_list=()):
             if word and tokens[:count][-len(word) :] == word:
                 return tokens[: count - len(word)], tokens
     return tokens, tokens
+
+
+def beams_alone(prompt, max_new_tokens, beam_width, end_id=-1, stop_words_list=()):
+    """What a request finds by definition; [] with one beam, for which `alone` stands."""
+    words = [word for word in stop_words_list if word]
+    return (
+        []
+        if beam_width == 1
+        else expected_beams(
+            prompt,
+            min(max_new_tokens, MAX_SEQ_LEN - len(prompt)),
+            BeamParams(beam_width),
+            end_id=end_id,
+            stop_words=StopWords(words) if words else None,
+        )
+    )
+
+
+def beams_of(life):
+    """The text of each beam: what was sent while it was stable, and the end."""
+    texts = [[] for _ in life[-1].tensors["sequence_length"][0]]
+    for response in life:
+        lengths = response.tensors["sequence_length"][0].tolist()
+        for text, row, length in zip(
+            texts, response.tensors["output_ids"][0], lengths, strict=True
+        ):
+            text += row[:length].tolist()
+    return texts
 
 
 def matches(output, prompt, tokens, cancelled):

@@ -19,6 +19,7 @@ import numpy as np
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.stop_words import StopWords
+from gptmanager.step import BeamCandidates
 
 _DEAD = float("-inf")
 
@@ -34,16 +35,6 @@ class BeamParams:
     width: int
     len_penalty: float = 1.0
     early_stopping: int = 0
-
-
-class BeamCandidates(NamedTuple):
-    """The best continuations of each live beam: a list a beam, in descending order, 2 W long.
-
-    After the context there is one beam only, the prompt.
-    """
-
-    tokens: tuple[tuple[int, ...], ...]
-    log_probs: tuple[tuple[float, ...], ...]
 
 
 class BeamNode:
@@ -112,6 +103,7 @@ class BeamSearch:
         self.parents: list[int] = []
         self.ended: list[Hypothesis] = []  # the best so far, best first
         self.length = 0
+        self.is_over = False
 
     @property
     def tokens(self) -> list[int]:
@@ -119,38 +111,8 @@ class BeamSearch:
 
     def advance(self, candidates: BeamCandidates) -> bool:
         """One more token for every beam; True: the search is over."""
-        width = self.params.width
-        ranked = self._ranked(candidates)
-        is_last = self.length + 1 >= self.max_new_tokens
-        nodes: list[BeamNode] = []
-        sums: list[float] = []
-        parents: list[int] = []
-        just_ended: list[Hypothesis] = []
-        for rank, continuation in enumerate(ranked):
-            if len(nodes) == width and rank >= width:
-                break
-            node, end = self._extend(continuation)
-            reason, output_end = end or (FinishReason.LENGTH, node.length)
-            if end is not None or is_last:
-                if rank < width and continuation.cum_log_prob > _DEAD:
-                    just_ended.append(
-                        self._hypothesis(node, continuation.cum_log_prob, reason, output_end)
-                    )
-            elif len(nodes) < width:
-                nodes.append(node)
-                sums.append(continuation.cum_log_prob)
-                parents.append(continuation.beam)
-        self.ended = sorted([*self.ended, *just_ended], key=lambda h: -h.score)[:width]
-        self.length += 1
-        if is_last or not nodes:
-            self.live, self.cum_log_probs, self.parents = [], [], []
-            return True
-        while len(nodes) < width:  # a vocabulary too small for so many beams
-            nodes.append(nodes[0])
-            sums.append(_DEAD)
-            parents.append(parents[0])
-        self.live, self.cum_log_probs, self.parents = nodes, sums, parents
-        return self._is_over()
+        self.is_over = self._advance(candidates)
+        return self.is_over
 
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
         """W results, best first. `reason`: live beams are cut off by it and take part.
@@ -188,6 +150,40 @@ class BeamSearch:
         return [step.token for step in node.path()]
 
     # Inside ---------------------------------------------------------------------------------
+
+    def _advance(self, candidates: BeamCandidates) -> bool:
+        width = self.params.width
+        ranked = self._ranked(candidates)
+        is_last = self.length + 1 >= self.max_new_tokens
+        nodes: list[BeamNode] = []
+        sums: list[float] = []
+        parents: list[int] = []
+        just_ended: list[Hypothesis] = []
+        for rank, continuation in enumerate(ranked):
+            if len(nodes) == width and rank >= width:
+                break
+            node, end = self._extend(continuation)
+            reason, output_end = end or (FinishReason.LENGTH, node.length)
+            if end is not None or is_last:
+                if rank < width and continuation.cum_log_prob > _DEAD:
+                    just_ended.append(
+                        self._hypothesis(node, continuation.cum_log_prob, reason, output_end)
+                    )
+            elif len(nodes) < width:
+                nodes.append(node)
+                sums.append(continuation.cum_log_prob)
+                parents.append(continuation.beam)
+        self.ended = sorted([*self.ended, *just_ended], key=lambda h: -h.score)[:width]
+        self.length += 1
+        if is_last or not nodes:
+            self.live, self.cum_log_probs, self.parents = [], [], []
+            return True
+        while len(nodes) < width:  # a vocabulary too small for so many beams
+            nodes.append(nodes[0])
+            sums.append(_DEAD)
+            parents.append(parents[0])
+        self.live, self.cum_log_probs, self.parents = nodes, sums, parents
+        return self._is_over()
 
     def _ranked(self, candidates: BeamCandidates) -> list[_Continuation]:
         """All continuations, best first; the lower beam and token first on a tie."""
