@@ -98,6 +98,7 @@ class Blueprint:
     vocab_size: int
     custom_scheduler: str = ""
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
+    max_beam_width: int = 1
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Blueprint:
@@ -146,6 +147,7 @@ def assemble(
     params: OptionalParams,
     scheduler_config: SchedulerConfig,
     model_type: ModelType,
+    max_beam_width: int,
     host: CallbackHost,
     recorder: Recorder,
 ) -> TokenLoop:
@@ -155,9 +157,14 @@ def assemble(
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
         host.scheme_keys = LockStepKeys()
-    sizes = size(params, scheduler_config, model.spec, model_type)
+    sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width)
     blueprint = Blueprint(
-        params, scheduler_config, sizes, model.spec.vocab_size, model_type=model_type
+        params,
+        scheduler_config,
+        sizes,
+        model.spec.vocab_size,
+        model_type=model_type,
+        max_beam_width=max_beam_width,
     )
     executor = TorchExecutor(
         model,
@@ -170,6 +177,7 @@ def assemble(
         ),
         num_slots=blueprint.num_slots,
         max_seq_len=sizes.max_seq_len,
+        max_beam_width=max_beam_width,
         fused=model_type is not ModelType.INFLIGHT_BATCHING,
     )
     host.memory = Memory(cpu=model.nbytes + executor.nbytes)
@@ -219,7 +227,7 @@ def build_loop(
         executor,
         _scheduler(blueprint, allocator.kv_cache),
         allocator,
-        _limits(params, blueprint.scheduler, sizes, blueprint.vocab_size),
+        _limits(blueprint),
         max_active=blueprint.max_num_requests if max_active == "auto" else max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
@@ -248,18 +256,18 @@ def _model(source: Any, params: OptionalParams) -> Model:
     )
 
 
-def _limits(
-    params: OptionalParams, scheduler_config: SchedulerConfig, sizes: Sizes, vocab_size: int
-) -> Limits:
-    policy = scheduler_config.capacity_scheduler_policy
+def _limits(blueprint: Blueprint) -> Limits:
+    params, sizes = blueprint.params, blueprint.sizes
+    policy = blueprint.scheduler.capacity_scheduler_policy
     evicts = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
     return Limits(
-        vocab_size=vocab_size,
+        vocab_size=blueprint.vocab_size,
         max_seq_len=sizes.max_seq_len,
         max_input_len=sizes.max_input_len,
         pool_limited=sizes.pool_limited,
         num_blocks=sizes.num_blocks,
         tokens_per_block=sizes.tokens_per_block,
+        max_beam_width=blueprint.max_beam_width,
         max_run_len=sizes.max_context_length if evicts and not sizes.chunked else None,
         exclude_input_in_output=params.exclude_input_in_output,
         seed=params.seed,

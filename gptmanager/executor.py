@@ -1,14 +1,14 @@
 """`TorchExecutor`: one step of a model over the paged KV cache.
 
-Keeps what the device must know of each started sequence in preallocated arrays, a line a slot;
-a step writes what changed and packs its rows. Decides nothing about who runs.
+Keeps what the device must know of each started sequence in preallocated arrays, a line for each
+beam that a slot may have; a step writes what changed and packs its rows. Decides nothing about who
+runs.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
-from gptmanager.step import Row, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Row, Schedule, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -26,16 +26,18 @@ class TorchStep:
     """A step under way."""
 
     schedule: Schedule
-    slots: np.ndarray  # [S], of the sampling rows
+    lines: np.ndarray  # [S], of the sequences that yield a token
     positions: np.ndarray  # [S], absolute positions of the tokens to choose
     logits: Tensor  # float32 [S, vocab]
-    tokens: np.ndarray | None = None  # int32 [S]
+    tokens: np.ndarray | None = None  # int32, a token for each of the schedule's sampling rows
+    beams: tuple[BeamCandidates, ...] = ()
 
 
 class TorchExecutor:
     """Runs schedules on a torch model; on the CPU every call has finished when it returns.
 
-    `fused`: context and generation rows run in one pass of the model, otherwise in two.
+    `fused`: context and generation rows run in one pass of the model, otherwise in two. Line
+    `slot * max_beam_width + beam` of the arrays belongs to a beam.
     """
 
     def __init__(
@@ -45,15 +47,18 @@ class TorchExecutor:
         *,
         num_slots: int,
         max_seq_len: int,
+        max_beam_width: int = 1,
         fused: bool = True,
     ) -> None:
         self.model = model
         self.fused = fused
         self.kv_pool = kv_pool
-        self.sampler = Sampler(num_slots, model.spec.vocab_size)
+        self.max_beam_width = max_beam_width
+        num_lines = num_slots * max_beam_width
+        self.sampler = Sampler(num_lines, model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
-        self._token_table = np.zeros((num_slots, max_seq_len), dtype=np.int32)
-        self._block_tables = np.zeros((num_slots, blocks_per_sequence), dtype=np.int32)
+        self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
+        self._block_tables = np.zeros((num_lines, blocks_per_sequence), dtype=np.int32)
         self._token_table_tensor = torch.from_numpy(self._token_table)
         self._block_tables_tensor = torch.from_numpy(self._block_tables)
         self._stalled_ns = 0
@@ -65,26 +70,25 @@ class TorchExecutor:
             self.kv_pool.copy(schedule.block_copies)
         with torch.inference_mode():
             logits = self._logits(schedule)
-        rows = schedule.sampling_rows
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
-        positions = np.array([row.position + row.num_tokens for row in rows], dtype=np.int64)
+        finished = tuple(row for row in schedule.context_rows if row.samples)
+        lines, starts, counts = self._sequences(finished, schedule.generation_rows)
         self._stalled_ns += stall.nanoseconds()
-        return TorchStep(schedule, slots, positions, logits)
+        return TorchStep(schedule, lines, starts + counts, logits)
 
     def sample(self, step: TorchStep) -> None:
         """Choose a token for each sampling row and make it its sequence's next input."""
         stall = _Stall()
         with torch.inference_mode():
-            step.tokens = self.sampler.sample(step.logits, step.slots, step.positions)
-        # the last position of a sequence needs no input after it
-        fits = step.positions < self._token_table.shape[1]
-        self._token_table[step.slots[fits], step.positions[fits]] = step.tokens[fits]
+            if self.max_beam_width > 1:
+                self._search(step)
+            else:
+                step.tokens = self._choose(step.logits, step.lines, step.positions)
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
-        return StepResult(step.tokens[:, None], time.monotonic())
+        return StepResult(step.tokens[:, None], time.monotonic(), beams=step.beams)
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -102,12 +106,22 @@ class TorchExecutor:
 
     def _load(self, schedule: Schedule) -> None:
         """Bring the slots up to date with what the schedule gave out."""
+        width = self.max_beam_width
         for start in schedule.starts:
-            self._token_table[start.slot, : len(start.tokens)] = start.tokens
-            self.sampler.load(start.slot, start.sampling, start.orig_prompt_len)
+            line = start.slot * width
+            self._token_table[line, : len(start.tokens)] = start.tokens
+            for beam in range(start.beam_width):
+                self.sampler.load(line + beam, start.sampling, start.orig_prompt_len)
+        for fork in schedule.beam_forks:
+            first, beams = fork.slot * width, len(fork.parents)
+            parents = first + np.array(fork.parents)
+            lines = slice(first, first + beams)
+            self._token_table[lines, : fork.position] = self._token_table[parents, : fork.position]
+            self._token_table[lines, fork.position] = fork.tokens
         for append in schedule.block_appends:
             end = append.first + len(append.block_ids)
-            self._block_tables[append.slot, append.first : end] = append.block_ids
+            line = append.slot * width + append.beam
+            self._block_tables[line, append.first : end] = append.block_ids
 
     def _logits(self, schedule: Schedule) -> Tensor:
         context, generation = schedule.context_rows, schedule.generation_rows
@@ -116,27 +130,80 @@ class TorchExecutor:
         passes = (self._pack(context, ()), self._pack((), generation))
         return torch.cat([self.model.forward(batch, self.kv_pool) for batch in passes])
 
-    def _pack(self, context: tuple[Row, ...], generation: tuple[Row, ...]) -> Batch:
+    def _sequences(
+        self, context: tuple[Row, ...], generation: tuple[Row, ...]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Line, first position and number of tokens of each sequence, int64 `[R]` each.
+
+        A context runs as one sequence, whatever comes of it; in generation each beam is one.
+        """
         rows = (*context, *generation)
-        slots = np.array([row.slot for row in rows], dtype=np.int32)
+        lines = np.array([row.slot for row in rows], dtype=np.int64) * self.max_beam_width
         starts = np.array([row.position for row in rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        if self.max_beam_width == 1:
+            return lines, starts, counts
+        widths = np.array(
+            [1] * len(context) + [row.beam_width for row in generation], dtype=np.int64
+        )
+        firsts = np.cumsum(widths) - widths
+        beams = np.arange(widths.sum()) - np.repeat(firsts, widths)
+        return np.repeat(lines, widths) + beams, starts.repeat(widths), counts.repeat(widths)
+
+    def _choose(self, logits: Tensor, lines: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """A token of one beam for each row; it becomes its sequence's next input."""
+        tokens = self.sampler.sample(logits, lines, positions)
+        # the last position of a sequence needs no input after it
+        fits = positions < self._token_table.shape[1]
+        self._token_table[lines[fits], positions[fits]] = tokens[fits]
+        return tokens
+
+    def _search(self, step: TorchStep) -> None:
+        """As `_choose` where there is one beam; candidates for the others."""
+        rows = step.schedule.sampling_rows
+        contexts = sum(row.samples for row in step.schedule.context_rows)
+        widths = np.array([row.beam_width for row in rows], dtype=np.int64)
+        sequences = np.where(np.arange(len(rows)) < contexts, 1, widths)
+        ends = np.cumsum(sequences)
+        single = np.flatnonzero(np.repeat(widths == 1, sequences))
+        step.tokens = np.zeros(len(rows), dtype=np.int32)
+        if single.size:
+            step.tokens[widths == 1] = self._choose(
+                step.logits[torch.from_numpy(single)], step.lines[single], step.positions[single]
+            )
+        found = []
+        for index in np.flatnonzero(widths > 1):
+            mine = slice(ends[index] - sequences[index], ends[index])
+            log_probs = self.sampler.log_probs(
+                step.logits[mine], step.lines[mine], step.positions[mine]
+            )
+            tokens, values = _best(log_probs, 2 * int(widths[index]))
+            found.append(
+                BeamCandidates(
+                    tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist()))
+                )
+            )
+        step.beams = tuple(found)
+
+    def _pack(self, context: tuple[Row, ...], generation: tuple[Row, ...]) -> Batch:
+        lines, starts, counts = self._sequences(context, generation)
         ends = np.cumsum(counts)
-        row_starts = np.zeros(len(rows) + 1, dtype=np.int32)
+        row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
         row_starts[1:] = ends
         num_tokens = int(ends[-1])
-        if num_tokens == len(rows):  # one token a row
-            positions, token_slots = starts, slots
+        if num_tokens == len(lines):  # one token a sequence
+            positions, token_lines = starts, lines
         else:
             positions = np.repeat(starts - (ends - counts), counts) + np.arange(num_tokens)
-            token_slots = np.repeat(slots, counts)
-        sample_rows = _sample_rows(context, generation)
+            token_lines = np.repeat(lines, counts)
+        finished = [index for index, row in enumerate(context) if row.samples]
+        sample_rows = np.array([*finished, *range(len(context), len(lines))], dtype=np.int64)
         return Batch(
-            token_ids=torch.from_numpy(self._token_table[token_slots, positions].astype(np.int64)),
+            token_ids=torch.from_numpy(self._token_table[token_lines, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
             row_starts=torch.from_numpy(row_starts),
             kv_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
-            slots=torch.from_numpy(slots),
+            slots=torch.from_numpy(lines.astype(np.int32)),
             block_tables=self._block_tables_tensor,
             token_table=self._token_table_tensor,
             sample_index=torch.from_numpy(ends[sample_rows] - 1),
@@ -145,11 +212,11 @@ class TorchExecutor:
         )
 
 
-def _sample_rows(context: tuple[Row, ...], generation: tuple[Row, ...]) -> np.ndarray:
-    """Which rows of the batch yield a token: finished contexts, and generation."""
-    finished = (index for index, row in enumerate(context) if row.samples)
-    following = range(len(context), len(context) + len(generation))
-    return np.fromiter(chain(finished, following), dtype=np.int64)
+def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log probabilities of the `count` best of each row, the lowest id on a tie."""
+    values, ids = log_probs.topk(min(count, log_probs.shape[1]), dim=1)
+    order = np.lexsort((ids.numpy(), -values.numpy()))
+    return np.take_along_axis(ids.numpy(), order, 1), np.take_along_axis(values.numpy(), order, 1)
 
 
 class _Stall:

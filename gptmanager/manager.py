@@ -106,7 +106,9 @@ class GptManager:
         )
 
         build = functools.partial(
-            assemble, model_path, params, config, model_type, self._host, self._recorder
+            assemble,
+            *(model_path, params, config, model_type, max_beam_width),
+            *(self._host, self._recorder),
         )
         booted: Future[None] = Future()
         self._thread = threading.Thread(

@@ -38,6 +38,7 @@ def size(
     scheduler: SchedulerConfig,
     spec: Dimensions,
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
+    max_beam_width: int = 1,
 ) -> Sizes:
     """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room.
 
@@ -53,7 +54,7 @@ def size(
         max_seq_len = params.max_seq_len
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
-    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous)
+    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous, max_beam_width)
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     pool_limited = -(-max_seq_len // tokens_per_block) > num_blocks
     if pool_limited:
@@ -110,14 +111,18 @@ def _free_in_system() -> int:
 
 
 def _num_blocks(
-    params: OptionalParams, spec: Dimensions, max_seq_len: int, contiguous: bool
+    params: OptionalParams,
+    spec: Dimensions,
+    max_seq_len: int,
+    contiguous: bool,
+    max_beam_width: int,
 ) -> int:
     config = params.kv_cache_config
     free = free_memory_bytes()
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
     fraction = config.free_gpu_memory_fraction
     if config.max_tokens is None:
-        max_tokens = params.max_batch_size * max_seq_len
+        max_tokens = params.max_batch_size * max_beam_width * max_seq_len
         fraction = fraction or _CPU_FRACTION
     else:
         max_tokens = config.max_tokens

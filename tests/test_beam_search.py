@@ -5,14 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS, random_model
+from checkpoints import CONFIGS, checkpoint, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptmanager import FinishReason
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    FinishReason,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
+from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 
 def candidates_of(log_probs, width):
@@ -187,3 +197,102 @@ def test_what_was_stable_stays(width, vocab_size, max_new_tokens, early_stopping
     scores = [hypothesis.score for hypothesis in beam_search.hypotheses()]
     assert scores == sorted(scores, reverse=True)
     assert beam_search.length <= max_new_tokens
+
+
+# Whole managers ----------------------------------------------------------------------------
+
+
+def serve(source, requests, **options):
+    host = RecordingCallbacks(requests)
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    model_type = options.pop("model_type", ModelType.INFLIGHT_FUSED_BATCHING)
+    policy = options.pop("policy", CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
+    max_tokens = options.pop("max_tokens", 4096)
+    with GptManager(
+        source,
+        model_type,
+        4,
+        SchedulerConfig(policy),
+        checker.get_inference_requests,
+        checker.send_response,
+        optional_params=OptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=max_tokens, tokens_per_block=8),
+            **{"max_batch_size": 4, **options},
+        ),
+    ) as manager:
+        assert manager.wait_idle(60)
+    checker.check(manager)
+    return host
+
+
+def beams_of(response):
+    ids, lengths = response.tensors["output_ids"], response.tensors["sequence_length"]
+    return [ids[0, i, :length].tolist() for i, length in enumerate(lengths[0].tolist())]
+
+
+def mixed_requests():
+    """Of several widths and of one beam; (prompt, new tokens, width) by id."""
+    chance = np.random.default_rng(4)
+    return {
+        i: (
+            chance.integers(0, 96, int(chance.integers(1, 30))).tolist(),
+            int(chance.integers(2, 20)),
+            1 + i % 4,
+        )
+        for i in range(12)
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"run_ahead": 1},
+        {"enable_trt_overlap": True, "max_batch_size": 2},
+        {"enable_chunked_context": True, "max_num_tokens": 16},
+        {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 256},
+        {"model_type": ModelType.V1},
+        {"model_type": ModelType.INFLIGHT_BATCHING},
+    ],
+    ids=str,
+)
+def test_managed_beams_of_mixed_widths_are_those_of_transformers(llama, options):
+    requests = mixed_requests()
+    host = serve(
+        checkpoint(llama),
+        [
+            InferenceRequest.from_tokens(i, p, n, beam_width=w, is_streaming=i % 3 == 0)
+            for i, (p, n, w) in requests.items()
+        ],
+        **options,
+    )
+    for i, (prompt, max_new_tokens, width) in requests.items():
+        peer = llama.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        *partial, final = host.of(i)
+        assert final.is_final and not final.error
+        sent = [token for response in partial for token in beams_of(response)[0]]
+        found = [(sent if i % 3 == 0 else []) + beam for beam in beams_of(final)]
+        first = len(prompt) if i % 3 == 0 else 0
+        assert found == [row[first:] for row in peer.tolist()]
+
+
+def test_a_search_that_cannot_be_is_refused_by_name(llama):
+    def refusal(**by_name):
+        request = InferenceRequest.from_tokens(1, [1, 2, 3], 100, **by_name)
+        (response,) = serve(checkpoint(llama), [request], max_tokens=160).responses
+        return response.error
+
+    assert "beam_width = 5" in refusal(beam_width=5) and "4" in refusal(beam_width=5)
+    assert "runtime_top_k = 7 with beam_width = 2" in refusal(beam_width=2, runtime_top_k=7)
+    assert "temperature = 0 with beam_width = 2" in refusal(beam_width=2, temperature=0.0)
+    text = "2 beams of 3 + 100 tokens need 26 KV cache blocks of 8 tokens, the cache has 20"
+    assert text in refusal(beam_width=2)

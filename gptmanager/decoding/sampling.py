@@ -119,6 +119,24 @@ class Sampler:
         `logits` float32 `[S, vocab_size]`, may be changed; `slots` int64 `[S]`; `positions` int64
         `[S]`: the absolute position of the token to be chosen. ValueError for other logits.
         """
+        params = self._prepare(logits, slots, positions)
+        values = logits.cpu().numpy()
+        tokens, peaks = _best(values)
+        if not params["greedy"].all():
+            _draw(values, params, positions, peaks, tokens)
+        return tokens.astype(np.int32)
+
+    def log_probs(self, logits: Tensor, slots: Ints, positions: Ints) -> Tensor:
+        """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
+
+        The log-softmax after the temperature.
+        """
+        params = self._prepare(logits, slots, positions)
+        logits /= torch.from_numpy(params["temperature"])[:, None]
+        return torch.log_softmax(logits, dim=1)
+
+    def _prepare(self, logits: Tensor, slots: Ints, positions: Ints) -> Params:
+        """Make early ends impossible; the parameters of the rows."""
         given = (logits.dtype, tuple(logits.shape), logits.device.type)
         expected = (torch.float32, (len(slots), self.vocab_size), self._device.type)
         if given != expected:
@@ -127,11 +145,7 @@ class Sampler:
         early = np.flatnonzero(positions < params["first_end"])
         if early.size:
             logits[early, params["end_id"][early]] = -torch.inf
-        values = logits.cpu().numpy()
-        tokens, peaks = _best(values)
-        if not params["greedy"].all():
-            _draw(values, params, positions, peaks, tokens)
-        return tokens.astype(np.int32)
+        return params
 
 
 def _best(values: Singles) -> tuple[Ints, Singles]:
