@@ -66,19 +66,22 @@ class ResponseCollector:
     def __init__(self, request: InferenceRequest, *, exclude_input: bool = False) -> None:
         self._request = request
         self._exclude_input = exclude_input
-        self._tokens: list[int] = []
+        self._streamed: list[list[int]] = []  # a list a beam
         self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
-        """The new tokens of this response when the request streams, else an empty list."""
+        """The new tokens of this response when the request streams, else an empty list.
+
+        Of several beams those of the best.
+        """
         by_name = dict(tensors)
         tokens: list[int] = []
         if self._request.is_streaming:
             output_ids = by_name.pop("output_ids", None)
-            tokens = [] if output_ids is None else output_ids.reshape(-1).tolist()
-            by_name.pop("sequence_length", None)
+            lengths = by_name.pop("sequence_length", None)
             by_name.pop("output_offset", None)
-            self._tokens += tokens
+            if output_ids is not None and lengths is not None:
+                tokens = self._stream(output_ids[0], lengths[0].tolist())
         for name, tensor in by_name.items():
             earlier = self._parts.get(name, ()) if name in _PER_TOKEN else ()
             self._parts[name] = (*earlier, tensor)
@@ -88,9 +91,11 @@ class ResponseCollector:
         """All of it, after the final response."""
         prompt = _prompt_of(self._request)
         if self._request.is_streaming:
-            generated: tuple[tuple[int, ...], ...] = (tuple(self._tokens),)
-            self._parts["output_ids"] = (torch.tensor([generated], dtype=torch.int32),)
-            self._parts["sequence_length"] = (torch.tensor([[len(generated[0])]]).int(),)
+            generated = tuple(map(tuple, self._streamed or [[]]))
+            beams = [torch.tensor(beam, dtype=torch.int32) for beam in generated]
+            padded = torch.nn.utils.rnn.pad_sequence(beams, batch_first=True)
+            self._parts["output_ids"] = (padded[None],)
+            self._parts["sequence_length"] = (torch.tensor([[*map(len, generated)]]).int(),)
         else:
             generated = self._without_prompt(prompt)
         return GenerationResult(
@@ -103,6 +108,14 @@ class ResponseCollector:
             _prompt=prompt,
             _parts=self._parts,
         )
+
+    def _stream(self, output_ids: torch.Tensor, lengths: list[int]) -> list[int]:
+        beams: list[list[int]] = output_ids.tolist()
+        new = [beam[:length] for beam, length in zip(beams, lengths, strict=True)]
+        self._streamed = self._streamed or [[] for _ in new]
+        for beam, tokens in zip(self._streamed, new, strict=True):
+            beam += tokens
+        return new[0]
 
     def _without_prompt(self, prompt: np.ndarray) -> tuple[tuple[int, ...], ...]:
         if "output_ids" not in self._parts:

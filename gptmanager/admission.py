@@ -202,15 +202,15 @@ def _read_beams(
     early_stopping = read_int("early_stopping", tensors.get("early_stopping", 0), *INT32)
     if width == 1:
         return None
-    for name, neutral in (
-        ("runtime_top_k", (0, 1)),
-        ("runtime_top_p", (0, 1)),
-        ("runtime_min_p", (0,)),
+    for name, value, neutral in (
+        ("runtime_top_k", sampling.top_k, (0, 1)),
+        ("runtime_top_p", sampling.top_p, (0, 1)),
+        ("runtime_min_p", sampling.min_p, (0,)),
     ):
-        if name in tensors and read_float(name, tensors[name], -math.inf) not in neutral:
+        if value not in neutral:
             raise InvalidRequestError(
-                f"Incorrect sampling config: {name} = {read_float(name, tensors[name], -math.inf):g} "
-                f"with beam_width = {width}: beams are searched, not sampled"
+                f"Incorrect sampling config: {name} = {value:g} with beam_width = {width}: beams "
+                "are searched, not sampled"
             )
     if sampling.temperature == 0:
         raise InvalidRequestError(

@@ -219,7 +219,7 @@ def build_loop(
     loop_class: type[TokenLoop] = TokenLoop,
 ) -> TokenLoop:
     """The loop of a manager, of a replay, or of a simulation. `allocator`: not an empty one."""
-    params, sizes = blueprint.params, blueprint.sizes
+    params = blueprint.params
     allocator = allocator or blueprint.allocator()
     max_active = params.max_active_requests
     return loop_class(

@@ -161,11 +161,14 @@ class RecordingCallbacks:
         return final
 
     def output(self, request_id: int) -> list[int]:
-        """All tokens of `output_ids` that a request's responses have brought, without padding."""
+        """All tokens of `output_ids` that a request's responses have brought, without padding.
+
+        Those of the best beam, if there are several.
+        """
         tokens: list[int] = []
         for response in self.of(request_id):
             if not response.error:
-                count = int(response.tensors["sequence_length"])
+                count = int(response.tensors["sequence_length"][0, 0])
                 tokens += response.tensors["output_ids"][0, 0, :count].tolist()
         return tokens
 

@@ -96,7 +96,7 @@ def serve(
     with GptManager(
         model or ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
         model_type,
-        1,
+        3,
         SchedulerConfig(policy, chunking),
         optional_params=params,
         **host.keywords(),
@@ -148,6 +148,8 @@ def random_request(chance: np.random.Generator, request_id: int) -> InferenceReq
         more["temperature"] = -1.0  # refused
     if chance.random() < 0.1:
         more["queue_timeout_s"] = 0.001
+    if chance.random() < 0.2:
+        more["beam_width"] = int(chance.integers(2, 4))
     prompt_len, output_len = chance.integers(1, 28), chance.integers(1, 24)
     shared = [7] * int(prompt_len)
     if chance.random() < 0.5:

@@ -43,7 +43,7 @@ def test_the_documented_defaults_are_taken():
         ({"dtype": "int8"}, "dtype = 'int8' is not one of"),
         ({"deterministic": "no"}, "deterministic = 'no' is neither True nor False"),
         ({"enable_chunked_context": "off"}, "enable_chunked_context = 'off'"),
-        ({"enable_trt_overlap": True}, "enable_trt_overlap = True is refused: its support"),
+        ({"enable_trt_overlap": True, "run_ahead": 1}, "choose one"),
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent = 0.5 is refused: it has no effect"),
         ({"debug_config": np.zeros(2)}, "debug_config"),
         ({"gather_context_logits": True}, "gather_context_logits = True is refused"),

@@ -333,7 +333,7 @@ def test_random_black_boxes_replay(tmp_path, monkeypatch, seed):
             seed, path, model=model, black_box_path=path, black_box_iterations=6
         )  # fmt: skip
     except RecordingError:
-        assert not path.read_bytes() and model.num_forwards < model.num_steps  # it did not crash
+        assert not path.read_bytes() and model.num_forwards <= model.num_steps  # it did not crash
         return
     report = replay(box)
     assert report.divergence is None and report.compared == min(7, len(box.iterations))

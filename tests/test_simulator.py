@@ -116,6 +116,25 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
     assert replay(recorded).divergence is None
 
 
+def test_which_beams_live_on_is_not_simulated_but_who_runs_is(tmp_path):
+    requests = [request(i, 3 + i % 5, 5 + i, beam_width=1 + i % 3) for i in range(9)]
+    recorded = record(tmp_path / "r.jsonl", ScheduledHost([requests]))
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    load = RecordedLoad(recorded, "at_once")
+    simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
+    runs = recorded, read_recording(tmp_path / "s.jsonl")
+    rows = [
+        [
+            (t.schedule.context_rows, t.schedule.generation_rows)
+            for t in run.iterations
+            if t.schedule
+        ]
+        for run in runs
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) > 13
+    assert replay(runs[1]).divergence is None
+
+
 def test_two_passes_cost_two_fixed_parts():
     load = SyntheticLoad(8, (4, 4), (8, 8), rate=0.4)
     fused, apart = (

@@ -188,9 +188,9 @@ class BeamSearch:
     def _ranked(self, candidates: BeamCandidates) -> list[_Continuation]:
         """All continuations, best first; the lower beam and token first on a tie."""
         totals = np.array(self.cum_log_probs or [0.0], dtype=np.float32)
-        log_probs = np.array(candidates.log_probs, dtype=np.float32)
-        sums = log_probs + totals[: len(log_probs), None]
-        tokens = np.array(candidates.tokens)
+        log_probs = np.array(candidates.log_probs[: len(totals)], dtype=np.float32)
+        sums = log_probs + totals[:, None]
+        tokens = np.array(candidates.tokens[: len(totals)])
         beams = np.repeat(np.arange(len(tokens)), tokens.shape[1])
         flat_sums, flat_tokens = sums.ravel(), tokens.ravel()
         order = np.lexsort((flat_tokens, beams, -flat_sums))

@@ -131,7 +131,7 @@ class Recorder:
         if turn is not None and turn.ends is not None:
             reasons = (value for name, value in reversed(tensors) if name == "finish_reasons")
             value = next(reasons, None)
-            reason = "ERROR" if value is None else FinishReason(int(value)).name
+            reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
             turn.ends.append(End(request_id, reason, error))
 
     # Inside --------------------------------------------------------------------------------

@@ -225,7 +225,9 @@ class _RecordedWorld:
     ) -> None:
         if not is_final:
             return
-        reasons = (int(value) for name, value in reversed(tensors) if name == "finish_reasons")
+        reasons = (
+            int(value[0, 0]) for name, value in reversed(tensors) if name == "finish_reasons"
+        )
         reason = next(reasons, None)
         name = "ERROR" if reason is None else FinishReason(reason).name
         self.ends.append(End(request_id, name, _class(error)))

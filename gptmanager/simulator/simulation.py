@@ -6,6 +6,7 @@ nothing but how long a step would take. Knows no model, no device, and no real t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +22,7 @@ from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.load import Load
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import Intake, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Intake, Schedule, StepResult
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
@@ -110,6 +111,7 @@ class World:
         self._device_free_at = 0.0
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
+        self._has_beams = False
 
     @property
     def has_more(self) -> bool:
@@ -152,6 +154,7 @@ class World:
     def _arrive(self, number: int) -> InferenceRequest:
         request = self._load.request(number)
         request_id = request.request_id
+        self._has_beams = self._has_beams or "beam_width" in request.tensors
         when = self.now if self._load.by_turns else self._arrivals[number]
         self.tally.arrived(request_id, when)
         output = self._load.output(number)
@@ -207,4 +210,14 @@ class World:
     def result(self, step: _Step) -> StepResult:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
-        return StepResult(step.tokens, self.now)
+        rows = step.schedule.sampling_rows if self._has_beams else ()
+        beams = tuple(_candidates(row.beam_width) for row in rows if row.beam_width > 1)
+        return StepResult(step.tokens, self.now, beams=beams)
+
+
+@functools.cache
+def _candidates(beam_width: int) -> BeamCandidates:
+    """Continuations that never end a beam: a simulated search runs to its last token."""
+    count = 2 * beam_width
+    tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
+    return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)
