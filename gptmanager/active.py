@@ -13,9 +13,8 @@ class ActiveRequest(LlmRequest):
 
     `length_limit`: prompt + new tokens at which it ends. `num_sent`: tokens of its history that
     have been sent, it survives pauses. `cached_tokens`: tokens of the prompt that its first start
-    found in the KV cache. `search` holds the beams if there are several; `tokens` then counts
-    what is generated, its values are those of no beam. Times are seconds of the clock of `Intake.now`; None: has
-    not happened.
+    found in the KV cache. `search` holds the beams if there are several; `tokens` then only counts
+    what is generated. Times are seconds of the clock of `Intake.now`; None: has not happened.
     """
 
     __slots__ = (
