@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.stop_words import StopWords
-from gptmanager.request import LlmRequest, SamplingParams
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.request import LlmRequest, LlmRequestState, SamplingParams
 
 
 class ActiveRequest(LlmRequest):
@@ -18,6 +19,7 @@ class ActiveRequest(LlmRequest):
 
     __slots__ = (
         "cached_tokens",
+        "client_id",
         "deadline",
         "end_id",
         "exclude_input",
@@ -29,6 +31,7 @@ class ActiveRequest(LlmRequest):
         "length_limit",
         "num_sent",
         "pad_id",
+        "processor",
         "queue_deadline",
         "sampling",
         "stop_state",
@@ -52,7 +55,10 @@ class ActiveRequest(LlmRequest):
         priority: float = 0.5,
         arrival_time: float = 0.0,
         cache_salt: str | int | None = None,
+        processor: RequestProcessor | None = None,
+        client_id: int | None = None,
     ) -> None:
+        prepares = processor is not None and processor.prepares
         super().__init__(
             request_id,
             tokens,
@@ -60,7 +66,10 @@ class ActiveRequest(LlmRequest):
             priority=priority,
             arrival_time=arrival_time,
             cache_salt=cache_salt,
+            state=LlmRequestState.PREPARING if prepares else LlmRequestState.CONTEXT_INIT,
         )
+        self.processor = processor
+        self.client_id = client_id
         self.sampling = sampling
         self.end_id = sampling.end_id
         self.pad_id = pad_id

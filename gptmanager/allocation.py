@@ -161,7 +161,12 @@ class Allocator:
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         starts.append(
             SequenceStart(
-                request.slot, tuple(request.tokens), request.orig_prompt_len, request.sampling
+                request.slot,
+                tuple(request.tokens),
+                request.orig_prompt_len,
+                request.sampling,
+                request.processor,
+                request.client_id,
             )
         )
         (block_ids,) = self.kv_cache.block_ids(request.request_id)

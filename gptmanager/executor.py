@@ -7,18 +7,20 @@ a step writes what changed and packs its rows. Decides nothing about who runs.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
-from gptmanager.step import Row, Schedule, StepResult
+from gptmanager.step import Failure, Row, Schedule, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,7 @@ class TorchStep:
     positions: np.ndarray  # [S], absolute positions of the tokens to choose
     logits: Tensor  # float32 [S, vocab]
     tokens: np.ndarray | None = None  # int32 [S]
+    failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
 
 
 class TorchExecutor:
@@ -42,6 +45,7 @@ class TorchExecutor:
         *,
         num_slots: int,
         max_seq_len: int,
+        processing: PostProcessing | None = None,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
@@ -51,6 +55,7 @@ class TorchExecutor:
         self._block_tables = np.zeros((num_slots, blocks_per_sequence), dtype=np.int32)
         self._token_table_tensor = torch.from_numpy(self._token_table)
         self._block_tables_tensor = torch.from_numpy(self._block_tables)
+        self._processing = processing or PostProcessing()
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> TorchStep:
@@ -71,6 +76,11 @@ class TorchExecutor:
         """Choose a token for each sampling row and make it its sequence's next input."""
         stall = _Stall()
         with torch.inference_mode():
+            if self._processing.is_on:
+                ids = [row.request_id for row in step.schedule.sampling_rows]
+                step.failed = self._processing.run(
+                    step.logits, ids, step.slots, step.positions, self._token_table
+                )
             step.tokens = self.sampler.sample(step.logits, step.slots, step.positions)
         # the last position of a sequence needs no input after it
         fits = step.positions < self._token_table.shape[1]
@@ -80,7 +90,14 @@ class TorchExecutor:
     def result(self, step: TorchStep) -> StepResult:
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
-        return StepResult(step.tokens[:, None], time.monotonic())
+        now = time.monotonic()
+        if not step.failed:
+            return StepResult(step.tokens[:, None], now)
+        rows = step.schedule.sampling_rows
+        counts = np.ones(len(rows), dtype=np.int32)
+        counts[list(step.failed)] = 0
+        failures = tuple(Failure(rows[i].request_id, error) for i, error in step.failed.items())
+        return StepResult(step.tokens[:, None], now, counts, failures)
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -101,6 +118,7 @@ class TorchExecutor:
         for start in schedule.starts:
             self._token_table[start.slot, : len(start.tokens)] = start.tokens
             self.sampler.load(start.slot, start.sampling, start.orig_prompt_len)
+            self._processing.start(start)
         for append in schedule.block_appends:
             end = append.first + len(append.block_ids)
             self._block_tables[append.slot, append.first : end] = append.block_ids

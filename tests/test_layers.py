@@ -14,9 +14,11 @@ import pytest
 LAYERS = """
 errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
+post_processor          a request's logits post-processor, on its way to the executor (no torch)
 config_check            which configurations a manager takes (no torch)
 request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
 api                     what a host gives and gets: InferenceRequest, NamedTensor
+watchdog                a callback that overstays its budget
 tensors                 one typed value out of whatever a host put under a name
 
 kv_cache.block          blocks and who owns them (no torch)
@@ -60,7 +62,8 @@ models
 
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
-decoding.logits         processors and masks, before sampling
+decoding.rows           what a step gives to logits post-processors
+decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.sampling       one token from each row
 decoding.beam_search    beams and their parents
 decoding.guided         grammars as masks
@@ -79,7 +82,6 @@ recorder.recorder       what passes between a loop and its world, written down
 recorder
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
-watchdog                a callback that overstays its budget
 life                    the states of a manager, and its health
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
