@@ -432,7 +432,8 @@ def test_a_batched_one_may_answer_for_each_request():
         def process_batch(self, request_ids, logits, tokens, stream, client_ids):
             replaced = torch.zeros_like(logits[1])
             replaced[0, 0, 8] = 1.0
-            return [None, replaced, ValueError("not this one")]
+            answers = {0: None, 1: replaced, 2: ValueError("not this one")}
+            return [answers[request_id] for request_id in request_ids]
 
     shared = Answers()
     asked = [request(i, 3, 2, logits_post_processor=shared) for i in range(3)]
