@@ -46,6 +46,14 @@ kernels.paged_attention attention straight on the pages of the KV cache
 kernels.cpu             the override for CPUs: what pays, compiled
 kernels
 cuda.device             CuPy, once a host asks for a CUDA device
+cuda.emulator.reports   what a kernel did wrong, with the line of its source (no torch)
+cuda.emulator.toolchain g++, NVIDIA's headers, and built libraries that are kept (no torch)
+cuda.emulator.source    from CUDA C++ to what g++ compiles (no torch)
+cuda.emulator.arrays    arrays between pages that cannot be read (no torch)
+cuda.emulator.library   a built library, and how a kernel of it is run (no torch)
+cuda.emulator.arguments an argument checked against its parameter (no torch)
+cuda.emulator.module    CUDA C++ as kernels that run on the CPU (no torch)
+cuda.emulator           kernels on a CPU, run thread by thread, checked (no torch)
 parallel                ranks and collectives
 
 memory.kv_pool          the tensors that blocks stand for
