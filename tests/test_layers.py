@@ -72,9 +72,10 @@ decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
 decoding.rows           what a step gives to logits post-processors
 decoding.logits         who is called for which rows, and what becomes of one that fails
+decoding.guided         grammars as masks
+decoding.raw_kernel     a logits post-processor given as CUDA source
 decoding.sampling       one token from each row
 decoding.beam_search    beams and their parents
-decoding.guided         grammars as masks
 decoding
 
 executor                one step, on a device
@@ -109,6 +110,11 @@ callbacks.text_stream       tokens as text, while they come
 callbacks.observers         several callbacks as one
 callbacks.json_lines_sink   statistics, a line each
 callbacks.logging_sink      statistics, as log records
+callbacks.token_rules       tokens that may come, or may not, or rather
+callbacks.temperature_schedule  a temperature that changes
+callbacks.watermark         a watermark in sampled text
+callbacks.forced_prefix     an output that begins with given tokens
+callbacks.guided_decoding   grammars for a checkpoint's tokenizer
 callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
 scripted                steps without a network, which believe nothing
