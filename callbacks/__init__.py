@@ -1,28 +1,40 @@
 """Ready-made callbacks: what any host could have written on the public contract, written once.
 
 `generate` is the three-line start; `RequestQueue` turns the four callbacks into futures and token
-streams; the sinks keep or show the statistics.
+streams; the sinks keep or show the statistics; the rest are logits post-processors.
 """
 
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
+from gptmanager.callbacks.forced_prefix import ForcedPrefix
 from gptmanager.callbacks.generation import Generation
+from gptmanager.callbacks.guided_decoding import load_guided_decoding
 from gptmanager.callbacks.json_lines_sink import JsonLinesSink
 from gptmanager.callbacks.logging_sink import LoggingSink
 from gptmanager.callbacks.observers import fan_out
 from gptmanager.callbacks.request_queue import RequestQueue
 from gptmanager.callbacks.result import GenerationResult
 from gptmanager.callbacks.start import generate
+from gptmanager.callbacks.temperature_schedule import TemperatureSchedule
 from gptmanager.callbacks.text_stream import TextStream
+from gptmanager.callbacks.token_rules import AllowedTokens, BannedTokens, TokenBias
+from gptmanager.callbacks.watermark import Watermark
 
 __all__ = [
+    "AllowedTokens",
+    "BannedTokens",
+    "ForcedPrefix",
     "Generation",
     "GenerationResult",
     "JsonLinesSink",
     "LoggingSink",
     "RequestQueue",
+    "TemperatureSchedule",
     "TextStream",
+    "TokenBias",
     "TokenDefaults",
+    "Watermark",
     "fan_out",
     "generate",
+    "load_guided_decoding",
     "load_tokenizer",
 ]

@@ -91,6 +91,12 @@ class Host:
         if error:
             raise RuntimeError(error)
 
+    def prepare(self, request_id: int, processor: object) -> None:
+        raise RuntimeError("no job has a logits post-processor")
+
+    def fail(self, failure: object) -> None:
+        raise RuntimeError(failure)
+
     def poll(self) -> None:
         pass
 

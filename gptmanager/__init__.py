@@ -17,6 +17,8 @@ from gptmanager.config import (  # noqa: E402
     PeftCacheManagerConfig,
     SchedulerConfig,
 )
+from gptmanager.decoding.guided import GuidedDecoding  # noqa: E402
+from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor  # noqa: E402
 from gptmanager.life import Health, ManagerState  # noqa: E402
 from gptmanager.manager import GptManager  # noqa: E402
 from gptmanager.responses import REQUEST_METRICS  # noqa: E402
@@ -29,6 +31,7 @@ __all__ = [
     "ContextChunkingPolicy",
     "FinishReason",
     "GptManager",
+    "GuidedDecoding",
     "Health",
     "InferenceRequest",
     "KvCacheConfig",
@@ -37,6 +40,7 @@ __all__ = [
     "NamedTensor",
     "OptionalParams",
     "PeftCacheManagerConfig",
+    "RawKernelLogitsPostProcessor",
     "SchedulerConfig",
     "word_list",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
-from gptmanager.request import LlmRequest, SamplingParams
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.request import LlmRequest, LlmRequestState, SamplingParams
 
 
 class ActiveRequest(LlmRequest):
@@ -19,6 +20,7 @@ class ActiveRequest(LlmRequest):
 
     __slots__ = (
         "cached_tokens",
+        "client_id",
         "deadline",
         "end_id",
         "exclude_input",
@@ -30,6 +32,7 @@ class ActiveRequest(LlmRequest):
         "length_limit",
         "num_sent",
         "pad_id",
+        "processor",
         "queue_deadline",
         "sampling",
         "search",
@@ -55,7 +58,10 @@ class ActiveRequest(LlmRequest):
         arrival_time: float = 0.0,
         cache_salt: str | int | None = None,
         beams: BeamParams | None = None,
+        processor: RequestProcessor | None = None,
+        client_id: int | None = None,
     ) -> None:
+        prepares = processor is not None and processor.prepares
         super().__init__(
             request_id,
             tokens,
@@ -64,7 +70,10 @@ class ActiveRequest(LlmRequest):
             priority=priority,
             arrival_time=arrival_time,
             cache_salt=cache_salt,
+            state=LlmRequestState.PREPARING if prepares else LlmRequestState.CONTEXT_INIT,
         )
+        self.processor = processor
+        self.client_id = client_id
         self.sampling = sampling
         self.search: BeamSearch | None = None
         if beams is not None:

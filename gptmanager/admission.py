@@ -17,6 +17,7 @@ from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
+from gptmanager.post_processor import read_post_processor
 from gptmanager.request import SamplingParams
 from gptmanager.tensors import (
     INT32,
@@ -102,10 +103,6 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
             raise InvalidRequestError(f"Invalid tensor name: {name}")
         if name in _LATER and not _LATER[name](name, tensors[name]):
             raise InvalidRequestError(f"{name} is refused: its support has not landed yet")
-    if request.logits_post_processor is not None:
-        raise InvalidRequestError(
-            "logits_post_processor is refused: its support has not landed yet"
-        )
     for name in ("input_ids", "request_output_len"):
         if name not in tensors:
             raise InvalidRequestError(f"Undefined tensor: {name}")
@@ -133,6 +130,8 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         arrival_time=now,
         cache_salt=_salt(request.cache_salt),
         beams=beams,
+        processor=read_post_processor(request.logits_post_processor),
+        client_id=_client_id(request.client_id),
     )
 
 
@@ -251,6 +250,10 @@ def _salt(value: Any) -> str | int | None:
     if value is None or isinstance(value, (str, int)):
         return value
     raise InvalidRequestError(f"cache_salt = {value!r} is neither a str nor an int")
+
+
+def _client_id(value: Any) -> int | None:
+    return None if value is None else read_int("client_id", value, 0, 2**64 - 1)
 
 
 def _seconds(name: str, value: Any) -> float | None:

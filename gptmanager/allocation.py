@@ -179,6 +179,8 @@ class Allocator:
                 request.orig_prompt_len,
                 request.sampling,
                 request.beam_width,
+                request.processor,
+                request.client_id,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

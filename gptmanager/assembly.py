@@ -18,6 +18,7 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
 from gptmanager.executor import TorchExecutor
 from gptmanager.host import CallbackHost
@@ -179,6 +180,12 @@ def assemble(
         max_seq_len=sizes.max_seq_len,
         max_beam_width=max_beam_width,
         fused=model_type is not ModelType.INFLIGHT_BATCHING,
+        processing=PostProcessing(
+            batched=params.logits_post_processor_batched,
+            budget_s=params.logits_post_processor_budget_s,
+            timer=host.processor_timer,
+            num_slots=blueprint.num_slots,
+        ),
     )
     host.memory = Memory(cpu=model.nbytes + executor.nbytes)
     host.gil_wait_us = executor.take_gil_wait_us

@@ -109,6 +109,10 @@ class OptionalParams:
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
 
+    `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
+    signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
+    that takes longer for a call is named in the log; None: none is.
+
     `recording_path`: a file that the whole run is recorded to (`gptmanager replay`). Without one
     the last `black_box_iterations` are kept in memory, and written to `black_box_path` when the
     loop fails; None: to a new file in the temporary folder, which the log names; 0: not kept.
@@ -136,6 +140,7 @@ class OptionalParams:
     seed: int = 0
     callback_budget_s: float | None = 1.0
     max_get_failures: int = 10
+    logits_post_processor_budget_s: float | None = 0.1
     recording_path: str | os.PathLike[str] | None = None
     black_box_iterations: int = 64
     black_box_path: str | os.PathLike[str] | None = None

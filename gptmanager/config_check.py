@@ -23,6 +23,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError
+from gptmanager.post_processor import is_post_processor
 
 _NO_EFFECT = "it has no effect in this library"
 _LATER = "its support has not landed yet"
@@ -50,7 +51,6 @@ _REFUSED: dict[type, dict[str, str]] = {
         "decoding_config": _NO_EFFECT,
         "speculative_decoding_config": _LATER,
         "guided_decoding_config": _LATER,
-        "logits_post_processor_batched": _LATER,
         "gpu_weights_percent": _NO_EFFECT,
         "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
         "scheduler_config": _NO_EFFECT + ": it is an argument of GptManager",
@@ -75,10 +75,15 @@ _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
         "idle_poll_s": (0.0, 1e6),
         "callback_budget_s": (0.0, 1e6),
         "max_get_failures": (1, None),
+        "logits_post_processor_budget_s": (0.0, 1e6),
         "black_box_iterations": (0, None),
         "seed": (0, 2**64 - 1),
     },
 }
+
+_UNBOUNDED = (
+    "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
+)  # fmt: skip
 
 _DTYPES = (None, "float32", "bfloat16", "float16")
 
@@ -111,6 +116,12 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
+    batched = params.logits_post_processor_batched
+    if batched is not None and not is_post_processor(batched):
+        raise ConfigError(
+            f"OptionalParams.logits_post_processor_batched is a {type(batched).__name__}, expected "
+            "an object with a method process_batch"
+        )
     if params.enable_chunked_context not in (None, False, True):
         raise ConfigError(
             f"OptionalParams.enable_chunked_context = {params.enable_chunked_context!r} is none of "
@@ -152,7 +163,7 @@ def _require_range(
 ) -> None:
     if _equal(value, default):
         return
-    if value is None and name in ("max_active_requests", "idle_poll_s", "callback_budget_s"):
+    if value is None and name in _UNBOUNDED:
         return
     kind = Real if isinstance(default, float) else Integral
     number = isinstance(value, kind) and not isinstance(value, bool)

@@ -8,17 +8,19 @@ runs.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
-from gptmanager.step import BeamCandidates, Row, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Failure, Row, Schedule, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,7 @@ class TorchStep:
     logits: Tensor  # float32 [S, vocab]
     tokens: np.ndarray | None = None  # int32, a token for each of the schedule's sampling rows
     beams: tuple[BeamCandidates, ...] = ()
+    failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
 
 
 class TorchExecutor:
@@ -49,6 +52,7 @@ class TorchExecutor:
         max_seq_len: int,
         max_beam_width: int = 1,
         fused: bool = True,
+        processing: PostProcessing | None = None,
     ) -> None:
         self.model = model
         self.fused = fused
@@ -61,6 +65,7 @@ class TorchExecutor:
         self._block_tables = np.zeros((num_lines, blocks_per_sequence), dtype=np.int32)
         self._token_table_tensor = torch.from_numpy(self._token_table)
         self._block_tables_tensor = torch.from_numpy(self._block_tables)
+        self._processing = processing or PostProcessing()
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> TorchStep:
@@ -79,6 +84,11 @@ class TorchExecutor:
         """Choose a token for each sampling row and make it its sequence's next input."""
         stall = _Stall()
         with torch.inference_mode():
+            if self._processing.is_on:
+                ids = [row.request_id for row in step.schedule.sampling_rows]
+                step.failed = self._processing.run(
+                    step.logits, ids, step.lines, step.positions, self._token_table
+                )
             if self.max_beam_width > 1:
                 self._search(step)
             else:
@@ -88,7 +98,14 @@ class TorchExecutor:
     def result(self, step: TorchStep) -> StepResult:
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
-        return StepResult(step.tokens[:, None], time.monotonic(), beams=step.beams)
+        now = time.monotonic()
+        if not step.failed:
+            return StepResult(step.tokens[:, None], now, beams=step.beams)
+        rows = step.schedule.sampling_rows
+        counts = np.ones(len(rows), dtype=np.int32)
+        counts[list(step.failed)] = 0
+        failures = tuple(Failure(rows[i].request_id, error) for i, error in step.failed.items())
+        return StepResult(step.tokens[:, None], now, counts, step.beams, failures)
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -112,6 +129,7 @@ class TorchExecutor:
             self._token_table[line, : len(start.tokens)] = start.tokens
             for beam in range(start.beam_width):
                 self.sampler.load(line + beam, start.sampling, start.orig_prompt_len)
+            self._processing.start(start)
         for fork in schedule.beam_forks:
             first, beams = fork.slot * width, len(fork.parents)
             parents = first + np.array(fork.parents)

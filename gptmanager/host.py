@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import operator
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from gptmanager.api import (
@@ -21,7 +23,14 @@ from gptmanager.api import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
-from gptmanager.errors import CallbackError, ConfigError, response_text
+from gptmanager.errors import (
+    CallbackError,
+    ConfigError,
+    ManagerDeadError,
+    RequestError,
+    response_text,
+)
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.statistics import (
     Counts,
     Laps,
@@ -69,10 +78,14 @@ class CallbackHost:
         self._stops: set[int] = set()
         self._failures: list[Failure] = []
         self._peeked: list[InferenceRequest] = []
+        self._preparing: dict[int, RequestProcessor] = {}
+        self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
         self._timestamp = Timestamp()
         self.memory = Memory()
         self.scheme_keys: SchemeKeys = in_flight_keys
+        self.device = "cpu"  # on which logits post-processors run
         self.gil_wait_us: Callable[[], int] = lambda: 0
+        self.wake: Callable[[], None] = lambda: None  # the loop, from any thread
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self.fatal: CallbackError | None = None  # the loop must end
@@ -80,10 +93,14 @@ class CallbackHost:
         self.send_timer = CallbackTimer("SendResponse")
         self.poll_timer = CallbackTimer("PollStopSignal")
         self.stats_timer = CallbackTimer("ReturnBatchManagerStats")
+        self.processor_timer = CallbackTimer("LogitsPostProcessor")
 
     @property
     def timers(self) -> list[CallbackTimer]:
-        return [self.get_timer, self.send_timer, self.poll_timer, self.stats_timer]
+        return [
+            *(self.get_timer, self.send_timer, self.poll_timer, self.stats_timer),
+            self.processor_timer,
+        ]
 
     def peek(self, room: int | None) -> bool:
         """Ask Get outside an iteration, for an idle manager: has it anything?
@@ -102,8 +119,9 @@ class CallbackHost:
             if self.is_accepting and room != 0:
                 requests = self._ask(-1 if room is None else room)
         stops, self._stops = self._stops, set()
+        ready = self._take_ready(requests)
         failures, self._failures = self._failures, []
-        return Intake(time.monotonic(), tuple(requests), frozenset(stops), (), tuple(failures))
+        return Intake(time.monotonic(), tuple(requests), frozenset(stops), ready, tuple(failures))
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
@@ -119,9 +137,22 @@ class CallbackHost:
             )
             if not is_final:
                 failure = CallbackError(f"SendResponse raised {response_text(raised)}")
-                self._failures.append(Failure(request_id, failure))
+                self.fail(Failure(request_id, failure))
         finally:
             timer.stop()
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        self._preparing[request_id] = processor
+        try:
+            future = processor.post_processor.prepare(self.device)
+            # a done future calls back at once
+            future.add_done_callback(lambda done: self._wake_with(request_id, processor, done))
+        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
+            del self._preparing[request_id]
+            self._fail_to_prepare(request_id, processor, raised)
+
+    def fail(self, failure: Failure) -> None:
+        self._failures.append(failure)
 
     def poll(self) -> None:
         if self._poll is None:
@@ -143,6 +174,56 @@ class CallbackHost:
         record = statistics_json(counts, self.memory, self._timestamp(), extra, self.scheme_keys)
         with self._guarded(self.stats_timer):
             self._return_stats(record)
+
+    # Logits post-processors that are not ready ----------------------------------------------
+
+    def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
+        self._prepared.append((request_id, processor, done))
+        with suppress(ManagerDeadError):
+            self.wake()
+
+    def _take_ready(self, requests: list[InferenceRequest]) -> tuple[int, ...]:
+        """Requests that need not wait for their processor any more, of `requests` too."""
+        ready = self._ready_on_arrival(requests)
+        while self._prepared:
+            request_id, processor, done = self._prepared.popleft()
+            if self._preparing.get(request_id) is not processor:
+                continue  # it ended meanwhile, and another came under its id
+            del self._preparing[request_id]
+            error = CancelledError() if done.cancelled() else done.exception()
+            if error is None:
+                ready.append(request_id)
+            else:
+                self._fail_to_prepare(request_id, processor, error)
+        return tuple(ready)
+
+    def _ready_on_arrival(self, requests: list[InferenceRequest]) -> list[int]:
+        ready = []
+        for request in requests:
+            processor = request.logits_post_processor
+            if processor is not None and callable(getattr(processor, "prepare", None)):
+                with suppress(Exception):  # `prepare` will meet it again
+                    if _is_ready(processor.prepare(self.device)):
+                        ready.append(request.request_id)
+        if not ready:
+            return ready
+        # under an id that is not alone it could be meant for another one
+        counts = Counter(request.request_id for request in requests)
+        return [i for i in ready if counts[i] == 1 and i not in self._preparing]
+
+    def _fail_to_prepare(
+        self, request_id: int, processor: RequestProcessor, error: BaseException
+    ) -> None:
+        if not isinstance(error, RequestError):
+            logger.error(
+                "logits_post_processor %s of request %d cannot be prepared",
+                *(processor.name, request_id),
+                exc_info=error,
+            )
+            error = CallbackError(
+                f"logits_post_processor {processor.name} cannot be prepared: {response_text(error)}"
+            )
+        self.fail(Failure(request_id, error))
 
     # How it calls them ---------------------------------------------------------------------
 
@@ -184,6 +265,10 @@ class CallbackHost:
             logger.exception("callback %s failed; the loop goes on", timer.name)
         finally:
             timer.stop()
+
+
+def _is_ready(future: Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _required(callback: Any, name: str) -> Any:

@@ -33,7 +33,7 @@ class AuditReport:
 class Explanation:
     """Why a request runs or waits. Counts in requests, blocks and tokens.
 
-    `reason`: "unknown", "running", "batch_full", "kv_blocks", or "not_chosen".
+    `reason`: "unknown", "preparing", "running", "batch_full", "kv_blocks", or "not_chosen".
     `ahead`: waiting requests that stand before it. `needed_blocks`: until its end, beyond what it
     holds. `reserved_blocks`: what running requests may still need.
     """
@@ -102,7 +102,9 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
     free = kv_cache.get_num_free_blocks()
     reason = _reason(request, len(running), loop.max_batch_size, needed, free - reserved)
     ahead = waiting.index(request) if request in waiting else 0
+    processor = "" if request.processor is None else request.processor.name
     numbers = {
+        "preparing": f"{request_id} waits until its logits post-processor {processor} is ready",
         "running": f"{request_id} runs: {request.num_tokens} of {request.length_limit} tokens",
         "batch_full": f"{request_id} waits: {len(running)} requests run, max_batch_size = "
         f"{loop.max_batch_size}",
@@ -150,6 +152,8 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
 def _reason(
     request: ActiveRequest, running: int, max_batch_size: int, needed: int, available: int
 ) -> str:
+    if request.state is LlmRequestState.PREPARING:
+        return "preparing"
     if request.slot >= 0 or request.state >= LlmRequestState.GENERATION_IN_PROGRESS:
         return "running"
     if running >= max_batch_size:

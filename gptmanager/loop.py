@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from gptmanager.active import ActiveRequest
@@ -25,14 +25,16 @@ from gptmanager.errors import (
     SchedulerError,
     response_text,
 )
-from gptmanager.request import LlmRequestState, insert_by_priority
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.request import LlmRequest, LlmRequestState, insert_by_priority
 from gptmanager.responses import final, stream_one_token, stream_tokens
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, Laps, lap
-from gptmanager.step import Executor, Intake, Schedule, StepResult
+from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
+_PREPARING = LlmRequestState.PREPARING
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 End = tuple[ActiveRequest, FinishReason, int]  # who ends, why, where its output ends
@@ -48,6 +50,12 @@ class Host(Protocol):
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         """Deliver a response; a failure to do so enters with the next intake."""
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        """See to it that `processor` gets ready; that it is, or fails, enters with an intake."""
+
+    def fail(self, failure: Failure) -> None:
+        """An effect has failed; it enters with the next intake."""
 
     def poll(self) -> None:
         """Ask for stop signals; they enter with the next intake."""
@@ -95,6 +103,7 @@ class TokenLoop:
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
         self._num_searching = 0  # those with beams, whose next step depends on the last result
+        self._preparing: set[int] = set()  # those that wait for their logits post-processor
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
 
     # The loop, in the words and the order of docs/loop.md ----------------------------------
@@ -133,13 +142,17 @@ class TokenLoop:
         if self._num_searching and self.num_micro_batches == 1:
             self.finish_pending()
         in_flight = self._in_flight()
-        if len(in_flight) == len(self.active):
+        # a copy: a scheduler may do with its list what it likes
+        active: list[LlmRequest] = list(self.active)
+        if self._preparing:
+            active = [request for request in active if request.state is not _PREPARING]
+        if len(in_flight) == len(active):
             return None
         micro_batch_id = 0
         if self.num_micro_batches > 1 and self.pending is not None:
             micro_batch_id = 1 - self.pending.schedule.micro_batch_id
         name = type(self.scheduler).__name__
-        output = self._decide(in_flight, name)
+        output = self._decide(active, in_flight, name)
         if self.num_micro_batches > 1 and any(
             request.request_id in in_flight for request in output.paused_requests
         ):
@@ -166,11 +179,12 @@ class TokenLoop:
             if (request := find(row.request_id)) is not None and request.epoch == row.epoch
         )
 
-    def _decide(self, in_flight: frozenset[int], name: str) -> SchedulerOutput:
+    def _decide(
+        self, active: list[LlmRequest], in_flight: frozenset[int], name: str
+    ) -> SchedulerOutput:
         """The checked answer of the scheduler, whose class is called `name`."""
         try:
-            # a copy: a scheduler may do with its list what it likes
-            answer = self.scheduler.schedule_request(list(self.active), in_flight)
+            answer = self.scheduler.schedule_request(active, in_flight)
             output = SchedulerOutput(*map(list, answer))
             check_output(
                 output,
@@ -218,10 +232,12 @@ class TokenLoop:
         rows = step.schedule.sampling_rows
         beams = iter(result.beams)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
+        if result.failures:
+            self._hand_on(result.failures, {row.request_id: row.epoch for row in rows})
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
             candidates = next(beams) if row.beam_width > 1 else None
-            if request is None or request.epoch != row.epoch:
+            if request is None or request.epoch != row.epoch or not count:
                 continue
             if request.first_token is None:
                 request.first_token = result.now
@@ -243,6 +259,13 @@ class TokenLoop:
                 if request.is_streaming:
                     streaming.append(request)
         return streaming, finished
+
+    def _hand_on(self, failures: Collection[Failure], epochs: Mapping[int, int]) -> None:
+        """What failed in a step ends its request with the next intake, if it is the same still."""
+        for failure in failures:
+            request = self.requests.get(failure.request_id)
+            if request is not None and request.epoch == epochs[failure.request_id]:
+                self.host.fail(failure)
 
     @lap
     def respond(self, streaming: list[ActiveRequest], finished: list[End]) -> None:
@@ -304,12 +327,18 @@ class TokenLoop:
                 self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
+        for request_id in self._preparing.intersection(intake.ready):
+            self._end_preparing(self.requests[request_id])
         while self._arriving:
-            self._admit(self._arriving[0], intake.now, taken)
+            self._admit(self._arriving[0], intake, taken)
             taken.add(self._arriving.popleft().request_id)
 
+    def _end_preparing(self, request: ActiveRequest) -> None:
+        self._preparing.discard(request.request_id)
+        request.move_to(LlmRequestState.CONTEXT_INIT)
+
     def _admit(
-        self, inference_request: InferenceRequest, now: float, taken: Collection[int]
+        self, inference_request: InferenceRequest, intake: Intake, taken: Collection[int]
     ) -> None:
         request_id = inference_request.request_id
         try:
@@ -317,7 +346,7 @@ class TokenLoop:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
                 )
-            request = admit(inference_request, self.limits, now)
+            request = admit(inference_request, self.limits, intake.now)
         except RequestError as error:
             self._reject(request_id, error)
             return
@@ -329,6 +358,12 @@ class TokenLoop:
         insert_by_priority(self.active, request)
         if request.is_timed:
             self._timed[request_id] = request
+        if request.processor is not None and request.state is _PREPARING:
+            if request_id in intake.ready:
+                self._end_preparing(request)
+            else:
+                self._preparing.add(request_id)
+                self.host.prepare(request_id, request.processor)
 
     def _reject(self, request_id: int, error: RequestError) -> None:
         logger.warning("Cannot process new request: request %d: %s", request_id, error)
@@ -365,5 +400,8 @@ class TokenLoop:
         del self.requests[request.request_id]
         self._timed.pop(request.request_id, None)
         self._num_searching -= request.search is not None
+        self._preparing.discard(request.request_id)
+        if request.processor is not None:
+            request.processor.end()
         self.allocator.release(request)
         request.finish()

@@ -97,7 +97,8 @@ class GptManager:
         self._stall_told = False
         self._last_progress = time.monotonic()  # a step has ended, or there was nothing to do
         self._loop: TokenLoop | None = None
-        self._ended = threading.Event()  # the last thing that the loop thread does
+        self._host.wake = self.notify
+        self._ended = threading.Event()  # the loop thread's last act
         self._process = os.getpid()
         self._recorder = Recorder(
             params.recording_path,

@@ -17,6 +17,7 @@ from typing import TypeVar
 class LlmRequestState(IntEnum):
     """Life of a request. A state is *reached* when the numeric value is at least its own."""
 
+    PREPARING = -1  # waits for its logits post-processor; outside the order of the others
     UNKNOWN = 0
     ENCODER_INIT = 1
     CONTEXT_INIT = 2
@@ -31,6 +32,7 @@ _IN_PROGRESS = _S.GENERATION_IN_PROGRESS
 _TO_COMPLETE = _S.GENERATION_TO_COMPLETE
 
 NEXT_STATES: dict[LlmRequestState, frozenset[LlmRequestState]] = {
+    _S.PREPARING: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
     _S.UNKNOWN: frozenset({_S.ENCODER_INIT, _S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
     _S.ENCODER_INIT: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
     _S.CONTEXT_INIT: frozenset({_S.CONTEXT_INIT, _IN_PROGRESS, _S.GENERATION_COMPLETE}),

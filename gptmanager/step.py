@@ -13,6 +13,7 @@ import numpy as np
 
 from gptmanager.api import InferenceRequest
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import SamplingParams
 
 
@@ -25,7 +26,10 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What the world says before one iteration. `now` is in seconds of a monotonic clock."""
+    """What the world says before one iteration. `now` is in seconds of a monotonic clock.
+
+    `ready`: requests whose logits post-processor they need not wait for any more.
+    """
 
     now: float
     requests: tuple[InferenceRequest, ...] = ()
@@ -55,7 +59,8 @@ class SequenceStart(NamedTuple):
     """A sequence takes a slot: everything the executor must know of it from now on.
 
     `tokens` is the history to compute from (prompt, and what was generated before a pause);
-    the first `orig_prompt_len` of them came from the host.
+    the first `orig_prompt_len` of them came from the host. `processor`: the request's own logits
+    post-processor.
     """
 
     slot: int
@@ -63,6 +68,8 @@ class SequenceStart(NamedTuple):
     orig_prompt_len: int
     sampling: SamplingParams
     beam_width: int = 1
+    processor: RequestProcessor | None = None
+    client_id: int | None = None
 
 
 class BlockAppend(NamedTuple):
@@ -135,13 +142,15 @@ class StepResult:
 
     `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]` says how many of the n count, None:
     all. `now`: when the result was there, in seconds of the clock of `Intake.now`. `beams`: one
-    for each row of several beams, whose token does not count.
+    for each row of several beams, whose token does not count. `failures`: requests whose logits
+    post-processor failed; none of the tokens of their rows count.
     """
 
     tokens: np.ndarray
     now: float
     num_tokens: np.ndarray | None = None
     beams: tuple[BeamCandidates, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
 
 class Step(Protocol):

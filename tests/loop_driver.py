@@ -12,6 +12,7 @@ from gptmanager.config import ContextChunkingPolicy
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -79,6 +80,8 @@ class ListHost:
         self.counts: list[Counts] = []
         self.stops: set[int] = set()
         self.failures: list[Failure] = []
+        self.preparing: dict[int, RequestProcessor] = {}
+        self.ready: list[int] = []
         self.fail_to_send: Callable[[int, bool], bool] = lambda request_id, is_final: False
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
@@ -88,7 +91,8 @@ class ListHost:
         failures, self.failures = self.failures, []
         stops, self.stops = self.stops, set()
         self.now += 1.0
-        return Intake(self.now, tuple(requests), frozenset(stops), (), tuple(failures))
+        ready, self.ready = tuple(self.ready), []
+        return Intake(self.now, tuple(requests), frozenset(stops), ready, tuple(failures))
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
@@ -96,6 +100,12 @@ class ListHost:
         self.checker.send_response(request_id, tensors, is_final, error)
         if self.fail_to_send(request_id, is_final) and not is_final:
             self.failures.append(Failure(request_id, RuntimeError("the client has gone")))
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        self.preparing[request_id] = processor
+
+    def fail(self, failure: Failure) -> None:
+        self.failures.append(failure)
 
     def poll(self) -> None:
         self.stops |= self.callbacks.poll_stop_signal()

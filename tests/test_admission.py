@@ -116,13 +116,21 @@ def test_a_tensor_set_to_none_is_named():
         admit(wrong, LIMITS, 0.0)
 
 
-def test_a_logits_post_processor_is_refused_by_name():
-    with pytest.raises(InvalidRequestError, match="logits_post_processor is refused"):
+def test_a_logits_post_processor_that_nobody_could_call_is_refused():
+    with pytest.raises(
+        InvalidRequestError, match="logits_post_processor is a str, expected a call"
+    ):
         admit(
-            InferenceRequest.from_tokens(1, [1], 1, logits_post_processor=lambda *a: None),
+            InferenceRequest.from_tokens(1, [1], 1, logits_post_processor="mine"),
             LIMITS,
             0.0,
         )
+
+
+@pytest.mark.parametrize("client_id", [-1, 2**64, 1.5, "me"])
+def test_a_client_id_that_is_none_is_refused(client_id):
+    with pytest.raises(InvalidRequestError, match="client_id"):
+        admit(InferenceRequest.from_tokens(1, [1], 1, client_id=client_id), LIMITS, 0.0)
 
 
 def test_neutral_values_of_what_has_not_landed_are_taken():

@@ -14,9 +14,11 @@ import pytest
 LAYERS = """
 errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
+post_processor          a request's logits post-processor, on its way to the executor (no torch)
 config_check            which configurations a manager takes (no torch)
 request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
 api                     what a host gives and gets: InferenceRequest, NamedTensor
+watchdog                a callback that overstays its budget
 tensors                 one typed value out of whatever a host put under a name
 
 kv_cache.block          blocks and who owns them (no torch)
@@ -44,6 +46,14 @@ kernels.paged_attention attention straight on the pages of the KV cache
 kernels.cpu             the override for CPUs: what pays, compiled
 kernels
 cuda.device             CuPy, once a host asks for a CUDA device
+cuda.emulator.reports   what a kernel did wrong, with the line of its source (no torch)
+cuda.emulator.toolchain g++, NVIDIA's headers, and built libraries that are kept (no torch)
+cuda.emulator.source    from CUDA C++ to what g++ compiles (no torch)
+cuda.emulator.arrays    arrays between pages that cannot be read (no torch)
+cuda.emulator.library   a built library, and how a kernel of it is run (no torch)
+cuda.emulator.arguments an argument checked against its parameter (no torch)
+cuda.emulator.module    CUDA C++ as kernels that run on the CPU (no torch)
+cuda.emulator           kernels on a CPU, run thread by thread, checked (no torch)
 parallel                ranks and collectives
 
 memory.kv_pool          the tensors that blocks stand for
@@ -60,10 +70,12 @@ models
 
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
-decoding.logits         processors and masks, before sampling
+decoding.rows           what a step gives to logits post-processors
+decoding.logits         who is called for which rows, and what becomes of one that fails
+decoding.guided         grammars as masks
+decoding.raw_kernel     a logits post-processor given as CUDA source
 decoding.sampling       one token from each row
 decoding.beam_search    beams and their parents
-decoding.guided         grammars as masks
 decoding
 
 executor                one step, on a device
@@ -80,7 +92,6 @@ recorder
 beam_responses          the tensors of several beams
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
-watchdog                a callback that overstays its budget
 life                    the states of a manager, and its health
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
@@ -100,6 +111,11 @@ callbacks.text_stream       tokens as text, while they come
 callbacks.observers         several callbacks as one
 callbacks.json_lines_sink   statistics, a line each
 callbacks.logging_sink      statistics, as log records
+callbacks.token_rules       tokens that may come, or may not, or rather
+callbacks.temperature_schedule  a temperature that changes
+callbacks.watermark         a watermark in sampled text
+callbacks.forced_prefix     an output that begins with given tokens
+callbacks.guided_decoding   grammars for a checkpoint's tokenizer
 callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
 scripted                steps without a network, which believe nothing

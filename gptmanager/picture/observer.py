@@ -12,8 +12,9 @@ from gptmanager.config import FinishReason
 from gptmanager.loop import Host, TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import Executor, Intake, Schedule, StepResult
+from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:
@@ -52,6 +53,12 @@ class _ObservedHost:
         self._host.respond(request_id, tensors, is_final, error)
         if is_final:
             self._builder.end(request_id, error or finish_reason(tensors))
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        self._host.prepare(request_id, processor)
+
+    def fail(self, failure: Failure) -> None:
+        self._host.fail(failure)
 
     def poll(self) -> None:
         self._host.poll()

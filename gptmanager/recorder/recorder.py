@@ -192,6 +192,8 @@ class RecordingHost:
         self._fetch = host.fetch
         self._recorder = recorder
         self.poll = host.poll
+        self.prepare = host.prepare
+        self.fail = host.fail
         self.report = host.report
         # responses are many; only a file tells of those that end a request
         self.respond = self._respond if recorder.writes_file else host.respond

@@ -22,6 +22,7 @@ import torch
 
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import GptManagerError, response_text
+from gptmanager.post_processor import RequestProcessor, is_post_processor, read_post_processor
 
 _T = TypeVar("_T")
 
@@ -53,6 +54,23 @@ class Opaque:
         return self.text
 
 
+class RecordedProcessor:
+    """Stands for a logits post-processor. A replay never calls it: the tokens are recorded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> None:
+        raise RecordingError(f"the logits post-processor {self.name} was not recorded")
+
+
+class RecordedPreparation(RecordedProcessor):
+    """One for which the request waited."""
+
+    def prepare(self, device: str) -> None:
+        self()
+
+
 def to_json(value: Any) -> bytes:
     """One line, without its end."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -69,6 +87,8 @@ def _plain(value: Any) -> Any:
         return plain_request(value)
     if isinstance(value, BaseException):
         return str(value) if isinstance(value, RecordedError) else response_text(value)
+    if isinstance(value, RequestProcessor):
+        return {"processor": value.name, "prepares": value.prepares}
     if isinstance(value, np.ndarray):  # not contiguous, or of a dtype that orjson lacks
         return value.tolist()
     raise RecordingError(f"a {type(value).__name__} cannot be recorded: {value!r}")
@@ -111,6 +131,8 @@ def _decode(hint: Any, data: Any, names: Mapping[str, list[str]]) -> Any:
         return np.array(data, dtype=np.int32)
     if hint is InferenceRequest:
         return request_from_plain(data)
+    if hint is RequestProcessor:
+        return read_post_processor(_value_of(data))
     if hint is BaseException:
         return RecordedError(data)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -173,6 +195,9 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
         value = getattr(request, name)
         if value is not None and value is not False and (name, value) != ("priority", 0.5):
             plain[name] = _plain_value(value)
+    processor = request.logits_post_processor
+    if is_post_processor(processor):
+        plain["logits_post_processor"] = _plain(RequestProcessor(processor))
     return plain
 
 
@@ -246,4 +271,7 @@ def _value_of(plain: Any) -> Any:
         return [_value_of(item) for item in plain]
     if not isinstance(plain, dict):
         return plain
+    if "processor" in plain:
+        kind = RecordedPreparation if plain.get("prepares") else RecordedProcessor
+        return kind(str(plain["processor"]))
     return float(plain["float"]) if "float" in plain else Opaque(str(plain.get("opaque")))

@@ -15,12 +15,13 @@ from gptmanager.assembly import Blueprint, build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import response_text
 from gptmanager.loop import TokenLoop
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder.object_graph import read_graph
 from gptmanager.recorder.recording import End, Iteration, Recording
 from gptmanager.recorder.values import RecordingError
 from gptmanager.replay.difference import difference, summary
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import Intake, Schedule, StepResult
+from gptmanager.step import Failure, Intake, Schedule, StepResult
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,6 +232,12 @@ class _RecordedWorld:
         reason = next(reasons, None)
         name = "ERROR" if reason is None else FinishReason(reason).name
         self.ends.append(End(request_id, name, _class(error)))
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        """When it was ready the recorded intakes say."""
+
+    def fail(self, failure: Failure) -> None:
+        """Failures come with the recorded intakes."""
 
     def poll(self) -> None:
         """Stops come with the recorded intakes."""

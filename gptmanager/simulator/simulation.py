@@ -17,12 +17,13 @@ from gptmanager.assembly import Blueprint, build_loop, build_recorded_loop
 from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import SchedulerError
 from gptmanager.loop import TokenLoop
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder import Recorder
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.load import Load
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import BeamCandidates, Intake, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Failure, Intake, Schedule, StepResult
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
@@ -112,6 +113,7 @@ class World:
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
         self._has_beams = False
+        self._ready: list[int] = []
 
     @property
     def has_more(self) -> bool:
@@ -133,7 +135,8 @@ class World:
             stops |= load.stops[self._next_stop][1]
             self._next_stop += 1
         self._turns += 1
-        return Intake(self.now, tuple(map(self._arrive, range(first, self._next))), stops)
+        ready, self._ready = tuple(self._ready), []
+        return Intake(self.now, tuple(map(self._arrive, range(first, self._next))), stops, ready)
 
     def _advance(self, num_active: int) -> None:
         """With nothing under way time goes on: to the next arrival, or until the loop asks."""
@@ -173,6 +176,13 @@ class World:
             self.tally.failed(request_id, was_duplicate=was_duplicate)
         if not was_duplicate:
             self._outputs.pop(request_id, None)
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        """Nothing will be called, so it is ready."""
+        self._ready.append(request_id)
+
+    def fail(self, failure: Failure) -> None:
+        """No step of a simulation fails."""
 
     def poll(self) -> None:
         """Stops come with the intake."""

@@ -1,0 +1,64 @@
+"""An output that begins with given tokens: a processor as a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptmanager import RawKernelLogitsPostProcessor
+from gptmanager.decoding.raw_kernel import BoundKernel
+
+_SOURCE = """
+struct Params { int count; int ids[MAX_TOKENS]; };
+static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+
+extern "C" __global__ void forced_prefix(
+    float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
+    const int* prompt_lengths, const int* tokens, int max_seq_len, int vocab_size) {
+    float* row = logits + (long long)rows[blockIdx.x] * vocab_size;
+    const Params& mine = params[slots[blockIdx.x]];
+    int generated = lengths[blockIdx.x] - prompt_lengths[blockIdx.x];
+    if (generated >= mine.count) return;
+    for (int token = threadIdx.x; token < vocab_size; token += blockDim.x)
+        row[token] = token == mine.ids[generated] ? 0.0f : __uint_as_float(0xff800000u);
+}
+"""
+
+
+class ForcedPrefix(RawKernelLogitsPostProcessor):
+    """The first generated tokens are those that a request names; from then on it is free."""
+
+    def __init__(self, max_tokens: int = 64) -> None:
+        fields = [("count", np.int32), ("ids", np.int32, (max_tokens,))]
+        options = (f"-DMAX_TOKENS={max_tokens}",)
+        super().__init__(_SOURCE, "forced_prefix", fields, options=options, twin=_force)
+        self.max_tokens = max_tokens
+
+    def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
+        """ValueError for more than `max_tokens`, and for negative ones."""
+        if len(token_ids) > self.max_tokens:
+            raise ValueError(f"{len(token_ids)} tokens are more than {self.max_tokens}")
+        if any(token < 0 for token in token_ids):
+            raise ValueError(f"token_ids = {list(token_ids)} has a negative one")
+        ids = np.zeros(self.max_tokens, dtype=np.int32)
+        ids[: len(token_ids)] = token_ids
+        return super().bind(count=len(token_ids), ids=ids)
+
+
+def _force(
+    logits: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int32],
+    slots: npt.NDArray[np.int32],
+    params: npt.NDArray[np.void],
+    lengths: npt.NDArray[np.int32],
+    prompt_lengths: npt.NDArray[np.int32],
+    *tokens: Any,
+) -> None:
+    mine, generated = params[slots], lengths - prompt_lengths
+    for row, one, place in zip(rows, mine, generated, strict=True):
+        if place < one["count"]:
+            logits[row] = -np.inf
+            logits[row, one["ids"][place : place + 1]] = 0.0

@@ -1,0 +1,63 @@
+"""A temperature that changes while a request generates: a processor as a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptmanager import RawKernelLogitsPostProcessor
+from gptmanager.decoding.raw_kernel import BoundKernel
+
+_SOURCE = """
+struct Params { float start, end; int steps; };
+static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+
+extern "C" __global__ void temperature_schedule(
+    float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
+    const int* prompt_lengths, const int* tokens, int max_seq_len, int vocab_size) {
+    float* row = logits + (long long)rows[blockIdx.x] * vocab_size;
+    const Params& mine = params[slots[blockIdx.x]];
+    int generated = lengths[blockIdx.x] - prompt_lengths[blockIdx.x];
+    float done = generated < mine.steps ? (float)generated / mine.steps : 1.0f;
+    float temperature = mine.start + (mine.end - mine.start) * done;
+    for (int token = threadIdx.x; token < vocab_size; token += blockDim.x)
+        row[token] /= temperature;
+}
+"""
+
+
+class TemperatureSchedule(RawKernelLogitsPostProcessor):
+    """From one temperature to another over the first tokens, in equal steps, and then constant.
+
+    A request that is greedy stays so: give it `temperature=1.0`, and the schedule does the rest.
+    """
+
+    def __init__(self) -> None:
+        fields = [("start", np.float32), ("end", np.float32), ("steps", np.int32)]
+        super().__init__(_SOURCE, "temperature_schedule", fields, twin=_divide)
+
+    def bind(  # type: ignore[override]
+        self, start: float, end: float, steps: int
+    ) -> BoundKernel:
+        """`steps`: generated tokens after which `end` is reached. ValueError unless all are > 0."""
+        for name, value in (("start", start), ("end", end), ("steps", steps)):
+            if not value > 0:
+                raise ValueError(f"{name} = {value} is not above 0")
+        return super().bind(start=start, end=end, steps=steps)
+
+
+def _divide(
+    logits: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int32],
+    slots: npt.NDArray[np.int32],
+    params: npt.NDArray[np.void],
+    lengths: npt.NDArray[np.int32],
+    prompt_lengths: npt.NDArray[np.int32],
+    *tokens: Any,
+) -> None:
+    mine = params[slots]
+    generated = (lengths - prompt_lengths).astype(np.float32)
+    done = np.minimum(generated / mine["steps"].astype(np.float32), np.float32(1))
+    logits[rows] /= (mine["start"] + (mine["end"] - mine["start"]) * done)[:, None]

@@ -1,0 +1,160 @@
+"""Which tokens may come, and which are preferred: processors as kernels, for one request each.
+
+    banned = BannedTokens()
+    request.logits_post_processor = banned.bind([13, 198])
+
+Requests that share an object share the launch. On the CPU their twins run, in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptmanager import RawKernelLogitsPostProcessor
+from gptmanager.decoding.raw_kernel import BoundKernel
+
+Logits = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+Params = npt.NDArray[np.void]
+
+_SIGNATURE = """
+static_assert(sizeof(Params) == PARAMS_SIZE, "the dtype says otherwise");
+
+extern "C" __global__ void KERNEL(
+    float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
+    const int* prompt_lengths, const int* tokens, int max_seq_len, int vocab_size) {
+    float* row = logits + (long long)rows[blockIdx.x] * vocab_size;
+    const Params& mine = params[slots[blockIdx.x]];
+"""
+
+_ALLOWED = f"""
+struct Params {{ int count; int ids[MAX_TOKENS]; }};
+#define KERNEL allowed_tokens
+{_SIGNATURE}
+    for (int token = threadIdx.x; token < vocab_size; token += blockDim.x) {{
+        int low = 0, high = mine.count;  // the ids ascend
+        while (low < high) {{
+            int middle = (low + high) / 2;
+            if (mine.ids[middle] < token) low = middle + 1; else high = middle;
+        }}
+        if (low == mine.count || mine.ids[low] != token) row[token] = __uint_as_float(0xff800000u);
+    }}
+}}
+"""
+
+_BANNED = f"""
+struct Params {{ int count; int ids[MAX_TOKENS]; }};
+#define KERNEL banned_tokens
+{_SIGNATURE}
+    for (int i = threadIdx.x; i < mine.count; i += blockDim.x)
+        if (mine.ids[i] < vocab_size) row[mine.ids[i]] = __uint_as_float(0xff800000u);
+}}
+"""
+
+_BIAS = f"""
+struct Params {{ int count; int ids[MAX_TOKENS]; float bias[MAX_TOKENS]; }};
+#define KERNEL token_bias
+{_SIGNATURE}
+    for (int i = threadIdx.x; i < mine.count; i += blockDim.x)
+        if (mine.ids[i] < vocab_size) row[mine.ids[i]] += mine.bias[i];
+}}
+"""
+
+
+class AllowedTokens(RawKernelLogitsPostProcessor):
+    """Nothing but the tokens that a request names. Remember its `end_id` if it is to end."""
+
+    def __init__(self, max_tokens: int = 256) -> None:
+        super().__init__(
+            _ALLOWED,
+            "allowed_tokens",
+            [("count", np.int32), ("ids", np.int32, (max_tokens,))],
+            options=(f"-DMAX_TOKENS={max_tokens}",),
+            twin=_allow,
+        )
+        self.max_tokens = max_tokens
+
+    def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
+        """ValueError for none, for more than `max_tokens`, and for negative ones."""
+        if not token_ids:
+            raise ValueError("token_ids is empty: no token would be allowed")
+        return super().bind(**_padded(token_ids, self.max_tokens))
+
+
+class BannedTokens(RawKernelLogitsPostProcessor):
+    """Anything but the tokens that a request names."""
+
+    def __init__(self, max_tokens: int = 256) -> None:
+        super().__init__(
+            _BANNED,
+            "banned_tokens",
+            [("count", np.int32), ("ids", np.int32, (max_tokens,))],
+            options=(f"-DMAX_TOKENS={max_tokens}",),
+            twin=_ban,
+        )
+        self.max_tokens = max_tokens
+
+    def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
+        """ValueError for more than `max_tokens`, and for negative ones."""
+        return super().bind(**_padded(token_ids, self.max_tokens))
+
+
+class TokenBias(RawKernelLogitsPostProcessor):
+    """Adds a number to the logits of some tokens: log 2 makes one twice as likely as it was."""
+
+    def __init__(self, max_tokens: int = 256) -> None:
+        fields = [
+            ("count", np.int32),
+            ("ids", np.int32, (max_tokens,)),
+            ("bias", np.float32, (max_tokens,)),
+        ]
+        options = (f"-DMAX_TOKENS={max_tokens}",)
+        super().__init__(_BIAS, "token_bias", fields, options=options, twin=_add_bias)
+        self.max_tokens = max_tokens
+
+    def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
+        """`bias` by token id; ValueError for more than `max_tokens`, and for negative ones."""
+        added = np.zeros(self.max_tokens, dtype=np.float32)
+        params = _padded(list(bias), self.max_tokens)
+        added[: len(bias)] = [bias[token] for token in sorted(bias)]
+        return super().bind(**params, bias=added)
+
+
+def _padded(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Ascending, each once."""
+    ids = sorted(set(token_ids))
+    if len(ids) > max_tokens:
+        raise ValueError(f"{len(ids)} tokens are more than max_tokens = {max_tokens}")
+    if ids and ids[0] < 0:
+        raise ValueError(f"token id {ids[0]} is negative")
+    padded = np.zeros(max_tokens, dtype=np.int32)
+    padded[: len(ids)] = ids
+    return {"count": len(ids), "ids": padded}
+
+
+def _ids(params: np.void, vocab_size: int) -> Ints:
+    ids: Ints = params["ids"][: params["count"]]
+    return ids[ids < vocab_size]
+
+
+def _allow(logits: Logits, rows: Ints, slots: Ints, params: Params, *history: Any) -> None:
+    for row, slot in zip(rows, slots, strict=True):
+        ids = _ids(params[slot], logits.shape[1])
+        kept = logits[row, ids]
+        logits[row] = -np.inf
+        logits[row, ids] = kept
+
+
+def _ban(logits: Logits, rows: Ints, slots: Ints, params: Params, *history: Any) -> None:
+    for row, slot in zip(rows, slots, strict=True):
+        logits[row, _ids(params[slot], logits.shape[1])] = -np.inf
+
+
+def _add_bias(logits: Logits, rows: Ints, slots: Ints, params: Params, *history: Any) -> None:
+    for row, slot in zip(rows, slots, strict=True):
+        ids = _ids(params[slot], logits.shape[1])
+        logits[row, ids] += params[slot]["bias"][: len(ids)]

@@ -1,0 +1,62 @@
+"""Arrays as a kernel gets them: outside of them nothing can be read, and nothing in them is 0.
+
+They are NumPy arrays. The names are CuPy's, so that the body of a test can take either module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gptmanager.cuda.emulator.reports import EmulatorError
+
+_PAGE = mmap.PAGESIZE
+_ALIGNMENT = 16
+_POISON = 0xFF  # NaN in every floating-point type, -1 as an integer
+_NO_ACCESS = 0
+
+Array = npt.NDArray[Any]
+
+
+def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
+    """A C-contiguous array of NaN (-1 in integers) that ends, but for alignment, at a page that
+    cannot be read.
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    room = -(-size // _ALIGNMENT) * _ALIGNMENT
+    pages = -(-room // _PAGE) * _PAGE
+    memory = mmap.mmap(-1, pages + 2 * _PAGE)
+    flat = np.frombuffer(memory, dtype=np.uint8)
+    begin = flat.ctypes.data
+    for guard in (begin, begin + _PAGE + pages):
+        _protect(guard)
+    start = _PAGE + pages - room
+    array = flat[start : start + size]
+    array.fill(_POISON)
+    return array.view(dtype).reshape(shape)
+
+
+def asarray(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Array:
+    """A guarded copy of `values`."""
+    given = np.asarray(values, dtype=dtype)
+    array = empty(given.shape, given.dtype)
+    array[...] = given
+    return array
+
+
+def asnumpy(array: Array) -> Array:
+    """A copy without guards."""
+    return np.array(array)
+
+
+def _protect(page: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(_PAGE), _NO_ACCESS):
+        raise EmulatorError(f"mprotect failed: errno {ctypes.get_errno()}")

@@ -1,0 +1,318 @@
+// Check mode: every access of the kernel is seen, with its thread. GCC instruments the kernel as for
+// ThreadSanitizer and UndefinedBehaviorSanitizer; their run-time functions are defined here.
+//
+// Two accesses to a byte, at least one of them a write and not both atomic, are a race unless they
+// are ordered: by a barrier of the block, by __syncwarp, or between blocks by __threadfence before an
+// atomic that the other block's atomic on the same address follows. One last writer and one last
+// reader are kept for a byte, so that a kernel should be checked forward and in reverse.
+#include "state.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <sys/mman.h>
+
+namespace emulator {
+
+bool checking;
+
+// Who accessed a byte, when: 0 is nobody.
+struct Access {
+    uint64_t bits;
+    Access() = default;
+    Access(unsigned block, unsigned thread, uint32_t stamp, unsigned flags)
+        : bits(uint64_t(stamp) << 32 | (block & 0x7FFFF) << 13 | thread << 3 | flags) {}
+    explicit operator bool() const { return bits & 1; }
+    bool atomic() const { return bits & 2; }
+    bool in_flight() const { return bits & 4; }
+    unsigned thread() const { return bits >> 3 & 0x3FF; }
+    unsigned block() const { return bits >> 13 & 0x7FFFF; }
+    uint32_t stamp() const { return bits >> 32; }
+};
+constexpr unsigned VALID = 1, ATOMIC = 2, IN_FLIGHT = 4;
+
+struct Byte {
+    Access write, read;
+    uint32_t write_at, read_at;  // offsets into the library
+};
+
+struct Shadow {
+    Region region;
+    Byte* bytes;
+    bool shared;
+};
+
+// A stamp is the number of block barriers passed, then the number of warp barriers since.
+using Stamps = std::shared_ptr<std::vector<uint32_t>>;  // the latest known of each thread
+using Known = std::map<unsigned, Stamps>;               // of each block
+
+static std::vector<Shadow> shadows;
+static uint32_t epoch;
+static std::vector<uint16_t> clock_of;
+static std::vector<uint16_t> seen;  // [thread][lane]: that lane's clock at the last common __syncwarp
+static std::vector<uint32_t> fenced;            // [thread]: its stamp at its last fence
+static std::vector<uint16_t> seen_when_fenced;  // [thread][lane]
+static Known acquired;                          // by the running block
+static std::map<const void*, Known> released;   // at an address
+
+static uint32_t stamp_of(unsigned thread) { return epoch << 16 | clock_of[thread]; }
+
+// Launch and block --------------------------------------------------------------------------------
+
+static void add_shadow(Region region, bool shared) {
+    if (region.end <= region.begin) return;
+    size_t size = (region.end - region.begin) * sizeof(Byte);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* bytes = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (bytes == MAP_FAILED) fail(here(nullptr), "no memory to check argument %d", region.argument);
+    shadows.push_back({region, static_cast<Byte*>(bytes), shared});
+}
+
+void check_launch() {
+    std::vector<Region> regions(launch->regions, launch->regions + launch->num_regions);
+    auto earlier = [](const Region& a, const Region& b) { return a.begin < b.begin; };
+    std::sort(regions.begin(), regions.end(), earlier);
+    std::vector<Region> merged;
+    for (const Region& region : regions) {  // a tensor and its view are one
+        if (!merged.empty() && region.begin < merged.back().end) {
+            merged.back().end = std::max(merged.back().end, region.end);
+        } else {
+            merged.push_back(region);
+        }
+    }
+    for (const Region& region : merged) add_shadow(region, false);
+    add_shadow({static_shared().begin, static_shared().end, -1}, true);
+    Span span = dynamic_span();
+    add_shadow({span.begin, span.end, -1}, true);
+    released.clear();
+}
+
+void check_launch_end() {
+    for (Shadow& shadow : shadows) {
+        munmap(shadow.bytes, (shadow.region.end - shadow.region.begin) * sizeof(Byte));
+    }
+    shadows.clear();
+}
+
+void check_block() {
+    acquired.clear();
+    epoch = 0;
+    size_t size = threads.size();
+    clock_of.assign(size, 1);
+    seen.assign(size * WARP, 0);
+    fenced.assign(size, 0);
+    seen_when_fenced.assign(size * WARP, 0);
+}
+
+// What orders accesses ----------------------------------------------------------------------------
+
+void check_barrier() {
+    epoch++;
+    std::fill(clock_of.begin(), clock_of.end(), 1);
+    std::fill(seen.begin(), seen.end(), 0);
+}
+
+void check_sync_warp(unsigned first, unsigned mask) {
+    uint16_t joined[WARP] = {};
+    for (int lane = 0; lane < WARP; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        for (int other = 0; other < WARP; other++)
+            joined[other] = std::max(joined[other], seen[(first + lane) * WARP + other]);
+        joined[lane] = clock_of[first + lane]++;
+    }
+    for (int lane = 0; lane < WARP; lane++) {
+        if (mask >> lane & 1) std::copy_n(joined, WARP, &seen[(first + lane) * WARP]);
+    }
+}
+
+void check_fence() {
+    unsigned thread = current->linear;
+    fenced[thread] = stamp_of(thread);
+    std::copy_n(&seen[thread * WARP], WARP, &seen_when_fenced[thread * WARP]);
+    clock_of[thread]++;
+}
+
+// The latest access of a thread of this block that others may rely on, once `self` has done an atomic.
+static uint32_t released_stamp(unsigned thread, unsigned self) {
+    if (thread == self) return fenced[self];
+    bool same_warp = thread / WARP == self / WARP;
+    unsigned pair = self * WARP + thread % WARP;
+    uint32_t stamp = 0;
+    if (uint32_t at = fenced[self]) {  // ordered before the fence of `self`
+        uint32_t base = at >> 16;
+        stamp = same_warp ? base << 16 | seen_when_fenced[pair] : base ? (base << 16) - 1 : 0;
+    }
+    uint32_t own = fenced[thread];  // or fenced by itself, and ordered before the atomic
+    bool ordered = own >> 16 < epoch || (same_warp && (own & 0xFFFF) <= seen[pair]);
+    return ordered ? std::max(stamp, own) : stamp;
+}
+
+static void merge(Known& into, unsigned block, const Stamps& stamps) {
+    Stamps& known = into[block];
+    if (!known || known == stamps) {
+        known = stamps;
+        return;
+    }
+    auto joined = std::make_shared<std::vector<uint32_t>>(*known);
+    for (size_t i = 0; i < joined->size(); i++) (*joined)[i] = std::max((*joined)[i], (*stamps)[i]);
+    known = joined;
+}
+
+static void synchronize(const void* address) {
+    Known& here = released[address];
+    for (auto& [block, stamps] : here) merge(acquired, block, stamps);
+    auto mine = std::make_shared<std::vector<uint32_t>>(threads.size());
+    for (size_t i = 0; i < threads.size(); i++) (*mine)[i] = released_stamp(i, current->linear);
+    for (auto& [block, stamps] : acquired) merge(here, block, stamps);
+    merge(here, block_number(), mine);
+}
+
+static bool ordered(Access before) {
+    unsigned thread = before.thread(), self = current->linear;
+    if (before.block() != (block_number() & 0x7FFFF)) {
+        auto known = acquired.find(before.block());
+        return known != acquired.end() && before.stamp() <= (*known->second)[thread];
+    }
+    if (thread == self || before.stamp() >> 16 < epoch) return true;
+    bool same_warp = thread / WARP == self / WARP;
+    return same_warp && (before.stamp() & 0xFFFF) <= seen[self * WARP + thread % WARP];
+}
+
+// Accesses ----------------------------------------------------------------------------------------
+
+static void fail_race(Place place, const char* now, const char* then, Access before, uint32_t at,
+                      const Shadow& in) {
+    char buffer[256], where[64] = "shared memory";
+    if (!in.shared) snprintf(where, sizeof where, "argument %d", in.region.argument);
+    Place at_then = here(library().begin + at);
+    fail(place, "race on %s: %s by thread %u of block %u at %s, then unordered with it a %s", where,
+         then, before.thread(), before.block(), text(at_then, buffer), now);
+}
+
+static Shadow* find(char* address) {
+    static size_t last;  // most accesses are to the same array as the one before
+    auto inside = [&](size_t i) {
+        return address >= shadows[i].region.begin && address < shadows[i].region.end;
+    };
+    if (last < shadows.size() && inside(last)) return &shadows[last];
+    for (last = 0; last < shadows.size(); last++) {
+        if (inside(last)) return &shadows[last];
+    }
+    return nullptr;
+}
+
+static void unknown(char* address, Place place) {
+    if (launch->closed && !in_stacks(address) && !in_library(address)) fail_outside(address, place);
+}
+
+static uint32_t offset(Place place) {
+    return place.address ? uint32_t((char*)place.address - library().begin) : 0;
+}
+
+enum Kind { READ = 1, WRITE = 2, BOTH = 3 };
+
+static void access(void* pointer, size_t size, Kind kind, unsigned flags, Place place) {
+    char* address = static_cast<char*>(pointer);
+    if (!checking || !current) return;
+    Shadow* shadow = find(address);
+    if (!shadow) return unknown(address, place);
+    const Region& region = shadow->region;
+    if (address + size > region.end) fail_outside(region.end, place);
+    unsigned block = block_number() & 0x7FFFF;
+    Access self(block, current->linear, stamp_of(current->linear), flags | VALID);
+    uint32_t at = offset(place);
+    for (size_t i = 0; i < size; i++) {
+        Byte& byte = shadow->bytes[address - region.begin + i];
+        Access write = byte.write, read = byte.read;
+        if (shadow->shared) {  // another block's are of other memory
+            if (write && write.block() != block) write = {};
+            if (read && read.block() != block) read = {};
+            if (kind & READ && !write) fail(place, "read of shared memory that nothing was written to");
+        }
+        if (kind & READ && write.in_flight())
+            fail(place, "read of what cp.async has not delivered: no cp_async_wait before it");
+        bool excused = self.atomic() && write.atomic();
+        if (write && !excused && !ordered(write))
+            fail_race(place, kind & WRITE ? "write" : "read", "write", write, byte.write_at, *shadow);
+        excused = self.atomic() && read.atomic();
+        if (kind & WRITE && read && !excused && !ordered(read))
+            fail_race(place, "write", "read", read, byte.read_at, *shadow);
+        if (kind & READ) byte.read = self, byte.read_at = at;
+        if (kind & WRITE) byte.write = self, byte.write_at = at;
+    }
+}
+
+void check_read(const void* address, size_t size, Place place) {
+    touch(address, size, place);
+    access(const_cast<void*>(address), size, READ, 0, place);
+}
+
+void check_write(void* address, size_t size, Place place) {
+    touch(address, size, place);
+    access(address, size, WRITE, 0, place);
+}
+
+void check_atomic(void* address, size_t size, Place place) {
+    touch(address, size, place);
+    access(address, size, BOTH, ATOMIC, place);
+    if (checking && !in_shared(static_cast<char*>(address))) synchronize(address);
+}
+
+void check_in_flight(void* address, size_t size, Place place) {
+    access(address, size, WRITE, IN_FLIGHT, place);
+}
+
+static void aligned(void* address, size_t size, Place place) {
+    if (uintptr_t(address) % size && current)
+        fail(place, "access of %zu bytes at an address that is not aligned to them", size);
+}
+
+}  // namespace emulator
+
+// What GCC calls ------------------------------------------------------------------------------------
+
+using namespace emulator;
+
+#define ACCESS(NAME, SIZE, KIND) \
+    extern "C" void __tsan_##NAME##SIZE(void* address) { \
+        aligned(address, SIZE, EMULATOR_RETURN); \
+        access(address, SIZE, KIND, 0, EMULATOR_RETURN); \
+    }
+#define UNALIGNED(NAME, SIZE, KIND) \
+    extern "C" void __tsan_unaligned_##NAME##SIZE(void* address) { \
+        access(address, SIZE, KIND, 0, EMULATOR_RETURN); \
+    }
+ACCESS(read, 1, READ) ACCESS(read, 2, READ) ACCESS(read, 4, READ) ACCESS(read, 8, READ)
+ACCESS(read, 16, READ) ACCESS(write, 1, WRITE) ACCESS(write, 2, WRITE) ACCESS(write, 4, WRITE)
+ACCESS(write, 8, WRITE) ACCESS(write, 16, WRITE)
+UNALIGNED(read, 2, READ) UNALIGNED(read, 4, READ) UNALIGNED(read, 8, READ)
+UNALIGNED(read, 16, READ) UNALIGNED(write, 2, WRITE) UNALIGNED(write, 4, WRITE)
+UNALIGNED(write, 8, WRITE) UNALIGNED(write, 16, WRITE)
+
+extern "C" {
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_read_range(void* address, size_t size) {
+    access(address, size, READ, 0, EMULATOR_RETURN);
+}
+void __tsan_write_range(void* address, size_t size) {
+    access(address, size, WRITE, 0, EMULATOR_RETURN);
+}
+
+struct UbsanPlace {
+    const char* file;
+    uint32_t line, column;
+};
+void __ubsan_handle_type_mismatch_v1_abort(UbsanPlace* place, uintptr_t pointer) {
+    Place at = here(place->file, place->line);
+    if (!current) return;
+    if (!pointer) fail(at, "access through a null pointer");
+    fail(at, "misaligned access: the address ends in 0x%02x", unsigned(pointer & 0xFF));
+}
+void __ubsan_handle_out_of_bounds_abort(UbsanPlace* place, uintptr_t index) {
+    fail(here(place->file, place->line), "array index %td out of bounds", intptr_t(index));
+}
+}

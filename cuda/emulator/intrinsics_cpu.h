@@ -1,0 +1,114 @@
+// The CPU versions of intrinsics.cuh. They are not inlined: who calls is told by return address.
+#pragma once
+
+#include "machine.h"
+
+#define EMULATED __attribute__((noinline)) inline
+
+namespace emulator {
+
+struct Rows {  // of ldmatrix: what a lane names, and what it gets
+    uint16_t row[8];
+    unsigned registers[4];
+};
+
+template <bool TRANSPOSED> void distribute(void** operands, Place) {
+    for (int lane = 0; lane < WARP; lane++) {
+        int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) {
+            auto element = [&](int row, int column) {
+                return static_cast<Rows*>(operands[8 * i + row])->row[column];
+            };
+            unsigned low = TRANSPOSED ? element(2 * t, g) : element(g, 2 * t);
+            unsigned high = TRANSPOSED ? element(2 * t + 1, g) : element(g, 2 * t + 1);
+            static_cast<Rows*>(operands[lane])->registers[i] = low | high << 16;
+        }
+    }
+}
+
+template <bool TRANSPOSED>
+void load_matrix(unsigned (&registers)[4], const void* row, Place place) {
+    Rows rows;
+    if (uintptr_t(row) % 16) fail(place, "ldmatrix of a row that is not aligned to 16 bytes");
+    if (!in_shared(static_cast<const char*>(row))) fail(place, "ldmatrix of what is not shared memory");
+    read_memory(rows.row, row, sizeof rows.row, place);
+    warp_operation(distribute<TRANSPOSED>, "ldmatrix", ~0u, &rows, place);
+    for (int i = 0; i < 4; i++) registers[i] = rows.registers[i];
+}
+
+struct Fragments {
+    float (*d)[4];
+    const unsigned (*a)[4];
+    unsigned b[2];
+};
+
+inline float widen(unsigned bits, __nv_bfloat16) { return reinterpret<float>(bits << 16); }
+inline float widen(unsigned bits, __half) {
+    __half_raw raw;
+    raw.x = static_cast<unsigned short>(bits);
+    return __half2float(__half(raw));
+}
+
+template <class T> void multiply(void** operands, Place) {
+    float a[16][16], b[8][16];
+    for (int lane = 0; lane < WARP; lane++) {
+        auto* mine = static_cast<Fragments*>(operands[lane]);
+        int g = lane / 4, t = lane % 4;
+        for (int half = 0; half < 2; half++) {
+            for (int i = 0; i < 4; i++)
+                a[g + i % 2 * 8][2 * t + i / 2 * 8 + half] =
+                    widen((*mine->a)[i] >> 16 * half & 0xFFFF, T());
+            for (int i = 0; i < 2; i++)
+                b[g][2 * t + 8 * i + half] = widen(mine->b[i] >> 16 * half & 0xFFFF, T());
+        }
+    }
+    for (int lane = 0; lane < WARP; lane++) {
+        auto* mine = static_cast<Fragments*>(operands[lane]);
+        for (int i = 0; i < 4; i++) {
+            const float* row = a[lane / 4 + i / 2 * 8];
+            const float* column = b[lane % 4 * 2 + i % 2];
+            float sum = 0;
+            for (int k = 0; k < 16; k++) sum += row[k] * column[k];
+            (*mine->d)[i] += sum;
+        }
+    }
+}
+
+}  // namespace emulator
+
+namespace ptx {
+
+inline unsigned char* dynamic_shared() {
+    return static_cast<unsigned char*>(::emulator::dynamic_shared());
+}
+
+inline float exp2_approx(float x) { return exp2f(x); }
+inline float tanh_approx(float x) { return tanhf(x); }
+
+EMULATED void cp_async_16(void* to, const void* from, bool valid) {
+    ::emulator::copy_async(to, from, 16, valid ? 16 : 0, EMULATOR_RETURN);
+}
+inline void cp_async_commit() { ::emulator::copy_async_commit(); }
+template <int PENDING> void cp_async_wait() { ::emulator::copy_async_wait(PENDING); }
+
+EMULATED void load_matrix_x4(unsigned (&registers)[4], const void* row) {
+    ::emulator::load_matrix<false>(registers, row, EMULATOR_RETURN);
+}
+EMULATED void load_matrix_x4_transposed(unsigned (&registers)[4], const void* row) {
+    ::emulator::load_matrix<true>(registers, row, EMULATOR_RETURN);
+}
+
+EMULATED void mma_m16n8k16(
+    float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) {
+    ::emulator::Fragments fragments{&d, &a, {b0, b1}};
+    ::emulator::warp_operation(
+        ::emulator::multiply<__nv_bfloat16>, "mma", ~0u, &fragments, EMULATOR_RETURN);
+}
+EMULATED void mma_m16n8k16(
+    float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
+    ::emulator::Fragments fragments{&d, &a, {b0, b1}};
+    ::emulator::warp_operation(
+        ::emulator::multiply<__half>, "mma", ~0u, &fragments, EMULATOR_RETURN);
+}
+
+}  // namespace ptx

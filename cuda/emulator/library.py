@@ -1,0 +1,131 @@
+"""A built library, loaded: what it says of its kernels, and how one is run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptmanager.cuda.emulator.reports import EmulatorError, with_lines
+
+_REPORT = 8192
+
+
+class _Parameter(ctypes.Structure):  # export.h
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("kind", ctypes.c_char),
+        ("pointee_kind", ctypes.c_char),
+        ("pointee_size", ctypes.c_size_t),
+    )
+
+
+class _Descriptor(ctypes.Structure):  # export.h
+    _fields_ = (
+        ("parameters", ctypes.POINTER(_Parameter)),
+        ("count", ctypes.c_size_t),
+        ("body", ctypes.c_void_p),
+    )
+
+
+class _Region(ctypes.Structure):  # state.h
+    _fields_ = (("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("argument", ctypes.c_int))
+
+
+class _Launch(ctypes.Structure):  # state.h
+    _fields_ = (
+        ("body", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("dynamic_shared", ctypes.c_size_t),
+        ("regions", ctypes.POINTER(_Region)),
+        ("num_regions", ctypes.c_int),
+        ("order", ctypes.c_int),
+        ("checking", ctypes.c_int),
+        ("closed", ctypes.c_int),
+        ("report", ctypes.c_char_p),
+        ("report_size", ctypes.c_size_t),
+    )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Of a kernel. `kind`: pointer p, signed i, unsigned u, float f, bool b, other V."""
+
+    size: int
+    kind: str
+    pointee_kind: str
+    pointee_size: int  # 0: unknown
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What one parameter gets: its bytes, and the memory that it points to, if any."""
+
+    value: bytes
+    memory: tuple[int, int] | None = None  # address, bytes
+    unknown: bool = False  # it points to memory that nobody described
+
+
+class Library:
+    """`order` 0: blocks, warps and lanes forward; -1: in reverse; else the seed of a shuffle."""
+
+    def __init__(self, path: Path, checked: bool, order: int) -> None:
+        self._path = path
+        self._checked = checked
+        self._order = order
+        # The machine is one object: the interpreter lock must be held while it runs.
+        try:
+            self._library = ctypes.PyDLL(str(path))
+        except OSError as error:  # the kernel uses what is declared and nowhere defined
+            raise EmulatorError(f"the compiled kernel cannot be loaded: {error}") from None
+
+    def _descriptor(self, number: int) -> _Descriptor:
+        function = getattr(self._library, f"emulator_kernel_{number}")
+        function.restype = ctypes.POINTER(_Descriptor)
+        descriptor: _Descriptor = function().contents
+        return descriptor
+
+    def parameters(self, number: int) -> tuple[Parameter, ...]:
+        """Of the kernel with that number, in the order of the library's name expressions."""
+        descriptor = self._descriptor(number)
+        return tuple(
+            Parameter(it.size, it.kind.decode(), it.pointee_kind.decode(), it.pointee_size)
+            for it in descriptor.parameters[: descriptor.count]
+        )
+
+    def launch(
+        self,
+        number: int,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Sequence[Argument],
+        dynamic_shared: int,
+    ) -> None:
+        """Run every block to its end. `EmulatorError` with what the kernel did wrong, and where."""
+        values = [ctypes.create_string_buffer(it.value, len(it.value)) for it in arguments]
+        pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
+        regions = [
+            _Region(it.memory[0], it.memory[0] + it.memory[1], index)
+            for index, it in enumerate(arguments)
+            if it.memory is not None and it.memory[1]
+        ]
+        report = ctypes.create_string_buffer(_REPORT)
+        launch = _Launch(
+            body=self._descriptor(number).body,
+            arguments=ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p)),
+            grid=(ctypes.c_uint * 3)(*grid),
+            block=(ctypes.c_uint * 3)(*block),
+            dynamic_shared=dynamic_shared,
+            regions=(_Region * max(1, len(regions)))(*regions),
+            num_regions=len(regions),
+            order=self._order,
+            checking=self._checked,
+            closed=not any(it.unknown for it in arguments),
+            report=ctypes.cast(report, ctypes.c_char_p),
+            report_size=_REPORT,
+        )
+        if self._library.emulator_launch(ctypes.byref(launch)):
+            raise EmulatorError(with_lines(report.value.decode(errors="replace"), self._path))

@@ -1,0 +1,325 @@
+// Fibers, their schedule, warp operations, barriers, and the launch.
+#include "state.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <ucontext.h>
+
+namespace emulator {
+
+Index thread_index, block_index, block_size, grid_size;
+const Launch* launch;
+Thread* current;
+std::vector<Thread> threads;
+
+static jmp_buf scheduler, launch_start;
+static ucontext_t first_context;
+static std::vector<unsigned> lane_order, warp_order;
+static unsigned arrived, first_arrived;  // at the barrier of the block
+
+unsigned lane() { return current->lane; }
+
+unsigned block_number() {
+    return (block_index.z * grid_size.y + block_index.y) * grid_size.x + block_index.x;
+}
+
+// Errors ------------------------------------------------------------------------------------------
+
+void describe(const char* format, ...) {
+    size_t used = strlen(launch->report);
+    va_list list;
+    va_start(list, format);
+    vsnprintf(launch->report + used, launch->report_size - used, format, list);
+    va_end(list);
+}
+
+const char* text(Place place, char (&buffer)[256]) {
+    if (place.file) {
+        const char* slash = strrchr(place.file, '/');
+        snprintf(buffer, 256, "%s:%d", slash ? slash + 1 : place.file, place.line);
+    } else {  // the call, not what follows it
+        snprintf(buffer, 256, "@0x%zx", size_t((const char*)place.address - library().begin - 1));
+    }
+    return buffer;
+}
+
+void abandon() {
+    current = nullptr;
+    for (Thread& thread : threads) thread.started = false;
+    _longjmp(launch_start, 1);
+}
+
+void fail(Place place, const char* format, ...) {
+    char message[1024], buffer[256];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(message, sizeof message, format, list);
+    va_end(list);
+    describe("%s, at %s", message, text(place, buffer));
+    describe(", block (%u, %u, %u)", block_index.x, block_index.y, block_index.z);
+    if (current) {
+        Index i = current->index;
+        describe(", thread (%u, %u, %u)", i.x, i.y, i.z);
+    }
+    abandon();
+}
+
+// Fibers ------------------------------------------------------------------------------------------
+
+static void fiber() {
+    for (;;) {
+        launch->body(launch->arguments);
+        if (!current->copies.empty()) copy_async_wait(0);
+        current->state = State::RETURNED;
+        if (!_setjmp(current->context)) _longjmp(scheduler, 1);
+    }
+}
+
+__attribute__((noinline)) static void run(Thread& thread) {
+    current = &thread;
+    thread_index = thread.index;
+    if (!_setjmp(scheduler)) {
+        if (thread.started) _longjmp(thread.context, 1);
+        thread.started = true;
+        getcontext(&first_context);
+        first_context.uc_stack.ss_sp = stack_of(thread.linear);
+        first_context.uc_stack.ss_size = STACK;
+        makecontext(&first_context, fiber, 0);
+        setcontext(&first_context);
+    }
+    current = nullptr;
+}
+
+__attribute__((noinline)) static void wait() {
+    if (!_setjmp(current->context)) _longjmp(scheduler, 1);
+}
+
+// Schedule ----------------------------------------------------------------------------------------
+
+static void shuffle(std::vector<unsigned>& order, size_t size, unsigned salt) {
+    order.resize(size);
+    std::iota(order.begin(), order.end(), 0u);
+    if (launch->order < 0) std::reverse(order.begin(), order.end());
+    if (launch->order > 0) {
+        std::mt19937 generator(launch->order * 7919u + salt);
+        std::shuffle(order.begin(), order.end(), generator);
+    }
+}
+
+// Whether any lane of the warp could go on.
+static bool run_warp(unsigned warp) {
+    bool progress = false;
+    for (unsigned lane : lane_order) {
+        unsigned linear = warp * WARP + lane;
+        if (linear < threads.size() && threads[linear].state == State::READY) {
+            run(threads[linear]);
+            progress = true;
+        }
+    }
+    return progress;
+}
+
+static void report_deadlock() {
+    char buffer[256];
+    std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
+    for (Thread& thread : threads) {
+        bool returned = thread.state == State::RETURNED;
+        std::string what = "returned";
+        if (!returned) what = std::string("waits in ") + thread.operation;
+        if (!returned) what += std::string(" at ") + text(thread.place, buffer);
+        auto same = [&](auto& group) { return group.first == what; };
+        auto group = std::find_if(groups.begin(), groups.end(), same);
+        if (group == groups.end()) group = groups.insert(group, {what, {}});
+        group->second.push_back(thread.linear);
+    }
+    describe("deadlock in block (%u, %u, %u):", block_index.x, block_index.y, block_index.z);
+    for (auto& [what, members] : groups) {
+        describe(" %zu thread%s (", members.size(), members.size() == 1 ? "" : "s");
+        for (size_t i = 0; i < members.size() && i < 4; i++) describe(i ? ", %u" : "%u", members[i]);
+        describe("%s) %s;", members.size() > 4 ? ", ..." : "", what.c_str());
+    }
+    abandon();
+}
+
+static void run_block() {
+    poison();
+    arrived = 0;
+    if (checking) check_block();
+    for (Thread& thread : threads) {
+        thread.state = State::READY;
+        thread.copies.clear();
+        thread.group = 0;
+    }
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (unsigned warp : warp_order) {
+            while (run_warp(warp)) progress = true;
+        }
+    }
+    for (Thread& thread : threads) {
+        if (thread.state != State::RETURNED) report_deadlock();
+    }
+}
+
+static void prepare() {
+    grid_size = launch->grid;
+    block_size = launch->block;
+    checking = launch->checking;
+    unsigned size = block_size.x * block_size.y * block_size.z;
+    map_memory(size, launch->dynamic_shared);
+    threads.resize(size);
+    for (unsigned i = 0; i < size; i++) {
+        Thread& thread = threads[i];
+        thread.index = {i % block_size.x, i / block_size.x % block_size.y,
+                        i / block_size.x / block_size.y};
+        thread.linear = i;
+        thread.warp = i / WARP;
+        thread.lane = i % WARP;
+    }
+    shuffle(lane_order, WARP, 1);
+    shuffle(warp_order, (size + WARP - 1) / WARP, 2);
+}
+
+// Warp operations and barriers ----------------------------------------------------------------------
+
+void warp_operation(
+    Evaluate evaluate, const char* name, unsigned mask, void* operands, Place place) {
+    Thread& self = *current;
+    unsigned first = self.warp * WARP;
+    char buffer[256];
+    if (!(mask >> self.lane & 1)) fail(place, "%s with a mask without the calling lane", name);
+    self.evaluate = evaluate;
+    self.operation = name;
+    self.mask = mask;
+    self.operands = operands;
+    self.place = place;
+    void* all[WARP] = {};
+    for (unsigned lane = 0; lane < WARP; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        unsigned linear = first + lane;
+        if (linear >= threads.size()) fail(place, "%s names lane %u, which is not there", name, lane);
+        Thread& other = threads[linear];
+        if (other.state == State::RETURNED)
+            fail(place, "%s names lane %u, which has returned", name, lane);
+        if (lane != self.lane && other.state == State::READY) {  // not the last one
+            self.state = State::IN_WARP;
+            wait();
+            return;
+        }
+        if (other.state == State::IN_BLOCK)
+            fail(place, "%s names lane %u, which waits in %s at %s", name, lane, other.operation,
+                 text(other.place, buffer));
+        bool same = other.evaluate == evaluate && other.mask == mask &&
+                    (!place.file || other.place.line == place.line);
+        if (!same)
+            fail(place, "%s with mask 0x%x, but lane %u is in %s with mask 0x%x at %s", name, mask,
+                 lane, other.operation, other.mask, text(other.place, buffer));
+        all[lane] = other.operands;
+    }
+    evaluate(all, place);
+    for (unsigned lane = 0; lane < WARP; lane++) {
+        if (mask >> lane & 1) threads[first + lane].state = State::READY;
+    }
+}
+
+static void join_lanes(void**, Place) {
+    if (checking) check_sync_warp(current->warp * WARP, current->mask);
+}
+
+void sync_warp(unsigned mask, Place place) {
+    warp_operation(join_lanes, "__syncwarp", mask, nullptr, place);
+}
+
+int sync_block(Vote vote, int predicate, const char* name, Place place) {
+    Thread& self = *current;
+    char buffer[256];
+    if (arrived) {
+        Thread& other = threads[first_arrived];
+        if (other.place.line != place.line || other.operation != name)
+            fail(place, "divergent %s: thread %u waits in %s at %s", name, other.linear,
+                 other.operation, text(other.place, buffer));
+    } else {
+        first_arrived = self.linear;
+    }
+    self.operation = name;
+    self.place = place;
+    self.predicate = predicate;
+    self.state = State::IN_BLOCK;
+    if (++arrived < threads.size()) {
+        wait();
+        return self.predicate;
+    }
+    arrived = 0;
+    int count = 0;
+    for (Thread& other : threads) count += other.predicate != 0;
+    int result = vote == COUNT ? count : vote == ANY ? count > 0 : count == int(threads.size());
+    for (Thread& other : threads) {
+        other.predicate = result;
+        other.state = State::READY;
+    }
+    if (checking) check_barrier();
+    return result;
+}
+
+void fence() {
+    if (checking) check_fence();
+}
+
+// cp.async ----------------------------------------------------------------------------------------
+
+void copy_async(void* to, const void* from, size_t size, size_t source_size, Place place) {
+    if (uintptr_t(to) % size || (source_size && uintptr_t(from) % size))
+        fail(place, "cp.async of %zu bytes with an address that is not aligned to them", size);
+    if (!in_shared((char*)to)) fail(place, "cp.async to what is not shared memory");
+    if (source_size) check_read(from, source_size, place);
+    if (checking) check_in_flight(to, size, place);
+    memset(to, 0xFF, size);
+    current->copies.push_back({to, from, size, source_size, current->group, place});
+}
+
+void copy_async_commit() { current->group++; }
+
+void copy_async_wait(int pending_groups) {
+    Thread& self = *current;
+    size_t arrived = 0;
+    for (AsyncCopy& copy : self.copies) {
+        if (copy.group >= self.group - pending_groups) break;
+        memcpy(copy.to, copy.from, copy.source_size);
+        memset((char*)copy.to + copy.source_size, 0, copy.size - copy.source_size);
+        check_write(copy.to, copy.size, copy.place);
+        arrived++;
+    }
+    self.copies.erase(self.copies.begin(), self.copies.begin() + arrived);
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+// 0: done. Otherwise the report holds what went wrong.
+extern "C" __attribute__((visibility("default"))) int emulator_launch(const Launch* given) {
+    launch = given;
+    volatile int failed = 1;
+    catch_faults();
+    if (!_setjmp(launch_start)) {
+        prepare();
+        if (checking) check_launch();
+        std::vector<unsigned> blocks;
+        shuffle(blocks, size_t(grid_size.x) * grid_size.y * grid_size.z, 3);
+        for (unsigned block : blocks) {
+            block_index = {block % grid_size.x, block / grid_size.x % grid_size.y,
+                           block / grid_size.x / grid_size.y};
+            run_block();
+        }
+        failed = 0;
+    }
+    if (given->checking) check_launch_end();
+    release_faults();
+    launch = nullptr;
+    return failed;
+}

@@ -1,0 +1,66 @@
+// The machine that runs a kernel on the CPU: what the headers seen by a kernel need to know of it.
+//
+// A GPU thread is a fiber. All fibers run in one OS thread; a fiber runs until it must wait, a warp
+// until all its lanes wait for the block, and one block after the other. That is the most skewed
+// schedule that CUDA allows, so that a missing barrier shows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace emulator {
+
+constexpr int WARP = 32;
+
+struct Index {
+    unsigned x, y, z;
+};
+
+// Where in the kernel's source something happens: a line, or an address that Python looks up.
+struct Place {
+    const char* file;
+    int line;
+    const void* address;
+};
+
+inline Place here(const char* file, int line) { return {file, line, nullptr}; }
+inline Place here(const void* address) { return {nullptr, 0, address}; }
+
+// As last parameters they take the file and line of the call; PLACE makes a Place of them.
+#define EMULATOR_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define EMULATOR_PLACE ::emulator::here(file, line)
+// The same for functions that intrinsics.cuh declares: they must not be inlined.
+#define EMULATOR_RETURN ::emulator::here(__builtin_return_address(0))
+
+// The running thread, and the launch it belongs to.
+extern Index thread_index, block_index, block_size, grid_size;
+unsigned lane();
+
+// Ends the launch with an error; never returns. `@` followed by an address becomes a line.
+[[noreturn]] void fail(Place place, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// One primitive does all warp operations: each lane leaves a pointer to its operands and waits; the
+// last one to arrive calls `evaluate(operands of 32 lanes, null where absent)`, and all go on.
+using Evaluate = void (*)(void** operands, Place place);
+void warp_operation(Evaluate evaluate, const char* name, unsigned mask, void* operands, Place place);
+void sync_warp(unsigned mask, Place place);
+
+enum Vote { COUNT, ALL, ANY };
+int sync_block(Vote vote, int predicate, const char* name, Place place);
+
+void fence();  // __threadfence
+void* dynamic_shared();
+bool in_shared(const char* address);
+
+// Memory is read or written by an emulated instruction, which no compiler has instrumented.
+void read_memory(void* to, const void* from, size_t size, Place place);
+void check_read(const void* address, size_t size, Place place);
+void check_write(void* address, size_t size, Place place);
+void check_atomic(void* address, size_t size, Place place);
+
+// cp.async: the destination is NaN until the thread waits for the group the copy belongs to.
+void copy_async(void* to, const void* from, size_t size, size_t source_size, Place place);
+void copy_async_commit();
+void copy_async_wait(int pending_groups);
+
+}  // namespace emulator

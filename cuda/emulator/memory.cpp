@@ -1,0 +1,183 @@
+// Stacks, shared memory, its poisoning, and what becomes of an access to no memory at all.
+#include "state.h"
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <link.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+namespace emulator {
+
+constexpr size_t PAGE = 4096, DYNAMIC = 256 << 10, ALIGNMENT = 1024;
+constexpr unsigned char POISON = 0xFF;  // as a float: NaN; as an int: -1
+
+static char* stacks;  // each above an unreadable page
+static size_t num_stacks;
+static char* dynamic;  // between two unreadable pages
+static size_t dynamic_size;
+static Span loaded, shared;
+// Memory of this thread is there only once it was used. It lies behind the kernel's: a short way past
+// the end of an array there is poison.
+static thread_local volatile char touched[4096];
+
+static char* map(size_t size) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (memory == MAP_FAILED) fail(here(nullptr), "no memory for %zu bytes", size);
+    return static_cast<char*>(memory);
+}
+
+// What the kernel calls __shared__ is thread_local: one block for the whole library.
+static int find_library(dl_phdr_info* info, size_t, void*) {
+    Span span{(char*)UINTPTR_MAX, nullptr}, local{};
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const auto& part = info->dlpi_phdr[i];
+        char* begin = (char*)info->dlpi_addr + part.p_vaddr;
+        if (part.p_type == PT_LOAD) {
+            span.begin = std::min(span.begin, begin);
+            span.end = std::max(span.end, begin + part.p_memsz);
+        } else if (part.p_type == PT_TLS) {
+            local = {(char*)info->dlpi_tls_data, (char*)info->dlpi_tls_data + part.p_memsz};
+        }
+    }
+    char* inside = (char*)&stacks;
+    if (inside < span.begin || inside >= span.end) return 0;
+    loaded = {(char*)info->dlpi_addr, span.end};
+    shared = local;
+    return 1;
+}
+
+void map_memory(size_t num_threads, size_t size) {
+    touched[0] = 1;
+    dl_iterate_phdr(find_library, nullptr);
+    if (!dynamic) {
+        dynamic = map(DYNAMIC + 2 * PAGE) + PAGE;
+        mprotect(dynamic - PAGE, PAGE, PROT_NONE);
+        mprotect(dynamic + DYNAMIC, PAGE, PROT_NONE);
+    }
+    dynamic_size = size;
+    if (num_threads <= num_stacks) return;
+    if (stacks) munmap(stacks, num_stacks * (STACK + PAGE));
+    for (Thread& thread : threads) thread.started = false;
+    stacks = map(num_threads * (STACK + PAGE));
+    num_stacks = num_threads;
+    for (size_t i = 0; i < num_threads; i++) mprotect(stacks + i * (STACK + PAGE), PAGE, PROT_NONE);
+}
+
+char* stack_of(unsigned thread) { return stacks + thread * (STACK + PAGE) + PAGE; }
+
+Span library() { return loaded; }
+Span static_shared() { return shared; }
+
+// It ends at an unreadable page, as nearly as the alignment of what is in it allows.
+Span dynamic_span() {
+    size_t alignment = 16;
+    while (alignment < ALIGNMENT && dynamic_size % (2 * alignment) == 0) alignment *= 2;
+    char* begin = dynamic + DYNAMIC - (dynamic_size + alignment - 1) / alignment * alignment;
+    return {begin, begin + dynamic_size};
+}
+
+void* dynamic_shared() { return dynamic_span().begin; }
+
+static bool inside(Span span, const char* address) {
+    return address >= span.begin && address < span.end;
+}
+
+bool in_shared(const char* address) {
+    return inside(shared, address) || inside(dynamic_span(), address);
+}
+
+bool in_stacks(const char* address) {
+    return inside({stacks, stacks + num_stacks * (STACK + PAGE)}, address);
+}
+
+bool in_library(const char* address) { return inside(loaded, address); }
+
+void poison() {
+    memset(shared.begin, POISON, shared.end - shared.begin);
+    Span span = dynamic_span();
+    memset(span.begin, POISON, span.end - span.begin);
+}
+
+// Faults ------------------------------------------------------------------------------------------
+
+static struct sigaction before[3];
+static const int SIGNALS[3] = {SIGSEGV, SIGBUS, SIGFPE};
+static stack_t stack_before;
+static char signal_stack[64 << 10];
+static const Place* touching;  // what an emulated instruction reads or writes
+
+static Place place_of(void* context) {
+    if (touching) return *touching;
+    auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+    char* address = (char*)machine.gregs[REG_RIP];
+#else
+    char* address = (char*)machine.pc;
+#endif
+    // In a function of another library: the line of the last operation is the nearest known.
+    return in_library(address) ? here(address + 1) : current->place;
+}
+
+void fail_outside(char* address, Place place) {
+    const Region* nearest = nullptr;
+    size_t distance = 1 << 20;
+    auto gap = [&](const Region& region) {
+        return address < region.begin ? region.begin - address : address - region.end + 1;
+    };
+    for (int i = 0; i < launch->num_regions; i++) {
+        const Region& region = launch->regions[i];
+        if (size_t(gap(region)) < distance) nearest = &region, distance = gap(region);
+    }
+    Span span = dynamic_span();
+    if (in_stacks(address)) fail(place, "stack overflow: more than %zu KiB", STACK >> 10);
+    if (address < (char*)(64 << 10)) fail(place, "access through a null pointer (%p)", address);
+    if (address >= dynamic - PAGE && address < dynamic + DYNAMIC + PAGE)
+        fail(place, "access to byte %td of dynamic shared memory, which has %zu bytes",
+             address - span.begin, dynamic_size);
+    if (!nearest) fail(place, "access to %p, which is no memory", address);
+    fail(place, "access to byte %td of argument %d, which has %td bytes", address - nearest->begin,
+         nearest->argument, nearest->end - nearest->begin);
+}
+
+static void on_fault(int signal, siginfo_t* info, void* context) {
+    if (!current) {  // not the kernel: whoever was asked before
+        release_faults();
+        return;
+    }
+    Place place = place_of(context);
+    touching = nullptr;
+    if (signal == SIGFPE) fail(place, "integer division by zero");
+    fail_outside((char*)info->si_addr, place);
+}
+
+void catch_faults() {
+    stack_t stack{signal_stack, 0, sizeof signal_stack};
+    sigaltstack(&stack, &stack_before);
+    struct sigaction action {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &action, &before[i]);
+}
+
+void release_faults() {
+    for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &before[i], nullptr);
+    sigaltstack(&stack_before, nullptr);
+}
+
+void touch(const void* address, size_t size, Place place) {
+    auto* bytes = static_cast<const volatile char*>(address);
+    touching = &place;
+    (void)bytes[0];
+    (void)bytes[size - 1];
+    touching = nullptr;
+}
+
+void read_memory(void* to, const void* from, size_t size, Place place) {
+    check_read(from, size, place);
+    memcpy(to, from, size);
+}
+
+}  // namespace emulator

@@ -1,0 +1,40 @@
+"""What a kernel did wrong, with the line of its source.
+
+The machine reports addresses as `@0x1234`, relative to the library; binutils' addr2line knows the
+lines. Frames inside the emulator's own headers say nothing to the author of a kernel.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from gptmanager.errors import GptManagerError
+
+_OWN = Path(__file__).resolve().parent
+_ADDRESS = re.compile(r"@(0x[0-9a-f]+)")
+_FRAME = re.compile(r"^(.*):(\d+)(?: \(discriminator \d+\))?$")
+
+
+class EmulatorError(GptManagerError):
+    """A kernel does what CUDA forbids, or is launched as it cannot be."""
+
+
+def with_lines(text: str, library: Path) -> str:
+    """`text` with each address replaced by `file:line`, where addr2line can be had."""
+    if shutil.which("addr2line") is None:
+        return text
+    return _ADDRESS.sub(lambda found: _line(found[1], library) or found[0], text)
+
+
+def _line(address: str, library: Path) -> str | None:
+    command = ["addr2line", "--exe", str(library), "--inlines", address]
+    frames = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    places = [match for match in map(_FRAME.match, frames.splitlines()) if match]
+    places = [place for place in places if not place[1].startswith("?")]
+    foreign = [place for place in places if Path(place[1]).resolve().parent != _OWN]
+    for place in foreign or places:
+        return f"{Path(place[1]).name}:{place[2]}"
+    return None

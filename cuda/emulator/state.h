@@ -1,0 +1,96 @@
+// What the parts of the machine share: threads, the launch, and what each part does for the others.
+#pragma once
+
+#include "machine.h"
+
+#include <csetjmp>
+#include <vector>
+
+namespace emulator {
+
+enum class State { READY, IN_WARP, IN_BLOCK, RETURNED };
+
+struct AsyncCopy {
+    void* to;
+    const void* from;
+    size_t size, source_size;
+    int group;
+    Place place;
+};
+
+struct Thread {
+    Index index;
+    unsigned linear, warp, lane;
+    State state;
+    // What it waits in.
+    const char* operation;
+    Place place;
+    Evaluate evaluate;
+    unsigned mask;
+    void* operands;
+    int predicate;
+    // Its copies that have not arrived, oldest first.
+    std::vector<AsyncCopy> copies;
+    int group;
+    // Its fiber.
+    jmp_buf context;
+    bool started;
+};
+
+struct Region {  // the memory of an argument, from `begin` to `end`
+    char *begin, *end;
+    int argument;
+};
+
+struct Launch {  // filled by Python: library.py has the same structure
+    void (*body)(void** arguments);
+    void** arguments;
+    Index grid, block;
+    size_t dynamic_shared;
+    Region* regions;
+    int num_regions;
+    int order;  // 0: forward, -1: reverse, else the seed of a shuffle
+    int checking;
+    int closed;  // every address that the kernel may use is known
+    char* report;
+    size_t report_size;
+};
+
+extern const Launch* launch;
+extern Thread* current;  // null while the machine itself runs
+extern std::vector<Thread> threads;
+extern bool checking;
+
+unsigned block_number();
+void abandon() __attribute__((noreturn));  // back to where the launch began
+void describe(const char* format, ...) __attribute__((format(printf, 1, 2)));
+const char* text(Place place, char (&buffer)[256]);
+
+// memory.cpp
+constexpr size_t STACK = 256 << 10;
+void map_memory(size_t num_threads, size_t dynamic);
+char* stack_of(unsigned thread);
+void poison();  // shared memory, before each block
+void catch_faults();
+void release_faults();
+void touch(const void* address, size_t size, Place place);  // fault, if at all, at `place`
+[[noreturn]] void fail_outside(char* address, Place place);
+bool in_stacks(const char* address);
+bool in_library(const char* address);
+struct Span {
+    char *begin, *end;
+};
+Span static_shared();
+Span dynamic_span();
+Span library();
+
+// check.cpp
+void check_launch();
+void check_launch_end();
+void check_block();
+void check_barrier();
+void check_sync_warp(unsigned first_thread, unsigned mask);
+void check_fence();
+void check_in_flight(void* address, size_t size, Place place);
+
+}  // namespace emulator

@@ -1,0 +1,133 @@
+"""g++ and NVIDIA's headers: where they are, and libraries that are built once and kept.
+
+Built libraries lie in the user's cache folder under a hash of all that they were made from. Two
+processes may build the same one at once: each writes a file of its own and renames it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gptmanager.cuda.emulator.reports import EmulatorError
+from gptmanager.errors import ConfigError
+
+FOLDER = Path(__file__).resolve().parent
+_RUNTIME = ("machine.cpp", "memory.cpp", "check.cpp")
+# Kernels reinterpret memory, longjmp leaves stacks behind, and a template's shared variables must
+# not be one object across all loaded libraries (as GNU unique symbols are).
+_FLAGS = (
+    "-std=c++17 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique "
+    "-fno-threadsafe-statics -fwrapv -U_FORTIFY_SOURCE -w"
+).split()
+FAST = ("-O1",)
+CHECKED = (
+    *("-O1", "-fsanitize=thread,alignment,bounds", "-fno-sanitize-recover=all"),
+    *("-fno-omit-frame-pointer", "-DEMULATOR_CHECKED"),
+)
+
+
+class Toolchain:
+    """One g++, one set of headers, one cache folder. `ConfigError` where there is no g++."""
+
+    def __init__(self, cache: Path | None = None) -> None:
+        found = shutil.which(os.environ.get("CXX", "g++"))
+        if found is None:
+            raise ConfigError(
+                "the CUDA emulator needs the C++ compiler g++, and there is none on PATH: install "
+                "it (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), or name "
+                "another one in the environment variable CXX"
+            )
+        self.compiler = found
+        self.headers = cuda_headers()
+        self.cache = cache or _user_cache() / "gptmanager" / "emulator"
+
+    def preprocess(self, text: str, name: str, options: Sequence[str]) -> str:
+        """The C++ that is compiled, includes and macros done. `EmulatorError` with g++'s words."""
+        flags = [*_FLAGS, *options, *self._includes()]
+        return self._run(["-E", *flags, "-x", "c++", "-"], text, name)
+
+    def build(self, text: str, name: str, checked: bool) -> Path:
+        """A shared library of preprocessed `text` and the machine that runs its kernels."""
+        flags = [*_FLAGS, *(CHECKED if checked else FAST)]
+        runtime = self._runtime()
+        key = self._key([text, runtime.name, *flags])
+        return self._kept(f"{key}.so", lambda target: self._compile(text, name, flags, target))
+
+    def _compile(self, text: str, name: str, flags: list[str], target: Path) -> None:
+        compiled = target.with_suffix(".o")
+        self._run([*flags, "-x", "c++-cpp-output", "-c", "-", "-o", str(compiled)], text, name)
+        # No sanitizer here: the machine itself has the functions that it calls.
+        files = [str(compiled), str(self._runtime())]
+        self._run(["-shared", "-Wl,-Bsymbolic", *files, "-o", str(target)], "", name)
+        compiled.unlink()
+
+    def _runtime(self) -> Path:
+        sources = [*_RUNTIME, "machine.h", "state.h"]
+        texts = [(FOLDER / source).read_text("utf-8") for source in sources]
+        text = "".join(f'#include "{FOLDER / source}"\n' for source in _RUNTIME)
+        flags = [*_FLAGS, "-O2", "-c", "-x", "c++", "-"]
+        return self._kept(
+            f"{self._key([*texts, *flags])}.machine",
+            lambda target: self._run([*flags, "-o", str(target)], text, "the emulator"),
+        )
+
+    def _key(self, parts: Sequence[str]) -> str:
+        return hashlib.sha256("\0".join([self.compiler, *parts]).encode()).hexdigest()[:32]
+
+    def _kept(self, name: str, make: Callable[[Path], object]) -> Path:
+        path = self.cache / name
+        if not path.exists():
+            self.cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.cache) as folder:
+                made = Path(folder) / name
+                make(made)
+                made.rename(path)
+        return path
+
+    def _includes(self) -> list[str]:
+        if self.headers is None:
+            return [f"-I{FOLDER}"]
+        return [f"-I{FOLDER}", "-DEMULATOR_CUDA_HEADERS", f"-I{self.headers}"]
+
+    def _run(self, arguments: Sequence[str], text: str, name: str) -> str:
+        command = [self.compiler, *arguments]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmulatorError(
+                f"{name} does not compile:\n{done.stderr.strip()}{self._hint(done.stderr)}"
+            )
+        return done.stdout
+
+    def _hint(self, complaint: str) -> str:
+        if self.headers is None and "No such file" in complaint and "cuda" in complaint:
+            return (
+                "\nNVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
+                "'nvidia-cuda-crt==13.0.*'"
+            )
+        return ""
+
+
+def cuda_headers() -> Path | None:
+    """The folder of cuda_fp16.h: from NVIDIA's wheels or an installed toolkit; None without."""
+    places = [Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "include"]
+    try:
+        runtime = importlib.metadata.distribution("nvidia-cuda-runtime")
+        places.insert(0, Path(str(runtime.locate_file("nvidia/cu13/include"))))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    needed = ("cuda_fp16.h", "cuda_bf16.h", "vector_types.h", "crt/host_defines.h")
+    for place in places:
+        if all((place / name).exists() for name in needed):
+            return place
+    return None
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

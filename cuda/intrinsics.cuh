@@ -1,0 +1,105 @@
+// Every inline PTX instruction of the project, each in a function, and what differs by compiler.
+//
+// On a CPU these are declarations: the emulator defines them (emulator/intrinsics_cpu.h). Fragment
+// layouts are those of the PTX manual: g = lane / 4, t = lane % 4.
+#pragma once
+#define GPTMANAGER_INTRINSICS
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifdef GPTMANAGER_EMULATOR
+#define PTX(...) ;
+#else
+#define PTX(...) { __VA_ARGS__ }
+#endif
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+
+namespace ptx {
+
+// The block's dynamic shared memory, aligned for any copy.
+__device__ inline unsigned char* dynamic_shared() PTX(
+    extern __shared__ __align__(1024) unsigned char memory[];
+    return memory;
+)
+
+__device__ inline unsigned shared_address(const void* pointer) PTX(
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+)
+
+// Arithmetic --------------------------------------------------------------------------------------
+
+// 2^x to about 2 ulp; 0 for -inf.
+__device__ inline float exp2_approx(float x) PTX(
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+)
+
+// tanh to about 2^-11 relative.
+__device__ inline float tanh_approx(float x) PTX(
+    float result;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+)
+
+// Copies from global to shared memory in the background -------------------------------------------
+
+// 16 bytes, both addresses aligned to them; past L1, since each byte is read once. Where not `valid`,
+// nothing is read and zeros are written.
+__device__ inline void cp_async_16(void* to, const void* from, bool valid = true) PTX(
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::
+        "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+)
+
+__device__ inline void cp_async_commit() PTX(asm volatile("cp.async.commit_group;" ::: "memory");)
+
+// Until all groups of this thread but the latest PENDING have arrived.
+template <int PENDING> __device__ inline void cp_async_wait() PTX(
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+)
+
+// Matrices of 8 x 8 16-bit elements in registers --------------------------------------------------
+
+// Lane 8 i + r names row r of matrix i, 16 aligned bytes in shared memory. Register i of a lane then
+// holds matrix i's row g, columns 2 t and 2 t + 1.
+__device__ inline void load_matrix_x4(unsigned (&registers)[4], const void* row) PTX(
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+        : "r"(shared_address(row)) : "memory");
+)
+
+// The same of the transposed matrices: column g, rows 2 t and 2 t + 1.
+__device__ inline void load_matrix_x4_transposed(unsigned (&registers)[4], const void* row) PTX(
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+        : "r"(shared_address(row)) : "memory");
+)
+
+// Tensor cores ------------------------------------------------------------------------------------
+
+// d [16, 8] += a [16, 16] @ b [16, 8], all 32 lanes.
+// a: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with the column after it.
+// b: (2t, g), (2t + 8, g), each with the row below. d: (g, 2t), (g, 2t + 1), (g + 8, 2t), (.., + 1).
+__device__ inline void mma_m16n8k16(
+    float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) PTX(
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+)
+
+__device__ inline void mma_m16n8k16(
+    float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) PTX(
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+)
+
+}  // namespace ptx
+
+#undef PTX

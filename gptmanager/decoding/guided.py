@@ -1,0 +1,289 @@
+"""Guided decoding: output that fits a JSON schema, a regular expression, a choice, or a grammar.
+
+Decides which tokens may come next, and writes that into the logits; llguidance parses. Grammars
+are compiled in a thread of their own, and requests wait for theirs. Knows nothing of sampling: what
+comes of the logits afterwards is checked when it comes back as history.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptmanager.decoding.rows import Errors, Ints, ProcessedSequence, RowProcessor, Rows, RowSession
+from gptmanager.errors import ConfigError, InvalidRequestError
+from gptmanager.post_processor import BoundProcessor
+
+Words = npt.NDArray[np.int32]
+
+_PART = 1 << 21  # logits masked at a time, so that what is added to them stays in cache
+
+
+class GuidedDecoding(RowProcessor):
+    """Grammars for one tokenizer; each method gives what a request brings as its post-processor.
+
+    `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text, none: those that the
+    tokenizer's names suggest. They, and the `end_id` of a request, may come exactly where the
+    output is complete. Equal grammars are compiled once; the last `max_grammars` are kept. One
+    that does not compile ends its request. Raises ConfigError without llguidance.
+    """
+
+    name = "guided decoding"
+
+    def __init__(
+        self, tokenizer: Any, end_ids: Sequence[int] = (), *, max_grammars: int = 256
+    ) -> None:
+        self._llguidance = _find_llguidance()
+        try:
+            self._tokenizer = self._llguidance.LLTokenizer(
+                tokenizer.to_str(), eos_token=list(end_ids) or None
+            )
+        except Exception as error:  # llguidance raises what it likes
+            raise ConfigError(f"llguidance cannot use the tokenizer: {error}") from error
+        self.vocab_size: int = self._tokenizer.vocab_size
+        self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
+        self._max_grammars = max_grammars
+        self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-grammars")
+
+    def json_schema(
+        self, schema: Mapping[str, Any] | bool | str, *, whitespace_flexible: bool = False
+    ) -> Grammar:
+        """JSON that `schema` (an object, or its text) permits, its properties in that order.
+
+        `whitespace_flexible`: with any white space between its parts; a model may then produce
+        nothing else for long.
+        """
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
+        return self._grammar(kind, text)
+
+    def regex(self, pattern: str) -> Grammar:
+        """Text that `pattern`, in the syntax of Rust's regex, matches from its start to its end."""
+        return self._grammar("regex", pattern)
+
+    def choice(self, options: Sequence[str]) -> Grammar:
+        """One of the texts."""
+        if not options:
+            raise ValueError("options is empty: no text would be allowed")
+        alternatives = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in options)
+        return self._grammar("choice", f"start: {alternatives}")
+
+    def lark(self, grammar: str) -> Grammar:
+        """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`."""
+        return self._grammar("lark", grammar)
+
+    def open(self, num_slots: int, device: torch.device) -> RowSession:
+        return _Session(self._llguidance.LLExecutor(), self.vocab_size, self.end_ids)
+
+    def _grammar(self, kind: str, text: str) -> Grammar:
+        key = kind, text
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = self._threads.submit(self._compile, kind, text)
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > self._max_grammars:
+                self._compiled.popitem(last=False)
+            return Grammar(self, kind, self._compiled[key])
+
+    def _compile(self, kind: str, text: str) -> Any:
+        """A matcher at its start, which is never moved on: sequences have copies."""
+        llguidance = self._llguidance
+        make = llguidance.LLMatcher
+        try:
+            if kind == "regex":
+                grammar = make.grammar_from_regex(text)
+            elif kind.startswith("json_schema"):
+                options = {"whitespace_flexible": kind != "json_schema"}
+                grammar = make.grammar_from_json_schema(text, overrides=options)
+            else:
+                grammar = make.grammar_from_lark(text)
+            limits = llguidance.LLParserLimits(verbose_errors=False)
+            matcher = make(self._tokenizer, grammar, log_level=0, limits=limits)
+            fault = matcher.get_error()
+            if not fault:
+                matcher.deep_copy().compute_bitmask()  # the slow first one
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            raise InvalidRequestError(f"logits_post_processor {kind}: {fault}")
+        return matcher
+
+
+class Grammar(BoundProcessor):
+    """A grammar that is being compiled, or has been; any number of requests may bring it."""
+
+    def __init__(self, owner: GuidedDecoding, kind: str, compiled: Future[Any]) -> None:
+        super().__init__(owner)
+        self.kind = kind
+        self.compiled = compiled
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def prepare(self, device: str) -> Future[Any]:
+        return self.compiled
+
+
+class _Progress:
+    """How far a sequence has come in its grammar.
+
+    `num_tokens`: generated tokens that the matcher has taken; `ended_at`: so many, of which the
+    last one ended the text.
+    """
+
+    __slots__ = ("ended_at", "matcher", "num_tokens")
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.num_tokens = 0
+        self.ended_at: int | None = None
+
+    def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
+        """Take the history's new tokens, or go back to a shorter one after a pause.
+
+        Raises InvalidRequestError for a token that the grammar does not permit there.
+        """
+        count = len(generated)
+        if self.ended_at is not None and count < self.ended_at:
+            self.ended_at = None
+        if count < self.num_tokens:
+            self._go_back(count)
+        if count == self.num_tokens or self.ended_at is not None:
+            return
+        tokens = generated[self.num_tokens :].tolist()
+        for place, token in enumerate(tokens, start=self.num_tokens):
+            if token in end_ids:
+                self.ended_at = place + 1
+                tokens = tokens[: place - self.num_tokens]
+                break
+        taken = self.matcher.try_consume_tokens(tokens)
+        self.num_tokens += taken
+        if taken < len(tokens):
+            raise InvalidRequestError(
+                f"token {tokens[taken]} at place {self.num_tokens} of the output does not continue "
+                "the grammar: other inputs (min_length, bad words) permitted none that does"
+            )
+
+    def _go_back(self, count: int) -> None:
+        if not self.matcher.rollback(self.num_tokens - count):
+            raise InvalidRequestError(self.matcher.get_error())
+        self.num_tokens = count
+
+
+class _Session(RowSession):
+    """`executor`: llguidance's threads, which compute the masks of several sequences."""
+
+    def __init__(self, executor: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._executor = executor
+        self._end_ids = end_ids
+        self._num_words = -(-vocab_size // 32)
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._added = np.where(bits, np.float32(0), np.float32(-np.inf))  # to 8 logits, by byte
+
+    def load(self, slot: int, bound: Grammar) -> None:
+        """All that a sequence needs goes with its request."""
+
+    def process(self, rows: Rows) -> Errors:
+        errors: dict[int, BaseException] = {}
+        progresses: list[_Progress | None] = []
+        for place, sequence in enumerate(rows.sequences):
+            try:
+                progresses.append(self._followed(sequence, rows, place))
+            except InvalidRequestError as error:
+                progresses.append(None)
+                errors[place] = InvalidRequestError(str(error))  # without frames
+        masks = np.full((len(progresses), self._num_words), -1, dtype=np.int32)
+        self._fill(masks, progresses)
+        for place, (sequence, progress) in enumerate(zip(rows.sequences, progresses, strict=True)):
+            if progress is None:
+                continue
+            self._set_end(masks[place], sequence.end_id, progress)
+            if not masks[place].any():
+                fault = progress.matcher.get_error() or "the grammar permits no token here"
+                errors[place] = InvalidRequestError(fault)
+        self._apply(rows.logits, rows.index, masks)
+        return errors
+
+    def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress:
+        progress: _Progress | None = sequence.request.kept
+        if progress is None:
+            matcher = sequence.bound.compiled.result().deep_copy()
+            progress = sequence.request.kept = _Progress(matcher)
+        history = rows.tokens[sequence.slot, sequence.orig_prompt_len : rows.lengths[place]]
+        ends = self._end_ids | {sequence.end_id}
+        progress.follow(history, ends)
+        return progress
+
+    def _fill(self, masks: Words, progresses: list[_Progress | None]) -> None:
+        """The masks of those that still go on."""
+        size = self._num_words * 4
+        todo = [
+            (progress.matcher, place)
+            for place, progress in enumerate(progresses)
+            if progress is not None and progress.ended_at is None
+        ]
+        if len(todo) == 1:
+            ((matcher, place),) = todo
+            matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, size)
+        elif todo:
+            self._executor.unsafe_compute_mask_ptr(todo, masks.ctypes.data, size, len(masks))
+
+    def _set_end(self, mask: Words, end_id: int, progress: _Progress) -> None:
+        """The request's `end_id` may come where the text is complete, and nothing behind it."""
+        bits = mask.view(np.uint8)
+        if progress.ended_at is not None:
+            mask[:] = 0
+            for token in self._end_ids if end_id < 0 else (end_id,):
+                bits[token >> 3] |= 1 << (token & 7)
+        elif end_id >= 0 and end_id not in self._end_ids:
+            bit = 1 << (end_id & 7)
+            bits[end_id >> 3] &= 255 - bit
+            if progress.matcher.is_accepting():
+                bits[end_id >> 3] |= bit
+
+    def _apply(self, logits: Tensor, index: Ints, masks: Words) -> None:
+        """-inf where a row's mask has no bit, and beyond it: one operation over all rows."""
+        width = min(logits.shape[1], self._num_words * 32)
+        step = max(1, _PART // width)
+        for start in range(0, len(index), step):
+            octets = masks[start : start + step].view(np.uint8)
+            added = self._added.take(octets, axis=0).reshape(len(octets), -1)[:, :width]
+            rows = index[start : start + step]
+            if logits.device.type == "cpu":
+                _add(logits.numpy(), rows, added)
+            else:
+                there = torch.from_numpy(rows).to(logits.device)
+                logits[there, :width] += torch.from_numpy(added).to(logits.device)
+        if width < logits.shape[1]:
+            logits[torch.from_numpy(index), width:] = -torch.inf
+
+
+def _add(values: npt.NDArray[np.float32], rows: Ints, added: npt.NDArray[np.float32]) -> None:
+    width = added.shape[1]
+    with np.errstate(invalid="ignore"):  # inf - inf
+        if rows[-1] - rows[0] == len(rows) - 1:  # they adjoin, so that nothing need be gathered
+            values[rows[0] : rows[-1] + 1, :width] += added
+        else:
+            values[rows, :width] += added
+
+
+def _find_llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ConfigError(
+            f"guided decoding needs llguidance: pip install 'gptmanager[guided]' ({error})"
+        ) from error
+    return llguidance

@@ -1,0 +1,266 @@
+"""Logits post-processors: what hosts do to a step's logits before its tokens are chosen.
+
+Decides which processor sees which rows and with what, and what becomes of one that fails: its own
+rows end, all others go on. Knows nothing of the loop, nor of what processors do.
+
+There are three forms. A *callable* is called row by row; an object with `process_batch` once a step
+for all rows that share it; a `RowProcessor` likewise, on the rows where they lie, in one operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.decoding.rows import (
+    Errors,
+    Ints,
+    ModelStream,
+    ProcessedSequence,
+    RowProcessor,
+    Rows,
+    RowSession,
+    Tokens,
+)
+from gptmanager.errors import CallbackError, RequestError, response_text
+from gptmanager.post_processor import RequestProcessor, name_of
+from gptmanager.step import SequenceStart
+from gptmanager.watchdog import CallbackTimer
+
+logger = logging.getLogger("gptmanager")
+
+
+class PostProcessing:
+    """The processors of started sequences, and what they do to a step.
+
+    `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
+    is named in the log, the 1st, 2nd, 4th, 8th ... time.
+    """
+
+    def __init__(
+        self,
+        *,
+        batched: Any = None,
+        budget_s: float | None = None,
+        timer: CallbackTimer | None = None,
+        num_slots: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self._batched = batched
+        self._budget_s = budget_s
+        self._timer = timer or CallbackTimer("LogitsPostProcessor")
+        self._num_slots = num_slots
+        self._device = torch.device(device)
+        self._sequences: dict[int, ProcessedSequence] = {}
+        self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
+        self._overstays: dict[str, int] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._sequences)
+
+    def start(self, start: SequenceStart) -> None:
+        """A sequence takes a slot, and what was there is gone."""
+        request = start.processor
+        if request is None and self._batched is not None:
+            request = RequestProcessor(self._batched)
+        if request is None or request.post_processor is None:
+            self._sequences.pop(start.slot, None)
+            return
+        sequence = self._sequences[start.slot] = ProcessedSequence(start, request)
+        if isinstance(sequence.shared, RowProcessor):
+            try:
+                self._session(sequence.shared).load(start.slot, sequence.bound)
+            except BaseException as error:  # noqa: B036 - the loop outlives any callback
+                sequence.error = error
+
+    def run(
+        self,
+        logits: Tensor,
+        request_ids: Sequence[int],
+        slots: Ints,
+        lengths: Ints,
+        tokens: Tokens,
+    ) -> dict[int, BaseException]:
+        """Call the processors of a step's rows; the errors by row.
+
+        `logits` float32 `[S, vocab]`, changed in place; `lengths` `[S]`: tokens of each history;
+        `tokens` int32 `[num_slots, max_seq_len]`.
+        """
+        groups: dict[int, list[int]] = {}
+        step = _Step(logits, lengths, tokens, ModelStream(logits.device), {})
+        for index, slot in enumerate(slots.tolist()):
+            sequence = self._sequences.get(slot)
+            if sequence is not None and not sequence.has_ended:
+                sequence.request_id = request_ids[index]
+                step.sequences[index] = sequence
+                if sequence.error is None:
+                    groups.setdefault(id(sequence.shared), []).append(index)
+        if not step.sequences:
+            self._forget_ended()
+        with step.stream:
+            for members in groups.values():
+                shared = step.sequences[members[0]].shared
+                self._form(shared)(step, members, shared)
+        sequences = step.sequences.items()
+        return {index: one.error for index, one in sequences if one.error is not None}
+
+    # Inside --------------------------------------------------------------------------------
+
+    def _form(self, shared: Any) -> Callable[[_Step, list[int], Any], None]:
+        if isinstance(shared, RowProcessor):
+            return self._run_rows
+        if callable(getattr(shared, "process_batch", None)) or shared is self._batched:
+            return self._run_batch
+        return self._run_each
+
+    def _run_each(self, step: _Step, members: list[int], shared: Any) -> None:
+        for index in members:
+            sequence = step.sequences[index]
+            logits, beams = step.view(index), step.beams(index)
+            with self._guarded([sequence], shared):
+                ids = sequence.request_id, sequence.client_id
+                answer = shared(ids[0], logits, beams, step.stream, ids[1])
+                step.replace(index, logits, answer)
+            step.forget_changes(index)
+
+    def _run_batch(self, step: _Step, members: list[int], shared: Any) -> None:
+        sequences = [step.sequences[index] for index in members]
+        views = [step.view(index) for index in members]
+        process = getattr(shared, "process_batch", shared)
+        answers: Any = None
+        with self._guarded(sequences, shared):
+            answers = process(
+                [sequence.request_id for sequence in sequences],
+                list(views),
+                [step.beams(index) for index in members],
+                step.stream,
+                [sequence.client_id for sequence in sequences],
+            )
+            if answers is not None and len(answers) != len(members):
+                raise _WrongAnswer(f"{len(answers)} values for {len(members)} requests")
+        for place, index in enumerate(members):
+            if answers is not None and step.sequences[index].error is None:
+                with self._guarded([step.sequences[index]], shared):
+                    if isinstance(answers[place], BaseException):
+                        raise answers[place]
+                    step.replace(index, views[place], answers[place])
+            step.forget_changes(index)
+
+    def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
+        sequences = [step.sequences[index] for index in members]
+        index = np.array(members, dtype=np.int64)
+        rows = Rows(step.logits, index, sequences, step.lengths[index], step.tokens)
+        errors: Errors = {}
+        with self._guarded(sequences, shared):
+            errors = self._session(shared).process(rows)
+        for place, error in errors.items():
+            sequences[place].error = self._told(error, shared)
+
+    def _session(self, shared: RowProcessor) -> RowSession:
+        session = self._sessions.get(shared)
+        if session is None:
+            session = self._sessions[shared] = shared.open(self._num_slots, self._device)
+        return session
+
+    @contextmanager
+    def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> Iterator[None]:
+        """One call: timed, and an error in it ends `sequences` alone."""
+        timer = self._timer
+        started = time.perf_counter()
+        timer.start()
+        try:
+            yield
+        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
+            timer.errors += 1
+            error = self._told(raised, shared)
+            logger.error(
+                "logits_post_processor %s failed; it ends the requests %s",
+                *(name_of(shared), [sequence.request_id for sequence in sequences]),
+                exc_info=raised,
+            )
+            for sequence in sequences:
+                sequence.error = error
+        finally:
+            timer.stop()
+            self._check_budget(time.perf_counter() - started, sequences, shared)
+
+    def _check_budget(
+        self, taken_s: float, sequences: Sequence[ProcessedSequence], shared: Any
+    ) -> None:
+        if self._budget_s is None or taken_s <= self._budget_s:
+            return
+        name = name_of(shared)
+        count = self._overstays[name] = self._overstays.get(name, 0) + 1
+        if count & (count - 1) == 0:
+            logger.warning(
+                "logits_post_processor %s took %.3f s for %d requests (the first: %d), its budget "
+                "is %g s (logits_post_processor_budget_s); no token is generated meanwhile. It has "
+                "overstayed %d times",
+                *(name, taken_s, len(sequences), sequences[0].request_id, self._budget_s, count),
+            )
+
+    @staticmethod
+    def _told(error: BaseException, shared: Any) -> BaseException:
+        """What ends a request: without the frames of the error, which would be kept alive."""
+        text = f"logits_post_processor {name_of(shared)}"
+        if isinstance(error, _WrongAnswer):
+            return CallbackError(f"{text} returned {error}")
+        if isinstance(error, RequestError) and isinstance(shared, RowProcessor):
+            return type(error)(f"{text}: {error}")
+        return CallbackError(f"{text} raised {response_text(error)}")
+
+    def _forget_ended(self) -> None:
+        sequences = self._sequences.items()
+        self._sequences = {slot: one for slot, one in sequences if not one.has_ended}
+
+
+class _WrongAnswer(Exception):
+    """A processor returned what it must not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """What a step hands to processors. `sequences` by row."""
+
+    logits: Tensor
+    lengths: Ints
+    tokens: Tokens
+    stream: ModelStream
+    sequences: dict[int, ProcessedSequence]
+
+    def view(self, index: int) -> Tensor:
+        """The logits of one row as hosts see them, `[1, beam, vocab]`."""
+        return self.logits[index].view(1, 1, -1)
+
+    def beams(self, index: int) -> list[list[int]]:
+        return self.sequences[index].beams(self.tokens, int(self.lengths[index]))
+
+    def forget_changes(self, index: int) -> None:
+        """A processor that added to the history, or took from it, has spoilt it."""
+        history = self.sequences[index].history
+        if len(history) != self.lengths[index]:
+            history.clear()
+
+    def replace(self, index: int, given: Tensor, answer: Any) -> None:
+        """Take the logits that a processor returned in the place of those it was given."""
+        if answer is None or answer is given:
+            return
+        if not isinstance(answer, Tensor):
+            raise _WrongAnswer(f"a {type(answer).__name__}, expected None or a tensor")
+        expected = (torch.float32, [1, 1, self.logits.shape[1]], self.logits.device)
+        found = (answer.dtype, list(answer.shape), answer.device)
+        if found != expected:
+            raise _WrongAnswer(
+                "a {} tensor {} on {}, expected {} {} on {}".format(*found, *expected)
+            )
+        self.logits[index] = answer.reshape(-1)

@@ -1,0 +1,210 @@
+"""A logits post-processor given as CUDA C++ source.
+
+Decides when it is compiled and how it is launched: once a step for all its rows. On a CUDA device
+by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of what the kernel does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda import emulator
+from gptmanager.cuda.device import find_cupy
+from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
+from gptmanager.errors import ConfigError, response_text
+from gptmanager.post_processor import BoundProcessor
+
+# (grid, block, arguments): CuPy's and the emulator's kernels are called so
+Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
+
+
+class RawKernelLogitsPostProcessor(RowProcessor):
+    """A kernel over rows of logits; requests bring `processor.bind(...)`.
+
+    `source`: CUDA C++ with a kernel of this signature, launched with one block of `block` threads
+    for each row, so that `blockIdx.x` says which:
+
+        extern "C" __global__ void kernel_name(
+            float* logits,              // [.., vocab_size], of the whole step; changed in place
+            const int* rows,            // [gridDim.x] which row of the logits
+            const int* slots,           // [gridDim.x] which entry of `params` and `tokens`
+            const Params* params,       // by slot: what `bind` was given
+            const int* lengths,         // [gridDim.x] tokens of the history
+            const int* prompt_lengths,  // [gridDim.x] how many of them the host sent
+            const int* tokens,          // [.., max_seq_len], by slot: the histories
+            int max_seq_len,
+            int vocab_size)
+
+    `params_dtype`: the fields of Params, a structured dtype with `align=True`; its size is the
+    macro PARAMS_SIZE. `options`: macros, as `-DNAME=1`. `twin`: a callable on the same arguments as
+    NumPy arrays and ints, which the CPU runs instead of emulating the kernel.
+
+    Compiled once a device, off the loop thread: a request waits for it, or ends with the compiler's
+    log. `compile` does it in the caller's line. Raises ConfigError for what cannot be right.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        kernel_name: str,
+        params_dtype: Any,
+        block: int = 256,
+        *,
+        options: Sequence[str] = (),
+        twin: Callable[..., None] | None = None,
+    ) -> None:
+        if not 1 <= block <= 1024:
+            raise ConfigError(f"block = {block} is outside 1..1024")
+        self.source = source
+        self.name = self.kernel_name = kernel_name
+        self.params_dtype = _struct(params_dtype)
+        self.block = block
+        self.options = (*options, f"-DPARAMS_SIZE={self.params_dtype.itemsize}")
+        self.twin = twin
+        self._lock = threading.Lock()
+        self._compiled: dict[str, Future[Launch]] = {}  # by type of device
+
+    def bind(self, **params: Any) -> BoundKernel:
+        """What a request brings: a value for each field. Raises TypeError, ValueError."""
+        fields = self.params_dtype.names or ()
+        if params.keys() != set(fields):
+            raise TypeError(f"{self.name} takes {', '.join(fields)}; got {', '.join(params)}")
+        return BoundKernel(self, params)
+
+    def compile(self, device: str = "cpu") -> None:
+        """Compile now, if that has not been done; ConfigError with the compiler's log."""
+        self.prepare(device).result()
+
+    def prepare(self, device: str) -> Future[Launch]:
+        """Begin to compile, in another thread."""
+        kind = torch.device(device).type
+        with self._lock:
+            future = self._compiled.get(kind)
+            if future is not None:
+                return future
+            future = self._compiled[kind] = Future()
+        if kind == "cpu" and self.twin is not None:
+            future.set_result(_call_twin(self.twin, self.params_dtype))
+        else:
+            threading.Thread(
+                target=self._compile, args=(kind, future), name=f"compile {self.name}", daemon=True
+            ).start()
+        return future
+
+    def open(self, num_slots: int, device: torch.device) -> RowSession:
+        launch = self.prepare(str(device)).result()
+        return _Session(launch, self.block, self.params_dtype, num_slots, device)
+
+    def _compile(self, kind: str, future: Future[Launch]) -> None:
+        compile_for = {"cpu": _compile_for_cpu, "cuda": _compile_for_cuda}[kind]
+        try:
+            future.set_result(compile_for(self.source, self.kernel_name, self.options))
+        except BaseException as error:  # noqa: B036 - whoever waits is told
+            text = f"{self.name} cannot be compiled: {response_text(error)}"
+            future.set_exception(ConfigError(text))
+
+
+class BoundKernel(BoundProcessor):
+    """A request's parameters of a kernel."""
+
+    def __init__(self, owner: RawKernelLogitsPostProcessor, params: Mapping[str, Any]) -> None:
+        super().__init__(owner)
+        self.record = np.zeros((), dtype=owner.params_dtype)
+        for name, value in params.items():
+            try:
+                self.record[name] = value
+            except (TypeError, ValueError, OverflowError) as error:
+                kind = owner.params_dtype[name]
+                raise ValueError(
+                    f"{owner.name}: {name} = {value!r} is no {kind}: {error}"
+                ) from None
+
+    def prepare(self, device: str) -> Future[Launch]:
+        prepared: Future[Launch] = self.owner.prepare(device)
+        return prepared
+
+
+class _Session(RowSession):
+    """Parameters by slot, on the device."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        block: int,
+        params_dtype: np.dtype[Any],
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self._launch = launch
+        self._block = block
+        size = params_dtype.itemsize
+        self._params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
+
+    def load(self, slot: int, bound: BoundKernel) -> None:
+        raw = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
+        self._params[slot] = torch.from_numpy(raw.copy())
+
+    def process(self, rows: Rows) -> Errors:
+        prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
+        numbers = np.array([rows.index, rows.slots, rows.lengths, prompts], dtype=np.int32)
+        device = rows.logits.device
+        index, slots, lengths, prompt_lengths = torch.from_numpy(numbers).to(device).unbind()
+        tokens = torch.as_tensor(rows.tokens, device=device)
+        arguments = (
+            *(rows.logits, index, slots, self._params, lengths, prompt_lengths, tokens),
+            *(np.int32(tokens.shape[1]), np.int32(rows.logits.shape[1])),
+        )
+        self._launch((len(rows.sequences),), (self._block,), arguments)
+        return {}
+
+
+def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
+    module = emulator.Module(source=source, name_expressions=[kernel_name], options=options)
+    kernel = module.get_function(kernel_name)
+    return lambda grid, block, arguments: kernel(grid, block, arguments)
+
+
+def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
+    cupy = find_cupy()
+    kernel = cupy.RawKernel(source, kernel_name, options=("-std=c++17", *options))
+    kernel.compile()
+
+    def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        given = (np.uintp(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments)
+        stream = torch.cuda.current_stream(arguments[0].device)
+        with cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index):
+            kernel(grid, block, tuple(given))
+
+    return launch
+
+
+def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:
+    def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        logits, rows, slots, params, *rest = arguments
+        tensors = (logits.numpy(), rows.numpy(), slots.numpy())
+        records = params.numpy().view(params_dtype)[:, 0]
+        twin(*tensors, records, *(a.numpy() if isinstance(a, Tensor) else int(a) for a in rest))
+
+    return launch
+
+
+def _struct(params_dtype: Any) -> np.dtype[Any]:
+    """A structured dtype that lies in memory as the struct in C++ does."""
+    dtype: np.dtype[Any] = np.dtype(params_dtype)
+    if not dtype.names:
+        raise ConfigError(f"params_dtype = {dtype} is not a structured dtype with fields")
+    formats = [dtype[name] for name in dtype.names]
+    aligned = np.dtype({"names": dtype.names, "formats": formats}, align=True)
+    if dtype.itemsize != aligned.itemsize or dtype.fields != aligned.fields:
+        raise ConfigError(
+            f"params_dtype = {dtype} does not lie in memory as a struct in C++ does: make it with "
+            "align=True"
+        )
+    return dtype

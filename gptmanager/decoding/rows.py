@@ -1,0 +1,138 @@
+"""What a step gives to logits post-processors: rows, histories, and the stream.
+
+Knows nothing of who is called, and of what is done to the logits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptmanager.post_processor import BoundProcessor, RequestProcessor
+from gptmanager.step import SequenceStart
+
+Ints = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int32]
+
+
+class ModelStream:
+    """The stream that the logits of `device` are computed on; on the CPU it stands for none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._contexts: list[AbstractContextManager[Any]] = []
+
+    @property
+    def cuda_stream(self) -> int:
+        """The `cudaStream_t`; 0 on the CPU."""
+        return 0 if self._stream is None else int(self._stream.cuda_stream)
+
+    @property
+    def stream_id(self) -> int:
+        return 0 if self._stream is None else int(self._stream.stream_id)
+
+    @property
+    def device_index(self) -> int:
+        """-1 on the CPU."""
+        return -1 if self._stream is None else int(self._stream.device_index)
+
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued has run."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def __enter__(self) -> ModelStream:
+        if self._stream is not None:
+            context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+            context.__enter__()
+            self._contexts.append(context)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._stream is not None:
+            self._contexts.pop().__exit__(*exc)
+
+
+class ProcessedSequence:
+    """A sequence in a slot whose logits somebody processes.
+
+    `shared`: what its rows of a step are called by: its own callable, or what it shares.
+    """
+
+    __slots__ = (
+        "bound", "client_id", "end_id", "error", "history", "orig_prompt_len", "request",
+        "request_id", "shared", "slot",
+    )  # fmt: skip
+
+    def __init__(self, start: SequenceStart, request: RequestProcessor) -> None:
+        self.request = request
+        self.bound = request.post_processor
+        self.shared = self.bound.owner if isinstance(self.bound, BoundProcessor) else self.bound
+        self.slot = start.slot
+        self.orig_prompt_len = start.orig_prompt_len
+        self.end_id = start.sampling.end_id
+        self.client_id = start.client_id
+        self.request_id = -1  # its first row tells
+        self.history: list[int] = []
+        self.error: BaseException | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.request.post_processor is None
+
+    def beams(self, tokens: Tokens, length: int) -> list[list[int]]:
+        """The history as hosts see it; only what came since the last call is copied."""
+        history = self.history
+        history.extend(tokens[self.slot, len(history) : length].tolist())
+        return [history]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The rows of one step that share a processor.
+
+    `logits` float32 `[S, vocab]`, the whole step's, to be changed in place in the rows `index`
+    `[n]`; `lengths` `[n]`: tokens of each history; `tokens` int32 `[num_slots, max_seq_len]`: the
+    histories by slot.
+    """
+
+    logits: Tensor
+    index: Ints
+    sequences: Sequence[ProcessedSequence]
+    lengths: Ints
+    tokens: Tokens
+
+    @property
+    def slots(self) -> Ints:
+        return np.array([sequence.slot for sequence in self.sequences], dtype=np.int64)
+
+
+Errors = Mapping[int, BaseException]  # by place in `Rows.index`
+
+
+class RowSession(ABC):
+    """What a `RowProcessor` keeps in one manager."""
+
+    @abstractmethod
+    def load(self, slot: int, bound: Any) -> None:
+        """A sequence starts in `slot`, with what its request has bound."""
+
+    @abstractmethod
+    def process(self, rows: Rows) -> Errors:
+        """Change the logits; an error returned ends its own row only, one raised ends all."""
+
+
+class RowProcessor(ABC):
+    """Serves all rows of a step whose requests brought a `BoundProcessor` of it."""
+
+    @abstractmethod
+    def open(self, num_slots: int, device: torch.device) -> RowSession:
+        """For a manager that has so many slots; called on its loop thread."""

@@ -1,0 +1,83 @@
+"""A request's logits post-processor, on its way from admission to the executor.
+
+Decides what passes for one, and what it is called in messages. Knows nothing of logits: only the
+executor calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptmanager.errors import InvalidRequestError
+
+
+class BoundProcessor:
+    """A request's share in a processor that serves all its rows of a step in one call.
+
+    `owner`: a `decoding.logits.RowProcessor`. A subclass adds what the owner must know of the
+    request.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    @property
+    def name(self) -> str:
+        return name_of(self.owner)
+
+
+class RequestProcessor:
+    """A request's own processor; opaque to all but the executor.
+
+    The same object comes with every start of the request, so that `kept`, which is the
+    processor's, survives pauses. `prepares`: the request waits until the processor is ready. Two
+    are equal if their names are: a recording knows no more. `post_processor` is None once the
+    request has ended.
+    """
+
+    __slots__ = ("kept", "name", "post_processor", "prepares")
+
+    def __init__(self, post_processor: Any, name: str = "") -> None:
+        self.post_processor = post_processor
+        self.name = name or name_of(post_processor)
+        self.prepares = callable(getattr(post_processor, "prepare", None))
+        self.kept: Any = None
+
+    def end(self) -> None:
+        """The request has ended: rows that are still under way for it need no processing."""
+        self.post_processor = self.kept = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RequestProcessor) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"RequestProcessor({self.name})"
+
+
+def read_post_processor(value: Any) -> RequestProcessor | None:
+    """What a request brought; raises InvalidRequestError for what nobody could call."""
+    if value is None:
+        return None
+    if not is_post_processor(value):
+        raise InvalidRequestError(
+            f"logits_post_processor is a {type(value).__name__}, expected a callable (request_id, "
+            "logits, tokens, stream, client_id), or an object with a method process_batch"
+        )
+    return RequestProcessor(value)
+
+
+def is_post_processor(value: Any) -> bool:
+    is_batched = callable(getattr(value, "process_batch", None))
+    return is_batched or isinstance(value, BoundProcessor) or callable(value)
+
+
+def name_of(processor: Any) -> str:
+    """Its `name`, if it says one; else that of the function or class."""
+    for attribute in ("name", "__qualname__"):
+        name = getattr(processor, attribute, None)
+        if isinstance(name, str) and name:
+            return name
+    return type(processor).__qualname__

@@ -1,0 +1,173 @@
+// Kernels that are wrong in one way each, and controls that are right. One block of 64 threads where
+// nothing else is said. Tests name the lines by the comments.
+#include "intrinsics.cuh"
+
+__global__ void divergent_barrier(float* x) {
+    if (threadIdx.x < 32) {
+        __syncthreads();  // HERE divergent_barrier
+    } else {
+        __syncthreads();
+    }
+    x[threadIdx.x] = 1;
+}
+
+__global__ void early_return(float* x) {
+    if (threadIdx.x == 5) return;
+    __syncthreads();  // HERE early_return
+    x[threadIdx.x] = 1;
+}
+
+__global__ void past_the_array(float* x) {
+    x[threadIdx.x + 1] = 1;  // HERE past_the_array
+}
+
+__global__ void before_the_array(float* x) {
+    x[int(threadIdx.x) - 1] = 1;  // HERE before_the_array
+}
+
+__global__ void past_dynamic_shared(float* x) {
+    extern __shared__ float memory[];
+    memory[threadIdx.x + 1] = 1;  // HERE past_dynamic_shared
+    __syncthreads();
+    x[threadIdx.x] = memory[threadIdx.x + 1];
+}
+
+__global__ void half_a_warp(float* x) {
+    float sum = x[threadIdx.x];
+    if (threadIdx.x % 32 < 16) sum += __shfl_down_sync(~0u, sum, 1);  // HERE half_a_warp
+    x[threadIdx.x] = sum;
+}
+
+__global__ void absent_lane(float* x) {
+    float value = x[threadIdx.x];
+    if (threadIdx.x % 32 < 16) value = __shfl_sync(0xFFFFu, value, 20);  // HERE absent_lane
+    x[threadIdx.x] = value;
+}
+
+__device__ int deeper(volatile int* x, int depth) {
+    volatile int memory[1000];
+    memory[depth % 1000] = depth;
+    return depth == 0 ? x[0] : deeper(memory, depth - 1) + memory[depth % 1000];
+}
+
+__global__ void stack_overflow(int* x) {
+    x[0] = deeper(x, 100000);
+}
+
+__global__ void null_pointer(float* x) {
+    x[threadIdx.x] = 1;  // HERE null_pointer
+}
+
+__global__ void failing_assertion(float* x) {
+    assert(x[threadIdx.x] > 0);  // HERE failing_assertion
+}
+
+// From here on, the fast mode can only give NaN or pass.
+
+__global__ void past_static_shared(float* x) {
+    __shared__ float memory[64], other[64];
+    memory[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = memory[threadIdx.x + 1];  // HERE past_static_shared
+    if (x[0] == -5) x[0] = other[0];
+}
+
+__global__ void uninitialized(float* x) {
+    __shared__ float memory[64];
+    if (threadIdx.x > 0) memory[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = memory[threadIdx.x];  // HERE uninitialized
+}
+
+__global__ void missing_barrier(float* x) {
+    __shared__ float memory[64];
+    memory[threadIdx.x] = x[threadIdx.x];
+    x[threadIdx.x] = memory[63 - threadIdx.x];  // HERE missing_barrier
+}
+
+__global__ void missing_wait(float* x) {
+    __shared__ __align__(16) float memory[64];
+    if (threadIdx.x < 16) ptx::cp_async_16(memory + 4 * threadIdx.x, x + 4 * threadIdx.x);
+    ptx::cp_async_commit();
+    __syncthreads();
+    x[threadIdx.x] = memory[threadIdx.x];  // HERE missing_wait
+}
+
+__global__ void missing_sync_warp(float* x) {
+    __shared__ float memory[64];
+    unsigned warp = threadIdx.x & ~31u, lane = threadIdx.x & 31;
+    memory[threadIdx.x] = x[threadIdx.x];
+    float sum = __shfl_xor_sync(~0u, x[threadIdx.x], 1);  // orders no memory
+    x[threadIdx.x] = sum + memory[warp + (lane ^ 1)];  // HERE missing_sync_warp
+}
+
+__global__ void missing_atomics(float* x) {  // two blocks
+    x[0] += 1;  // HERE missing_atomics
+}
+
+__global__ void misaligned_vector(float* x) {
+    float4 four = *reinterpret_cast<float4*>(x + 1);  // HERE misaligned_vector
+    x[0] = four.x + four.y + four.z + four.w;
+}
+
+__global__ void missing_fence(float* x, float* partial, unsigned* ticket) {  // four blocks
+    if (threadIdx.x == 0) partial[blockIdx.x] = x[blockIdx.x];
+    if (threadIdx.x == 0 && atomicAdd(ticket, 1u) == gridDim.x - 1) {
+        float sum = 0;
+        for (int i = 0; i < gridDim.x; i++) sum += partial[i];  // HERE missing_fence
+        x[0] = sum;
+    }
+}
+
+// Controls ----------------------------------------------------------------------------------------
+
+__global__ void with_sync_warp(float* x) {
+    __shared__ float memory[64];
+    unsigned warp = threadIdx.x & ~31u, lane = threadIdx.x & 31;
+    memory[threadIdx.x] = x[threadIdx.x];
+    __syncwarp();
+    x[threadIdx.x] += memory[warp + (lane ^ 1)];
+}
+
+__global__ void with_atomics(float* x) {  // two blocks
+    atomicAdd(x, 1.0f);
+}
+
+__global__ void with_wait(float* x) {
+    __shared__ __align__(16) float memory[64];
+    if (threadIdx.x < 16) ptx::cp_async_16(memory + 4 * threadIdx.x, x + 4 * threadIdx.x);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    x[threadIdx.x] = 2 * memory[threadIdx.x];
+}
+
+// Four blocks; all threads write, thread 0 fences for them after the barrier.
+__global__ void last_block(float* x, float* partial, unsigned* ticket) {
+    __shared__ bool last;
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
+    x[threadIdx.x] = sum;
+}
+
+// The same, but each thread fences its own.
+__global__ void last_block_own_fences(float* x, float* partial, unsigned* ticket) {
+    __shared__ bool last;
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
+    x[threadIdx.x] = sum;
+}

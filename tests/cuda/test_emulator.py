@@ -1,0 +1,270 @@
+"""What a host sees of the emulator: sources, launches, arrays, the cache, and refusals."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from gptmanager.cuda import emulator
+from gptmanager.cuda.emulator import toolchain as toolchains
+from gptmanager.errors import ConfigError
+
+SCALE = """
+template <typename T>
+__global__ void scale(T* x, const int n, float factor, T* __restrict__ sums) {
+    extern __shared__ __align__(16) float partial[];
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    float value = i < n ? factor * x[i] : 0.0f;
+    if (i < n) x[i] = value;
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, step);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < (blockDim.x + 31) / 32; warp++) value += partial[warp];
+        sums[blockIdx.x] = value;
+    }
+}
+
+extern "C" __global__ void fill(unsigned long long* x, long long value) { x[threadIdx.x] = value; }
+"""
+NAMES = ("scale<float>", "fill")
+
+
+@pytest.fixture(scope="module")
+def module():
+    return emulator.Module(source=SCALE, name_expressions=NAMES)
+
+
+@pytest.fixture(scope="module")
+def scale(module):
+    return module.get_function("scale<float>")
+
+
+def arguments(n=200, blocks=2):
+    x = emulator.asarray(np.arange(n, dtype=np.float32))
+    return x, np.int32(n), np.float32(0.5), emulator.empty(blocks)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("order", ["forward", "reverse", 3])
+def test_a_kernel_from_a_string(check, order):
+    module = emulator.Module(source=SCALE, name_expressions=NAMES, check=check, order=order)
+    x, n, factor, sums = arguments()
+
+    module.get_function("scale<float>")((2,), (128,), (x, n, factor, sums), shared_mem=16)
+
+    expected = np.arange(200) * 0.5
+    assert np.array_equal(x, expected)
+    assert np.array_equal(sums, [expected[:128].sum(), expected[128:].sum()])
+
+
+def test_a_kernel_works_on_tensors_of_torch(scale):
+    x, sums = torch.arange(64.0), torch.full((1,), torch.nan)
+
+    scale((1,), (64,), (x, np.int32(64), np.float32(2), sums), shared_mem=16)
+
+    assert x.tolist() == list(range(0, 128, 2))
+    assert sums.item() == x.sum()
+
+
+def test_block_sizes_in_three_dimensions():
+    source = """
+    __global__ void indices(int* out) {
+        int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+        int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+        dim3 size = blockDim;
+        out[block * size.x * size.y * size.z + thread] = block * 1000 + thread;
+    }"""
+    out = emulator.empty((6, 24), np.int32)
+    module = emulator.Module(source=source, name_expressions=["indices"], check=True)
+
+    module.get_function("indices")((1, 2, 3), (4, 3, 2), (out,))
+
+    assert np.array_equal(out, np.arange(6)[:, None] * 1000 + np.arange(24))
+
+
+def test_warp_functions():
+    source = """
+    __global__ void votes(unsigned* out) {
+        int lane = threadIdx.x;
+        unsigned odd = __ballot_sync(~0u, lane & 1);
+        unsigned same = __match_any_sync(~0u, lane / 8);
+        int up = __shfl_up_sync(~0u, lane, 3, 8), down = __shfl_down_sync(~0u, lane, 3, 8);
+        int best = __reduce_max_sync(~0u, lane == 7 ? 99 : -lane);
+        int upper = lane >= 16 ? __reduce_add_sync(0xFFFF0000u, lane) : 0;
+        bool all = __all_sync(~0u, lane >= 0) && !__any_sync(~0u, lane > 31);
+        int count = __syncthreads_count(lane < 5);
+        unsigned mine[8] = {odd, same, (unsigned)up, (unsigned)down, (unsigned)best,
+                            (unsigned)upper, all, (unsigned)count};
+        for (int i = 0; i < 8; i++) out[lane * 8 + i] = mine[i];
+    }"""
+    out = emulator.empty((32, 8), np.uint32)
+
+    emulator.Module(source=source, name_expressions=["votes"], check=True).get_function("votes")(
+        (1,), (32,), (out,)
+    )
+
+    lanes = np.arange(32)
+    assert np.all(out[:, 0] == 0xAAAAAAAA)
+    assert np.array_equal(out[:, 1], [0xFF << lane // 8 * 8 for lane in lanes.tolist()])
+    assert np.array_equal(out[:, 2], np.where(lanes % 8 < 3, lanes, lanes - 3))
+    assert np.array_equal(out[:, 3], np.where(lanes % 8 > 4, lanes, lanes + 3))
+    assert np.all(out[:, 4] == 99)
+    assert np.array_equal(out[:, 5], np.where(lanes < 16, 0, lanes[16:].sum()))
+    assert np.all(out[:, 6] == 1) and np.all(out[:, 7] == 5)
+
+
+# What CuPy would pass on, or the driver reject ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "why"),
+    [
+        (1, 200, "argument 1 is the int 200; pass a NumPy scalar.* 4-byte signed integer"),
+        (1, np.int64(200), "argument 1 is a int64, and .* declares a 4-byte signed integer"),
+        (2, np.int32(2), "argument 2 is a int32, and .* declares a 4-byte float"),
+        (2, 0.5, "argument 2 is the float 0.5"),
+        (0, np.zeros(200), "argument 0 holds 8-byte floats; declared: 4-byte float"),
+        (0, np.zeros(200, np.int32), "argument 0 holds 4-byte signed integers"),
+        (0, np.zeros((200, 2), np.float32)[:, 0], "argument 0 is an array that is not contig"),
+        (0, torch.zeros(9, 9).T, "argument 0 is a tensor that is not contiguous"),
+        (0, torch.zeros(9, device="meta"), "argument 0 is a tensor on meta"),
+        (0, [1.0], "argument 0 is a list; the kernel declares a pointer"),
+    ],
+)
+def test_an_argument_of_another_type(scale, index, value, why):
+    given = list(arguments())
+    given[index] = value
+    with pytest.raises(emulator.EmulatorError, match=f"scale<float>: {why}"):
+        scale((2,), (128,), tuple(given), shared_mem=16)
+
+
+def test_launches_that_no_device_takes(scale):
+    with pytest.raises(emulator.EmulatorError, match="takes 4 arguments, and was given 2"):
+        scale((2,), (128,), arguments()[:2], shared_mem=16)
+    with pytest.raises(emulator.EmulatorError, match="block .* has more than 1024 threads"):
+        scale((2,), (64, 32), arguments())
+    with pytest.raises(emulator.EmulatorError, match="grid .* is not within"):
+        scale((1, 1 << 16), (128,), arguments())
+    with pytest.raises(emulator.EmulatorError, match="max_dynamic_shared_size_bytes=49152"):
+        scale((2,), (128,), arguments(), shared_mem=50000)
+
+
+def test_more_shared_memory_once_it_is_allowed(module):
+    kernel = module.get_function("scale<float>")
+    kernel.max_dynamic_shared_size_bytes = 100_000
+    kernel((2,), (128,), arguments(), shared_mem=50_000)
+    with pytest.raises(emulator.EmulatorError, match="232448 of a device"):
+        kernel.max_dynamic_shared_size_bytes = 300_000
+        kernel((2,), (128,), arguments(), shared_mem=250_000)
+
+
+def test_an_unknown_name(module):
+    with pytest.raises(emulator.EmulatorError, match="'scale' is not among .*: scale<float>, fill"):
+        module.get_function("scale")
+    with pytest.raises(emulator.EmulatorError, match="either path= or source="):
+        emulator.Module(name_expressions=NAMES)
+    with pytest.raises(emulator.EmulatorError, match="order='up' is neither"):
+        emulator.Module(source=SCALE, name_expressions=NAMES, order="up")
+
+
+# Compilation -------------------------------------------------------------------------------------
+
+
+def test_errors_carry_the_line_numbers_of_the_source():
+    source = "__global__ void f(int* x) {\n    extern __shared__ int a[];\n    x[0] = missing;\n}\n"
+    with pytest.raises(emulator.EmulatorError, match=r"kernel.cu:3:\d+: error: .missing. was not"):
+        emulator.Module(source=source, name_expressions=["f"])
+    with pytest.raises(
+        emulator.EmulatorError, match="name_expressions:1.*'g'|.g. was not declared"
+    ):
+        emulator.Module(source=source.replace("missing", "1"), name_expressions=["g"])
+
+
+def test_dynamic_shared_memory_declared_outside_of_the_kernel():
+    source = "extern __shared__ float memory[];\n__global__ void f() { memory[0] = 1; }"
+    with pytest.raises(emulator.EmulatorError, match="`memory` is declared outside of a function"):
+        emulator.Module(source=source, name_expressions=["f"])
+
+
+def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ compiler g\+\+.*apt-get install g\+\+"):
+        emulator.Module(source=SCALE, name_expressions=NAMES)
+
+
+@pytest.fixture
+def no_headers(monkeypatch, tmp_path):
+    """A machine with g++ and without NVIDIA's headers."""
+    monkeypatch.setattr(toolchains, "cuda_headers", lambda: None)
+    return emulator.Toolchain(tmp_path)
+
+
+def test_a_kernel_that_needs_no_header_compiles_without(no_headers):
+    module = emulator.Module(source=SCALE, name_expressions=NAMES, toolchain=no_headers)
+    x, n, factor, sums = arguments()
+    module.get_function("scale<float>")((2,), (128,), (x, n, factor, sums), shared_mem=16)
+    assert np.array_equal(x, np.arange(200) * 0.5)
+
+
+def test_a_kernel_that_needs_one_says_where_to_get_it(no_headers):
+    source = "#include <cuda_bf16.h>\n__global__ void f() {}"
+    with pytest.raises(emulator.EmulatorError, match="pip install 'nvidia-cuda-runtime==13.0"):
+        emulator.Module(source=source, name_expressions=["f"], toolchain=no_headers)
+
+
+def test_a_library_is_built_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = 'extern "C" __global__ void f(int* x) { x[0] = 1; }'
+    for _ in range(2):
+        emulator.Module(source=source, name_expressions=["f"])
+    kept = sorted((tmp_path / "gptmanager" / "emulator").iterdir())
+    assert [path.suffix for path in kept] == [".machine", ".so"] or len(kept) == 2
+    emulator.Module(source=source, name_expressions=["f"], options=["-DX=1"])
+    assert len(list(kept[0].parent.iterdir())) == 2, "an unused macro changes nothing"
+    emulator.Module(source=source, name_expressions=["f"], check=True)
+    assert len(list(kept[0].parent.iterdir())) == 3
+
+
+def test_two_threads_build_the_same_at_once(tmp_path):
+    def build(_):
+        chain = emulator.Toolchain(tmp_path)
+        module = emulator.Module(source=SCALE, name_expressions=NAMES, toolchain=chain)
+        return module.get_function("fill")
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        kernels = list(pool.map(build, range(2)))
+    for kernel in kernels:
+        x = emulator.empty(3, np.uint64)
+        kernel((1,), (3,), (x, np.int64(5)))
+        assert x.tolist() == [5, 5, 5]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".machine", ".so"]
+
+
+# Arrays ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32", "uint64", "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (1000, 7)])
+def test_arrays(shape, dtype):
+    values = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
+    array = emulator.asarray(values)
+    assert array.dtype == dtype and array.flags.c_contiguous and array.ctypes.data % 16 == 0
+    assert np.array_equal(emulator.asnumpy(array), values)
+    if array.dtype.kind == "f":
+        assert np.isnan(emulator.empty(shape, dtype)).all()
+
+
+def test_reading_past_an_array_in_python_kills_no_test():
+    code = (
+        "from gptmanager.cuda import emulator; import ctypes; a = emulator.empty(4)\n"
+        "ctypes.string_at(a.ctypes.data, 16); print('inside', flush=True)\n"
+        "ctypes.string_at(a.ctypes.data, 17); print('outside')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "inside\n" and done.returncode < 0

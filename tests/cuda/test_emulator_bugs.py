@@ -1,0 +1,117 @@
+"""The emulator names every planted bug with its line, and lets correct kernels pass."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptmanager.cuda import emulator
+
+SOURCE = Path(__file__).with_name("planted_bugs.cu")
+CUDA = Path(__file__).resolve().parents[2] / "cuda"
+NAMES = tuple(re.findall(r"^__global__ void (\w+)", SOURCE.read_text(), re.MULTILINE))
+
+NAMED_IN_FAST_MODE = {
+    "divergent_barrier": "divergent __syncthreads: .* waits in __syncthreads at planted_bugs.cu",
+    "early_return": r"deadlock in block .* waits in __syncthreads at .* 1 thread \(5\) returned",
+    "past_the_array": "access to byte 256 of argument 0, which has 256 bytes",
+    "past_dynamic_shared": "access to byte 256 of dynamic shared memory, which has 256 bytes",
+    "half_a_warp": "names lane 16, which has returned|deadlock in block",
+    "absent_lane": "lane 0 reads lane 20, which does not take part",
+    "stack_overflow": "stack overflow: more than 256 KiB",
+    "null_pointer": "access through a null pointer",
+    "failing_assertion": "assertion x",
+}
+NAN_IN_FAST_MODE = ("past_static_shared", "uninitialized", "missing_barrier", "missing_wait")
+NAMED_IN_CHECK_MODE = {
+    "before_the_array": "access to byte -4 of argument 0, which has 256 bytes",
+    "past_static_shared": "array index 64 out of bounds",
+    "uninitialized": "read of shared memory that nothing was written to",
+    "missing_barrier": "read of shared memory that nothing was written to",
+    "missing_wait": "read of what cp.async has not delivered",
+    "missing_sync_warp": "race on shared memory: write by thread .* unordered with it a read",
+    "missing_atomics": "race on argument 0: .*by thread . of block .* at planted_bugs.cu:",
+    "misaligned_vector": "misaligned access",
+    "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
+}
+CONTROLS = ("with_sync_warp", "with_atomics", "with_wait", "last_block", "last_block_own_fences")
+NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2, "missing_fence": 4}
+NUM_BLOCKS |= {"last_block": 4, "last_block_own_fences": 4}
+
+
+@functools.cache
+def module(check, order="forward"):
+    options = (f"-I{CUDA}",)
+    return emulator.Module(
+        path=SOURCE, name_expressions=NAMES, options=options, check=check, order=order
+    )
+
+
+def run(name, check, order="forward"):
+    """The result of a kernel, whose argument is 1 to 64."""
+    values = np.arange(1, 65)
+    if name == "failing_assertion":
+        values[-1] = 0
+    x = emulator.asarray(values.astype(np.int32 if name == "stack_overflow" else np.float32))
+    arguments = [np.uint64(0) if name == "null_pointer" else x]
+    if name.startswith(("last_block", "missing_fence")):
+        partial = emulator.empty(64 * 4)
+        arguments += [partial, emulator.asarray(np.zeros(1, np.uint32))]
+    kernel = module(check, order).get_function(name)
+    kernel((NUM_BLOCKS.get(name, 1),), (64,), tuple(arguments), shared_mem=256)
+    return emulator.asnumpy(x)
+
+
+def check_error(name, check, pattern):
+    with pytest.raises(emulator.EmulatorError) as caught:
+        run(name, check)
+    text = str(caught.value)
+    assert text.startswith(f"{name}: ")
+    assert re.search(pattern, text), text
+    lines = SOURCE.read_text().splitlines()
+    marked = [i for i, line in enumerate(lines, 1) if line.endswith(f"// HERE {name}")]
+    assert all(f"planted_bugs.cu:{line}" in text for line in marked), text
+
+
+def test_every_kernel_is_tested():
+    tested = [*NAMED_IN_FAST_MODE, *NAMED_IN_CHECK_MODE, *CONTROLS]
+    assert sorted(tested) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMED_IN_FAST_MODE)
+@pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
+def test_a_bug_that_both_modes_name(name, check):
+    check_error(name, check, NAMED_IN_FAST_MODE[name])
+
+
+@pytest.mark.parametrize("name", NAN_IN_FAST_MODE)
+def test_a_bug_that_gives_nan(name):
+    assert np.isnan(run(name, check=False)).any()
+
+
+@pytest.mark.parametrize("name", NAMED_IN_CHECK_MODE)
+def test_a_bug_that_the_check_mode_names(name):
+    check_error(name, True, NAMED_IN_CHECK_MODE[name])
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", 7])
+@pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_correct_kernel_passes(name, check, order):
+    x = np.arange(1, 65, dtype=np.float32)
+    swapped = x.reshape(-1, 2)[:, ::-1].reshape(-1)
+    expected = {
+        "with_sync_warp": x + swapped,
+        "with_atomics": x + 128 * (np.arange(64) == 0),
+        "with_wait": 2 * x,
+    }
+    assert np.array_equal(run(name, check, order), expected.get(name, 4 * x))
+
+
+def test_the_process_goes_on_after_a_bug():
+    check_error("past_the_array", False, "byte 256 of argument 0")
+    assert np.isfinite(run("with_wait", check=False)).all()

@@ -1,0 +1,379 @@
+"""Guided decoding: outputs that fit their grammar, whatever the model and the schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from random_schemas import random_root
+from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
+from tokenizers import Tokenizer
+
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    GuidedDecoding,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.decoding.logits import PostProcessing
+from gptmanager.errors import ConfigError
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.recorder.recording import read_recording
+from gptmanager.replay import replay
+from gptmanager.request import SamplingParams
+from gptmanager.step import SequenceStart
+from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
+
+MODEL = "examples/tiny_llama"
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 1, "maxItems": 3},
+        "size": {"type": "integer", "minimum": -5, "maximum": 120},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def guided():
+    return load_guided_decoding(MODEL)
+
+
+@pytest.fixture(scope="module")
+def byte_guided():
+    """One token a byte: what may come next can be told by hand."""
+    return GuidedDecoding(byte_tokenizer(), [END_ID])
+
+
+def serve(requests, source=MODEL, policy=MAX_UTILIZATION, max_tokens=None, **options):
+    host = RecordingCallbacks(requests)
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    options = {"max_batch_size": 32, "exclude_input_in_output": True, **options}
+    kv_cache = KvCacheConfig(max_tokens=max_tokens or 40000, tokens_per_block=8)
+    with GptManager(
+        source,
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        1,
+        SchedulerConfig(policy),
+        checker.get_inference_requests,
+        checker.send_response,
+        optional_params=OptionalParams(kv_cache_config=kv_cache, **options),
+    ) as manager:
+        assert manager.wait_idle(50)
+    checker.check(manager)
+    return host
+
+
+def asked(tokenizer, request_id, processor, max_new_tokens=200, **more):
+    more = {"end_id": 0, "temperature": 1.0, "random_seed": request_id, **more}
+    return InferenceRequest.from_tokens(
+        request_id,
+        tokenizer.encode("Tom had a red ball. ").ids,
+        max_new_tokens,
+        logits_post_processor=processor,
+        **more,
+    )
+
+
+def text(tokenizer, host, request_id):
+    final = host.final(request_id)
+    assert not final.error and final.tensors["finish_reasons"].tolist() == [[1]], final
+    return tokenizer.decode(host.output(request_id), skip_special_tokens=False)
+
+
+# What may come next -------------------------------------------------------------------------------
+
+
+def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len=2):
+    """The tokens that may follow `history`, which begins with the prompt."""
+    processor.compiled.exception()  # wait
+    processing = PostProcessing(num_slots=3)
+    handle = RequestProcessor(processor)
+    params = SamplingParams(end_id=end_id)
+    processing.start(SequenceStart(1, (), prompt_len, params, handle))
+    tokens = np.zeros((3, 100), dtype=np.int32)
+    tokens[1, : len(history)] = history
+    logits = torch.zeros(4, vocab_size)
+    slots = np.array([0, 2, 1, 2], dtype=np.int64)
+    lengths = np.array([5, 5, len(history), 5], dtype=np.int64)
+    errors = processing.run(logits, [0, 0, 9, 0], slots, lengths, tokens)
+    assert not logits[[0, 1, 3]].any()
+    if errors:
+        raise errors[2]
+    assert set(logits[2].tolist()) <= {0.0, -float("inf")}
+    return set(torch.isfinite(logits[2]).nonzero()[:, 0].tolist())
+
+
+def ids(letters):
+    tokenizer = byte_tokenizer()
+    return {tokenizer.encode(letter).ids[0] for letter in letters}
+
+
+def encoded(letters):
+    return byte_tokenizer().encode(letters).ids
+
+
+@pytest.mark.parametrize(
+    ("generated", "letters", "ends"),
+    [
+        ("", "a", 0),
+        ("a", "a", 0),
+        ("aa", "ab", 1),
+        ("aaa", "ab", 1),
+        ("aaaa", "b", 1),
+        ("aab", "", 1),
+    ],
+)
+def test_the_end_is_allowed_exactly_where_the_grammar_accepts(
+    byte_guided, generated, letters, ends
+):
+    regex = byte_guided.regex("a{2,4}b?")
+    expected = ids(letters) | ({END_ID} if ends else set())
+    assert allowed(regex, [7, 8, *encoded(generated)]) == expected
+    # another end_id than the tokenizer's takes its place, beside it
+    own = allowed(regex, [7, 8, *encoded(generated)], end_id=9)
+    assert own - {END_ID} == ids(letters) | ({9} if ends else set())
+    # and none of the request's own leaves that of the tokenizer
+    assert allowed(regex, [7, 8, *encoded(generated)], end_id=-1) == expected
+
+
+def test_behind_the_end_comes_only_the_end(byte_guided):
+    regex = byte_guided.regex("ab?")
+    assert allowed(regex, [7, 8, *encoded("a"), END_ID], end_id=-1) == {END_ID}
+    assert allowed(regex, [7, 8, *encoded("a"), END_ID, END_ID], end_id=-1) == {END_ID}
+
+
+@pytest.mark.parametrize("vocab_size", [END_ID + 1, 300, 320, 1000])
+def test_a_vocabulary_beyond_the_tokenizers_is_forbidden(byte_guided, vocab_size):
+    assert allowed(byte_guided.choice(["x", "y"]), [1, 2], vocab_size=vocab_size) == ids("xy")
+
+
+def test_a_token_that_does_not_fit_is_told(byte_guided):
+    with pytest.raises(Exception, match=r"guided decoding: token \d+ at place 1 of the out"):
+        allowed(byte_guided.regex("ab"), [7, 8, *encoded("ax")])
+
+
+def test_a_longer_prompt_is_not_the_output(byte_guided):
+    assert allowed(
+        byte_guided.choice(["xy"]), [*encoded("zzz"), *encoded("x")], prompt_len=3
+    ) == ids("y")
+
+
+# Whole managers -----------------------------------------------------------------------------------
+
+
+def test_every_output_of_random_schemas_validates(guided, tokenizer):
+    schemas = [random_root(seed) for seed in range(200)]
+    requests = [
+        # so hot that digits, which may go on for ever, do not
+        asked(tokenizer, i, guided.json_schema(schema), 400, temperature=3.0)
+        for i, schema in enumerate(schemas)
+    ]
+    host = serve(requests)
+    for i, schema in enumerate(schemas):
+        written = json.loads(text(tokenizer, host, i).removesuffix("<|endoftext|>"))
+        jsonschema.validate(written, schema, jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "pattern"),
+    [
+        ("regex", r"[a-c]{2,5}-\d+", r"[a-c]{2,5}-\d+"),
+        ("regex", r"(?i)größe: (klein|groß)", r"(?i)größe: (klein|groß)"),
+        ("choice", ["red", "blue kite", 'say "yes"', "back\\slash\n"], None),
+        ("lark", 'start: "x" item+\nitem: "a" | "(" item ")"', r"x([a()])+"),
+    ],
+)
+def test_the_kinds_of_grammars(guided, tokenizer, kind, argument, pattern):
+    processor = getattr(guided, kind)(argument)
+    host = serve([asked(tokenizer, i, processor) for i in range(6)])
+    for i in range(6):
+        written = text(tokenizer, host, i)
+        if pattern is None:
+            assert written in argument
+        else:
+            assert re.fullmatch(pattern, written), written
+
+
+def test_white_space_comes_only_if_it_may(guided, tokenizer):
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}
+    loose = guided.json_schema(json.dumps(schema), whitespace_flexible=True)
+    tight = asked(tokenizer, 1, guided.json_schema(schema))
+    host = serve([tight, *(asked(tokenizer, i, loose, temperature=9.0) for i in range(2, 8))])
+    assert " " not in text(tokenizer, host, 1)
+    flexible = [text(tokenizer, host, i) for i in range(2, 8)]
+    assert all(len(json.loads(written)) == 3 for written in flexible)
+    assert any(re.search(r"\s", written) for written in flexible)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_neither_pauses_nor_neighbors_show(guided, tokenizer, run_ahead):
+    processor = guided.json_schema(SCHEMA)
+    requests = [asked(tokenizer, i, processor, 60) for i in range(4)]
+    free = asked(tokenizer, 9, None, 40, end_id=-1)
+    alone = [serve([request]).output(request.request_id) for request in (*requests, free)]
+    host = serve(
+        [*requests, free], max_tokens=208, max_num_tokens=32, run_ahead=run_ahead, max_seq_len=80
+    )
+    pauses = [host.final(i).tensors["request_metrics"][3] for i in (0, 1, 2, 3, 9)]
+    assert sum(pauses) > 0
+    assert [host.output(i) for i in (0, 1, 2, 3, 9)] == alone
+    for i in range(4):
+        jsonschema.validate(json.loads(text(tokenizer, host, i)), SCHEMA)
+
+
+def test_what_other_inputs_forbid_is_told(byte_guided, tmp_path):
+    """min_length forbids the end where the grammar permits nothing else."""
+    source = save_text_checkpoint(tmp_path / "model")
+    more = {"end_id": END_ID, "min_length": 50}
+    red = byte_guided.choice(["red"])
+    host = serve(
+        [
+            InferenceRequest.from_tokens(1, [5], 60, logits_post_processor=red, **more),
+            InferenceRequest.from_tokens(2, [5], 9),
+        ],
+        source,
+    )
+    error = host.final(1).error
+    assert error.startswith(
+        "InvalidRequestError: logits_post_processor guided decoding: token 0 at"
+    )
+    assert "place 3" in error and "min_length" in error and not host.final(2).error
+
+
+def test_without_an_end_id_ends_follow(guided, tokenizer):
+    host = serve([asked(tokenizer, 1, guided.choice(["red"]), 9, end_id=-1)])
+    red = tokenizer.encode("red").ids
+    assert host.output(1)[-5:] == [0] * 5
+    assert tokenizer.decode(host.output(1)) == "red" and len(red) < 5
+
+
+# Compilation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "fault"),
+    [
+        ("json_schema", {"type": "objec"}, "Invalid type: objec"),
+        ("json_schema", "{", "EOF while parsing"),
+        ("regex", "(a", "unclosed group"),
+        ("lark", "start: foo", 'unknown name: "foo"'),
+        ("lark", "", "Empty grammar"),
+    ],
+)
+def test_a_grammar_that_is_wrong_ends_its_request_with_its_fault(
+    guided, tokenizer, kind, argument, fault
+):
+    host = serve(
+        [asked(tokenizer, 1, getattr(guided, kind)(argument)), asked(tokenizer, 2, None, 5)]
+    )
+    assert host.final(1).error.startswith(f"InvalidRequestError: logits_post_processor {kind}: ")
+    assert fault in host.final(1).error
+    assert not host.final(2).error
+
+
+def test_equal_grammars_are_compiled_once_and_few_are_kept():
+    guided = GuidedDecoding(byte_tokenizer(), [END_ID], max_grammars=2)
+    first = guided.json_schema(SCHEMA)
+    assert guided.json_schema(dict(SCHEMA)).compiled is first.compiled
+    guided.regex("a")
+    guided.regex("b")
+    assert guided.json_schema(SCHEMA).compiled is not first.compiled
+
+
+def test_a_compilation_takes_no_time_of_others(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    compile_it = GuidedDecoding._compile
+
+    def slowly(self, kind, grammar):
+        begun.set()
+        assert go_on.wait(20)
+        return compile_it(self, kind, grammar)
+
+    monkeypatch.setattr(GuidedDecoding, "_compile", slowly)
+    guided = GuidedDecoding(byte_tokenizer(), [END_ID])
+    host = RecordingCallbacks()
+    with GptManager(
+        ScriptedModel(lambda history: history[-1], vocab_size=END_ID + 1),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(max_batch_size=4, exclude_input_in_output=True),
+        **host.keywords(),
+    ) as manager:
+        host.manager = manager
+        processor = guided.choice(["yes"])
+        assert begun.wait(10)
+        for i in (1, 2):
+            host.submit(
+                InferenceRequest.from_tokens(
+                    i, [5], 9, end_id=END_ID, logits_post_processor=processor
+                )
+            )
+        host.submit(InferenceRequest.from_tokens(3, [5], 30))
+        assert host.final(3).tensors["sequence_length"].tolist() == [[30]]
+        assert manager.explain(1).reason == "preparing"
+        host.stop(2)
+        manager.notify()
+        host.submit(InferenceRequest.from_tokens(4, [5], 3))  # an iteration, so that it is polled
+        assert host.final(2).tensors["finish_reasons"].tolist() == [[5]]
+        go_on.set()
+        assert not host.final(1).error
+        assert byte_tokenizer().decode(host.output(1)) == "yes"
+
+
+def test_llguidance_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'gptmanager\[guided\]'"):
+        GuidedDecoding(byte_tokenizer(), [END_ID])
+
+
+def test_a_tokenizer_that_llguidance_cannot_use_is_refused():
+    with pytest.raises(ConfigError, match="llguidance cannot use the tokenizer"):
+        GuidedDecoding(byte_tokenizer(), [5_000_000])
+
+
+def test_no_options_are_refused(guided):
+    with pytest.raises(ValueError, match="options is empty"):
+        guided.choice([])
+
+
+def test_a_recorded_run_replays(guided, tokenizer, tmp_path):
+    path = tmp_path / "run.jsonl"
+    serve(
+        [
+            asked(tokenizer, 1, guided.json_schema(SCHEMA)),
+            asked(tokenizer, 2, guided.lark("start: foo")),
+            asked(tokenizer, 3, None, 5),
+        ],
+        recording_path=path,
+    )
+    recording = read_recording(path)
+    report = replay(recording)
+    assert report.divergence is None and report.compared == len(recording.iterations)
+
+
+def test_a_tokenizer_may_be_any(tmp_path):
+    """As loaded from a file, with special tokens of its own."""
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer().save(str(path))
+    guided = GuidedDecoding(Tokenizer.from_file(str(path)))
+    assert allowed(guided.choice(["x"]), [1, 2]) == ids("x")

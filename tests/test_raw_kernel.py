@@ -1,0 +1,242 @@
+"""Kernels as logits post-processors: launches, parameters, compilers; the emulator runs them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_logits import END_ID, expected, next_token, output, request, serve
+
+from gptmanager import InferenceRequest, RawKernelLogitsPostProcessor
+from gptmanager.callbacks import (
+    AllowedTokens,
+    BannedTokens,
+    ForcedPrefix,
+    TemperatureSchedule,
+    TokenBias,
+    Watermark,
+)
+from gptmanager.decoding.logits import PostProcessing
+from gptmanager.errors import ConfigError
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.request import SamplingParams
+from gptmanager.step import SequenceStart
+
+NUM_SLOTS, MAX_SEQ_LEN = 9, 40
+
+SOURCE = """
+struct Params { int token; double added; };
+static_assert(sizeof(Params) == PARAMS_SIZE, "");
+
+extern "C" __global__ void raise_one(
+    float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
+    const int* prompt_lengths, const int* tokens, int max_seq_len, int vocab_size) {
+    const Params& mine = params[slots[blockIdx.x]];
+    if (threadIdx.x == 0) logits[rows[blockIdx.x] * vocab_size + mine.token] += (float)mine.added;
+}
+"""
+FIELDS = np.dtype([("token", np.int32), ("added", np.float64)], align=True)
+
+
+def raise_one(source=SOURCE, **more):
+    return RawKernelLogitsPostProcessor(source, "raise_one", FIELDS, **more)
+
+
+def sequences(processor, bounds, chance):
+    """A `PostProcessing` in which some slots have their parameters, and a step's arguments."""
+    processing = PostProcessing(num_slots=NUM_SLOTS)
+    tokens = chance.integers(0, 300, (NUM_SLOTS, MAX_SEQ_LEN)).astype(np.int32)
+    slots = chance.permutation(NUM_SLOTS)[: len(bounds)]
+    prompt_lens = chance.integers(1, 5, len(bounds))
+    for slot, bound, prompt_len in zip(slots, bounds, prompt_lens, strict=True):
+        handle = None if bound is None else RequestProcessor(bound)
+        processing.start(SequenceStart(int(slot), (), int(prompt_len), SamplingParams(), handle))
+    lengths = prompt_lens + chance.integers(0, 6, len(bounds))
+    return processing, slots.astype(np.int64), lengths.astype(np.int64), tokens
+
+
+def processed(processor, bounds, vocab_size):
+    chance = np.random.default_rng(5)
+    processing, slots, lengths, tokens = sequences(processor, bounds, chance)
+    logits = torch.from_numpy(chance.normal(size=(len(bounds), vocab_size)).astype(np.float32))
+    before = logits.clone()
+    errors = processing.run(logits, list(range(len(bounds))), slots, lengths, tokens)
+    assert not errors
+    return before.numpy(), logits.numpy()
+
+
+CASES = {
+    "allowed": (lambda: AllowedTokens(8), lambda p: [p.bind([3, 1, 299, 5000]), p.bind([7])]),
+    "banned": (lambda: BannedTokens(8), lambda p: [p.bind([3, 1, 299, 5000]), p.bind([])]),
+    "bias": (
+        lambda: TokenBias(8),
+        lambda p: [p.bind({9: 1.5, 2: -2.0, 5000: 1.0}), p.bind({0: 1})],
+    ),
+    "temperature": (TemperatureSchedule, lambda p: [p.bind(2.0, 0.5, 4), p.bind(1.0, 3.0, 100)]),
+    "watermark": (lambda: Watermark(2**32 - 7), lambda p: [p.bind(), p.bind()]),
+    "prefix": (lambda: ForcedPrefix(8), lambda p: [p.bind([4, 2, 9]), p.bind([1] * 8)]),
+}
+
+
+@pytest.mark.parametrize("vocab_size", [300, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_does_what_its_twin_does(case, vocab_size):
+    make, bind = CASES[case]
+    results = []
+    for with_twin in (True, False):
+        processor = make()
+        if not with_twin:
+            processor.twin = None
+        bounds = [None, *bind(processor), None, *bind(processor)]
+        before, after = processed(processor, bounds, vocab_size)
+        np.testing.assert_array_equal(after[[0, 3]], before[[0, 3]])
+        assert not np.array_equal(after, before)
+        results.append(after)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
+
+
+def test_a_kernel_runs_in_a_manager():
+    kernel = raise_one()
+    asked = [
+        request(i, logits_post_processor=kernel.bind(token=i + 5, added=1e6) if i < 3 else None)
+        for i in range(5)
+    ]
+    host = serve(asked)
+    for one in asked[:3]:
+        assert output(host, one) == [one.request_id + 5] * 6
+    for one in asked[3:]:
+        assert output(host, one) == expected(one.input_ids.tolist(), 6, next_token)
+
+
+def test_one_launch_a_step_for_all_its_rows():
+    launches = []
+
+    def twin(logits, rows, slots, params, lengths, prompt_lengths, tokens, max_seq_len, vocab_size):
+        launches.append(len(rows))
+        assert tokens.shape == (6, max_seq_len) and logits.shape[1] == vocab_size
+        logits[rows, params[slots]["token"]] += params[slots]["added"]
+
+    kernel = raise_one(twin=twin)
+    asked = [
+        request(i, 3, 4, logits_post_processor=kernel.bind(token=i, added=1e6)) for i in range(3)
+    ]
+    host = serve(asked)
+    assert launches == [3, 3, 3, 3]
+    assert [output(host, one) for one in asked] == [[i] * 4 for i in range(3)]
+
+
+def test_a_source_that_does_not_compile_ends_its_requests_with_the_line(caplog):
+    kernel = raise_one(SOURCE.replace("mine.token]", "mine.tokin]"))
+    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+        kernel.compile()
+    host = serve([request(1, logits_post_processor=kernel.bind(token=1, added=1.0)), request(2)])
+    error = host.final(1).error
+    assert "raise_one cannot be prepared" in error and ":9:" in error and "tokin" in error
+    assert output(host, request(2)) == expected(request(2).input_ids.tolist(), 6, next_token)
+
+
+def test_a_kernel_that_leaves_its_memory_ends_its_requests():
+    kernel = raise_one(SOURCE.replace("+ mine.token]", "+ mine.token + (1 << 28)]"))
+    host = serve([request(1, logits_post_processor=kernel.bind(token=1, added=1.0)), request(2)])
+    assert "logits_post_processor raise_one raised EmulatorError" in host.final(1).error
+    assert output(host, request(2)) == expected(request(2).input_ids.tolist(), 6, next_token)
+
+
+def test_parameters_are_checked_where_they_are_bound():
+    kernel = raise_one(twin=lambda *arguments: None)
+    with pytest.raises(TypeError, match="raise_one takes token, added; got token"):
+        kernel.bind(token=1)
+    with pytest.raises(ValueError, match="token = 4294967296 is no int32"):
+        kernel.bind(token=2**32, added=1.0)
+    with pytest.raises(ValueError, match="added = 'x'"):
+        kernel.bind(token=2, added="x")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        (np.int32, "is not a structured dtype"),
+        ([("a", np.int32), ("b", np.float64)], "make it with align=True"),
+    ],
+)
+def test_a_dtype_that_is_no_struct_is_refused(dtype, text):
+    with pytest.raises(ConfigError, match=text):
+        RawKernelLogitsPostProcessor(SOURCE, "raise_one", dtype)
+
+
+def test_a_block_that_no_device_has_is_refused():
+    with pytest.raises(ConfigError, match="block = 2048 is outside 1..1024"):
+        raise_one(block=2048)
+
+
+def test_two_managers_may_share_a_kernel():
+    kernel = AllowedTokens()
+    for token in (3, 4):
+        host = serve([request(1, logits_post_processor=kernel.bind([token]))])
+        assert output(host, request(1)) == [token] * 6
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_the_ready_made_ones_under_pauses(run_ahead):
+    from gptmanager import CapacitySchedulerPolicy
+
+    prefix, banned = ForcedPrefix(), BannedTokens()
+    plain = expected(request(3, 4).input_ids.tolist(), 20, next_token)
+    asked = [
+        request(1, 4, 20, logits_post_processor=prefix.bind([5] * 12)),
+        request(2, 4, 20, logits_post_processor=AllowedTokens().bind([8, END_ID])),
+        request(3, 4, 20, logits_post_processor=banned.bind([plain[9]])),
+        request(4, 4, 20, logits_post_processor=prefix.bind([6] * 12)),
+    ]
+    host = serve(
+        asked, CapacitySchedulerPolicy.MAX_UTILIZATION, 44, run_ahead=run_ahead, max_num_tokens=16
+    )
+    pauses = sum(host.final(i).tensors["request_metrics"].tolist()[3] for i in range(1, 5))
+    assert pauses > 0
+    for one, token in ((asked[0], 5), (asked[3], 6)):
+        history = [*one.input_ids.tolist(), *[token] * 12]
+        assert output(host, one) == [*[token] * 12, *expected(history, 8, next_token)]
+    assert set(output(host, asked[1])) == {8}
+    assert output(host, asked[2])[:9] == plain[:9] and plain[9] not in output(host, asked[2])
+
+
+def test_wrong_bindings_of_the_ready_made_ones():
+    with pytest.raises(ValueError, match="token_ids is empty"):
+        AllowedTokens().bind([])
+    with pytest.raises(ValueError, match="3 tokens are more than max_tokens = 2"):
+        BannedTokens(2).bind([1, 2, 3])
+    with pytest.raises(ValueError, match="token id -1 is negative"):
+        TokenBias().bind({-1: 1.0})
+    with pytest.raises(ValueError, match="steps = 0 is not above 0"):
+        TemperatureSchedule().bind(1.0, 1.0, 0)
+    with pytest.raises(ValueError, match="key = -1"):
+        Watermark(-1)
+    with pytest.raises(ValueError, match="gamma = 1.0"):
+        Watermark(1, gamma=1.0)
+    with pytest.raises(ValueError, match="more than 2"):
+        ForcedPrefix(2).bind([1, 2, 3])
+
+
+def test_a_watermark_is_found_by_whoever_knows_the_key():
+    watermark = Watermark(key=12345, delta=4.0)
+    flat = {"temperature": 1e5, "random_seed": 3}  # any token is as likely as the other
+
+    def sampled(**more):
+        host = serve([InferenceRequest.from_tokens(1, [1, 2], 60, **flat, **more)])
+        return host.output(1)
+
+    # the logits are divided by the temperature after the watermark
+    strong = Watermark(key=12345, delta=1e6)
+    marked = sampled(logits_post_processor=strong.bind())
+    assert watermark.z_score(marked[1:]) > 4 > watermark.z_score(sampled()[1:])
+    assert Watermark(key=54321).z_score(marked[1:]) < 4
+    assert watermark.z_score([]) == watermark.z_score([1]) == 0.0
+
+
+def test_a_temperature_schedule_is_the_temperature():
+    asked = {"random_seed": 3, "runtime_top_p": 0.999}
+    # scripted logits lie 1e4 apart: only such a temperature lets anything else come
+    flat = TemperatureSchedule().bind(1e6, 1e6, 1)
+    scheduled = serve([request(1, 3, 30, logits_post_processor=flat, temperature=1.0, **asked)])
+    constant = serve([request(1, 3, 30, temperature=1e6, **asked)])
+    assert scheduled.output(1) == constant.output(1)
