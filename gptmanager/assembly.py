@@ -24,11 +24,12 @@ from gptmanager.executor import TorchExecutor
 from gptmanager.host import CallbackHost
 from gptmanager.kernels import CpuKernels
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.loop import Host, TokenLoop
+from gptmanager.loop import TokenLoop
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Model, load_model
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.values import from_json, plain_fields
+from gptmanager.roster import Host
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,

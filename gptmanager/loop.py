@@ -1,33 +1,25 @@
 """`TokenLoop`: the token generation loop, one `iterate()` at a time.
 
-Holds the active requests. Owns no thread, clock, file or model: the world is a `Host`, the
-network an `Executor`, so that a manager, a replay, a simulation and the tests drive the very same
-object.
+Decides who runs, and takes what comes of it. Owns no thread, clock, file or model: the world is a
+`Host`, the network an `Executor`, so that a manager, a replay, a simulation and the tests drive the
+very same object.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from gptmanager.active import ActiveRequest
-from gptmanager.admission import Limits, admit
+from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator, check_output
-from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.config import FinishReason
-from gptmanager.errors import (
-    DuplicateRequestIdError,
-    InvalidRequestError,
-    RequestError,
-    SchedulerError,
-    response_text,
-)
-from gptmanager.post_processor import RequestProcessor
-from gptmanager.request import LlmRequest, LlmRequestState, insert_by_priority
-from gptmanager.responses import final, stream_one_token, stream_tokens
+from gptmanager.errors import SchedulerError, response_text
+from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.responses import stream_one_token, stream_tokens
+from gptmanager.roster import Host, Roster
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, Laps, lap
 from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
@@ -40,31 +32,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 End = tuple[ActiveRequest, FinishReason, int]  # who ends, why, where its output ends
 
 
-class Host(Protocol):
-    """The world around the loop. No method raises because a callback did."""
-
-    def fetch(self, room: int | None, num_active: int) -> Intake:
-        """What has come in; `room` requests may be asked for, None: any number."""
-
-    def respond(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        """Deliver a response; a failure to do so enters with the next intake."""
-
-    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """See to it that `processor` gets ready; that it is, or fails, enters with an intake."""
-
-    def fail(self, failure: Failure) -> None:
-        """An effect has failed; it enters with the next intake."""
-
-    def poll(self) -> None:
-        """Ask for stop signals; they enter with the next intake."""
-
-    def report(self, counts: Counts, laps: Laps) -> None:
-        """Deliver the statistics of an iteration that ran a forward pass."""
-
-
-class TokenLoop:
+class TokenLoop(Roster):
     """In-flight batching of requests over one executor and one KV cache.
 
     `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
@@ -87,24 +55,16 @@ class TokenLoop:
         num_micro_batches: int = 1,
         laps: Laps,
     ) -> None:
-        self.host = host
+        super().__init__(host, allocator, limits)
         self.executor = executor
         self.scheduler = scheduler
-        self.allocator = allocator
-        self.limits = limits
         self.max_active = max_active
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
         self.run_ahead = run_ahead
         self.num_micro_batches = num_micro_batches
         self.laps = laps
-        self.active: list[ActiveRequest] = []  # by priority, then arrival
-        self.requests: dict[int, ActiveRequest] = {}  # the same, by id
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
-        self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
-        self._num_searching = 0  # those with beams, whose next step depends on the last result
-        self._preparing: set[int] = set()  # those that wait for their logits post-processor
-        self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
 
     # The loop, in the words and the order of docs/loop.md ----------------------------------
 
@@ -138,7 +98,7 @@ class TokenLoop:
     @lap
     def schedule(self, intake: Intake) -> Schedule | None:
         """Take the intake in, decide who runs, give out memory; None: nobody runs."""
-        self._take_in(intake)
+        self.take_in(intake)
         if self._num_searching and self.num_micro_batches == 1:
             self.finish_pending()
         in_flight = self._in_flight()
@@ -307,101 +267,9 @@ class TokenLoop:
         )
         self.host.report(counts, self.laps)
 
-    # Taking in -----------------------------------------------------------------------------
-
-    def _take_in(self, intake: Intake) -> None:
-        """Failures, stops and time limits end requests; then the new ones come in.
-
-        An id was free for a new request only if its final response had been sent when Get ran.
-        """
-        taken = set(self.requests.keys() & {request.request_id for request in intake.requests})
-        self._arriving.extend(intake.requests)
-        for failure in intake.failures:
-            if failure.request_id in self.requests:
-                self.fail_request(self.requests[failure.request_id], failure.error)
-        for request_id in sorted(intake.stops):
-            request = self.requests.get(request_id)
-            if request is None:
-                logger.debug("stop signal for request %d, which is not active", request_id)
-            else:
-                self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
-        for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
-            self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
-        for request_id in self._preparing.intersection(intake.ready):
-            self._end_preparing(self.requests[request_id])
-        while self._arriving:
-            self._admit(self._arriving[0], intake, taken)
-            taken.add(self._arriving.popleft().request_id)
-
-    def _end_preparing(self, request: ActiveRequest) -> None:
-        self._preparing.discard(request.request_id)
-        request.move_to(LlmRequestState.CONTEXT_INIT)
-
-    def _admit(
-        self, inference_request: InferenceRequest, intake: Intake, taken: Collection[int]
-    ) -> None:
-        request_id = inference_request.request_id
-        try:
-            if request_id in taken:
-                raise DuplicateRequestIdError(
-                    f"request id {request_id} belongs to a request that is still being processed"
-                )
-            request = admit(inference_request, self.limits, intake.now)
-        except RequestError as error:
-            self._reject(request_id, error)
-            return
-        except Exception as error:  # a tensor that no check foresaw must not cost the others
-            self._reject(request_id, InvalidRequestError(response_text(error)))
-            return
-        self.requests[request_id] = request
-        self._num_searching += request.search is not None
-        insert_by_priority(self.active, request)
-        if request.is_timed:
-            self._timed[request_id] = request
-        if request.processor is not None and request.state is _PREPARING:
-            if request_id in intake.ready:
-                self._end_preparing(request)
-            else:
-                self._preparing.add(request_id)
-                self.host.prepare(request_id, request.processor)
-
-    def _reject(self, request_id: int, error: RequestError) -> None:
-        logger.warning("Cannot process new request: request %d: %s", request_id, error)
-        self.host.respond(request_id, [], True, response_text(error))
-
-    # Ends: what a request holds is free before its final response is sent ------------------
-
-    def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
-        """The final response: output up to history position `end`."""
-        tensors = final(request, reason, end)  # what fails here is answered by `abort`
-        self._drop(request)
-        self.host.respond(request.request_id, tensors, True, "")
-
-    def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
-        """An error response; every other request goes on."""
-        self._drop(request)
-        self.host.respond(request.request_id, [], True, response_text(error))
+    # The end of all ------------------------------------------------------------------------
 
     def abort(self, error: BaseException) -> None:
         """End all requests with an error response: the loop will not iterate again."""
         self.pending = None
-        while self._arriving:
-            request_id = self._arriving.popleft().request_id
-            self.host.respond(request_id, [], True, response_text(error))
-        for request in self.active[:]:
-            try:
-                self._drop(request)
-            except Exception:  # accounting that broke the loop must not cost the final response
-                logger.exception("request %d could not be freed", request.request_id)
-            self.host.respond(request.request_id, [], True, response_text(error))
-
-    def _drop(self, request: ActiveRequest) -> None:
-        self.active.remove(request)
-        del self.requests[request.request_id]
-        self._timed.pop(request.request_id, None)
-        self._num_searching -= request.search is not None
-        self._preparing.discard(request.request_id)
-        if request.processor is not None:
-            request.processor.end()
-        self.allocator.release(request)
-        request.finish()
+        super().abort(error)

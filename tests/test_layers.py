@@ -91,6 +91,7 @@ recorder.recorder       what passes between a loop and its world, written down
 recorder
 beam_responses          the tensors of several beams
 responses               tokens as a host gets them
+roster                  the active requests: who comes in, and who ends
 loop                    iterate(), in about 25 lines
 life                    the states of a manager, and its health
 host                    the four callbacks, called safely

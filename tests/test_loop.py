@@ -422,7 +422,7 @@ def test_a_final_response_that_cannot_be_built_is_answered_by_the_abort(monkeypa
 
     driver = LoopDriver()
     driver.submit(request(1, [1], 1), request(2, [1], 9))
-    monkeypatch.setattr("gptmanager.loop.final", fails)
+    monkeypatch.setattr("gptmanager.roster.final", fails)
     with pytest.raises(MemoryError):
         driver.run()
     driver.loop.abort(RuntimeError("dead"))

@@ -9,10 +9,11 @@ from typing import Any
 
 from gptmanager.api import NamedTensor
 from gptmanager.config import FinishReason
-from gptmanager.loop import Host, TokenLoop
+from gptmanager.loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
 from gptmanager.post_processor import RequestProcessor
+from gptmanager.roster import Host
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
 
