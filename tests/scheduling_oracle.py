@@ -516,7 +516,8 @@ class MicroBatch:
     # exactly full), max_context_length - chunk, and capacity - sum of chunks; older code charges
     # the whole space even if fewer drafts exist, later code only the kept ones."
     def trim_drafts(self, contexts: list[Request], capacity: int, longest: int) -> None:
-        used = sum(self.chunk_cost(request, chunk_of(request)) for request in contexts)
+        # Contract silent on the credit here; the sources count what is computed, by any policy.
+        used = sum(min(chunk_of(r), r.remainder() - credit(r)) for r in contexts)
         for request in contexts:
             if not request.is_last_chunk() or request.drafts == 0:
                 continue

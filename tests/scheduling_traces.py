@@ -265,6 +265,10 @@ class Trace:
             "encoder_len": rng.randint(0, 60) if self.cross else 0,
             "estimated_reusable_tokens": rng.randint(0, prompt_len) if self.credits else 0,
         }
+        if values["beam_width"] > 1 and self.policy == "max_utilization":
+            # A prompt may end inside a block where it would not with its drafts: beams then take
+            # more blocks than the rule for one step says. Nobody drafts for beams.
+            values["num_draft_tokens"] = 0
         salt = rng.choice([None, "salt"]) if self.reuse and rng.random() < 0.2 else None
         ready = rng.random() < 0.95
         real = LlmRequest(
