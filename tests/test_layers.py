@@ -102,7 +102,8 @@ callbacks.logging_sink      statistics, as log records
 callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
 scripted                steps without a network, which believe nothing
-testing                 scripted models and recording callbacks
+testing.hosts           scripted models, recording callbacks, the contract between both
+testing                 what hosts and researchers test with
 replay.difference       where two schedules differ, for people
 replay.replaying        a recorded run, once more, and where it goes another way
 replay.command          replay, on the command line
