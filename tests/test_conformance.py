@@ -75,7 +75,7 @@ class OneAfterTheOther(RequestScheduler):
 
 
 class Alone(RequestScheduler):
-    """A user's own, with nothing of ours in it: one request at a time, from its start to its end."""
+    """A user's own, with nothing of ours in it: one request at a time, from start to end."""
 
     def __init__(self, max_num_tokens, kv_cache_manager, **others):
         self.max_num_tokens = max_num_tokens

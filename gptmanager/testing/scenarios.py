@@ -167,7 +167,7 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     chunking = chance.choice([None, *ContextChunkingPolicy])
     max_num_tokens = chance.randint(10, 2 * max_seq_len)
     overlap_or_ahead = chance.choice(["neither", "run_ahead", "overlap"])
-    # what runs as one context must fit into one step: a prompt, after a pause all but the last token
+    # what runs as one context must fit into a step: a prompt, after a pause all but the newest
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
     beginning = [chance.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
