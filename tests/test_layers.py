@@ -120,7 +120,15 @@ callbacks.guided_decoding   grammars for a checkpoint's tokenizer
 callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
 scripted                steps without a network, which believe nothing
-testing                 scripted models and recording callbacks
+testing.hosts           scripted models, recording callbacks, the contract between both
+testing.scenarios       what a scheduler is tried on, by a seed
+testing.rules           the rules of a scheduler, and which of them an answer breaks
+testing.scenario_run    one scenario, run through the real loop
+testing.conformance     does a scheduler keep the rules?
+testing.kv_cache_model  what the KV cache must say, in plain dicts (no torch)
+testing.kv_cache_operations  random operations on a KV cache beside that model (no torch)
+testing                 what hosts and researchers test with
+testing.kv_cache_trial  many of them, from the command line (no torch)
 replay.difference       where two schedules differ, for people
 replay.replaying        a recorded run, once more, and where it goes another way
 replay.command          replay, on the command line

@@ -1,4 +1,4 @@
-"""For hosts' own tests: a model without weights, recording callbacks, and a contract checker.
+"""A model without weights, recording callbacks, and a checker of the contract with a host.
 
 Everything here stands on the public contract, so a host can test its callbacks in milliseconds,
 without a checkpoint and without a GPU.
@@ -24,12 +24,7 @@ from gptmanager.api import (
 from gptmanager.manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
-from gptmanager.scripted import NextToken, ScriptedExecutor
-
-__all__ = [
-    "ContractChecker", "ContractViolation", "NextToken", "RecordingCallbacks", "Response",
-    "ScriptedExecutor", "ScriptedModel", "ScriptedSpec",
-]  # fmt: skip
+from gptmanager.scripted import NextToken
 
 
 @dataclass(frozen=True, slots=True)

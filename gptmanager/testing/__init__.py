@@ -1,0 +1,38 @@
+"""For hosts' and researchers' own tests: what stands in for a model, and what checks contracts."""
+
+from gptmanager.scripted import NextToken, ScriptedExecutor
+from gptmanager.testing.conformance import (
+    ConformanceReport,
+    Violation,
+    assert_conforms,
+    check_scheduler,
+)
+from gptmanager.testing.hosts import (
+    ContractChecker,
+    ContractViolation,
+    RecordingCallbacks,
+    Response,
+    ScriptedModel,
+    ScriptedSpec,
+)
+from gptmanager.testing.rules import RULES
+from gptmanager.testing.scenarios import PlannedRequest, Scenario, random_scenario
+
+__all__ = [
+    "ConformanceReport",
+    "ContractChecker",
+    "ContractViolation",
+    "NextToken",
+    "PlannedRequest",
+    "RULES",
+    "RecordingCallbacks",
+    "Response",
+    "Scenario",
+    "ScriptedExecutor",
+    "ScriptedModel",
+    "ScriptedSpec",
+    "Violation",
+    "assert_conforms",
+    "check_scheduler",
+    "random_scenario",
+]

@@ -1,0 +1,255 @@
+"""The rules of a scheduler's contract, and which of them one answer breaks.
+
+Judges one call of `RequestScheduler.schedule_request` at a time. Knows nothing of what becomes of
+an answer: whether requests end, and with which tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from itertools import chain
+from typing import Any
+
+from gptmanager.active import ActiveRequest
+from gptmanager.assembly import Blueprint
+from gptmanager.errors import response_text
+from gptmanager.kv_cache import KvCacheManager
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.scheduler import RequestScheduler, SchedulerOutput
+
+RULES: dict[str, str] = {
+    "raises-nothing": "schedule_request answers, it does not raise",
+    "three-lists": "the answer is three lists of requests: context, generation, paused",
+    "own-requests": "every request of the answer is one of active_requests",
+    "each-once": "no request stands in the answer twice",
+    "not-in-flight": "nobody of inflight_request_ids is to run",
+    "right-list": "context requests are in CONTEXT_INIT, generation requests in "
+    "GENERATION_IN_PROGRESS",
+    "chunk-size": "a chunk has a token or more, and is a multiple of tokens_per_block unless it "
+    "ends the context",
+    "batch-size": "no more than max_batch_size requests run in a step",
+    "token-budget": "no more than max_num_tokens tokens run in a step",
+    "slots": "no more requests are started at a time than the manager has slots",
+    "memory": "who runs finds the KV cache blocks that it needs",
+    "pauses-the-started": "only a request that holds memory is paused",
+    "never-pauses": "evicts=False: nobody is paused",
+    "list-untouched": "active_requests is not changed",
+    "requests-untouched": "nothing of a request is written but context_chunk_size, "
+    "num_draft_tokens and estimated_reusable_tokens",
+    "memory-untouched": "the KV cache manager is asked, not changed",
+    "progress": "somebody runs when nothing is in flight",
+    "no-starvation": "every accepted request comes to its end",
+    "same-decisions": "the same inputs lead to the same decisions",
+    "one-final": "every accepted request gets one final response, and streamed tokens in order",
+    "same-tokens": "a request generates what it generates alone",
+    "accounts": "every block has the owners that it should have, and is free in the end",
+    "accepted": "the token loop can carry the answer out",
+}
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_WRITABLE = {"_context_chunk_size", "num_draft_tokens", "estimated_reusable_tokens"}
+_FIELDS = tuple(
+    name for cls in (LlmRequest, ActiveRequest) for name in cls.__slots__ if name not in _WRITABLE
+)
+
+Complaint = tuple[str, int | None, str]  # rule, request, what happened in numbers
+Decision = tuple[tuple[tuple[int, int | None], ...], tuple[int, ...], tuple[int, ...]]
+
+
+class Breach(Exception):
+    """A rule is broken, so that the scenario cannot go on."""
+
+    def __init__(self, rule: str, request_id: int | None, text: str) -> None:
+        super().__init__(rule, request_id, text)
+        self.rule = rule
+        self.request_id = request_id
+        self.text = text
+
+
+class JudgedScheduler(RequestScheduler):
+    """A scheduler, each of whose answers is judged; the first that breaks a rule raises Breach.
+
+    `decisions` has them all. `minor`: the first change of a list, which harms nothing at once.
+    """
+
+    def __init__(
+        self,
+        scheduler: RequestScheduler,
+        blueprint: Blueprint,
+        kv_cache: KvCacheManager,
+        *,
+        may_pause: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.blueprint = blueprint
+        self.kv_cache = kv_cache
+        self.may_pause = may_pause
+        self.decisions: list[Decision] = []
+        self.minor: Complaint | None = None
+
+    def schedule_request(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> SchedulerOutput:
+        given, requests = list(active_requests), list(active_requests)
+        fields = [_fields(request) for request in requests]
+        memory = _memory(self.kv_cache, requests)
+        try:
+            answer = self.scheduler.schedule_request(given, inflight_request_ids)
+        except Exception as error:
+            raise Breach("raises-nothing", None, f"it raised {response_text(error)}") from error
+        self._check_untouched(requests, fields, memory)
+        if self.minor is None and not _same(given, requests):
+            ids = [request.request_id for request in given]
+            text = f"it was given {[r.request_id for r in requests]}, and {ids} is left of that"
+            self.minor = ("list-untouched", None, text)
+        output = _three_lists(answer)
+        for complaint in self._complaints(output, requests, inflight_request_ids):
+            raise Breach(*complaint)
+        self.decisions.append(_decision(output))
+        return output
+
+    def _check_untouched(
+        self, requests: RequestList, fields: list[list[Any]], memory: object
+    ) -> None:
+        if _memory(self.kv_cache, requests) != memory:
+            text = "the blocks that requests hold are not those of before the call"
+            raise Breach("memory-untouched", None, text)
+        for request, before in zip(requests, fields, strict=True):
+            for name, old, new in zip(_FIELDS, before, _fields(request), strict=True):
+                if old != new:
+                    text = f"{name} was {old!r} before the call and is {new!r} after it"
+                    raise Breach("requests-untouched", request.request_id, text)
+
+    def _complaints(
+        self, output: SchedulerOutput, given: RequestList, in_flight: Set[int]
+    ) -> Iterator[Complaint]:
+        """What is wrong with an answer, the cause before what it leads to."""
+        params = self.blueprint.params
+        yield from _foreign(output, given)
+        yield from _in_flight_or_wrong_list(output, in_flight)
+        yield from self._wrong_chunks(output.context_requests)
+        running = [*output.context_requests, *output.generation_requests]
+        if len(running) > params.max_batch_size:
+            text = (
+                f"{len(running)} requests are to run (contexts {_ids(output.context_requests)}, "
+                f"generation {_ids(output.generation_requests)}), "
+                f"max_batch_size = {params.max_batch_size}"
+            )
+            yield "batch-size", running[params.max_batch_size].request_id, text
+        costs = {r.request_id: _cost(r) for r in output.context_requests}
+        num_tokens = sum(costs.values()) + len(output.generation_requests)
+        if num_tokens > params.max_num_tokens:
+            text = (
+                f"{num_tokens} tokens are to run (contexts {_sizes(costs)}, generation "
+                f"{len(output.generation_requests)}), max_num_tokens = {params.max_num_tokens}"
+            )
+            yield "token-budget", running[0].request_id, text
+        for request in output.paused_requests:
+            if not self.may_pause:
+                yield "never-pauses", request.request_id, f"{request!r} is to be paused"
+            if request.request_id not in self.kv_cache:
+                text = f"{request!r} is to be paused, and holds no KV cache blocks"
+                yield "pauses-the-started", request.request_id, text
+        yield from self._too_many_started(output, given)
+
+    def _wrong_chunks(self, contexts: RequestList) -> Iterator[Complaint]:
+        unit = self.blueprint.sizes.tokens_per_block
+        for request in contexts:
+            size, remaining = request.context_chunk_size, request.context_remaining_length
+            if size == 0:
+                text = f"{remaining} tokens of its context remain, and a chunk of 0 is to run"
+                yield "chunk-size", request.request_id, text
+            elif size is not None and size < remaining and size % unit:
+                text = (
+                    f"a chunk of {size} of the {remaining} tokens that remain is to run, "
+                    f"tokens_per_block = {unit}"
+                )
+                yield "chunk-size", request.request_id, text
+
+    def _too_many_started(self, output: SchedulerOutput, given: RequestList) -> Iterator[Complaint]:
+        paused = {request.request_id for request in output.paused_requests}
+        started = [r for r in given if r.slot >= 0 and r.request_id not in paused]
+        starting = [r for r in output.context_requests if r.slot < 0]
+        if starting and len(started) + len(starting) > self.blueprint.num_slots:
+            text = (
+                f"requests {_ids(starting)} are to start beside {_ids(started)}, which have "
+                f"started and not ended: {self.blueprint.num_slots} may be started at a time"
+            )
+            yield "slots", starting[-1].request_id, text
+
+
+def _three_lists(answer: Any) -> SchedulerOutput:
+    try:
+        context, generation, paused = map(list, answer)
+    except (TypeError, ValueError):
+        raise Breach("three-lists", None, f"it answered {answer!r}") from None
+    for request in (*context, *generation, *paused):
+        if not isinstance(request, LlmRequest):
+            raise Breach("three-lists", None, f"{request!r} in its answer is no LlmRequest")
+    return SchedulerOutput(context, generation, paused)
+
+
+def _foreign(output: SchedulerOutput, given: RequestList) -> Iterator[Complaint]:
+    own = set(map(id, given))
+    seen: set[int] = set()
+    for request in chain(*output):
+        if id(request) not in own:
+            yield "own-requests", request.request_id, f"{request!r} was not among {_ids(given)}"
+        if id(request) in seen:
+            places = [name for name, part in output._asdict().items() if request in part]
+            text = f"it stands in {' and '.join(places)}" + " twice" * (len(places) == 1)
+            yield "each-once", request.request_id, text
+        seen.add(id(request))
+
+
+def _in_flight_or_wrong_list(output: SchedulerOutput, in_flight: Set[int]) -> Iterator[Complaint]:
+    for requests, name, state in (
+        (output.context_requests, "context", _CONTEXT_INIT),
+        (output.generation_requests, "generation", _IN_PROGRESS),
+    ):
+        for request in requests:
+            if request.request_id in in_flight:
+                text = f"{request!r} is to run while it is in flight with {sorted(in_flight)}"
+                yield "not-in-flight", request.request_id, text
+            if request.state is not state:
+                yield "right-list", request.request_id, f"{request!r} is a {name} request"
+
+
+def _cost(request: LlmRequest) -> int:
+    """Tokens of a context in this step; what is cached of its beginning is free."""
+    size, remaining = request.context_chunk_size, request.context_remaining_length
+    if not request.context_current_position:
+        remaining -= request.estimated_reusable_tokens
+    return remaining if size is None or size > remaining else size
+
+
+def _decision(output: SchedulerOutput) -> Decision:
+    return (
+        tuple((r.request_id, r.context_chunk_size) for r in output.context_requests),
+        tuple(_ids(output.generation_requests)),
+        tuple(_ids(output.paused_requests)),
+    )
+
+
+def _memory(kv_cache: KvCacheManager, requests: RequestList) -> object:
+    held = [r.request_id for r in requests if r.request_id in kv_cache]
+    tables = [(i, kv_cache.num_tokens(i), kv_cache.block_ids(i)) for i in held]
+    return kv_cache.get_num_free_blocks(), tables
+
+
+def _fields(request: LlmRequest) -> list[Any]:
+    values = [getattr(request, name, None) for name in _FIELDS]
+    return [value.copy() if isinstance(value, list) else value for value in values]
+
+
+def _same(one: RequestList, other: RequestList) -> bool:
+    return list(map(id, one)) == list(map(id, other))
+
+
+def _ids(requests: RequestList) -> list[int]:
+    return [request.request_id for request in requests]
+
+
+def _sizes(costs: dict[int, int]) -> str:
+    return " + ".join(f"{cost} of request {i}" for i, cost in costs.items()) or "none"

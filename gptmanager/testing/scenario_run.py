@@ -1,0 +1,240 @@
+"""One scenario, run through the real token loop with a user's scheduler, and what came of it.
+
+The loop, its allocation and its KV cache are those of a manager; the network is a scripted one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gptmanager.api import InferenceRequest, NamedTensor
+from gptmanager.assembly import build_loop
+from gptmanager.config import FinishReason
+from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
+from gptmanager.inspection import audit
+from gptmanager.scheduler import RequestScheduler
+from gptmanager.scripted import ScriptedExecutor
+from gptmanager.statistics import Counts, Laps
+from gptmanager.step import Intake
+from gptmanager.testing.hosts import ContractChecker, ContractViolation, RecordingCallbacks
+from gptmanager.testing.rules import Breach, Complaint, Decision, JudgedScheduler
+from gptmanager.testing.scenarios import PlannedRequest, Scenario, next_token
+
+CreateScheduler = Callable[..., Any]
+
+MAX_IDLE = 8  # iterations in a row in which nobody runs and nothing is in flight
+PATIENCE = 4  # a request may take so many times what all requests take one after the other
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a scenario. `complaints`: the iteration and what was wrong there."""
+
+    complaints: list[tuple[int, Complaint]] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    iterations: int = 0
+    pauses: int = 0
+    chunks: int = 0
+    reused_tokens: int = 0
+
+
+def run_scenario(
+    create_scheduler: CreateScheduler, scenario: Scenario, *, may_pause: bool = True
+) -> Outcome:
+    """Run it to its end, or to the first rule that is broken so that it cannot go on.
+
+    What `create_scheduler` itself raises is the caller's.
+    """
+    run = _Run(create_scheduler, scenario, may_pause)
+    outcome = Outcome(decisions=run.judged.decisions)
+    try:
+        while not run.is_done():
+            run.iterate()
+        run.check_end()
+    except Breach as breach:
+        complaint = breach.rule, breach.request_id, breach.text
+        outcome.complaints.append((run.host.now, complaint))
+    outcome.complaints += run.minor
+    outcome.iterations = run.host.now
+    schedules = run.executor.schedules
+    outcome.pauses = sum(len(schedule.paused) for schedule in schedules)
+    outcome.chunks = sum(not row.samples for s in schedules for row in s.context_rows)
+    outcome.reused_tokens = run.loop.allocator.kv_cache.reuse_counts.reused_tokens
+    return outcome
+
+
+class _ScenarioHost:
+    """The host that a scenario plans. `now` counts iterations, `accepted` those of fetches."""
+
+    def __init__(self, requests: tuple[PlannedRequest, ...]) -> None:
+        self.now = -1
+        self.accepted: dict[int, int] = {}
+        self.callbacks = RecordingCallbacks()
+        self.checker = ContractChecker(
+            self.callbacks.get_inference_requests, self.callbacks.send_response
+        )
+        self._coming = sorted(requests, key=lambda r: (r.arrives, r.request_id))[::-1]
+        self._stopping = [r for r in requests if r.stopped is not None]
+        self._num_requests = len(requests)
+        self._stops: set[int] = set()
+
+    @property
+    def has_more(self) -> bool:
+        return len(self.accepted) < self._num_requests
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        self.now += 1
+        while self._coming and self._coming[-1].arrives <= self.now:
+            self.callbacks.submit(self._coming.pop().inference_request())
+        for request in self._stopping:
+            if request.stopped == self.now:
+                self.callbacks.stop(request.request_id)
+        taken: list[InferenceRequest] = []
+        if room != 0:
+            taken = list(self.checker.get_inference_requests(-1 if room is None else room))
+        self.accepted.update((request.request_id, self.now) for request in taken)
+        stops, self._stops = self._stops, set()
+        return Intake(float(self.now), tuple(taken), frozenset(stops))
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.checker.send_response(request_id, tensors, is_final, error)
+
+    def poll(self) -> None:
+        self._stops = self.callbacks.poll_stop_signal()
+
+    def report(self, counts: Counts, laps: Laps) -> None:
+        """The scenario asks for no statistics."""
+
+
+class _Run:
+    """A loop under way, checked after each iteration."""
+
+    def __init__(
+        self, create_scheduler: CreateScheduler, scenario: Scenario, may_pause: bool
+    ) -> None:
+        blueprint = scenario.blueprint(lambda **keywords: _created(create_scheduler, keywords))
+        self.scenario = scenario
+        self.host = _ScenarioHost(scenario.requests)
+        self.executor = ScriptedExecutor(next_token, scenario.tokens_per_block)
+        self.loop = build_loop(blueprint, self.host, self.executor, laps=Laps(lambda: 0))
+        self.judged = JudgedScheduler(
+            self.loop.scheduler, blueprint, self.loop.allocator.kv_cache, may_pause=may_pause
+        )
+        self.loop.scheduler = self.judged
+        self.minor: list[tuple[int, Complaint]] = []
+        self._patience = PATIENCE * scenario.most_iterations + 4 * MAX_IDLE
+        self._idle = 0
+
+    def is_done(self) -> bool:
+        return not (self.host.has_more or self.loop.active or self.loop.pending is not None)
+
+    def iterate(self) -> None:
+        was_pending, launched = self.loop.pending, len(self.executor.schedules)
+        try:
+            self.loop.iterate()
+        except SchedulerError as error:
+            raise _breach(error) from error
+        except Exception as error:
+            text = f"the loop ended with {response_text(error)}"
+            raise Breach("accepted", None, text) from error
+        if self.judged.minor is not None and not self.minor:
+            self.minor.append((self.host.now, self.judged.minor))
+        self._check_accounts()
+        for schedule in self.executor.schedules[launched:]:
+            num_tokens = schedule.num_context_tokens + len(schedule.generation_rows)
+            if num_tokens > self.scenario.max_num_tokens:
+                text = f"{num_tokens} tokens ran, max_num_tokens = {self.scenario.max_num_tokens}"
+                raise Breach("token-budget", None, text)
+        is_idle = was_pending is None and launched == len(self.executor.schedules)
+        self._idle = self._idle + 1 if is_idle and self.loop.active else 0
+        if self._idle >= MAX_IDLE:
+            self._complain_of_idleness()
+        self._check_patience()
+
+    def check_end(self) -> None:
+        """Nobody is active: nothing is held, and everybody has what it would have got alone."""
+        try:
+            self.host.checker.check()
+        except ContractViolation as violation:
+            raise Breach("one-final", None, str(violation)) from violation
+        kv_cache = self.loop.allocator.kv_cache
+        free, total = kv_cache.get_num_free_blocks(), kv_cache.get_max_resource_count()
+        if free != total:
+            raise Breach("accounts", None, f"{free} of {total} blocks are free in the end")
+        for request in self.scenario.requests:
+            self._check_output(request)
+
+    def _check_output(self, request: PlannedRequest) -> None:
+        request_id = request.request_id
+        final = self.host.callbacks.final(request_id, timeout=0)
+        if final.error:
+            raise Breach("one-final", request_id, f"its final response is: {final.error}")
+        output = self.host.callbacks.output(request_id)
+        generated = output if request.is_streaming else output[len(request.prompt) :]
+        expected = request.output()
+        if int(final.tensors["finish_reasons"]) == FinishReason.CANCELLED:
+            # tokens that an end_id or a stop word would still have cut off are in it
+            expected = _uncut(request)[: len(generated)]
+        if generated != expected:
+            raise Breach("same-tokens", request_id, f"it gave {generated}, alone {expected}")
+
+    def _check_accounts(self) -> None:
+        report = audit(self.loop)
+        if not report.ok:
+            raise Breach("accounts", None, "; ".join(report.problems))
+
+    def _complain_of_idleness(self) -> None:
+        kv_cache = self.loop.allocator.kv_cache
+        kv_cache.start_scheduling()
+        free = kv_cache.get_num_free_blocks()
+        needs = [(kv_cache.get_needed_blocks_one_step(r), r) for r in self.loop.active]
+        could = [(need, request) for need, request in needs if need <= free]
+        need, request = (could or needs)[0]
+        text = (
+            f"nothing is in flight and nobody has run for {self._idle} iterations: {request!r} "
+            f"needs {need} blocks, {free} of {kv_cache.get_max_resource_count()} are free"
+        )
+        if not could:
+            holders = [r.request_id for r in self.loop.active if r.request_id in kv_cache]
+            text += f"; nobody can run while requests {holders} keep what they hold"
+        raise Breach("progress", request.request_id, text)
+
+    def _check_patience(self) -> None:
+        for request_id in self.loop.requests:
+            waited = self.host.now - self.host.accepted[request_id]
+            if waited > self._patience:
+                text = (
+                    f"{self.loop.requests[request_id]!r} was accepted {waited} iterations ago, "
+                    f"paused {self.loop.requests[request_id].pause_count} times since; all "
+                    f"requests take {self.scenario.most_iterations} if they run one after the other"
+                )
+                raise Breach("no-starvation", request_id, text)
+
+
+def _created(create_scheduler: CreateScheduler, keywords: dict[str, Any]) -> RequestScheduler:
+    scheduler = create_scheduler(**keywords)
+    if not isinstance(scheduler, RequestScheduler):
+        raise ConfigError(f"create_scheduler returned {scheduler!r}, expected a RequestScheduler")
+    return scheduler
+
+
+def _breach(error: SchedulerError) -> Breach:
+    """The rule behind an answer that the loop refused."""
+    if isinstance(error.__cause__, Breach):
+        return error.__cause__
+    named = re.search(r"request (\d+)", str(error))
+    request_id = int(named[1]) if named else None
+    rule = "memory" if isinstance(error.__cause__, CapacityError) else "accepted"
+    return Breach(rule, request_id, str(error.__cause__ or error))
+
+
+def _uncut(request: PlannedRequest) -> list[int]:
+    history = list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        history.append(next_token(history))
+    return history[len(request.prompt) :]

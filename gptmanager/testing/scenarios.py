@@ -1,0 +1,223 @@
+"""Random scenarios for schedulers: limits, a pool of blocks, and what a host asks for when.
+
+Decides what a scheduler is tried on. Knows nothing of rules, nor of how a scenario is run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.api import InferenceRequest
+from gptmanager.assembly import Blueprint
+from gptmanager.config import (
+    ContextChunkingPolicy,
+    KvCacheConfig,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.sizing import size
+from gptmanager.testing.hosts import ScriptedSpec
+
+VOCAB_SIZE = 100
+_SIZES = 40  # scenarios grow with the seed up to this one, then begin again
+
+
+def next_token(history: list[int]) -> int:
+    """A function of the whole history, so that a lost or repeated token changes what follows."""
+    weighted = sum((place + 1) * token for place, token in enumerate(history))
+    return (weighted * 31 + len(history)) % VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """What a host asks for at iteration `arrives`, and stops at iteration `stopped`.
+
+    `end_id` and `stop_word` end it early, if `next_token` comes to them.
+    """
+
+    request_id: int
+    arrives: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    priority: float = 0.5
+    is_streaming: bool = False
+    end_id: int | None = None
+    stop_word: tuple[int, ...] = ()
+    stopped: int | None = None
+
+    def __str__(self) -> str:
+        said = [
+            f"request {self.request_id}: arrives at iteration {self.arrives}, prompt of "
+            f"{len(self.prompt)}, up to {self.max_new_tokens} new tokens"
+        ]
+        said += [f"priority {self.priority}"] if self.priority != 0.5 else []
+        said += ["streams"] if self.is_streaming else []
+        num_tokens = len(self.output()) if self.end_id is not None or self.stop_word else None
+        said += [f"{num_tokens} come before its end"] if num_tokens is not None else []
+        said += [f"stopped at iteration {self.stopped}"] if self.stopped is not None else []
+        return ", ".join(said)
+
+    def inference_request(self) -> InferenceRequest:
+        return InferenceRequest.from_tokens(
+            self.request_id,
+            self.prompt,
+            self.max_new_tokens,
+            is_streaming=self.is_streaming,
+            priority=self.priority,
+            end_id=self.end_id,
+            stop_words_list=[self.stop_word] if self.stop_word else None,
+        )
+
+    def output(self) -> list[int]:
+        """What it generates alone, by definition."""
+        history = list(self.prompt)
+        start, word = len(history), list(self.stop_word)
+        while len(history) < start + self.max_new_tokens:
+            token = next_token(history)
+            if token == self.end_id:
+                break
+            history.append(token)
+            if word and history[start:][-len(word) :] == word:
+                del history[-len(word) :]
+                break
+        return history[start:]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One thing to try a scheduler on. Lengths in tokens, the pool in blocks.
+
+    `chunking` None: contexts run whole. `run_ahead` and `overlap` are as in `OptionalParams`.
+    """
+
+    seed: int
+    num_blocks: int
+    tokens_per_block: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    max_active_requests: int | None
+    chunking: ContextChunkingPolicy | None
+    block_reuse: bool
+    run_ahead: int
+    overlap: bool
+    requests: tuple[PlannedRequest, ...]
+
+    def __str__(self) -> str:
+        contexts = "whole" if self.chunking is None else f"in chunks ({self.chunking.name})"
+        options = ["block reuse"] if self.block_reuse else []
+        options += ["run_ahead = 1"] if self.run_ahead else []
+        options += ["enable_trt_overlap"] if self.overlap else []
+        lines = [
+            f"{self.num_blocks} blocks of {self.tokens_per_block} tokens, "
+            f"max_batch_size = {self.max_batch_size}, max_num_tokens = {self.max_num_tokens}, "
+            f"max_active_requests = {self.max_active_requests}, contexts {contexts}"
+            + "".join(f", {option}" for option in options)
+        ]
+        return "\n".join([*lines, *(f"  {request}" for request in self.requests)])
+
+    @property
+    def most_iterations(self) -> int:
+        """How many iterations all requests take if they run one after the other."""
+        unit = self.tokens_per_block if self.chunking is not None else self.max_seq_len
+        return sum(
+            -(-len(request.prompt) // unit) + request.max_new_tokens for request in self.requests
+        )
+
+    def blueprint(self, create_scheduler: Callable[..., Any]) -> Blueprint:
+        params = OptionalParams(
+            kv_cache_config=KvCacheConfig(
+                max_tokens=self.num_blocks * self.tokens_per_block,
+                tokens_per_block=self.tokens_per_block,
+                enable_block_reuse=self.block_reuse,
+            ),
+            enable_trt_overlap=self.overlap,
+            run_ahead=self.run_ahead,
+            enable_chunked_context=self.chunking is not None,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_seq_len=self.max_seq_len,
+            max_active_requests=self.max_active_requests,
+        )
+        scheduler = SchedulerConfig(
+            context_chunking_policy=self.chunking, create_scheduler=create_scheduler
+        )
+        sizes = size(params, scheduler, ScriptedSpec(VOCAB_SIZE, self.max_seq_len))
+        return Blueprint(params, scheduler, sizes, VOCAB_SIZE)
+
+
+def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
+    """The scenario of this seed: small ones have small seeds.
+
+    `evicts`: a request may be paused, so that it must fit into one context even at its end where
+    contexts run whole.
+    """
+    chance = random.Random(seed)
+    tokens_per_block = chance.choice([2, 4, 4, 8])
+    max_seq_len = chance.randint(12, 40)
+    max_batch_size = chance.randint(1, 6)
+    num_requests = 1 + seed % _SIZES * 12 // _SIZES + chance.randint(0, 2)
+    tightest = -(-max_seq_len // tokens_per_block)
+    num_blocks = chance.choice(
+        [tightest, tightest + chance.randint(1, 3), 2 * tightest, max_batch_size * tightest + 4]
+    )
+    chunking = chance.choice([None, *ContextChunkingPolicy])
+    max_num_tokens = chance.randint(10, 2 * max_seq_len)
+    overlap_or_ahead = chance.choice(["neither", "run_ahead", "overlap"])
+    # what runs as one context must fit into a step: a prompt, after a pause all but the newest
+    one_context = max_num_tokens if chunking is None else max_seq_len
+    longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
+    beginning = [chance.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
+    arrivals = chance.choice(["at once", "in bursts", "one by one"])
+    requests, now = [], 0
+    for number in range(num_requests):
+        if arrivals == "one by one" or (arrivals == "in bursts" and chance.random() < 0.3):
+            now += chance.randint(1, 8)
+        request = _request(chance, number, now, beginning, longest, one_context)
+        requests.append(request)
+    return Scenario(
+        seed=seed,
+        num_blocks=num_blocks,
+        tokens_per_block=tokens_per_block,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len,
+        max_active_requests=chance.choice([None, None, max_batch_size, 2 * max_batch_size]),
+        chunking=chunking,
+        block_reuse=chance.random() < 0.5,
+        run_ahead=int(overlap_or_ahead == "run_ahead"),
+        overlap=overlap_or_ahead == "overlap",
+        requests=tuple(requests),
+    )
+
+
+def _request(
+    chance: random.Random,
+    number: int,
+    now: int,
+    beginning: list[int],
+    longest: int,
+    longest_prompt: int,
+) -> PlannedRequest:
+    """`longest`: tokens of prompt and output. The beginnings of prompts are alike."""
+    prompt_len = chance.randint(1, min(longest - 1, longest_prompt))
+    shared = chance.randint(0, prompt_len)
+    rest = [chance.randrange(VOCAB_SIZE) for _ in range(prompt_len - shared)]
+    prompt = tuple(beginning[:shared] + rest)
+    max_new_tokens = chance.randint(1, longest - prompt_len)
+    output = PlannedRequest(number, now, prompt, max_new_tokens).output()
+    end, place = chance.random(), chance.randrange(max_new_tokens)
+    return PlannedRequest(
+        number,
+        now,
+        prompt,
+        max_new_tokens,
+        priority=chance.choice([0.5, 0.5, 0.5, 0.1, 0.9]),
+        is_streaming=chance.random() < 0.3,
+        end_id=output[place] if end < 0.25 else None,
+        stop_word=tuple(output[place : place + 2]) if 0.25 < end < 0.4 else (),
+        stopped=now + chance.randint(0, 20) if chance.random() < 0.15 else None,
+    )

@@ -1,0 +1,454 @@
+"""The conformance kit: what is right conforms, and each planted mistake is found by its name."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from gptmanager.errors import ConfigError
+from gptmanager.scheduler import (
+    GuaranteedNoEvictScheduler,
+    LlmRequest,
+    LlmRequestState,
+    MaxUtilizationScheduler,
+    RequestScheduler,
+    ReuseCredit,
+    SchedulerOutput,
+    SimpleScheduler,
+    StaticBatchScheduler,
+)
+from gptmanager.testing import (
+    RULES,
+    assert_conforms,
+    check_scheduler,
+    random_scenario,
+)
+
+CONTEXT = LlmRequestState.CONTEXT_INIT
+GENERATION = LlmRequestState.GENERATION_IN_PROGRESS
+
+
+def built_in(policy, *, credit=True, **options):
+    """As a manager would make it, or with other guards."""
+
+    def create(max_num_requests, kv_cache_manager, micro_batch_scheduler, **others):
+        capacity = policy(max_num_requests, kv_cache_manager, **options)
+        if credit and kv_cache_manager.enable_block_reuse:
+            capacity = ReuseCredit(capacity, kv_cache_manager)
+        return SimpleScheduler(capacity, micro_batch_scheduler)
+
+    return create
+
+
+no_evict = built_in(GuaranteedNoEvictScheduler, started_contexts_first=True)
+
+
+class OneAfterTheOther(RequestScheduler):
+    """A user's own: whole lives, in order, of those that are through their context first."""
+
+    def __init__(
+        self, kv_cache_manager, max_batch_size, max_num_tokens, micro_batch_scheduler, **others
+    ):
+        self.kv = kv_cache_manager
+        self.micro_batch = micro_batch_scheduler
+        self.max_batch_size = max_batch_size
+
+    def may_run(self, active_requests):
+        """As many as whole lives fit into the pool, the started ones before the others."""
+        started = [r for r in active_requests if r.request_id in self.kv]
+        others = [r for r in active_requests if r.request_id not in self.kv]
+        chosen, left = [], self.kv.get_max_resource_count()
+        for request in started + others:
+            left -= self.kv.get_needed_resource_to_completion(request)
+            if left < 0 or len(chosen) == self.max_batch_size:
+                break
+            chosen.append(request)
+        return chosen
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        context, generation = self.micro_batch.schedule(
+            self.may_run(active_requests), inflight_request_ids
+        )
+        return SchedulerOutput(context, generation, [])
+
+
+class Alone(RequestScheduler):
+    """A user's own, with nothing of ours in it: one request at a time, from start to end."""
+
+    def __init__(self, max_num_tokens, kv_cache_manager, **others):
+        self.max_num_tokens = max_num_tokens
+        self.size = kv_cache_manager.tokens_per_block
+        self.kv = kv_cache_manager
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        started = [r for r in active_requests if r.request_id in self.kv]
+        request = (started or active_requests)[0]
+        if request.request_id in inflight_request_ids:
+            return [], [], []
+        if request.state is GENERATION:
+            return [], [request], []
+        if request.context_remaining_length > self.max_num_tokens:
+            request.context_chunk_size = self.max_num_tokens // self.size * self.size
+        else:
+            request.context_chunk_size = None
+        return [request], [], []
+
+
+CONFORMING = {
+    "no_evict": (no_evict, False),
+    "static_batch": (built_in(StaticBatchScheduler, started_contexts_first=True), False),
+    "max_utilization": (
+        built_in(MaxUtilizationScheduler, max_pauses=3, resume_headroom_blocks=1),
+        True,
+    ),
+    "max_utilization_bare": (built_in(MaxUtilizationScheduler, credit=False), None),
+    "one_after_the_other": (OneAfterTheOther, False),
+    "alone": (Alone, None),
+}
+
+
+@pytest.mark.parametrize("name", CONFORMING)
+def test_what_is_right_conforms(name):
+    create_scheduler, evicts = CONFORMING[name]
+    report = check_scheduler(create_scheduler, evicts=evicts, num_scenarios=60)
+    assert report.ok, str(report)
+    assert report.num_scenarios == 60 and report.num_requests > 300
+    assert report.chunks > 30 and report.reused_tokens > 200
+    assert bool(evicts) <= (report.pauses > 30)
+    assert f"keeps all {len(RULES)} rules: 60 scenarios" in str(report)
+
+
+# Planted mistakes -----------------------------------------------------------------------------
+
+
+class Planted(RequestScheduler):
+    """The manager's own scheduler, and a mistake that `spoil` makes in its answers."""
+
+    policy = staticmethod(no_evict)
+
+    def __init__(self, **keywords):
+        self.right = self.policy(**keywords)
+        self.kv = keywords["kv_cache_manager"]
+        self.max_batch_size = keywords["max_batch_size"]
+        self.calls = 0
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        self.calls += 1
+        output = self.right.schedule_request(list(active_requests), inflight_request_ids)
+        return self.spoil(output, active_requests, inflight_request_ids)
+
+    def spoil(self, output, active, in_flight):
+        raise NotImplementedError
+
+
+class ExpectsSomebody(Planted):
+    """Takes the first of a list that may be empty."""
+
+    def spoil(self, output, active, in_flight):
+        first = (output.context_requests + output.generation_requests)[0]
+        assert first.state <= GENERATION
+        return output
+
+
+class AnswersNone(Planted):
+    def spoil(self, output, active, in_flight):
+        return output if any(output) else None
+
+
+class TwoLists(Planted):
+    def spoil(self, output, active, in_flight):
+        return output.context_requests, output.generation_requests
+
+
+class Invents(Planted):
+    def spoil(self, output, active, in_flight):
+        copies = [LlmRequest(r.request_id, r.tokens, 4) for r in output.context_requests]
+        return output._replace(context_requests=copies)
+
+
+class Remembers(Planted):
+    """Goes on with the requests of the call before, of which some have ended."""
+
+    last = ()
+
+    def spoil(self, output, active, in_flight):
+        known = {r.request_id for r in output.generation_requests}
+        gone = [r for r in self.last if r.request_id not in known and r.state is not CONTEXT]
+        self.last = list(output.generation_requests)
+        return output._replace(generation_requests=output.generation_requests + gone)
+
+
+class Repeats(Planted):
+    def spoil(self, output, active, in_flight):
+        doubled = output.generation_requests + output.generation_requests[-1:]
+        return output._replace(generation_requests=doubled)
+
+
+class IgnoresFlight(Planted):
+    """Runs requests whose last step is on its way."""
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        return super().schedule_request(active_requests, frozenset())
+
+    def spoil(self, output, active, in_flight):
+        return output
+
+
+class WrongList(Planted):
+    def spoil(self, output, active, in_flight):
+        both = output.context_requests + output.generation_requests
+        return output._replace(context_requests=[], generation_requests=both)
+
+
+class OddChunks(Planted):
+    def spoil(self, output, active, in_flight):
+        for request in output.context_requests:
+            if request.context_remaining_length > 3:
+                request.context_chunk_size = 3
+        return output
+
+
+class EmptyChunks(Planted):
+    def spoil(self, output, active, in_flight):
+        for request in output.context_requests:
+            request.context_chunk_size = 0
+        return output
+
+
+class Crowds(Planted):
+    """Everybody at once."""
+
+    def spoil(self, output, active, in_flight):
+        ready = [r for r in active if r.request_id not in in_flight]
+        contexts = [r for r in ready if r.state is CONTEXT]
+        return contexts, [r for r in ready if r.state is GENERATION], []
+
+
+class StartsOnly(Planted):
+    """Begins every context before it goes on with one."""
+
+    def spoil(self, output, active, in_flight):
+        for request in active:
+            if request.request_id not in self.kv:
+                request.context_chunk_size = self.kv.tokens_per_block
+                return [request], [], []
+        return output
+
+
+class WholeContexts(Planted):
+    """Forgets the token budget: every context runs whole."""
+
+    def spoil(self, output, active, in_flight):
+        for request in output.context_requests:
+            request.context_chunk_size = None
+        return output
+
+
+class Overcommits(Planted):
+    """Compares what requests still need with the whole pool, not with what is free."""
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        chosen, left = [], self.kv.get_max_resource_count()
+        for request in sorted(active_requests, key=lambda r: r.request_id not in self.kv):
+            left -= self.kv.get_remaining_blocks_to_completion(request)
+            if left < 0 or len(chosen) == self.max_batch_size:
+                break
+            chosen.append(request)
+        context, generation = self.right.micro_batch_scheduler.schedule(
+            chosen, inflight_request_ids
+        )
+        return context, generation, []
+
+
+class PausesTheWaiting(Planted):
+    def spoil(self, output, active, in_flight):
+        waiting = [r for r in active if r.request_id not in self.kv]
+        chosen = {id(r) for r in output.context_requests}
+        return output._replace(paused_requests=[r for r in waiting if id(r) not in chosen])
+
+
+class Pauses(Planted):
+    policy = staticmethod(built_in(MaxUtilizationScheduler))
+
+    def spoil(self, output, active, in_flight):
+        return output
+
+
+class Sorts(Planted):
+    """Sorts the list that it was given."""
+
+    def spoil(self, output, active, in_flight):
+        active.sort(key=lambda request: request.prompt_len)
+        return output
+
+
+class Ages(Planted):
+    """Writes into the requests what it should keep for itself."""
+
+    def spoil(self, output, active, in_flight):
+        for request in active:
+            request.priority += 0.01
+        return output
+
+
+class AllocatesItself(Planted):
+    def spoil(self, output, active, in_flight):
+        for request in output.context_requests:
+            if request.request_id not in self.kv:
+                self.kv.add_sequence(request)
+        return output
+
+
+class Miscounts(Planted):
+    """Keeps accounts of its own in those of the KV cache."""
+
+    def spoil(self, output, active, in_flight):
+        self.kv._pool.ref_counts[-1] += 1
+        return output
+
+
+class Rests(Planted):
+    """Lets nobody run once it has worked enough."""
+
+    def spoil(self, output, active, in_flight):
+        return output if self.calls < 12 else ([], [], [])
+
+
+class Favours(Planted):
+    """The odd ones never start."""
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        even = [r for r in active_requests if not r.request_id % 2]
+        return self.right.schedule_request(even, inflight_request_ids)
+
+
+class TakesTurns(Planted):
+    """Each two requests pause each other as soon as one of them has run."""
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        started = [r for r in active_requests if r.request_id in self.kv]
+        others = [r for r in active_requests if r.request_id not in self.kv]
+        output = self.right.schedule_request((others or started)[:1], inflight_request_ids)
+        return output._replace(paused_requests=started if others else [])
+
+
+class Dices(Planted):
+    def spoil(self, output, active, in_flight):
+        random.shuffle(output.generation_requests)
+        return output
+
+
+class LearnsFromOthers(Planted):
+    """Keeps what it learnt where the next manager of the process finds it."""
+
+    seen: set[int] = set()
+
+    def spoil(self, output, active, in_flight):
+        first = [r for r in output.generation_requests if r.request_id in self.seen]
+        rest = [r for r in output.generation_requests if r.request_id not in self.seen]
+        self.seen.update(r.request_id for r in active if r.num_generated > 8)
+        return output._replace(generation_requests=first + rest)
+
+
+PLANTED = [
+    (ExpectsSomebody, "raises-nothing", r"it raised IndexError: list index out of range"),
+    (AnswersNone, "three-lists", r"it answered None"),
+    (TwoLists, "three-lists", r"it answered \(\["),
+    (Invents, "own-requests", r"LlmRequest\(0, .* was not among \[0"),
+    (Remembers, "own-requests", r"LlmRequest\(\d+, GENERATION_COMPLETE.* was not among \["),
+    (Repeats, "each-once", r"it stands in generation_requests twice"),
+    (IgnoresFlight, "not-in-flight", r"is to run while it is in flight with \[\d"),
+    (WrongList, "right-list", r"LlmRequest\(0, CONTEXT_INIT.* is a generation request"),
+    (OddChunks, "chunk-size", r"a chunk of 3 of the \d+ tokens that remain is to run, tokens_per_"),
+    (EmptyChunks, "chunk-size", r"\d+ tokens of its context remain, and a chunk of 0 is to run"),
+    (Crowds, "batch-size", r"(\d+) requests are to run \(contexts .*\), max_batch_size = \d"),
+    (StartsOnly, "slots", r"requests \[\d+\] are to start beside \[\d.*: \d+ may be started at"),
+    (WholeContexts, "token-budget", r"(\d+) tokens are to run \(contexts \d+ of request"),
+    (Overcommits, "memory", r"request \d+ needs \d+ more KV cache blocks, \d+ of \d+ are free"),
+    (PausesTheWaiting, "pauses-the-started", r"is to be paused, and holds no KV cache blocks"),
+    (Pauses, "never-pauses", r"LlmRequest\(.* is to be paused"),
+    (Sorts, "list-untouched", r"it was given \[.*\], and \[.*\] is left of that"),
+    (Ages, "requests-untouched", r"priority was 0.\d+ before the call and is 0.\d+ after it"),
+    (AllocatesItself, "memory-untouched", r"the blocks that requests hold are not those of before"),
+    (Miscounts, "accounts", r"block \d+ counts 1 references, but 0 tables hold it"),
+    (Rests, "progress", r"nobody has run for 8 iterations: .* needs \d+ blocks, \d+ of \d+ are"),
+    (Favours, "progress", r"nobody has run for 8 iterations: LlmRequest\(\d*[13579], "),
+    (TakesTurns, "no-starvation", r"was accepted \d+ iterations ago, paused \d+ times since"),
+    (Dices, "same-decisions", r"of two runs decided contexts \[.*, then contexts"),
+    (LearnsFromOthers, "same-decisions", r"call \d+ of two runs decided"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "rule", "text"), PLANTED, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_planted_mistake_is_found_by_its_name(mistake, rule, text):
+    evicts = False if mistake is Pauses else None
+    report = check_scheduler(mistake, num_scenarios=40, evicts=evicts)
+    broken = {violation.rule: violation for violation in report.violations}
+    assert rule in broken, str(report)
+    assert re.search(text, broken[rule].text), broken[rule].text
+
+
+# The report -------------------------------------------------------------------------------------
+
+
+def test_a_violation_tells_the_smallest_scenario_that_shows_it():
+    report = check_scheduler(Favours, num_scenarios=40)
+    (violation,) = report.violations
+    assert violation.rule == "progress" and violation.request_id % 2
+    # the even ones, which end, are left out
+    assert [r.request_id for r in violation.scenario.requests] == [violation.request_id]
+    again = check_scheduler(Favours, seed=violation.seed, num_scenarios=1)
+    assert (again.violations[0].rule, again.num_scenarios) == ("progress", 1)
+    smaller = check_scheduler(Favours, num_scenarios=violation.seed)
+    assert smaller.ok
+    text = str(report)
+    assert text.startswith(f"Favours breaks 1 of {len(RULES)} rules: 40 scenarios, ")
+    assert f"seed {violation.seed}, iteration {violation.iteration}, request " in text
+    assert RULES["progress"] in text and str(violation.scenario.requests[0]) in text
+
+
+def test_the_guard_of_no_evict_is_what_keeps_it_from_stopping_for_ever():
+    """As the class is printed, a newcomer of higher rank strands a context that has begun."""
+    bare = built_in(GuaranteedNoEvictScheduler)
+    report = check_scheduler(bare, seed=0, num_scenarios=20, evicts=False)
+    assert [violation.rule for violation in report.violations] == ["progress"]
+    assert check_scheduler(
+        bare, num_scenarios=20, evicts=False, where=lambda scenario: scenario.chunking is None
+    ).ok
+
+
+def test_assert_conforms_raises_the_report():
+    assert assert_conforms(no_evict, num_scenarios=5) is None
+    with pytest.raises(AssertionError, match=r"TwoLists breaks 1 of \d+ rules: 5 scenarios"):
+        assert_conforms(TwoLists, num_scenarios=5)
+
+
+def test_what_makes_no_scheduler_is_the_callers_error():
+    with pytest.raises(ConfigError, match="create_scheduler returned 7, expected a RequestSch"):
+        check_scheduler(lambda **keywords: 7)
+
+
+def test_scenarios_are_those_of_their_seeds_and_cover_what_matters():
+    scenarios = [random_scenario(seed) for seed in range(200)]
+    assert scenarios == [random_scenario(seed) for seed in range(200)]
+    requests = [request for scenario in scenarios for request in scenario.requests]
+
+    def share(of, holds):
+        return sum(map(holds, of)) / len(of)
+
+    assert 0.1 < share(scenarios, lambda s: s.chunking is None) < 0.5
+    assert 0.2 < share(scenarios, lambda s: s.run_ahead) < 0.5
+    assert 0.2 < share(scenarios, lambda s: s.overlap) < 0.5
+    assert not any(s.run_ahead and s.overlap for s in scenarios)
+    assert 0.3 < share(scenarios, lambda s: s.block_reuse) < 0.7
+    tight = share(scenarios, lambda s: (s.num_blocks - 2) * s.tokens_per_block < s.max_seq_len)
+    assert 0.2 < tight < 0.8
+    assert 0.1 < share(requests, lambda r: r.stopped is not None) < 0.2
+    assert 0.3 < share(requests, lambda r: len(r.output()) == r.max_new_tokens) < 0.9
+    assert 0.2 < share(requests, lambda r: r.is_streaming) < 0.4
+    assert 0.3 < share(requests, lambda r: r.priority != 0.5) < 0.5
+    assert 0.2 < share(requests, lambda r: r.arrives > 0) < 0.8
