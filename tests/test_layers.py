@@ -61,6 +61,9 @@ models
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
 decoding.logits         processors and masks, before sampling
+decoding.random_numbers functions of seed and position
+decoding.adjustments    bias, penalties, bans: what changes a row first
+decoding.choice         the best token of a row, or a drawn one
 decoding.sampling       one token from each row
 decoding.beam_search    beams and their parents
 decoding.guided         grammars as masks
