@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.stop_words import StopWords
-from gptmanager.request import LlmRequest, SamplingParams
+from gptmanager.request import NO_EXTRAS, LlmRequest, SamplingParams, Wanted
 
 
 class ActiveRequest(LlmRequest):
@@ -23,6 +23,7 @@ class ActiveRequest(LlmRequest):
         "exclude_input",
         "first_scheduled",
         "first_token",
+        "has_extras",
         "include_stop",
         "is_streaming",
         "last_token",
@@ -33,6 +34,7 @@ class ActiveRequest(LlmRequest):
         "sampling",
         "stop_state",
         "stop_words",
+        "wanted",
     )
 
     def __init__(
@@ -52,6 +54,7 @@ class ActiveRequest(LlmRequest):
         priority: float = 0.5,
         arrival_time: float = 0.0,
         cache_salt: str | int | None = None,
+        wanted: Wanted = NO_EXTRAS,
     ) -> None:
         super().__init__(
             request_id,
@@ -68,6 +71,8 @@ class ActiveRequest(LlmRequest):
         self.stop_words = stop_words
         self.stop_state = 0
         self.include_stop = include_stop
+        self.wanted = wanted
+        self.has_extras = wanted.log_probs or wanted.generation_logits or wanted.context_logits
         self.exclude_input = exclude_input
         self.length_limit = len(tokens) + max_new_tokens
         self.num_sent = len(tokens)
@@ -98,6 +103,18 @@ class ActiveRequest(LlmRequest):
         if self.stop_words is None:
             return len(self.tokens)
         return len(self.tokens) - self.stop_words.held(self.stop_state)
+
+    @property
+    def wanted_from_start(self) -> Wanted:
+        """What a start that comes now must yield: context logits only if they are not known."""
+        if self.first_token is None:
+            return self.wanted
+        return self.wanted._replace(context_logits=False)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Context logits come of computing the context, all of it."""
+        return not self.wanted.context_logits or self.first_token is not None
 
     @property
     def is_timed(self) -> bool:

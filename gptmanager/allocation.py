@@ -161,7 +161,11 @@ class Allocator:
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         starts.append(
             SequenceStart(
-                request.slot, tuple(request.tokens), request.orig_prompt_len, request.sampling
+                request.slot,
+                tuple(request.tokens),
+                request.orig_prompt_len,
+                request.sampling,
+                request.wanted_from_start,
             )
         )
         (block_ids,) = self.kv_cache.block_ids(request.request_id)

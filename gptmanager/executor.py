@@ -7,6 +7,7 @@ a step writes what changed and packs its rows. Decides nothing about who runs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,7 +19,8 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
-from gptmanager.step import Row, Schedule, StepResult
+from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
+from gptmanager.step import ContextLogits, Extras, Row, Schedule, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +31,9 @@ class TorchStep:
     slots: np.ndarray  # [S], of the sampling rows
     positions: np.ndarray  # [S], absolute positions of the tokens to choose
     logits: Tensor  # float32 [S, vocab]
+    context_logits: tuple[ContextLogits, ...] = ()
     tokens: np.ndarray | None = None  # int32 [S]
+    extras: Extras | None = None
 
 
 class TorchExecutor:
@@ -45,9 +49,10 @@ class TorchExecutor:
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
-        self.sampler = Sampler(num_slots, model.spec.vocab_size)
+        self._outputs = SlotOutputs(num_slots)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._token_table = np.zeros((num_slots, max_seq_len), dtype=np.int32)
+        self.sampler = Sampler(num_slots, model.spec.vocab_size, self._token_table)
         self._block_tables = np.zeros((num_slots, blocks_per_sequence), dtype=np.int32)
         self._token_table_tensor = torch.from_numpy(self._token_table)
         self._block_tables_tensor = torch.from_numpy(self._block_tables)
@@ -58,20 +63,27 @@ class TorchExecutor:
         self._load(schedule)
         if schedule.block_copies:
             self.kv_pool.copy(schedule.block_copies)
-        batch = self._pack(schedule)
+        parts = self._outputs.context_parts(schedule.context_rows)
+        batch = self._pack(schedule, parts)
         with torch.inference_mode():
             logits = self.model.forward(batch, self.kv_pool)
         rows = schedule.sampling_rows
+        logits, context_logits = split_context(logits, len(rows), parts)
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         positions = np.array([row.position + row.num_tokens for row in rows], dtype=np.int64)
         self._stalled_ns += stall.nanoseconds()
-        return TorchStep(schedule, slots, positions, logits)
+        return TorchStep(schedule, slots, positions, logits, context_logits)
 
     def sample(self, step: TorchStep) -> None:
         """Choose a token for each sampling row and make it its sequence's next input."""
         stall = _Stall()
+        raw = self._outputs.generation_logits(step.slots, step.logits)
+        log_probs = self._outputs.log_probs(step.slots)
         with torch.inference_mode():
-            step.tokens = self.sampler.sample(step.logits, step.slots, step.positions)
+            step.tokens = self.sampler.sample(step.logits, step.slots, step.positions, log_probs)
+        if raw or step.context_logits or log_probs is not None:
+            log_probs = None if log_probs is None else log_probs[:, None]
+            step.extras = Extras(log_probs, raw, step.context_logits)
         # the last position of a sequence needs no input after it
         fits = step.positions < self._token_table.shape[1]
         self._token_table[step.slots[fits], step.positions[fits]] = step.tokens[fits]
@@ -80,7 +92,7 @@ class TorchExecutor:
     def result(self, step: TorchStep) -> StepResult:
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
-        return StepResult(step.tokens[:, None], time.monotonic())
+        return StepResult(step.tokens[:, None], time.monotonic(), extras=step.extras)
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -100,12 +112,13 @@ class TorchExecutor:
         """Bring the slots up to date with what the schedule gave out."""
         for start in schedule.starts:
             self._token_table[start.slot, : len(start.tokens)] = start.tokens
-            self.sampler.load(start.slot, start.sampling, start.orig_prompt_len)
+            self.sampler.load(start.slot, start.sampling, start.orig_prompt_len, start.wanted)
+        self._outputs.load(schedule.starts)
         for append in schedule.block_appends:
             end = append.first + len(append.block_ids)
             self._block_tables[append.slot, append.first : end] = append.block_ids
 
-    def _pack(self, schedule: Schedule) -> Batch:
+    def _pack(self, schedule: Schedule, parts: Sequence[ContextPart] = ()) -> Batch:
         rows = (*schedule.context_rows, *schedule.generation_rows)
         slots = np.array([row.slot for row in rows], dtype=np.int32)
         starts = np.array([row.position for row in rows], dtype=np.int64)
@@ -120,6 +133,11 @@ class TorchExecutor:
             positions = np.repeat(starts - (ends - counts), counts) + np.arange(num_tokens)
             token_slots = np.repeat(slots, counts)
         sample_rows = _sample_rows(schedule)
+        sample_index = ends[sample_rows] - 1
+        for part in parts:  # behind the rows that sample
+            first = ends[part.place] - counts[part.place] + part.first - part.row.position
+            sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
+            sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
         return Batch(
             token_ids=torch.from_numpy(self._token_table[token_slots, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
@@ -128,7 +146,7 @@ class TorchExecutor:
             slots=torch.from_numpy(slots),
             block_tables=self._block_tables_tensor,
             token_table=self._token_table_tensor,
-            sample_index=torch.from_numpy(ends[sample_rows] - 1),
+            sample_index=torch.from_numpy(sample_index),
             sample_rows=torch.from_numpy(sample_rows),
             num_context_rows=len(schedule.context_rows),
         )

@@ -25,6 +25,7 @@ from gptmanager.errors import (
     SchedulerError,
     response_text,
 )
+from gptmanager.outputs import Outputs
 from gptmanager.request import LlmRequestState, insert_by_priority
 from gptmanager.responses import final, stream_one_token, stream_tokens
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
@@ -87,6 +88,7 @@ class TokenLoop:
         self.max_num_tokens = max_num_tokens
         self.run_ahead = run_ahead
         self.laps = laps
+        self.outputs = Outputs(limits.vocab_size)
         self.active: list[ActiveRequest] = []  # by priority, then arrival
         self.requests: dict[int, ActiveRequest] = {}  # the same, by id
         self.pending: Any = None  # under run-ahead: the step whose result is not applied yet
@@ -176,6 +178,8 @@ class TokenLoop:
         finished: list[End] = []
         find = self.requests.get
         rows = step.schedule.sampling_rows
+        if result.extras is not None:
+            self.outputs.take(self.requests, rows, result.extras)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
@@ -202,10 +206,10 @@ class TokenLoop:
         one_token = []
         for request in streaming:
             end = request.streamable_end
-            if end == len(request.tokens) == request.num_sent + 1:
+            if end == len(request.tokens) == request.num_sent + 1 and not request.has_extras:
                 one_token.append(request)
             elif end > request.num_sent:
-                send(request.request_id, stream_tokens(request, end), False, "")
+                send(request.request_id, stream_tokens(request, end, self.outputs), False, "")
         if one_token:
             for request, tensors in zip(one_token, stream_one_token(one_token), strict=True):
                 send(request.request_id, tensors, False, "")
@@ -287,7 +291,9 @@ class TokenLoop:
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """The final response: output up to history position `end`."""
-        tensors = final(request, reason, end)  # what fails here is answered by `abort`
+        tensors = final(
+            request, reason, end, self.outputs
+        )  # what fails here is answered by `abort`
         self._drop(request)
         self.host.respond(request.request_id, tensors, True, "")
 
@@ -313,5 +319,6 @@ class TokenLoop:
         self.active.remove(request)
         del self.requests[request.request_id]
         self._timed.pop(request.request_id, None)
+        self.outputs.forget(request.request_id)
         self.allocator.release(request)
         request.finish()

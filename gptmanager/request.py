@@ -190,6 +190,11 @@ class LlmRequest:
         size = self._context_chunk_size
         return size is None or self.context_current_position + size == self.prompt_len
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a context may begin behind cached blocks; what it computes is cached anyway."""
+        return True
+
     # What steps it --------------------------------------------------------------------------
 
     def move_to(self, state: LlmRequestState) -> None:

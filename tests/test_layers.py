@@ -69,6 +69,7 @@ decoding.beam_search    beams and their parents
 decoding.guided         grammars as masks
 decoding
 
+slot_outputs            what an executor keeps of its logits, by slot
 executor                one step, on a device
 active                  a request from its admission to its final response
 admission               whether a request can be taken at all
@@ -80,6 +81,7 @@ recorder.recording      a recording as frozen values, and its file
 recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
 recorder
+outputs                 log probabilities and logits, until they are sent
 responses               tokens as a host gets them
 loop                    iterate(), in about 25 lines
 watchdog                a callback that overstays its budget
