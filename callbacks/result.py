@@ -17,8 +17,8 @@ import torch
 
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
 
-# tensors whose axis 2 counts tokens: a streaming response holds the new ones only
-_PER_TOKEN = ("generation_logits", "output_log_probs")
+# tensors with the axis that counts tokens: a streaming response holds the new ones only
+_PER_TOKEN = {"context_logits": 1, "generation_logits": 2, "output_log_probs": 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class GenerationResult:
         """Every response tensor by name; what was streamed in parts is joined."""
         return MappingProxyType(
             {
-                name: parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+                name: parts[0] if len(parts) == 1 else torch.cat(parts, dim=_PER_TOKEN[name])
                 for name, parts in self._parts.items()
             }
         )

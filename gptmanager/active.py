@@ -6,7 +6,13 @@ from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.request import LlmRequest, LlmRequestState, SamplingParams
+from gptmanager.request import (
+    NO_EXTRAS,
+    LlmRequest,
+    LlmRequestState,
+    SamplingParams,
+    Wanted,
+)
 
 
 class ActiveRequest(LlmRequest):
@@ -26,6 +32,7 @@ class ActiveRequest(LlmRequest):
         "exclude_input",
         "first_scheduled",
         "first_token",
+        "has_extras",
         "include_stop",
         "is_streaming",
         "last_token",
@@ -38,6 +45,7 @@ class ActiveRequest(LlmRequest):
         "search",
         "stop_state",
         "stop_words",
+        "wanted",
     )
 
     def __init__(
@@ -60,6 +68,7 @@ class ActiveRequest(LlmRequest):
         beams: BeamParams | None = None,
         processor: RequestProcessor | None = None,
         client_id: int | None = None,
+        wanted: Wanted = NO_EXTRAS,
     ) -> None:
         prepares = processor is not None and processor.prepares
         super().__init__(
@@ -90,6 +99,10 @@ class ActiveRequest(LlmRequest):
         self.stop_words = stop_words
         self.stop_state = 0
         self.include_stop = include_stop
+        self.wanted = wanted
+        self.has_extras = (
+            wanted.log_probs or wanted.generation_logits or wanted.context_logits
+        ) or beams is not None
         self.exclude_input = exclude_input
         self.length_limit = len(tokens) + max_new_tokens
         self.num_sent = len(tokens)
@@ -127,6 +140,18 @@ class ActiveRequest(LlmRequest):
         if self.stop_words is None:
             return len(self.tokens)
         return len(self.tokens) - self.stop_words.held(self.stop_state)
+
+    @property
+    def wanted_from_start(self) -> Wanted:
+        """What a start that comes now must yield: context logits only if they are not known."""
+        if self.first_token is None:
+            return self.wanted
+        return self.wanted._replace(context_logits=False)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Context logits come of computing the context, all of it."""
+        return not self.wanted.context_logits or self.first_token is not None
 
     @property
     def is_timed(self) -> bool:

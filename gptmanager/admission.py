@@ -18,9 +18,10 @@ from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.post_processor import read_post_processor
-from gptmanager.request import SamplingParams
+from gptmanager.request import SamplingParams, Wanted
 from gptmanager.tensors import (
     INT32,
+    read_bias,
     read_bool,
     read_float,
     read_int,
@@ -49,18 +50,13 @@ class Limits:
     max_run_len: int | None = None
     max_beam_width: int = 1
     exclude_input_in_output: bool = False
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    normalize_log_probs: bool = True
     seed: int = 0
 
 
 _Check = Callable[[str, Any], bool]  # (name, value) -> is it the neutral value?
-
-
-def _equals(neutral: float) -> _Check:
-    return lambda name, value: read_float(name, value, -math.inf) == neutral
-
-
-def _is_false(name: str, value: Any) -> bool:
-    return not read_bool(name, value)
 
 
 def _never(name: str, value: Any) -> bool:
@@ -73,16 +69,7 @@ def _is(neutral: int) -> _Check:
 
 # inputs whose support has not landed: refused unless they say what happens anyway
 _LATER: dict[str, _Check] = {
-    "bad_words_list": _never,
-    "embedding_bias": _never,
-    "repetition_penalty": _equals(1.0),
-    "presence_penalty": _equals(0.0),
-    "frequency_penalty": _equals(0.0),
-    "noRepeatNgramSize": _is(0),
     "num_return_sequences": _is(1),
-    "return_log_probs": _is_false,
-    "return_context_logits": _is_false,
-    "return_generation_logits": _is_false,
     "position_ids": _never,
     "prompt_embedding_table": _never,
     "prompt_vocab_size": _never,
@@ -92,6 +79,7 @@ _LATER: dict[str, _Check] = {
     "draft_input_ids": _never,
     "draft_logits": _never,
 }
+_TINY, _HUGE = 1e-30, 1e30  # of a penalty
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
 
 
@@ -101,6 +89,8 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     for name in tensors:
         if name not in PROPERTY_OF_TENSOR:
             raise InvalidRequestError(f"Invalid tensor name: {name}")
+        if tensors[name] is None:
+            raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
         if name in _LATER and not _LATER[name](name, tensors[name]):
             raise InvalidRequestError(f"{name} is refused: its support has not landed yet")
     for name in ("input_ids", "request_output_len"):
@@ -132,6 +122,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         beams=beams,
         processor=read_post_processor(request.logits_post_processor),
         client_id=_client_id(request.client_id),
+        wanted=_read_wanted(tensors, limits),
     )
 
 
@@ -169,6 +160,19 @@ def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) 
 
 
 def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
+    end_id = read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1)
+    try:
+        return SamplingParams(
+            **_read_choice(request_id, tensors, limits),
+            **_read_adjustments(tensors, limits),
+            end_id=end_id,
+        )
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"Incorrect sampling config: {error}") from None
+
+
+def _read_choice(request_id: int, tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """How a token is drawn."""
     temperature = read_float("temperature", tensors.get("temperature", 1.0), 0.0)
     top_k = read_int("runtime_top_k", tensors.get("runtime_top_k", 0), 0, INT32[1])
     top_p = read_float("runtime_top_p", tensors.get("runtime_top_p", 1.0), 0.0, 1.0)
@@ -180,15 +184,50 @@ def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> 
         if "random_seed" in tensors
         else derive_seed(limits.seed, request_id)
     )
-    return SamplingParams(
-        greedy=greedy,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        min_length=read_int("min_length", tensors.get("min_length", 0), 0, INT32[1]),
-        end_id=read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1),
+    return {
+        "greedy": greedy,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
+
+
+def _read_adjustments(tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """What changes the logits first. Penalties are refused where float32 cannot hold them."""
+    read: dict[str, Any] = {
+        "min_length": read_int("min_length", tensors.get("min_length", 0), 0, INT32[1]),
+        "no_repeat_ngram_size": read_int(
+            "noRepeatNgramSize", tensors.get("noRepeatNgramSize", 0), 0, INT32[1]
+        ),
+        "repetition_penalty": read_float(
+            "repetition_penalty", tensors.get("repetition_penalty", 1.0), _TINY, _HUGE
+        ),
+    }
+    for name in ("presence_penalty", "frequency_penalty"):
+        read[name] = read_float(name, tensors.get(name, 0.0), -_HUGE, _HUGE)
+    if "bad_words_list" in tensors:
+        words = read_word_list("bad_words_list", tensors["bad_words_list"], limits.vocab_size)
+        read["bad_words"] = tuple(map(tuple, words))
+    if "embedding_bias" in tensors:
+        read["embedding_bias"] = read_bias(
+            "embedding_bias", tensors["embedding_bias"], limits.vocab_size
+        )
+    return read
+
+
+def _read_wanted(tensors: dict[str, Any], limits: Limits) -> Wanted:
+    """What the request or the manager's options ask for besides tokens."""
+
+    def is_asked(name: str) -> bool:
+        return read_bool(name, tensors.get(name, False))
+
+    return Wanted(
+        log_probs=is_asked("return_log_probs"),
+        normalized=limits.normalize_log_probs,
+        generation_logits=is_asked("return_generation_logits") or limits.gather_generation_logits,
+        context_logits=is_asked("return_context_logits") or limits.gather_context_logits,
     )
 
 

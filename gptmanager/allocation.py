@@ -181,6 +181,7 @@ class Allocator:
                 request.beam_width,
                 request.processor,
                 request.client_id,
+                request.wanted_from_start,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

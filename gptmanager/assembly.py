@@ -278,6 +278,9 @@ def _limits(blueprint: Blueprint) -> Limits:
         max_beam_width=blueprint.max_beam_width,
         max_run_len=sizes.max_context_length if evicts and not sizes.chunked else None,
         exclude_input_in_output=params.exclude_input_in_output,
+        gather_context_logits=params.gather_context_logits,
+        gather_generation_logits=params.gather_generation_logits,
+        normalize_log_probs=params.normalize_log_probs,
         seed=params.seed,
     )
 

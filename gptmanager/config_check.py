@@ -43,9 +43,6 @@ _REFUSED: dict[type, dict[str, str]] = {
     },
     PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
     OptionalParams: {
-        "gather_context_logits": _LATER,
-        "gather_generation_logits": _LATER,
-        "normalize_log_probs": _LATER,
         "device_ids": _LATER,
         "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
         "decoding_config": _NO_EFFECT,

@@ -8,7 +8,7 @@ runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,16 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
-from gptmanager.step import BeamCandidates, Failure, Row, Schedule, StepResult
+from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
+from gptmanager.step import (
+    BeamCandidates,
+    ContextLogits,
+    Extras,
+    Failure,
+    Row,
+    Schedule,
+    StepResult,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,12 +37,16 @@ class TorchStep:
     """A step under way."""
 
     schedule: Schedule
+    slots: np.ndarray  # [rows], of the schedule's sampling rows
+    firsts: np.ndarray  # [rows + 1], where each row's sequences begin among the S
     lines: np.ndarray  # [S], of the sequences that yield a token
     positions: np.ndarray  # [S], absolute positions of the tokens to choose
     logits: Tensor  # float32 [S, vocab]
+    context_logits: tuple[ContextLogits, ...] = ()
     tokens: np.ndarray | None = None  # int32, a token for each of the schedule's sampling rows
     beams: tuple[BeamCandidates, ...] = ()
     failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
+    extras: Extras | None = None
 
 
 class TorchExecutor:
@@ -59,9 +72,10 @@ class TorchExecutor:
         self.kv_pool = kv_pool
         self.max_beam_width = max_beam_width
         num_lines = num_slots * max_beam_width
-        self.sampler = Sampler(num_lines, model.spec.vocab_size)
+        self._outputs = SlotOutputs(num_slots)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
+        self.sampler = Sampler(num_lines, model.spec.vocab_size, self._token_table)
         self._block_tables = np.zeros((num_lines, blocks_per_sequence), dtype=np.int32)
         self._token_table_tensor = torch.from_numpy(self._token_table)
         self._block_tables_tensor = torch.from_numpy(self._block_tables)
@@ -73,26 +87,36 @@ class TorchExecutor:
         self._load(schedule)
         if schedule.block_copies:
             self.kv_pool.copy(schedule.block_copies)
-        with torch.inference_mode():
-            logits = self._logits(schedule)
         finished = tuple(row for row in schedule.context_rows if row.samples)
         lines, starts, counts = self._sequences(finished, schedule.generation_rows)
+        with torch.inference_mode():
+            logits, context_logits = self._logits(schedule)
+        rows = (*finished, *schedule.generation_rows)
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        firsts = np.arange(len(rows) + 1)
+        if len(lines) > len(rows):
+            widths = [1] * len(finished) + [row.beam_width for row in schedule.generation_rows]
+            firsts[1:] = np.cumsum(widths)
         self._stalled_ns += stall.nanoseconds()
-        return TorchStep(schedule, lines, starts + counts, logits)
+        return TorchStep(schedule, slots, firsts, lines, starts + counts, logits, context_logits)
 
     def sample(self, step: TorchStep) -> None:
         """Choose a token for each sampling row and make it its sequence's next input."""
         stall = _Stall()
+        raw = self._outputs.generation_logits(step.slots, step.firsts, step.logits)
+        log_probs = self._outputs.log_probs(step.slots, len(step.lines))
         with torch.inference_mode():
             if self._processing.is_on:
-                ids = [row.request_id for row in step.schedule.sampling_rows]
-                step.failed = self._processing.run(
-                    step.logits, ids, step.lines, step.positions, self._token_table
-                )
-            if self.max_beam_width > 1:
-                self._search(step)
-            else:
-                step.tokens = self._choose(step.logits, step.lines, step.positions)
+                self._process(step)
+            tokens = self.sampler.sample(step.logits, step.lines, step.positions, log_probs)
+            step.beams = tuple(self._search(step))
+        if raw or step.context_logits or log_probs is not None:
+            log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
+            step.extras = Extras(log_probs, raw, step.context_logits)
+        # the last position of a sequence needs no input after it
+        fits = step.positions < self._token_table.shape[1]
+        self._token_table[step.lines[fits], step.positions[fits]] = tokens[fits]
+        step.tokens = tokens[step.firsts[:-1]]
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
@@ -100,12 +124,13 @@ class TorchExecutor:
             raise RuntimeError("result() of a step that was not sampled")
         now = time.monotonic()
         if not step.failed:
-            return StepResult(step.tokens[:, None], now, beams=step.beams)
+            return StepResult(step.tokens[:, None], now, beams=step.beams, extras=step.extras)
         rows = step.schedule.sampling_rows
         counts = np.ones(len(rows), dtype=np.int32)
         counts[list(step.failed)] = 0
         failures = tuple(Failure(rows[i].request_id, error) for i, error in step.failed.items())
-        return StepResult(step.tokens[:, None], now, counts, step.beams, failures)
+        tokens = step.tokens[:, None]
+        return StepResult(tokens, now, counts, step.beams, failures, step.extras)
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -128,8 +153,12 @@ class TorchExecutor:
             line = start.slot * width
             self._token_table[line, : len(start.tokens)] = start.tokens
             for beam in range(start.beam_width):
-                self.sampler.load(line + beam, start.sampling, start.orig_prompt_len)
+                self.sampler.load(
+                    *(line + beam, start.sampling, start.orig_prompt_len, start.wanted),
+                    searches=start.beam_width > 1,
+                )
             self._processing.start(start)
+        self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
             first, beams = fork.slot * width, len(fork.parents)
             parents = first + np.array(fork.parents)
@@ -141,12 +170,17 @@ class TorchExecutor:
             line = append.slot * width + append.beam
             self._block_tables[line, append.first : end] = append.block_ids
 
-    def _logits(self, schedule: Schedule) -> Tensor:
+    def _logits(self, schedule: Schedule) -> tuple[Tensor, tuple[ContextLogits, ...]]:
+        """Logits of the sequences that yield a token, and those of prompts that a host wants."""
         context, generation = schedule.context_rows, schedule.generation_rows
+        parts = self._outputs.context_parts(context)
         if self.fused or not (context and generation):
-            return self.model.forward(self._pack(context, generation), self.kv_pool)
-        passes = (self._pack(context, ()), self._pack((), generation))
-        return torch.cat([self.model.forward(batch, self.kv_pool) for batch in passes])
+            logits = self.model.forward(self._pack(context, generation, parts), self.kv_pool)
+            return split_context(logits, parts)
+        logits = self.model.forward(self._pack(context, (), parts), self.kv_pool)
+        first, context_logits = split_context(logits, parts)
+        second = self.model.forward(self._pack((), generation), self.kv_pool)
+        return torch.cat([first, second]), context_logits
 
     def _sequences(
         self, context: tuple[Row, ...], generation: tuple[Row, ...]
@@ -168,42 +202,36 @@ class TorchExecutor:
         beams = np.arange(widths.sum()) - np.repeat(firsts, widths)
         return np.repeat(lines, widths) + beams, starts.repeat(widths), counts.repeat(widths)
 
-    def _choose(self, logits: Tensor, lines: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """A token of one beam for each row; it becomes its sequence's next input."""
-        tokens = self.sampler.sample(logits, lines, positions)
-        # the last position of a sequence needs no input after it
-        fits = positions < self._token_table.shape[1]
-        self._token_table[lines[fits], positions[fits]] = tokens[fits]
-        return tokens
+    def _process(self, step: TorchStep) -> None:
+        """Let logits post-processors see the rows of one beam."""
+        widths = np.diff(step.firsts)
+        ids = np.array([row.request_id for row in step.schedule.sampling_rows], dtype=np.uint64)
+        owners = np.repeat(np.arange(len(ids)), widths)
+        failed = self._processing.run(
+            step.logits,
+            ids[owners].tolist(),
+            step.lines // self.max_beam_width,
+            step.positions,
+            self._token_table[:: self.max_beam_width],
+        )
+        step.failed = {int(owners[index]): error for index, error in failed.items()}
 
-    def _search(self, step: TorchStep) -> None:
-        """As `_choose` where there is one beam; candidates for the others."""
-        rows = step.schedule.sampling_rows
-        contexts = sum(row.samples for row in step.schedule.context_rows)
-        widths = np.array([row.beam_width for row in rows], dtype=np.int64)
-        sequences = np.where(np.arange(len(rows)) < contexts, 1, widths)
-        ends = np.cumsum(sequences)
-        single = np.flatnonzero(np.repeat(widths == 1, sequences))
-        step.tokens = np.zeros(len(rows), dtype=np.int32)
-        if single.size:
-            step.tokens[widths == 1] = self._choose(
-                step.logits[torch.from_numpy(single)], step.lines[single], step.positions[single]
-            )
-        found = []
-        for index in np.flatnonzero(widths > 1):
-            mine = slice(ends[index] - sequences[index], ends[index])
-            log_probs = self.sampler.log_probs(
-                step.logits[mine], step.lines[mine], step.positions[mine]
-            )
-            tokens, values = _best(log_probs, 2 * int(widths[index]))
-            found.append(
-                BeamCandidates(
-                    tuple(map(tuple, tokens.tolist())), tuple(map(tuple, values.tolist()))
+    def _search(self, step: TorchStep) -> Iterator[BeamCandidates]:
+        """The candidates of each row of several beams; its logits are adjusted and scaled."""
+        for index, row in enumerate(step.schedule.sampling_rows if self.max_beam_width > 1 else ()):
+            if row.beam_width > 1:
+                mine = step.logits[step.firsts[index] : step.firsts[index + 1]]
+                tokens, log_probs = _best(torch.log_softmax(mine, dim=1), 2 * row.beam_width)
+                yield BeamCandidates(
+                    tuple(map(tuple, tokens.tolist())), tuple(map(tuple, log_probs.tolist()))
                 )
-            )
-        step.beams = tuple(found)
 
-    def _pack(self, context: tuple[Row, ...], generation: tuple[Row, ...]) -> Batch:
+    def _pack(
+        self,
+        context: tuple[Row, ...],
+        generation: tuple[Row, ...],
+        parts: Sequence[ContextPart] = (),
+    ) -> Batch:
         lines, starts, counts = self._sequences(context, generation)
         ends = np.cumsum(counts)
         row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
@@ -216,6 +244,11 @@ class TorchExecutor:
             token_lines = np.repeat(lines, counts)
         finished = [index for index, row in enumerate(context) if row.samples]
         sample_rows = np.array([*finished, *range(len(context), len(lines))], dtype=np.int64)
+        sample_index = ends[sample_rows] - 1
+        for part in parts:  # behind the rows that sample
+            first = ends[part.place] - counts[part.place] + part.first - part.row.position
+            sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
+            sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
         return Batch(
             token_ids=torch.from_numpy(self._token_table[token_lines, positions].astype(np.int64)),
             positions=torch.from_numpy(positions),
@@ -224,7 +257,7 @@ class TorchExecutor:
             slots=torch.from_numpy(lines.astype(np.int32)),
             block_tables=self._block_tables_tensor,
             token_table=self._token_table_tensor,
-            sample_index=torch.from_numpy(ends[sample_rows] - 1),
+            sample_index=torch.from_numpy(sample_index),
             sample_rows=torch.from_numpy(sample_rows),
             num_context_rows=len(context),
         )

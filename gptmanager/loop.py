@@ -191,6 +191,8 @@ class TokenLoop(Roster):
         find = self.requests.get
         rows = step.schedule.sampling_rows
         beams = iter(result.beams)
+        if result.extras is not None:
+            self.outputs.take(self.requests, rows, result.extras)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
         if result.failures:
             self._hand_on(result.failures, {row.request_id: row.epoch for row in rows})
@@ -234,10 +236,10 @@ class TokenLoop(Roster):
         one_token = []
         for request in streaming:
             end = request.streamable_end
-            if end == len(request.tokens) == request.num_sent + 1 and request.search is None:
+            if end == len(request.tokens) == request.num_sent + 1 and not request.has_extras:
                 one_token.append(request)
             elif end > request.num_sent:
-                send(request.request_id, stream_tokens(request, end), False, "")
+                send(request.request_id, stream_tokens(request, end, self.outputs), False, "")
         if one_token:
             for request, tensors in zip(one_token, stream_one_token(one_token), strict=True):
                 send(request.request_id, tensors, False, "")

@@ -11,7 +11,7 @@ from bisect import insort_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 
 class LlmRequestState(IntEnum):
@@ -47,7 +47,9 @@ class SamplingParams:
     """How a request's tokens are chosen. Counts in tokens.
 
     `top_k` 0: unlimited. `seed` keys the counter-based random numbers together with a token's
-    absolute position. `min_length` generated tokens come before `end_id` may.
+    absolute position. `min_length` generated tokens come before `end_id` may. `embedding_bias`:
+    token ids, and as many values that are added to their logits. `bad_words`: token sequences
+    that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
     """
 
     greedy: bool = True
@@ -58,6 +60,24 @@ class SamplingParams:
     seed: int = 0
     min_length: int = 0
     end_id: int = -1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+
+
+class Wanted(NamedTuple):
+    """What a request is told besides its tokens. `normalized`: log probabilities, not logits."""
+
+    log_probs: bool = False
+    normalized: bool = True
+    generation_logits: bool = False
+    context_logits: bool = False
+
+
+NO_EXTRAS = Wanted()
 
 
 class LlmRequest:
@@ -171,6 +191,11 @@ class LlmRequest:
     def is_last_context_chunk(self) -> bool:
         size = self._context_chunk_size
         return size is None or self.context_current_position + size == self.prompt_len
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a context may begin behind cached blocks; what it computes is cached anyway."""
+        return True
 
     # What steps it --------------------------------------------------------------------------
 

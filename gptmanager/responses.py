@@ -15,6 +15,7 @@ from gptmanager.active import ActiveRequest
 from gptmanager.api import NamedTensor
 from gptmanager.beam_responses import final_beams, stream_beams
 from gptmanager.config import FinishReason
+from gptmanager.outputs import Outputs, RequestOutputs
 
 # the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
 REQUEST_METRICS = (
@@ -27,6 +28,8 @@ REQUEST_METRICS = (
     "generated_tokens",  # end_id and stop words included
 )
 
+# tensors beside the tokens, in the order of the table
+_EXTRAS = ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs")
 # sent whenever logits were not asked for: the contract's dummies, shared by all responses
 _NO_LOGITS = (
     NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
@@ -62,30 +65,65 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
     ]
 
 
-def stream_tokens(request: ActiveRequest, end: int) -> list[NamedTensor]:
+def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[NamedTensor]:
     """The tokens of `request` that have not been sent, up to history position `end`."""
     if request.search is not None:
         return stream_beams(request, end)
     start, request.num_sent = request.num_sent, end
-    return _delta(request, start, end)
+    tensors = _delta(request, start, end)
+    if request.has_extras:
+        extras = _extras(request, outputs.of(request), start, end)
+        if not request.wanted.context_logits or extras[0].tensor.shape[1]:
+            tensors[2:2] = extras
+        else:  # they have been sent
+            tensors[2:2] = extras[1:]
+    return tensors
 
 
-def final(request: ActiveRequest, reason: FinishReason, output_end: int) -> list[NamedTensor]:
+def final(
+    request: ActiveRequest, reason: FinishReason, output_end: int, outputs: Outputs
+) -> list[NamedTensor]:
     """The final response; output is the history up to position `output_end`."""
     reasons = [NamedTensor("finish_reasons", torch.tensor([[reason]], dtype=torch.int32))]
     if request.search is not None:
+        start = request.num_sent if request.is_streaming else request.orig_prompt_len
         *tensors, reasons[0] = final_beams(request, reason)
     elif request.is_streaming:
-        tensors = _delta(request, request.num_sent, max(output_end, request.num_sent))
+        start, output_end = request.num_sent, max(output_end, request.num_sent)
+        tensors = _delta(request, start, output_end)
     else:
+        start = request.orig_prompt_len
         tensors = _whole(request, output_end)
+    extras = list(_NO_LOGITS)
+    if request.has_extras:
+        found = _extras(request, outputs.of(request), start, output_end)
+        names = {name for name, _ in found}
+        extras = [dummy for dummy in extras if dummy.name not in names] + found
+        extras.sort(key=lambda tensor: _EXTRAS.index(tensor.name))
     return [
         *tensors[:2],
-        *_NO_LOGITS,
+        *extras,
         *tensors[2:],
         *reasons,
         NamedTensor("request_metrics", _metrics(request)),
     ]
+
+
+def _extras(
+    request: ActiveRequest, outputs: RequestOutputs, start: int, end: int
+) -> list[NamedTensor]:
+    """What was asked for besides tokens, of the history positions `start` to `end`."""
+    wanted = request.wanted
+    start, end = start - request.orig_prompt_len, end - request.orig_prompt_len
+    tensors = []
+    if wanted.context_logits:
+        tensors.append(NamedTensor("context_logits", outputs.take_context()))
+    if wanted.generation_logits:
+        tensors.append(NamedTensor("generation_logits", outputs.take_generation(start, end)))
+    if wanted.log_probs:
+        tensors.append(NamedTensor("output_log_probs", outputs.log_probs(start, end)))
+        tensors.append(NamedTensor("cum_log_probs", outputs.cum_log_probs(end)))
+    return tensors
 
 
 def _delta(request: ActiveRequest, start: int, end: int) -> list[NamedTensor]:

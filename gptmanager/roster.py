@@ -22,6 +22,7 @@ from gptmanager.errors import (
     RequestError,
     response_text,
 )
+from gptmanager.outputs import Outputs
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import LlmRequestState, insert_by_priority
 from gptmanager.responses import final
@@ -64,6 +65,7 @@ class Roster:
         self.host = host
         self.allocator = allocator
         self.limits = limits
+        self.outputs = Outputs(limits.vocab_size)
         self.active: list[ActiveRequest] = []  # by priority, then arrival
         self.requests: dict[int, ActiveRequest] = {}  # the same, by id
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
@@ -137,7 +139,8 @@ class Roster:
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """The final response: output up to history position `end`."""
-        tensors = final(request, reason, end)  # what fails here is answered by `abort`
+        # what fails here is answered by `abort`
+        tensors = final(request, reason, end, self.outputs)
         self._drop(request)
         self.host.respond(request.request_id, tensors, True, "")
 
@@ -162,6 +165,7 @@ class Roster:
         self.active.remove(request)
         del self.requests[request.request_id]
         self._timed.pop(request.request_id, None)
+        self.outputs.forget(request.request_id)
         self._num_searching -= request.search is not None
         self._preparing.discard(request.request_id)
         if request.processor is not None:

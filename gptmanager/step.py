@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from gptmanager.api import InferenceRequest
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.request import SamplingParams
+from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
 
 class Failure(NamedTuple):
@@ -70,6 +71,7 @@ class SequenceStart(NamedTuple):
     beam_width: int = 1
     processor: RequestProcessor | None = None
     client_id: int | None = None
+    wanted: Wanted = NO_EXTRAS
 
 
 class BlockAppend(NamedTuple):
@@ -136,6 +138,28 @@ class Schedule:
         return (*(row for row in self.context_rows if row.samples), *self.generation_rows)
 
 
+class ContextLogits(NamedTuple):
+    """Float32 logits `[n, vocab]` of a prompt's positions from `position` on."""
+
+    request_id: int
+    epoch: int
+    position: int
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What some rows of a step were to yield besides tokens, on the CPU.
+
+    `log_probs` float32 `[rows, n]` as `StepResult.tokens`, of meaning where the row's `Wanted`
+    says so. `generation_logits`: places of rows, each with float32 `[n, vocab]`.
+    """
+
+    log_probs: np.ndarray | None = None
+    generation_logits: tuple[tuple[int, Tensor], ...] = ()
+    context_logits: tuple[ContextLogits, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step yielded, a row for each of `Schedule.sampling_rows`.
@@ -143,7 +167,8 @@ class StepResult:
     `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]` says how many of the n count, None:
     all. `now`: when the result was there, in seconds of the clock of `Intake.now`. `beams`: one
     for each row of several beams, whose token does not count. `failures`: requests whose logits
-    post-processor failed; none of the tokens of their rows count.
+    post-processor failed; none of the tokens of their rows count. `extras` is not recorded: a
+    replay has none.
     """
 
     tokens: np.ndarray
@@ -151,6 +176,7 @@ class StepResult:
     num_tokens: np.ndarray | None = None
     beams: tuple[BeamCandidates, ...] = ()
     failures: tuple[Failure, ...] = ()
+    extras: Extras | None = None
 
 
 class Step(Protocol):

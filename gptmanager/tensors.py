@@ -86,6 +86,28 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
 
 
+def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32.
+
+    -inf is taken as the lowest finite number, so that a value can be written down anywhere.
+    """
+    array = _array(name, value)
+    if array.dtype.kind not in "fiu":
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    if array.shape not in ((vocab_size,), (1, vocab_size)):
+        raise InvalidRequestError(
+            f"{name} has shape {list(array.shape)}, expected [{vocab_size}] or [1, {vocab_size}]"
+        )
+    lowest, highest = np.finfo(np.float32).min, np.finfo(np.float32).max
+    flat = array.reshape(-1)
+    bad = np.flatnonzero(np.isnan(flat) | (flat > highest))
+    if bad.size:
+        raise InvalidRequestError(f"{name}[{bad[0]}] = {flat[bad[0]]} is not finite")
+    values = np.maximum(flat, lowest).astype(np.float32)
+    ids = np.flatnonzero(values)
+    return tuple(ids.tolist()), tuple(values[ids].tolist())
+
+
 def _array(name: str, value: Any) -> np.ndarray:
     if value is None:
         raise InvalidRequestError(f"Cannot set nullptr when calling {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from gptmanager.admission import Limits, admit, derive_seed
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
+from gptmanager.request import Wanted
 
 LIMITS = Limits(
     vocab_size=100, max_seq_len=32, max_input_len=20, num_blocks=16, tokens_per_block=4, seed=7
@@ -88,11 +90,29 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"stop_words_list": [[[1, 2], [0, 2]]]}, r"end offsets \[0, 2\]"),
         ({"stop_words_list": [[[1, 2], [2, 1]]]}, r"end offsets \[2, 1\]"),
         ({"stop_words_list": [[[1, 200], [2, -1]]]}, r"stop_words_list\[1\] = 200 is outside"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty is refused: its support has not landed"),
-        ({"return_log_probs": True}, "return_log_probs is refused"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0 must be within 1e-30"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty = -1 must be within 1e-30"),
+        ({"presence_penalty": 2e30}, r"presence_penalty = 2e\+30 must be within -1e\+30"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty = nan is not finite"),
+        ({"noRepeatNgramSize": -1}, "noRepeatNgramSize = -1 is outside 0"),
+        ({"noRepeatNgramSize": 1.0}, "noRepeatNgramSize has dtype float64"),
+        (
+            {"embedding_bias": [1.0]},
+            r"embedding_bias has shape \[1\], expected \[100\] or \[1, 100\]",
+        ),
+        ({"embedding_bias": [True] * 100}, "embedding_bias has dtype bool, expected a float"),
+        (
+            {"embedding_bias": [0.0] * 99 + [float("nan")]},
+            r"embedding_bias\[99\] = nan is not finite",
+        ),
+        ({"embedding_bias": [[1e39] + [0.0] * 99]}, r"embedding_bias\[0\] = 1e\+39 is not finite"),
+        ({"return_log_probs": 2}, "return_log_probs = 2 is outside 0..1"),
+        ({"return_context_logits": 0.5}, "return_context_logits has dtype float64"),
         ({"lora_task_id": 3}, "lora_task_id is refused"),
         ({"draft_input_ids": [1]}, "draft_input_ids is refused"),
-        ({"bad_words_list": [[[1], [1]]]}, "bad_words_list is refused"),
+        ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
+        ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
+        ({"num_return_sequences": 2}, "num_return_sequences is refused: its support has not"),
         ({"temperature": "hot"}, "temperature has dtype"),
     ],
 )
@@ -133,17 +153,57 @@ def test_a_client_id_that_is_none_is_refused(client_id):
         admit(InferenceRequest.from_tokens(1, [1], 1, client_id=client_id), LIMITS, 0.0)
 
 
+@pytest.mark.parametrize(
+    "by_name",
+    [
+        {"temperature": -0.5},
+        {"runtime_top_k": -1},
+        {"runtime_top_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"random_seed": -1},
+        {"min_length": -1},
+        {"embedding_bias": [1.0]},
+    ],
+    ids=str,
+)
+def test_what_samples_wrong_is_an_incorrect_sampling_config(by_name):
+    with pytest.raises(InvalidRequestError, match=f"^Incorrect sampling config: {[*by_name][0]}"):
+        accept(**by_name)
+
+
 def test_neutral_values_of_what_has_not_landed_are_taken():
-    accept(
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0,
-        return_log_probs=False,
-        return_context_logits=[False],
-        len_penalty=1.5,
-        noRepeatNgramSize=0,
-        input_lengths=[3],
-    )
+    accept(len_penalty=1.5, early_stopping=1, num_return_sequences=1, input_lengths=[3])
+
+
+def test_what_changes_the_logits_is_read():
+    bias = np.zeros((1, 100))
+    bias[0, [3, 99]] = -np.inf, 0.1
+    sampling = accept(
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=torch.tensor([0.25]),
+        noRepeatNgramSize=[3],
+        bad_words_list=[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]],
+        embedding_bias=bias,
+        min_length=2,
+        end_id=5,
+    ).sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -1.0)
+    assert (sampling.frequency_penalty, sampling.no_repeat_ngram_size) == (0.25, 3)
+    assert sampling.bad_words == ((5, 7, 3), (9, 2))
+    assert (sampling.min_length, sampling.end_id, sampling.greedy) == (2, 5, True)
+    lowest = float(np.finfo(np.float32).min)
+    assert sampling.embedding_bias == ((3, 99), (lowest, float(np.float32(0.1))))
+
+
+def test_what_is_wanted_besides_tokens():
+    assert not accept().has_extras
+    assert accept(return_log_probs=[True]).wanted == Wanted(log_probs=True)
+    assert accept(return_context_logits=1).wanted == Wanted(context_logits=True)
+    flags = {"gather_context_logits": True, "gather_generation_logits": True}
+    limits = dataclasses.replace(LIMITS, **flags, normalize_log_probs=False)
+    wanted = admit(request(return_generation_logits=False), limits, 0.0).wanted
+    assert wanted == Wanted(False, False, True, True)
 
 
 def test_new_tokens_beyond_max_seq_len_are_clamped_with_a_warning(caplog):

@@ -46,7 +46,7 @@ def test_the_documented_defaults_are_taken():
         ({"enable_trt_overlap": True, "run_ahead": 1}, "choose one"),
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent = 0.5 is refused: it has no effect"),
         ({"debug_config": np.zeros(2)}, "debug_config"),
-        ({"gather_context_logits": True}, "gather_context_logits = True is refused"),
+        ({"gather_context_logits": 1}, "gather_context_logits = 1 is neither"),
         ({"kv_cache_config": None}, "expected a KvCacheConfig"),
         ({"kv_cache_config": KvCacheConfig(max_tokens=0)}, "KvCacheConfig.max_tokens = 0"),
         ({"kv_cache_config": KvCacheConfig(use_uvm=True)}, "KvCacheConfig.use_uvm = True"),

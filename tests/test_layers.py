@@ -74,10 +74,14 @@ decoding.rows           what a step gives to logits post-processors
 decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.guided         grammars as masks
 decoding.raw_kernel     a logits post-processor given as CUDA source
+decoding.random_numbers functions of seed and position
+decoding.adjustments    bias, penalties, bans: what changes a row first
+decoding.choice         the best token of a row, or a drawn one
 decoding.sampling       one token from each row
 decoding.beam_search    beams and their parents
 decoding
 
+slot_outputs            what an executor keeps of its logits, by slot
 executor                one step, on a device
 active                  a request from its admission to its final response
 admission               whether a request can be taken at all
@@ -90,6 +94,7 @@ recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
 recorder
 beam_responses          the tensors of several beams
+outputs                 log probabilities and logits, until they are sent
 responses               tokens as a host gets them
 roster                  the active requests: who comes in, and who ends
 loop                    iterate(), in about 25 lines

@@ -17,11 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from gptmanager.decoding import sampling
-from gptmanager.decoding.sampling import Sampler, philox4x32, uniform
+from gptmanager.decoding import choice
+from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams
 
-WORDS_32 = st.integers(0, 2**32 - 1)
 # (temperature, top_k, top_p, min_p)
 SETTINGS = [
     (1.0, 0, 1.0, 0.0),
@@ -99,74 +98,6 @@ def assert_fits(tokens: np.ndarray, probabilities: np.ndarray) -> None:
     statistic = float(((observed - wanted) ** 2 / wanted).sum())
     degrees = max(1, len(wanted) - 1)
     assert statistic < degrees + 5 * np.sqrt(2 * degrees) + 10
-
-
-# Random numbers -----------------------------------------------------------------------------
-
-
-def scalar_philox(counter: list[int], key: list[int]) -> list[int]:
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        high_0, low_0 = divmod(0xD2511F53 * c[0], 2**32)
-        high_1, low_1 = divmod(0xCD9E8D57 * c[2], 2**32)
-        c = [high_1 ^ c[1] ^ k[0], low_1, high_0 ^ c[3] ^ k[1], low_0]
-        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    return c
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [  # the known answers that Random123 ships
-        ("00000000 " * 4, "00000000 " * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff " * 4, "ffffffff " * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            "243f6a88 85a308d3 13198a2e 03707344",
-            "a4093822 299f31d0",
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-)
-def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
-    words = [[int(word, 16) for word in text.split()] for text in (counter, key, expected)]
-    columns = [np.array(word, dtype=np.uint64)[:, None] for word in words]
-    assert (philox4x32(columns[0], columns[1]) == columns[2]).all()
-    assert scalar_philox(words[0], words[1]) == words[2]
-
-
-@given(
-    st.lists(st.tuples(*[WORDS_32] * 6), min_size=1, max_size=4),
-)
-def test_philox_is_the_scalar_one_in_every_column(columns: list[tuple[int, ...]]) -> None:
-    words = np.array(columns, dtype=np.uint64).T
-    expected = [scalar_philox(list(column[:4]), list(column[4:])) for column in columns]
-    assert philox4x32(words[:4], words[4:]).T.tolist() == expected
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 5))
-def test_uniform_is_the_documented_function(seed: int, position: int, draw: int) -> None:
-    words = scalar_philox([position % 2**32, position >> 32, draw, 0], [seed % 2**32, seed >> 32])
-    expected = ((words[0] << 32 | words[1]) >> 11) / 2**53
-    assert uniform(np.array([seed], dtype=np.uint64), np.array([position]), draw) == [expected]
-
-
-@pytest.mark.parametrize("varied", ["seed", "high seed", "position", "draw"])
-def test_uniform_numbers_are_uniform_and_independent(varied: str) -> None:
-    n = 40_000
-    index = np.arange(n)
-    seeds = np.full(n, 12345, dtype=np.uint64)
-    positions = np.full(n, 77)
-    if varied == "draw":
-        numbers = np.concatenate([uniform(seeds[:1], positions[:1], draw) for draw in range(4000)])
-    elif varied == "position":
-        numbers = uniform(seeds, index)
-    else:
-        shift = np.uint64(32 if varied == "high seed" else 0)
-        numbers = uniform(index.astype(np.uint64) << shift, positions)
-    assert 0 <= numbers.min() and numbers.max() < 1
-    cells = np.full(64, 1 / 64)
-    assert_fits((numbers * 64).astype(np.int64), cells)
-    pairs = (numbers[:-1] * 8).astype(np.int64) * 8 + (numbers[1:] * 8).astype(np.int64)
-    assert_fits(pairs[::2], cells)
 
 
 # Greedy -------------------------------------------------------------------------------------
@@ -271,38 +202,42 @@ def test_kept_set_of_equal_logits(
     assert sorted(set(draw_many(row, setting, 500).tolist())) == kept
 
 
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
 @given(
     st.integers(0, 2**20),
-    st.floats(0.02, 0.98),
-    st.sampled_from([0.5, 3.0]),
-    st.sampled_from([0.0, 0.25]),
+    st.integers(1, 3001),
+    st.sampled_from([0.0, 0.25, 4.0]),
+    st.sampled_from([1e-6, 1.0, 1e30]),
+    st.sampled_from([0, 1000, 2990]),
 )
-def test_nucleus_token_by_token(seed: int, top_p: float, scale: float, step: float) -> None:
-    row = random_row(seed, 256, scale, step)
-    weights = row.softmax(-1).view(1, 2, 128).repeat(256, 1, 1)
-    everything = (np.full(256, top_p), np.ones(256))
-    outside, above = sampling._outside_nucleus(weights, np.arange(256), *everything)
-    kept = np.setdiff1d(np.arange(256), outside)
-    expected = np.flatnonzero(warped(row, (1.0, 0, top_p, 0.0)))
-    # The boundary may fall to either side where its mass is p up to rounding.
-    for token in np.setxor1d(kept, expected):
-        ranked = (row > row[token]) | ((row == row[token]) & (torch.arange(256) < token))
-        assert abs(float(row.double().softmax(-1)[ranked].sum()) - top_p) < 1e-6
-    for token, rest in zip(outside, above.flatten(1), strict=True):
-        assert rest[token] == 0 and set(expected) - {token} <= set(rest.nonzero()[:, 0].tolist())
+def test_kth_best_logit(seed: int, k: int, step: float, scale: float, lost: int) -> None:
+    row = random_row(seed, 3001, step=step).numpy() * np.float32(scale)
+    row[:lost:2], row[1:lost:2] = -np.inf, np.nan
+    ranked = np.sort(np.where(np.isnan(row), -np.inf, row))[::-1]
+    scratch = np.empty(choice.FEW, dtype=np.float32)
+    found = choice.find_kth(address(row), len(row), k, ranked[0], address(scratch))
+    assert found == ranked[k - 1]
 
 
-@given(st.integers(0, 2**20), st.integers(1, 3000), st.sampled_from([0.0, 0.25, 4.0]))
-def test_candidates_hold_the_top_k_and_its_ties(seed: int, top_k: int, step: float) -> None:
-    rows = torch.stack([random_row(seed + i, 3001, step=step) for i in range(2)])
-    rows[1, 40:] = -torch.inf
-    counts = np.array([top_k, max(1, top_k // 3)])
-    flat = sampling._candidates(rows.numpy(), counts)
-    assert (np.diff(flat) > 0).all()
-    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        kth = row.topk(int(count)).values[-1]
-        wanted = torch.nonzero((row >= kth) & row.isfinite())[:, 0]
-        assert set(wanted.tolist()) <= set((flat[flat // 3001 == index] % 3001).tolist())
+@given(st.integers(0, 2**20), st.integers(1, 700), st.sampled_from([0.0, 0.5]))
+def test_mass_above_each_token(seed: int, size: int, step: float) -> None:
+    row = random_row(seed, size, scale=1.0, step=step).numpy()
+    weights = np.empty(choice.padded(size), dtype=np.float32)
+    sums = np.empty(len(weights) // choice.BLOCK, dtype=np.float32)
+    arrays = address(weights), address(sums)
+    top = row.max()
+    total = choice.weigh(address(row), size, np.float32(0.7), top, choice.NOTHING, *arrays)
+    exact = np.exp((row.astype(np.float64) - top) / np.float32(0.7))
+    np.testing.assert_allclose(weights[:size], exact, rtol=1e-5)
+    assert not weights[size:].any() and total == pytest.approx(exact.sum(), rel=1e-5)
+    order = np.argsort(-weights[:size], kind="stable")
+    for rank in {0, 1, size // 2, size - 1} & set(range(size)):
+        above = choice._sum_above(address(weights), arrays[1], size, order[rank])
+        assert above == pytest.approx(weights[order[:rank]].sum(dtype=np.float64), rel=1e-6)
+        assert sums.sum(dtype=np.float64) == pytest.approx(above)
 
 
 # Distribution -------------------------------------------------------------------------------
@@ -359,35 +294,15 @@ def test_a_token_does_not_depend_on_the_batch(vocab_size: int) -> None:
     assert together[order].tolist() == halves.tolist()
 
 
-@pytest.mark.parametrize("setting", [SETTINGS[1], SETTINGS[2], SETTINGS[7]])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_drawn_from_does_not_depend_on_the_batch_bit_for_bit(
-    setting: tuple[float, int, float, float], threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a look at how far into its entry each draw falls, which every rounding moves
-    spots: list[np.ndarray] = []
-    invert = sampling._invert
-
-    def spy(*arguments: Any) -> Any:
-        result = invert(*arguments)
-        spots.append(result[1])
-        return result
-
-    monkeypatch.setattr(sampling, "_invert", spy)
-    vocab_size = 40_001
-    logits = torch.stack([random_row(i, vocab_size) for i in range(12)])
-    sampler = sampler_of([params(setting, seed=seed) for seed in range(12)], vocab_size)
-    slots, before = np.arange(12), torch.get_num_threads()
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_token_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+    everyone, logits = mixed_batch(20_001)
+    sampler = sampler_of(everyone, 20_001)
+    slots, before = np.arange(len(everyone)), torch.get_num_threads()
+    one_thread = sampler.sample(logits.clone(), slots, slots)
     torch.set_num_threads(threads)
     try:
-        # When twelve rows are sampled together and one by one
-        sampler.sample(logits.clone(), slots, slots)
-        together = [part.copy() for part in spots]
-        for i in slots:
-            spots.clear()
-            sampler.sample(logits[i : i + 1].clone(), slots[i : i + 1], slots[i : i + 1])
-            # Then not a bit differs
-            assert [float(part[0]) for part in spots] == [float(part[i]) for part in together]
+        assert sampler.sample(logits, slots, slots).tolist() == one_thread.tolist()
     finally:
         torch.set_num_threads(before)
 

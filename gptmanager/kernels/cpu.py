@@ -43,12 +43,13 @@ def compiled(body: Callable[[int], None]) -> int:
 
 
 def _stamped(body: Callable[[int], None]) -> FunctionType:
-    """The same function under a name that changes with any source in this folder.
+    """The same function under a name that changes with any source in this folder and its own.
 
     Numba's cache looks at the file of the body alone, not at those of the words it is made of.
     """
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    folders = {Path(__file__).parent, Path(body.__code__.co_filename).parent}
+    for source in sorted(source for folder in folders for source in folder.glob("*.py")):
         digest.update(source.read_bytes())
     name = f"{body.__name__}_{digest.hexdigest()[:12]}"
     stamped = FunctionType(body.__code__, body.__globals__, name)

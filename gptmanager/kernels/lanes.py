@@ -189,6 +189,11 @@ def get_int(builder: Any, address: Any, index: Any) -> Any:
     return builder.sext(builder.load(at(builder, address, index, INT)), LONG)
 
 
+@word(nothing, long, long, long)
+def put_int(builder: Any, address: Any, index: Any, value: Any) -> None:
+    builder.store(builder.trunc(value, INT), at(builder, address, index, INT))
+
+
 @word(long, long, long)
 def get_long(builder: Any, address: Any, index: Any) -> Any:
     return builder.load(at(builder, address, index, LONG))
@@ -233,6 +238,18 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 @word(vector, vector, vector)
 def larger(builder: Any, a: Any, b: Any) -> Any:
     return _larger(builder, a, b)
+
+
+@word(vector, vector, vector, vector)
+def where_above(builder: Any, x: Any, bound: Any, value: Any) -> Any:
+    """`value` in the lanes where x > bound, 0 elsewhere; NaN is above nothing."""
+    return builder.select(builder.fcmp_ordered(">", x, bound), value, ir.Constant(VECTOR, None))
+
+
+@word(vector, vector, vector, vector)
+def where_at_least(builder: Any, x: Any, bound: Any, value: Any) -> Any:
+    """`value` in the lanes where x >= bound, 0 elsewhere; NaN is at least nothing."""
+    return builder.select(builder.fcmp_ordered(">=", x, bound), value, ir.Constant(VECTOR, None))
 
 
 @word(vector, vector, long, long, real)

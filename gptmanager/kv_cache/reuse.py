@@ -131,7 +131,7 @@ class BlockReuse:
         match = self.tree.match(
             _root_key(request),
             request.tokens,
-            request.prompt_len - 1,
+            request.prompt_len - 1 if request.reads_cache else 0,
             self._may_be_partial if self._partial else None,
         )
         pool, table = self.pool, match.blocks
@@ -213,6 +213,8 @@ class BlockReuse:
 
     def cached_blocks(self, request: LlmRequest) -> list[int]:
         """The full blocks of the prompt that a new sequence would share, in order."""
+        if not request.reads_cache:
+            return []
         return self._lookup(request)[: (request.prompt_len - 1) // self.tree.tokens_per_block]
 
     def first_missing(self, request: LlmRequest) -> Hashable | None:

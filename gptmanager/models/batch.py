@@ -9,15 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """T tokens of R sequences ("rows"), S of which yield a token; context rows come first.
+    """T tokens of R sequences ("rows"), the logits of S are wanted; context rows come first.
 
     `token_ids` int64 `[T]`; `positions` int64 `[T]`, absolute.
     `row_starts` int32 `[R + 1]`: row r owns the packed tokens `row_starts[r]:row_starts[r + 1]`.
     `kv_lengths` int32 `[R]`: positions in the KV cache once this step's are written.
     `slots` int32 `[R]`: the row's line in `block_tables` int32 `[slots, blocks]` and in
     `token_table` int32 `[slots, max_seq_len]` (all tokens known so far, this step's included).
-    `sample_index` int64 `[S]`: the packed token whose logits are wanted, for each sampling row.
-    `sample_rows` int64 `[S]`: that token's row.
+    `sample_index` int64 `[S]`: the packed tokens whose logits are wanted: one for each sampling
+    row, then prompts' whose logits a host asked for. `sample_rows` int64 `[S]`: their rows.
     """
 
     token_ids: Tensor

@@ -23,7 +23,7 @@ _MIN_SEGMENT = 256
 # what a loop is made of; all else in it is state
 _MADE_OF = frozenset(
     {
-        *("host", "executor", "scheduler", "limits", "laps"),
+        *("host", "executor", "scheduler", "limits", "laps", "outputs"),
         *("max_active", "max_batch_size", "max_num_tokens", "run_ahead", "num_micro_batches"),
     }
 )

@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -123,6 +124,8 @@ class Recorder:
 
     def record_result(self, iteration: int, result: StepResult) -> None:
         if self._turn is not None:
+            if result.extras is not None:  # large, and nothing that a replay decides by
+                result = replace(result, extras=None)
             self._turn.result_of = iteration
             self._turn.result = result
 

@@ -63,8 +63,8 @@ class ScriptedModel:
         self.num_tokens += len(batch.token_ids)
         rows = batch.sample_rows.tolist()
         logits = torch.full((len(rows), self.spec.vocab_size), -1e4)
-        for index, row in enumerate(rows):
-            length = int(batch.kv_lengths[row])
+        lengths = (batch.positions[batch.sample_index] + 1).tolist()
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             history = batch.token_table[int(batch.slots[row]), :length].tolist()
             token = self.next_token(history)
             if not 0 <= token < self.spec.vocab_size:

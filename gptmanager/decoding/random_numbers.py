@@ -1,0 +1,52 @@
+"""Random numbers that are functions of (seed, position, draw), never of slot, batch or time.
+
+Philox4x32-10 (Salmon et al. 2011): key = seed, counter = (position, draw, 0). Decides how the
+words become numbers in [0, 1); knows nothing of what they choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
+
+LOW_32 = np.uint64(0xFFFFFFFF)
+HALF = np.uint64(32)
+_FACTOR_0, _FACTOR_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_STEP_0, _STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_DROPPED = np.uint64(11)  # of 64 bits: 53 are what a float64 holds
+
+
+def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-10 of a counter under a key: 32-bit words in uint64, arrays or compiled."""
+    for _ in range(10):
+        first, second = c0 * _FACTOR_0, c2 * _FACTOR_1
+        c0, c1 = (second >> HALF) ^ c1 ^ k0, second & LOW_32
+        c2, c3 = (first >> HALF) ^ c3 ^ k1, first & LOW_32
+        k0, k1 = (k0 + _STEP_0) & LOW_32, (k1 + _STEP_1) & LOW_32
+    return c0, c1, c2, c3
+
+
+def to_unit(first: Any, second: Any) -> Any:
+    """A number in [0, 1) of the upper 53 bits of two words."""
+    return ((first << HALF | second) >> _DROPPED) * 2.0**-53
+
+
+def uniform(seeds: Words, positions: Ints, draw: int = 0) -> Floats:
+    """Numbers in [0, 1) of 53 random bits, `[n]`: functions of (seed, position, draw) alone.
+
+    `seeds` uint64 `[n]`; `positions` int64 `[n]`, not negative; `draw` tells apart the numbers
+    that one token needs. They are the upper bits of the first two words.
+    """
+    places = positions.astype(np.uint64)
+    zeros = np.zeros_like(places)
+    words = rounds(
+        *(places & LOW_32, places >> HALF, zeros + np.uint64(draw), zeros),
+        *(seeds & LOW_32, seeds >> HALF),
+    )
+    return np.asarray(to_unit(words[0], words[1]))

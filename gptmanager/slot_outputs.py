@@ -1,0 +1,89 @@
+"""`SlotOutputs`: what an executor must keep of its logits, by slot, besides the tokens.
+
+Decides which rows of a step's logits are copied, and copies them; raw, as the model gave them. It
+knows slots and rows of schedules, nothing of requests and responses. On the CPU only those who ask
+pay; a step in which nobody does costs a look at a flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.step import ContextLogits, Row, SequenceStart
+
+
+class ContextPart(NamedTuple):
+    """Tokens of a context row whose logits are wanted: so many from absolute position `first`."""
+
+    place: int  # of the row in the batch
+    row: Row
+    first: int
+    num_tokens: int
+
+
+class SlotOutputs:
+    """What each slot's sequence wants, since its start."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._context_end = np.zeros(num_slots, dtype=np.int64)  # 0: no context logits
+        self._generation = np.zeros(num_slots, dtype=np.bool_)
+        self._log_probs = np.zeros(num_slots, dtype=np.bool_)
+        self._any_context = self._any_generation = self._any_log_probs = False
+
+    def load(self, starts: Sequence[SequenceStart]) -> None:
+        for start in starts:
+            wanted, slot = start.wanted, start.slot
+            self._context_end[slot] = start.orig_prompt_len if wanted.context_logits else 0
+            self._generation[slot] = wanted.generation_logits
+            self._log_probs[slot] = wanted.log_probs
+        if starts:
+            self._any_context = bool(self._context_end.any())
+            self._any_generation = bool(self._generation.any())
+            self._any_log_probs = bool(self._log_probs.any())
+
+    def context_parts(self, context_rows: Sequence[Row]) -> list[ContextPart]:
+        """The tokens of these rows whose logits are wanted."""
+        parts = []
+        for place, row in enumerate(context_rows if self._any_context else ()):
+            end = min(row.position + row.num_tokens, int(self._context_end[row.slot]))
+            if end > row.position:
+                parts.append(ContextPart(place, row, row.position, end - row.position))
+        return parts
+
+    def generation_logits(
+        self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor
+    ) -> tuple[tuple[int, Tensor], ...]:
+        """(row, its logits `[n, vocab]`) for each row that wants them, each in memory of its own.
+
+        Row r's are `logits[firsts[r] : firsts[r + 1]]`. To be called before anything changes the logits, and outside of inference mode: the copies
+        are the host's to write to.
+        """
+        if not self._any_generation:
+            return ()
+        rows = np.flatnonzero(self._generation[slots]).tolist()
+        return tuple((row, logits[firsts[row] : firsts[row + 1]].clone()) for row in rows)
+
+    def log_probs(self, slots: np.ndarray, count: int) -> np.ndarray | None:
+        """Room for `count` log probabilities, None if none of these slots wants any."""
+        if not (self._any_log_probs and self._log_probs[slots].any()):
+            return None
+        return np.zeros(count, dtype=np.float32)
+
+
+def split_context(
+    logits: Tensor, parts: Sequence[ContextPart]
+) -> tuple[Tensor, tuple[ContextLogits, ...]]:
+    """The logits that are sampled from, and behind them those of the context."""
+    if not parts:
+        return logits, ()
+    sizes = [part.num_tokens for part in parts]
+    sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
+    return sampled, tuple(
+        ContextLogits(part.row.request_id, part.row.epoch, part.first, piece)
+        for part, piece in zip(parts, pieces, strict=True)
+    )
