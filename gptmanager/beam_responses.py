@@ -6,38 +6,84 @@ step changes; the beams part in the final response.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import NamedTensor
 from gptmanager.config import FinishReason
-from gptmanager.decoding.beam_search import BeamSearch, Hypothesis
+from gptmanager.decoding.beam_search import BeamNode, BeamSearch
+from gptmanager.outputs import RequestOutputs
+
+_NEVER = float("-inf")  # the log probability of a beam that there is not
 
 
-def stream_beams(request: ActiveRequest, end: int) -> list[NamedTensor]:
+class Beams(NamedTuple):
+    """What a response holds of each beam: these nodes, the first of them at index `start`."""
+
+    start: int
+    nodes: list[list[BeamNode]]
+    cum_log_probs: list[float]
+    reasons: list[FinishReason]
+
+
+def stable_beams(request: ActiveRequest, end: int) -> Beams:
     """What has become stable up to history position `end`, the same in each beam."""
     search = _search(request)
-    start, request.num_sent = request.num_sent - request.orig_prompt_len, end
-    tokens = search.shared_path()[start : end - request.orig_prompt_len]
-    return _rows(request, [tokens] * request.beam_width, start, len(tokens))
+    start = request.num_sent - request.orig_prompt_len
+    path = search.stable_path()[: end - request.orig_prompt_len]
+    total, nodes = sum(node.log_prob for node in path), path[start:]
+    return Beams(start, [nodes] * request.beam_width, [total] * request.beam_width, [])
 
 
-def final_beams(request: ActiveRequest, reason: FinishReason) -> list[NamedTensor]:
-    """Tokens, lengths and finish reasons of all beams; `reason` cuts off a search not over yet."""
+def final_beams(request: ActiveRequest, reason: FinishReason) -> Beams:
+    """What has not been sent of all beams; `reason` cuts off a search that is not over yet."""
     search = _search(request)
     found = search.hypotheses(None if search.is_over else reason)
-    rows = [[node.token for node in beam.node.path()][: beam.end] for beam in found]
-    rows += [[] for _ in range(request.beam_width - len(found))]  # there are no more beams
-    if request.is_streaming:
-        start = request.num_sent - request.orig_prompt_len
-        rows = [row[start:] for row in rows]
-        tensors = _rows(request, rows, start, max(map(len, rows)))
-    else:
+    missing = request.beam_width - len(found)  # a small vocabulary has no more
+    start = request.num_sent - request.orig_prompt_len if request.is_streaming else 0
+    nodes = [beam.node.path()[start : beam.end] for beam in found] + [[] for _ in range(missing)]
+    return Beams(
+        start,
+        nodes,
+        [beam.cum_log_prob for beam in found] + [_NEVER] * missing,
+        [beam.reason for beam in found] + [reason] * missing,
+    )
+
+
+def beam_tokens(request: ActiveRequest, beams: Beams) -> list[NamedTensor]:
+    """Tokens and lengths; and where they go on if the request streams, else behind the prompt."""
+    rows = [[node.token for node in nodes] for nodes in beams.nodes]
+    width = max(map(len, rows))
+    if not request.is_streaming:
         first = request.orig_prompt_len if request.exclude_input else 0
         prompt = request.tokens[first : request.orig_prompt_len]
         rows = [prompt + row for row in rows]
-        tensors = _rows(request, rows, None, request.length_limit - first)
-    return [*tensors, _finish_reasons(found, reason, request.beam_width)]
+        width = request.length_limit - first
+    padded = [row + [request.pad_id] * (width - len(row)) for row in rows]
+    tensors = [
+        NamedTensor("output_ids", torch.tensor([padded], dtype=torch.int32)),
+        NamedTensor("sequence_length", torch.tensor([[*map(len, rows)]], dtype=torch.int32)),
+    ]
+    if request.is_streaming:
+        tensors.append(NamedTensor("output_offset", torch.tensor([beams.start]).int()))
+    return tensors
+
+
+def beam_extras(request: ActiveRequest, outputs: RequestOutputs, beams: Beams) -> list[NamedTensor]:
+    """What was asked for besides tokens; beams that are shorter than the longest end in zeros."""
+    tensors = []
+    if request.wanted.generation_logits:
+        logits = _padded(beams.nodes, lambda nodes: outputs.beam_generation(nodes))
+        tensors.append(NamedTensor("generation_logits", logits))
+    if request.wanted.log_probs:
+        log_probs = _padded(beams.nodes, _log_probs)
+        tensors.append(NamedTensor("output_log_probs", log_probs))
+        tensors.append(NamedTensor("cum_log_probs", torch.tensor([beams.cum_log_probs])))
+    return tensors
 
 
 def _search(request: ActiveRequest) -> BeamSearch:
@@ -46,20 +92,12 @@ def _search(request: ActiveRequest) -> BeamSearch:
     return request.search
 
 
-def _rows(
-    request: ActiveRequest, rows: list[list[int]], offset: int | None, width: int
-) -> list[NamedTensor]:
-    padded = [row + [request.pad_id] * (width - len(row)) for row in rows]
-    lengths = [[len(row) for row in rows]]
-    tensors = [
-        NamedTensor("output_ids", torch.tensor([padded], dtype=torch.int32)),
-        NamedTensor("sequence_length", torch.tensor(lengths, dtype=torch.int32)),
+def _log_probs(nodes: Sequence[BeamNode]) -> Tensor:
+    return torch.tensor([node.log_prob for node in nodes], dtype=torch.float32)
+
+
+def _padded(beams: list[list[BeamNode]], values: Callable[[Sequence[BeamNode]], Tensor]) -> Tensor:
+    """`[1, beam, n, ...]`."""
+    return torch.nn.utils.rnn.pad_sequence([values(nodes) for nodes in beams], batch_first=True)[
+        None
     ]
-    if offset is not None:
-        tensors.append(NamedTensor("output_offset", torch.tensor([offset], dtype=torch.int32)))
-    return tensors
-
-
-def _finish_reasons(found: list[Hypothesis], reason: FinishReason, beam_width: int) -> NamedTensor:
-    reasons = [beam.reason for beam in found] + [reason] * (beam_width - len(found))
-    return NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))

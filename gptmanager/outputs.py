@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.active import ActiveRequest
+from gptmanager.decoding.beam_search import BeamNode
 from gptmanager.step import Extras, Row
 
 
@@ -39,6 +40,15 @@ class RequestOutputs:
     def add_generation(self, index: int, logits: Tensor) -> None:
         for offset, row in enumerate(torch.split(logits, 1)):
             self._generation[index + offset] = row
+
+    def add_beam_generation(self, index: int, logits: Tensor) -> None:
+        """Those of all beams `[beam, vocab]` from which the tokens `index` are chosen."""
+        self._generation[index] = logits
+
+    def beam_generation(self, nodes: Sequence[BeamNode]) -> Tensor:
+        """`[n, vocab]`: what each node's token was chosen from."""
+        rows = [self._generation[node.length - 1][node.beam] for node in nodes]
+        return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
 
     def add_log_probs(self, index: int, log_probs: list[float]) -> None:
         self._log_probs[index:] = log_probs
@@ -103,7 +113,11 @@ class Outputs:
         for place, logits in extras.generation_logits:
             request = _find(requests, rows[place].request_id, rows[place].epoch)
             if request is not None:
-                self.of(request).add_generation(_num_generated(request), logits)
+                outputs = self.of(request)
+                add = outputs.add_generation
+                if request.search is not None:
+                    add = outputs.add_beam_generation
+                add(_num_generated(request), logits)
         if extras.log_probs is None:
             return
         for row, log_probs in zip(rows, extras.log_probs.tolist(), strict=True):

@@ -13,7 +13,7 @@ import torch
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import NamedTensor
-from gptmanager.beam_responses import final_beams, stream_beams
+from gptmanager.beam_responses import Beams, beam_extras, beam_tokens, final_beams, stable_beams
 from gptmanager.config import FinishReason
 from gptmanager.outputs import Outputs, RequestOutputs
 
@@ -67,12 +67,11 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
 
 def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[NamedTensor]:
     """The tokens of `request` that have not been sent, up to history position `end`."""
-    if request.search is not None:
-        return stream_beams(request, end)
+    beams = None if request.search is None else stable_beams(request, end)
     start, request.num_sent = request.num_sent, end
-    tensors = _delta(request, start, end)
+    tensors = _delta(request, start, end) if beams is None else beam_tokens(request, beams)
     if request.has_extras:
-        extras = _extras(request, outputs.of(request), start, end)
+        extras = _extras(request, outputs.of(request), start, end, beams)
         if not request.wanted.context_logits or extras[0].tensor.shape[1]:
             tensors[2:2] = extras
         else:  # they have been sent
@@ -84,19 +83,19 @@ def final(
     request: ActiveRequest, reason: FinishReason, output_end: int, outputs: Outputs
 ) -> list[NamedTensor]:
     """The final response; output is the history up to position `output_end`."""
-    reasons = [NamedTensor("finish_reasons", torch.tensor([[reason]], dtype=torch.int32))]
+    reasons, beams = [reason], None
+    start = request.orig_prompt_len
     if request.search is not None:
-        start = request.num_sent if request.is_streaming else request.orig_prompt_len
-        *tensors, reasons[0] = final_beams(request, reason)
+        beams = final_beams(request, reason)
+        tensors, reasons = beam_tokens(request, beams), beams.reasons
     elif request.is_streaming:
         start, output_end = request.num_sent, max(output_end, request.num_sent)
         tensors = _delta(request, start, output_end)
     else:
-        start = request.orig_prompt_len
         tensors = _whole(request, output_end)
     extras = list(_NO_LOGITS)
     if request.has_extras:
-        found = _extras(request, outputs.of(request), start, output_end)
+        found = _extras(request, outputs.of(request), start, output_end, beams)
         names = {name for name, _ in found}
         extras = [dummy for dummy in extras if dummy.name not in names] + found
         extras.sort(key=lambda tensor: _EXTRAS.index(tensor.name))
@@ -104,13 +103,13 @@ def final(
         *tensors[:2],
         *extras,
         *tensors[2:],
-        *reasons,
+        NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32)),
         NamedTensor("request_metrics", _metrics(request)),
     ]
 
 
 def _extras(
-    request: ActiveRequest, outputs: RequestOutputs, start: int, end: int
+    request: ActiveRequest, outputs: RequestOutputs, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
     """What was asked for besides tokens, of the history positions `start` to `end`."""
     wanted = request.wanted
@@ -118,6 +117,8 @@ def _extras(
     tensors = []
     if wanted.context_logits:
         tensors.append(NamedTensor("context_logits", outputs.take_context()))
+    if beams is not None:
+        return tensors + beam_extras(request, outputs, beams)
     if wanted.generation_logits:
         tensors.append(NamedTensor("generation_logits", outputs.take_generation(start, end)))
     if wanted.log_probs:

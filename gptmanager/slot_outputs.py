@@ -60,8 +60,8 @@ class SlotOutputs:
     ) -> tuple[tuple[int, Tensor], ...]:
         """(row, its logits `[n, vocab]`) for each row that wants them, each in memory of its own.
 
-        Row r's are `logits[firsts[r] : firsts[r + 1]]`. To be called before anything changes the logits, and outside of inference mode: the copies
-        are the host's to write to.
+        Row r's are `logits[firsts[r] : firsts[r + 1]]`. To be called before anything changes the
+        logits, and outside of inference mode: the copies are the host's to write to.
         """
         if not self._any_generation:
             return ()

@@ -133,8 +133,12 @@ def test_a_stop_word_ends_its_beam_alone(include):
     assert [tokens_of_node(node) for node in beam_search.live] == [[1, 1], [2, 2]]
 
 
+def tokens_of_path(path):
+    return [step.token for step in path]
+
+
 def tokens_of_node(node):
-    return [step.token for step in node.path()]
+    return tokens_of_path(node.path())
 
 
 def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
@@ -193,7 +197,7 @@ def test_what_was_stable_stays(width, vocab_size, max_new_tokens, early_stopping
         if not is_over:
             length = beam_search.stable_length()
             assert length >= len(stable)
-            stable = beam_search.shared_path()[:length]
+            stable = tokens_of_path(beam_search.stable_path()[:length])
     scores = [hypothesis.score for hypothesis in beam_search.hypotheses()]
     assert scores == sorted(scores, reverse=True)
     assert beam_search.length <= max_new_tokens
@@ -296,3 +300,50 @@ def test_a_search_that_cannot_be_is_refused_by_name(llama):
     assert "temperature = 0 with beam_width = 2" in refusal(beam_width=2, temperature=0.0)
     text = "2 beams of 3 + 100 tokens need 26 KV cache blocks of 8 tokens, the cache has 20"
     assert text in refusal(beam_width=2)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_log_probabilities_and_logits_are_those_of_each_beam(llama, streaming):
+    prompt, new, width = [5, 9, 2, 40], 9, 3
+    request = InferenceRequest.from_tokens(
+        *(1, prompt, new),
+        beam_width=width,
+        len_penalty=0.0,
+        is_streaming=streaming,
+        return_log_probs=True,
+        return_generation_logits=True,
+        return_context_logits=True,
+    )
+    host = serve(checkpoint(llama), [request])
+    parts = [response.tensors for response in host.of(1)]
+    log_probs, logits = (
+        torch.cat([part[name] for part in parts], dim=2)
+        for name in ("output_log_probs", "generation_logits")
+    )
+    assert log_probs.shape == (1, width, new) and logits.shape == (1, width, new, 96)
+    texts = [[] for _ in range(width)]
+    for response in host.of(1):
+        for text, beam in zip(texts, beams_of(response), strict=True):
+            text += beam
+    generated = torch.tensor(texts)[:, -new:]
+    chosen = torch.log_softmax(logits[0], dim=-1).gather(2, generated[:, :, None].long())
+    torch.testing.assert_close(chosen[:, :, 0], log_probs[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(log_probs.sum(2), parts[-1]["cum_log_probs"], atol=1e-5, rtol=1e-5)
+    with torch.inference_mode():
+        expected = llama(torch.cat([torch.tensor([prompt] * width), generated], dim=1)).logits
+    torch.testing.assert_close(logits[0], expected[:, len(prompt) - 1 : -1], atol=1e-4, rtol=1e-4)
+    (context,) = [
+        part["context_logits"]
+        for part in parts
+        if "context_logits" in part and part["context_logits"].shape[1] > 1
+    ]
+    torch.testing.assert_close(context[0], expected[0, : len(prompt)], atol=1e-4, rtol=1e-4)
+    for part in parts[:-1]:
+        assert (
+            list(part)
+            == [
+                *("output_ids", "sequence_length", "generation_logits", "output_log_probs"),
+                *("cum_log_probs", "output_offset"),
+            ]
+            or "context_logits" in part
+        )

@@ -93,8 +93,8 @@ recorder.recording      a recording as frozen values, and its file
 recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
 recorder
-beam_responses          the tensors of several beams
 outputs                 log probabilities and logits, until they are sent
+beam_responses          the tensors of several beams
 responses               tokens as a host gets them
 roster                  the active requests: who comes in, and who ends
 loop                    iterate(), in about 25 lines

@@ -38,14 +38,18 @@ class BeamParams:
 
 
 class BeamNode:
-    """The last token of a beam, and with it the whole: each node knows the one before it."""
+    """The last token of a beam, and with it the whole: each node knows the one before it.
 
-    __slots__ = ("length", "log_prob", "parent", "stop_state", "token")
+    `beam`: whose logits the token was chosen from.
+    """
+
+    __slots__ = ("beam", "length", "log_prob", "parent", "stop_state", "token")
 
     def __init__(
-        self, parent: BeamNode | None, token: int, log_prob: float, stop_state: int
+        self, parent: BeamNode | None, beam: int, token: int, log_prob: float, stop_state: int
     ) -> None:
         self.parent = parent
+        self.beam = beam
         self.token = token
         self.log_prob = log_prob
         self.stop_state = stop_state
@@ -144,10 +148,10 @@ class BeamSearch:
         common = _common_length(nodes)
         return min([common, *ends])
 
-    def shared_path(self) -> list[int]:
-        """The tokens of the best live beam, or of the best that has ended."""
+    def stable_path(self) -> list[BeamNode]:
+        """A beam that begins with all that is stable: the best live one, or that has ended."""
         node = self.live[0] if self.live else self.ended[0].node
-        return [step.token for step in node.path()]
+        return node.path()
 
     # Inside ---------------------------------------------------------------------------------
 
@@ -211,7 +215,8 @@ class BeamSearch:
         if self.stop_words is not None:
             before = 0 if parent is None else parent.stop_state
             stop_state, matched = self.stop_words.advance(before, continuation.token)
-        node = BeamNode(parent, continuation.token, continuation.log_prob, stop_state)
+        beam, token, log_prob = continuation[1:]
+        node = BeamNode(parent, beam, token, log_prob, stop_state)
         if continuation.token == self.end_id:
             return node, (FinishReason.END_ID, node.length - (not self.include_stop))
         if matched:
