@@ -487,9 +487,7 @@ class MicroBatch:
 
     # "each in order gets min(remainder, capacity, max_context_length); if less than its remainder,
     # rounded DOWN to a unit multiple (may be 0); leftover capacity goes on to the next request"
-    def first_come_first_served(
-        self, contexts: list[Request], capacity: int, longest: int
-    ) -> None:
+    def first_come_first_served(self, contexts: list[Request], capacity: int, longest: int) -> None:
         for request in contexts:
             rest = request.remainder()
             # What the credit covers costs nothing: the largest chunk whose cost has room.

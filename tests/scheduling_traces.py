@@ -68,9 +68,7 @@ class ObservedMemory(oracle.Memory):
 
     def num_cached(self, request: oracle.Request, tokens: list[int]) -> int:
         """Full cached blocks from the beginning of `tokens`, the last token not excluded."""
-        probe = LlmRequest(
-            -1, [*tokens, 0], 1, lora_task_id=request.task, cache_salt=request.salt
-        )
+        probe = LlmRequest(-1, [*tokens, 0], 1, lora_task_id=request.task, cache_salt=request.salt)
         return self.kv.get_reusable_tokens(probe) // self.block
 
     def first_missing(self, request: oracle.Request) -> Hashable | None:
