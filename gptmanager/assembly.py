@@ -45,9 +45,11 @@ from gptmanager.statistics import Laps, LockStepKeys, Memory
 from gptmanager.step import Executor
 
 # guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
-# preferred as victims, and resumes only when this many blocks stay free
+# preferred as victims, resumes only when this many blocks stay free, and starts only when all that
+# run could go on for so many steps (measured in docs/scheduling.md)
 _MAX_PAUSES = 3
 _RESUME_HEADROOM_BLOCKS = 1
+_START_HEADROOM_STEPS = 16
 
 
 def check_arguments(
@@ -328,6 +330,7 @@ def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacitySchedul
             two_step_lookahead=two_step_lookahead,
             max_pauses=_MAX_PAUSES,
             resume_headroom_blocks=_RESUME_HEADROOM_BLOCKS,
+            start_headroom_steps=_START_HEADROOM_STEPS,
         )
     no_evict = GuaranteedNoEvictScheduler
     if policy is CapacitySchedulerPolicy.STATIC_BATCH:

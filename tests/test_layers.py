@@ -30,6 +30,7 @@ kv_cache.manager        whether there are blocks for what a scheduler wants (no 
 kv_cache
 scheduler.adapter_pages whether the adapters of several requests fit together (no torch)
 scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
+scheduler.start_headroom whether a request may start beside others (no torch)
 scheduler.capacity      which active requests get memory (no torch)
 scheduler.reuse_credit  how much of a context that begins is cached (no torch)
 scheduler.micro_batch   which of those run now, and how much of their context (no torch)

@@ -16,6 +16,7 @@ from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
+from gptmanager.scheduler.start_headroom import StartHeadroom, is_started
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -173,11 +174,14 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
     is tried again after a pause, since it meets its own record.
     `cross_kv_cache_manager` is not consulted.
 
-    Two guards against thrash, off by default. `max_pauses`: a request paused that often is exempt;
-    it is paused again only if a started request cannot go on otherwise and there is no other
-    victim. `resume_headroom_blocks`: beside others, a paused request starts again only if so many
-    blocks stay free, and pauses nobody for it. Under the guards started requests behind a victim
-    or a misfit are still walked, but nothing new starts there.
+    Three guards against thrash, off by default. `max_pauses`: a request paused that often is
+    exempt; it is paused again only if a started request cannot go on otherwise and there is no
+    other victim. `resume_headroom_blocks`: beside others, a paused request starts again only if so
+    many blocks stay free, and pauses nobody for them. `start_headroom_steps`: beside others, a
+    request starts, again or for the first time, only if it and those taken could go on for so many
+    steps, or to their ends, before a block is lacking; but a first start may still pause requests
+    of lower rank. Under the guards started requests behind a victim or a misfit are still walked,
+    but nothing new starts there.
     """
 
     def __init__(
@@ -190,6 +194,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         two_step_lookahead: bool = False,
         max_pauses: int | None = None,
         resume_headroom_blocks: int = 0,
+        start_headroom_steps: int = 0,
     ) -> None:
         super().__init__(
             max_num_requests,
@@ -200,6 +205,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         )
         self.max_pauses = None if max_pauses is None else at_least(0, "max_pauses", max_pauses)
         self.resume_headroom_blocks = at_least(0, "resume_headroom_blocks", resume_headroom_blocks)
+        self.start_headroom_steps = at_least(0, "start_headroom_steps", start_headroom_steps)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         kv_cache_manager = self.kv_cache_manager
@@ -207,6 +213,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         needed_one_step = kv_cache_manager.get_needed_blocks_one_step
         has_free_blocks = kv_cache_manager.scheduling_has_free_blocks
         max_num_requests, lookahead = self.max_num_requests, self.two_step_lookahead
+        headroom = self._headroom()
         pages = AdapterPages(self.peft_cache_manager)
         delay = reuse_delay(kv_cache_manager, active_requests)
         walk = self.schedulable(active_requests)
@@ -218,23 +225,34 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
             if delay is not None and delay.delays(request):
                 position += 1
                 continue
-            if request.pause_count and fitting and self._lacks_headroom(request, blocks):
-                walk[position:] = filter(_is_started, walk[position:])
-                continue
-            if len(fitting) < max_num_requests:
-                needed = needed_one_step(request, lookahead)
-                # `blocks` alone was found free before, and since then only more became free
-                if (not needed or has_free_blocks(blocks + needed)) and (
-                    request.lora_task_id is None or pages.take(request.lora_task_id)
-                ):
-                    fitting.append(request)
-                    if delay is not None and request.state is _CONTEXT_INIT:
-                        kv_cache_manager.scheduling_add_sequence(request)
-                    blocks += needed
-                    position += 1
+            needed = needed_one_step(request, lookahead)
+            # `blocks` alone was found free before, and since then only more became free
+            fits = len(fitting) < max_num_requests and (
+                not needed or has_free_blocks(blocks + needed)
+            )
+            if (
+                headroom is not None
+                and fitting
+                and not is_started(request)
+                and not (fits and headroom.suffices(request, needed, fitting, blocks))
+            ):
+                started = _started_behind(walk, position)
+                if request.pause_count or not started:
+                    walk[position:] = started
                     continue
-            self._make_room(walk, position, paused)
+            if fits and (request.lora_task_id is None or pages.take(request.lora_task_id)):
+                fitting.append(request)
+                if delay is not None and request.state is _CONTEXT_INIT:
+                    kv_cache_manager.scheduling_add_sequence(request)
+                blocks += needed
+                position += 1
+            else:
+                self._make_room(walk, position, paused)
         return fitting, paused
+
+    def _headroom(self) -> StartHeadroom | None:
+        blocks, steps = self.resume_headroom_blocks, self.start_headroom_steps
+        return StartHeadroom(self.kv_cache_manager, blocks, steps) if blocks or steps else None
 
     def _make_room(self, walk: RequestList, position: int, paused: RequestList) -> None:
         """Cut `walk` short because the request at `position` does not fit; pause a victim if any.
@@ -258,23 +276,14 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         for place in range(len(walk) - 1, position - 1, -1):
             request = walk[place]
             if request.state is _CONTEXT_INIT and not request.context_current_position:
-                continue  # as `_is_started` would say, but sooner: most of a long list waits
-            if _is_started(request):
+                continue  # as `is_started` would say, but sooner: most of a long list waits
+            if is_started(request):
                 if max_pauses is None or request.pause_count < max_pauses:
                     return place, [walk[other] for other in reversed(exempt)]
                 exempt.append(place)
         if exempt and exempt[-1] == position:
             return exempt[0], []
         return None, [walk[place] for place in reversed(exempt)]
-
-    def _lacks_headroom(self, request: LlmRequest, blocks: int) -> bool:
-        """Whether a paused request must wait, beside `blocks` that are scheduled already."""
-        headroom = self.resume_headroom_blocks
-        if not headroom or _is_started(request):
-            return False
-        kv_cache_manager = self.kv_cache_manager
-        needed = kv_cache_manager.get_needed_blocks_one_step(request, self.two_step_lookahead)
-        return not kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
 
 
 def at_least(low: int, name: str, value: int) -> int:
@@ -284,12 +293,14 @@ def at_least(low: int, name: str, value: int) -> int:
     return value
 
 
-def _is_started(request: LlmRequest) -> bool:
-    """In generation, or in the context past its first chunk: it holds blocks to give."""
-    state = request.state
-    if state is _CONTEXT_INIT:
-        return not request.is_first_context_chunk
-    return state is _IN_PROGRESS or state is _TO_COMPLETE
+def _started_behind(walk: RequestList, position: int) -> RequestList:
+    """Started requests of lower rank than the one at `position`; most of a long list waits."""
+    return [
+        request
+        for request in walk[position + 1 :]
+        if (request.context_current_position or request.state is not _CONTEXT_INIT)
+        and is_started(request)
+    ]
 
 
 def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:

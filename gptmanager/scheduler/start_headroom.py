@@ -1,0 +1,59 @@
+"""Whether a request may start beside others: a guard of policies that pause.
+
+Who starts into the last free blocks takes them from those who need them next, and is soon paused
+for it. Knows nothing of victims, nor of what happens to a request that must wait.
+"""
+
+from __future__ import annotations
+
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+
+
+class StartHeadroom:
+    """One pass of a scheduler, within its what-if.
+
+    `resume_blocks` stay free beside a paused request that starts again; beside any request that
+    starts, what it and those taken store in their next `steps` steps.
+    """
+
+    __slots__ = ("_counted", "_growth", "_kv_cache_manager", "_resume_blocks", "_steps")
+
+    def __init__(self, kv_cache_manager: KvCacheManager, resume_blocks: int, steps: int) -> None:
+        self._kv_cache_manager = kv_cache_manager
+        self._resume_blocks = resume_blocks
+        self._steps = steps
+        self._counted = self._growth = 0  # of those taken so far
+
+    def suffices(self, request: LlmRequest, needed: int, taken: RequestList, blocks: int) -> bool:
+        """Whether enough stay free when `request` takes `needed`, and `taken` take `blocks`.
+
+        `taken` only grows during a pass.
+        """
+        headroom = self._resume_blocks if request.pause_count else 0
+        if self._steps:
+            for other in taken[self._counted :]:
+                self._growth += self._growth_of(other)
+            self._counted = len(taken)
+            growth = self._growth + self._growth_of(request)
+            headroom = max(headroom, -(-growth // self._kv_cache_manager.tokens_per_block))
+        if not headroom:
+            return True
+        return self._kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
+
+    def _growth_of(self, request: LlmRequest) -> int:
+        """Positions that it stores in the next steps, or until its end."""
+        left = request.max_new_tokens - request.num_tokens + request.prompt_len
+        return (left if left < self._steps else self._steps) * request.beam_width
+
+
+def is_started(request: LlmRequest) -> bool:
+    """In generation, or in the context past its first chunk: it holds blocks to give."""
+    state = request.state
+    if state is _CONTEXT_INIT:
+        return not request.is_first_context_chunk
+    return state is _IN_PROGRESS or state is _TO_COMPLETE
