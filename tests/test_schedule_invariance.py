@@ -191,7 +191,7 @@ def random_schedule(chance):
     chunking = chance.choice([*ContextChunkingPolicy]) if chunked else None
     tokens_per_block = chance.choice([2, 4, 4, 8])
     tight = -(-LONGEST // tokens_per_block)
-    num_blocks = chance.choice([tight, tight + 2, 2 * tight, 4 * tight])
+    num_blocks = chance.choice([tight, tight + 2, 2 * tight, 4 * tight, 6 * tight])
     ahead = chance.choice(["neither", "run_ahead", "overlap" if OVERLAP else "run_ahead"])
     # what is paused runs as one context again, unless it may run in chunks
     max_num_tokens = chance.randint(max(8, tokens_per_block), 40) if chunked else 48
@@ -229,7 +229,7 @@ def run(seed, counts):
     waiting, streaming = list(chosen), set()
     iteration = 0
     while loop.pending is not None or num_finals(host) < len(chosen):
-        if not iteration % 3:
+        if not iteration % 2:
             while waiting:
                 template, is_streaming = waiting.pop(), chance.random() < 0.4
                 streaming |= {template.request_id} if is_streaming else set()
@@ -323,7 +323,7 @@ AT_LEAST = {
     "tokens": 2500,
     "steps": 2000,
     "steps of 3 requests or more": 250,
-    "steps of both phases": 250,
+    "steps of both phases": 200,
     "unfinished chunks": 250,
     "pauses": 80,
     "reused blocks": 250,
@@ -341,7 +341,7 @@ AT_LEAST = {
     "CANCELLED": 10,
 }
 if OVERLAP:
-    AT_LEAST |= {"overlap": 20, "second micro batches": 200}
+    AT_LEAST |= {"overlap": 20, "second micro batches": 80}
 if BATCHING_SCHEMES:
     AT_LEAST |= {"V1": 12, "INFLIGHT_BATCHING": 12}
 
