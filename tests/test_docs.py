@@ -13,6 +13,7 @@ from gptmanager.api import PROPERTY_OF_TENSOR
 from gptmanager.life import NEXT_MANAGER_STATES
 from gptmanager.loop import TokenLoop
 from gptmanager.request import NEXT_STATES, LlmRequestState
+from gptmanager.testing import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -81,6 +82,11 @@ def test_the_statistics_tables_are_those_of_the_schema():
     flat = schema["properties"]
     names = set(flat) - {"gptmanager"} | set(flat["gptmanager"]["properties"])
     assert set(table_names(page("statistics.md"))) - {"key", "---"} == names
+
+
+def test_the_rules_of_schedulers_are_those_of_the_kit():
+    rows = re.findall(r"^\| ([a-z-]+) \| (.*) \|$", page("testing.md"), flags=re.MULTILINE)
+    assert dict(rows[2:]) == RULES  # behind the head of the table
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

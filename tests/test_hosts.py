@@ -20,6 +20,7 @@ import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from loop_driver import expected_output, next_token
+from shorthand import params, request
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -28,7 +29,6 @@ from gptmanager import (
     InferenceRequest,
     KvCacheConfig,
     ModelType,
-    OptionalParams,
     SchedulerConfig,
 )
 from gptmanager import manager as manager_module
@@ -48,16 +48,6 @@ from gptmanager.scheduler import (
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
-
-
-def request(request_id, prompt, max_new_tokens, **by_name):
-    return InferenceRequest.from_tokens(request_id, prompt, max_new_tokens, **by_name)
-
-
-def params(**options):
-    options.setdefault("kv_cache_config", KvCacheConfig(max_tokens=256, tokens_per_block=4))
-    options.setdefault("max_batch_size", 4)
-    return OptionalParams(**options)
 
 
 def start(host, script=next_token, options=None, config=None, **callbacks):
@@ -416,7 +406,7 @@ class PrintedScheduler(CapacityScheduler):
         pending_requests = []
         reserved_blocks = 0
         max_blocks = self.kv_cache_manager.get_max_resource_count()
-        for request in active_requests:
+        for request in active_requests:  # noqa: F402
             req_state = request.state
             # if request cannot be scheduled yet or request should no longer be scheduled, skip
             if (

@@ -13,15 +13,14 @@ import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from loop_driver import expected_output, next_token
+from shorthand import params, request
 
 from gptmanager import (
     CapacitySchedulerPolicy,
     FinishReason,
     GptManager,
-    InferenceRequest,
     KvCacheConfig,
     ModelType,
-    OptionalParams,
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError, ManagerDeadError
@@ -31,16 +30,6 @@ from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedMode
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
-
-
-def request(request_id, prompt, max_new_tokens, **by_name):
-    return InferenceRequest.from_tokens(request_id, prompt, max_new_tokens, **by_name)
-
-
-def params(**options):
-    options.setdefault("kv_cache_config", KvCacheConfig(max_tokens=256, tokens_per_block=4))
-    options.setdefault("max_batch_size", 4)
-    return OptionalParams(**options)
 
 
 def model(script=next_token, **options):

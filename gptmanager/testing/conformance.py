@@ -35,8 +35,8 @@ class Violation:
         scenario = str(self.scenario).replace("\n", "\n  ")
         return (
             f"{self.rule}: {RULES[self.rule]}\n"
-            f"  broken in {self.num_scenarios} scenarios; seed {self.seed}, "
-            f"iteration {self.iteration}{request}:\n  {self.text}\n  {scenario}"
+            f"  scenarios that break it: {self.num_scenarios}; seed {self.seed}, iteration "
+            f"{self.iteration}{request}:\n  {self.text}\n  {scenario}"
         )
 
 

@@ -56,7 +56,7 @@ class PlannedRequest:
         said += [f"priority {self.priority}"] if self.priority != 0.5 else []
         said += ["streams"] if self.is_streaming else []
         num_tokens = len(self.output()) if self.end_id is not None or self.stop_word else None
-        said += [f"{num_tokens} come before its end"] if num_tokens is not None else []
+        said += [f"ends itself after {num_tokens}"] if num_tokens is not None else []
         said += [f"stopped at iteration {self.stopped}"] if self.stopped is not None else []
         return ", ".join(said)
 
