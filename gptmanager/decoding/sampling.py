@@ -74,7 +74,6 @@ SLOT = np.dtype(
     ],
     align=True,
 )
-_LISTS = ("bias_ids", "bias_values", "bad_words", "bad_word_ends")
 _SMALL = 1 << 15  # logits: waking a second thread costs about as much
 
 
@@ -139,7 +138,9 @@ def sample_rows(address: int) -> None:
         x = t.logits + 4 * row * t.vocab_size
         if p.adjusts:
             history = t.histories + 4 * slot * t.history_size
-            adjust(x, t.vocab_size, p, history, get_long(t.positions, row), seen)
+            position = get_long(t.positions, row)
+            length = min(position, t.history_size)
+            adjust(x, t.vocab_size, p, history, length, position, seen)
         if t.tokens:
             _choose(t, p, row, x, weights)
         row = claim(address, NEXT_PART)
@@ -187,43 +188,53 @@ class Sampler:
         tokens count from there.
         """
         only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
-        row = self._params[slot]
-        row["seed"] = params.seed & (2**64 - 1)
-        row["prompt_len"] = orig_prompt_len
-        row["top_k"] = params.top_k if params.top_k < self.vocab_size else 0
-        row["top_p"], row["min_p"] = params.top_p, params.min_p
-        row["temperature"] = params.temperature if params.temperature > 0 else 1.0
-        row["greedy"] = params.greedy or only_best
-        row["log_probs"], row["normalized"] = wanted.log_probs, wanted.normalized
-        self._load_adjustments(slot, params, orig_prompt_len)
-
-    def _load_adjustments(self, slot: int, params: SamplingParams, orig_prompt_len: int) -> None:
-        row = self._params[slot]
         has_end = 0 <= params.end_id < self.vocab_size
-        row["end_id"] = params.end_id if has_end else 0
-        row["first_end"] = orig_prompt_len + params.min_length if has_end else 0
-        row["repetition"] = params.repetition_penalty
-        row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
-        row["ngram_size"] = params.no_repeat_ngram_size
+        first_end = orig_prompt_len + params.min_length if has_end else 0
+        penalizes = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        )
+        lists = self._load_lists(slot, params)
+        self._params[slot] = (  # in the order of SLOT
+            params.seed & (2**64 - 1),
+            orig_prompt_len,
+            params.top_k if params.top_k < self.vocab_size else 0,
+            params.end_id if has_end else 0,
+            first_end,
+            params.no_repeat_ngram_size,
+            *lists,
+            params.top_p,
+            params.min_p,
+            params.temperature if params.temperature > 0 else 1.0,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.greedy or only_best,
+            penalizes
+            or any(lists)
+            or params.no_repeat_ngram_size > 0
+            or first_end > orig_prompt_len,
+            penalizes,
+            wanted.log_probs,
+            wanted.normalized,
+        )
+
+    def _load_lists(self, slot: int, params: SamplingParams) -> tuple[int, ...]:
+        """Addresses and lengths, all 0 where there is nothing."""
         words = [word for word in params.bad_words if word]
+        ids, values = params.embedding_bias
+        if not (words or ids):
+            self._lists[slot] = ()
+            return (0,) * 6
         lists = self._lists[slot] = (
-            np.array(params.embedding_bias[0], dtype=np.int32),
-            np.array(params.embedding_bias[1], dtype=np.float32),
+            np.array(ids, dtype=np.int32),
+            np.array(values, dtype=np.float32),
             np.array([token for word in words for token in word], dtype=np.int32),
             np.cumsum([len(word) for word in words], dtype=np.int32),
         )
-        for name, array in zip(_LISTS, lists, strict=True):
-            row[name] = array.ctypes.data
-        row["num_biases"], row["num_bad_words"] = len(lists[0]), len(words)
-        penalties = row["presence"] != 0 or row["frequency"] != 0
-        row["penalizes"] = penalties or row["repetition"] != 1
-        row["adjusts"] = (
-            row["penalizes"]
-            or row["num_biases"] > 0
-            or row["num_bad_words"] > 0
-            or row["ngram_size"] > 0
-            or row["first_end"] > orig_prompt_len
-        )
+        bias_ids, bias_values, bad_words, ends = (array.ctypes.data for array in lists)
+        return bias_ids, bias_values, len(ids), bad_words, ends, len(words)
 
     def sample(
         self,
