@@ -8,7 +8,7 @@ runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,8 +108,10 @@ class TorchExecutor:
         with torch.inference_mode():
             if self._processing.is_on:
                 self._process(step)
-            tokens = self.sampler.sample(step.logits, step.lines, step.positions, log_probs)
-            step.beams = tuple(self._search(step))
+            if len(step.lines) == len(step.slots) and not self._has_beams(step.schedule):
+                tokens = self.sampler.sample(step.logits, step.lines, step.positions, log_probs)
+            else:
+                tokens = self._search(step, log_probs)
         if raw or step.context_logits or log_probs is not None:
             log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
             step.extras = Extras(log_probs, raw, step.context_logits)
@@ -153,10 +155,7 @@ class TorchExecutor:
             line = start.slot * width
             self._token_table[line, : len(start.tokens)] = start.tokens
             for beam in range(start.beam_width):
-                self.sampler.load(
-                    *(line + beam, start.sampling, start.orig_prompt_len, start.wanted),
-                    searches=start.beam_width > 1,
-                )
+                self.sampler.load(line + beam, start.sampling, start.orig_prompt_len, start.wanted)
             self._processing.start(start)
         self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
@@ -216,15 +215,34 @@ class TorchExecutor:
         )
         step.failed = {int(owners[index]): error for index, error in failed.items()}
 
-    def _search(self, step: TorchStep) -> Iterator[BeamCandidates]:
-        """The candidates of each row of several beams; its logits are adjusted and scaled."""
-        for index, row in enumerate(step.schedule.sampling_rows if self.max_beam_width > 1 else ()):
-            if row.beam_width > 1:
-                mine = step.logits[step.firsts[index] : step.firsts[index + 1]]
-                tokens, log_probs = _best(torch.log_softmax(mine, dim=1), 2 * row.beam_width)
-                yield BeamCandidates(
-                    tuple(map(tuple, tokens.tolist())), tuple(map(tuple, log_probs.tolist()))
-                )
+    def _has_beams(self, schedule: Schedule) -> bool:
+        return self.max_beam_width > 1 and any(row.beam_width > 1 for row in schedule.context_rows)
+
+    def _search(self, step: TorchStep, log_probs: np.ndarray | None) -> np.ndarray:
+        """Tokens of the sequences of one beam; candidates of the beams, whose tokens stay 0."""
+        rows, firsts = step.schedule.sampling_rows, step.firsts
+        widths = np.array([row.beam_width for row in rows], dtype=np.int64)
+        searched = np.repeat(widths > 1, np.diff(firsts))
+        tokens = np.zeros(len(step.lines), dtype=np.int32)
+        single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
+        logits = step.logits[torch.from_numpy(single)]
+        values = None if log_probs is None else log_probs[single]
+        tokens[single] = self.sampler.sample(
+            logits, step.lines[single], step.positions[single], values
+        )
+        if log_probs is not None:
+            log_probs[single] = values
+        logits = step.logits[torch.from_numpy(beams)]
+        scores = self.sampler.log_probs(logits, step.lines[beams], step.positions[beams])
+        found = []
+        for width, count in zip(widths[widths > 1], np.diff(firsts)[widths > 1], strict=True):
+            mine, scores = scores[:count], scores[count:]
+            ids, best = _best(mine, 2 * int(width))
+            found.append(
+                BeamCandidates(tuple(map(tuple, ids.tolist())), tuple(map(tuple, best.tolist())))
+            )
+        step.beams = tuple(found)
+        return tokens
 
     def _pack(
         self,

@@ -107,6 +107,22 @@ def test_rows_are_those_of_transformers(
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
+@given(cases())
+def test_what_beams_are_searched_by_is_adjusted_alike(
+    case: tuple[torch.Tensor, list[tuple[SamplingParams, list[int], int]]],
+) -> None:
+    logits, rows = case
+    histories = np.zeros((len(rows), LENGTH), dtype=np.int32)
+    sampler = Sampler(len(rows), logits.shape[1], histories)
+    for slot, (params, history, prompt_len) in enumerate(rows):
+        histories[slot, : len(history)] = history
+        sampler.load(slot, dataclasses.replace(params, temperature=0.7), prompt_len)
+    lengths = np.array([len(history) for _, history, _ in rows])
+    got = sampler.log_probs(logits.clone(), np.arange(len(rows)), lengths)
+    wanted = (adjusted(logits, rows) / 0.7).log_softmax(-1)
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
 def one(logits: list[float], history: list[int], prompt_len: int, **params: Any) -> list[float]:
     changed = adjusted(torch.tensor([logits]), [(SamplingParams(**params), history, prompt_len)])
     values: list[float] = changed[0].tolist()

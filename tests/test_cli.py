@@ -129,7 +129,9 @@ def test_wrong_lines_are_answered_and_the_others_run(run, tmp_path):
     assert errors[1] == errors[8] == ""
     assert errors[2].startswith("InvalidRequestError: line 2: no JSON")
     assert errors[3] == "InvalidRequestError: line 3: unknown field 'max_token'"
-    assert errors[4] == "InvalidRequestError: temperature = -1 must be at least 0"
+    assert errors[4] == (
+        "InvalidRequestError: Incorrect sampling config: temperature = -1 must be at least 0"
+    )
     assert errors[5].startswith("InvalidRequestError: input_ids[0] = 257 is outside the vocabulary")
     assert errors[6] == "InvalidRequestError: line 6: request_id = 1 is that of line 1"
     # and a person has seen each of them once

@@ -202,7 +202,7 @@ def alone(source):
             "enable_chunked_context": True,
             "max_num_tokens": 16,
         },
-        {"kv": {"max_tokens": 88}, "policy": MAX_UTILIZATION},
+        {"kv": {"max_tokens": 80}, "policy": MAX_UTILIZATION},
         {"kv": {"max_tokens": 80}, "policy": MAX_UTILIZATION, "run_ahead": 1},
     ],
     ids=str,

@@ -53,11 +53,14 @@ def _penalize(
 
 @loop
 def _ends_with(history: int, length: int, tokens: int, start: int, count: int) -> bool:
-    """Whether the history ends with `count` tokens from `tokens[start]` on."""
+    """Whether the history ends with `count` tokens from `tokens[start]` on.
+
+    Compared from the last one back: what differs at all mostly does there.
+    """
     if count > length:
         return False
-    for i in range(count):
-        if get_int(history, length - count + i) != get_int(tokens, start + i):
+    for i in range(1, count + 1):
+        if get_int(history, length - i) != get_int(tokens, start + count - i):
             return False
     return True
 
@@ -81,7 +84,7 @@ def _ban_ngrams(x: int, size: int, n: int, history: int, length: int) -> None:
 
 
 @loop
-def adjust(x: int, size: int, p: Any, history: int, length: int, seen: int) -> None:
+def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, seen: int) -> None:
     """One row in place. `history` int32 `[length]`; `p` a record of `sampling.SLOT`."""
     for i in range(p.num_biases):
         token = get_int(p.bias_ids, i)
@@ -92,5 +95,5 @@ def adjust(x: int, size: int, p: Any, history: int, length: int, seen: int) -> N
         _ban_words(x, p, history, length)
     if p.ngram_size:
         _ban_ngrams(x, size, p.ngram_size, history, length)
-    if length < p.first_end:
+    if position < p.first_end:
         put(x, p.end_id, BANNED)

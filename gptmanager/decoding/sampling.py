@@ -71,7 +71,6 @@ SLOT = np.dtype(
         ("penalizes", np.bool_),
         ("log_probs", np.bool_),
         ("normalized", np.bool_),
-        ("searches", np.bool_),
     ],
     align=True,
 )
@@ -79,7 +78,10 @@ _SMALL = 1 << 15  # logits: waking a second thread costs about as much
 
 
 class SampleTask(ctypes.Structure):
-    """Addresses and sizes; `seen` and `weights` hold what one thread needs, for each."""
+    """Addresses and sizes; `seen` and `weights` hold what one thread needs, for each.
+
+    `tokens` 0: rows are adjusted only.
+    """
 
     _fields_ = task_fields(
         "logits slots positions params histories tokens log_probs seen weights"
@@ -122,12 +124,6 @@ def _choose(t: Any, p: Any, row: int, x: int, weights: int) -> None:
         put(t.log_probs, row, np.float32(_log_prob(p, x, token, top, whole)))
 
 
-@loop
-def _scale(x: int, size: int, temperature: Any) -> None:
-    for i in range(size):
-        put(x, i, get(x, i) / temperature)
-
-
 def sample_rows(address: int) -> None:
     """One row after another, each adjusted in place, then its token chosen."""
     t = task_at(address, _TASK)
@@ -142,11 +138,10 @@ def sample_rows(address: int) -> None:
         x = t.logits + 4 * row * t.vocab_size
         if p.adjusts:
             history = t.histories + 4 * slot * t.history_size
-            adjust(x, t.vocab_size, p, history, get_long(t.positions, row), seen)
-        if p.searches:
-            _scale(x, t.vocab_size, p.temperature)
-            put_int(t.tokens, row, 0)
-        else:
+            position = get_long(t.positions, row)
+            length = min(position, t.history_size)
+            adjust(x, t.vocab_size, p, history, length, position, seen)
+        if t.tokens:
             _choose(t, p, row, x, weights)
         row = claim(address, NEXT_PART)
 
@@ -185,66 +180,61 @@ class Sampler:
         self._weights = np.zeros((0, self._weights_size), dtype=np.float32)
 
     def load(
-        self,
-        slot: int,
-        params: SamplingParams,
-        orig_prompt_len: int,
-        wanted: Wanted = NO_EXTRAS,
-        *,
-        searches: bool = False,
+        self, slot: int, params: SamplingParams, orig_prompt_len: int, wanted: Wanted = NO_EXTRAS
     ) -> None:
         """The sequence in `slot` is sampled by `params`, which are valid, from now on.
-
-        `searches`: no token is chosen, it stays 0; what `sample` leaves in the row's logits are
-        those of a beam search, adjusted and divided by the temperature.
 
         `orig_prompt_len`: tokens that the host sent; min_length and the penalties of generated
         tokens count from there.
         """
         only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
         has_end = 0 <= params.end_id < self.vocab_size
+        first_end = orig_prompt_len + params.min_length if has_end else 0
         penalizes = (
             params.repetition_penalty != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
         )
+        lists = self._load_lists(slot, params)
+        self._params[slot] = (  # in the order of SLOT
+            params.seed & (2**64 - 1),
+            orig_prompt_len,
+            params.top_k if params.top_k < self.vocab_size else 0,
+            params.end_id if has_end else 0,
+            first_end,
+            params.no_repeat_ngram_size,
+            *lists,
+            params.top_p,
+            params.min_p,
+            params.temperature if params.temperature > 0 else 1.0,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.greedy or only_best,
+            penalizes
+            or any(lists)
+            or params.no_repeat_ngram_size > 0
+            or first_end > orig_prompt_len,
+            penalizes,
+            wanted.log_probs,
+            wanted.normalized,
+        )
+
+    def _load_lists(self, slot: int, params: SamplingParams) -> tuple[int, ...]:
+        """Addresses and lengths, all 0 where there is nothing."""
         words = [word for word in params.bad_words if word]
+        ids, values = params.embedding_bias
+        if not (words or ids):
+            self._lists[slot] = ()
+            return (0,) * 6
         lists = self._lists[slot] = (
-            np.array(params.embedding_bias[0], dtype=np.int32),
-            np.array(params.embedding_bias[1], dtype=np.float32),
+            np.array(ids, dtype=np.int32),
+            np.array(values, dtype=np.float32),
             np.array([token for word in words for token in word], dtype=np.int32),
             np.cumsum([len(word) for word in words], dtype=np.int32),
         )
-        row = self._params[slot]
-        row["seed"] = params.seed & (2**64 - 1)
-        row["prompt_len"] = orig_prompt_len
-        row["top_k"] = params.top_k if params.top_k < self.vocab_size else 0
-        row["end_id"] = params.end_id if has_end else 0
-        row["first_end"] = orig_prompt_len + params.min_length if has_end else 0
-        row["ngram_size"] = params.no_repeat_ngram_size
-        row["num_biases"], row["num_bad_words"] = len(lists[0]), len(words)
-        for name, array in zip(
-            ("bias_ids", "bias_values", "bad_words", "bad_word_ends"), lists, strict=True
-        ):
-            row[name] = array.ctypes.data
-        row["top_p"], row["min_p"] = params.top_p, params.min_p
-        row["temperature"] = params.temperature if params.temperature > 0 else 1.0
-        row["repetition"] = params.repetition_penalty
-        row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
-        row["greedy"] = params.greedy or only_best
-        row["penalizes"] = penalizes
-        row["adjusts"] = bool(
-            penalizes
-            or words
-            or len(lists[0])
-            or params.no_repeat_ngram_size
-            or row["first_end"] > orig_prompt_len
-        )
-        row["log_probs"], row["normalized"] = wanted.log_probs, wanted.normalized
-        row["searches"] = searches
-
-    def wants_log_probs(self, slots: Ints) -> bool:
-        return bool(self._params["log_probs"][slots].any())
+        bias_ids, bias_values, bad_words, ends = (array.ctypes.data for array in lists)
+        return bias_ids, bias_values, len(ids), bad_words, ends, len(words)
 
     def sample(
         self,
@@ -259,17 +249,38 @@ class Sampler:
         `[S]`: the absolute position of the token to be chosen. `log_probs` float32 `[S]` is
         written to in rows whose slot wants that. ValueError for other logits.
         """
+        tokens = np.empty(len(slots), dtype=np.int32)
+        if log_probs is None:
+            log_probs = np.empty(len(slots), dtype=np.float32)
+        self._run(logits, slots, positions, tokens, log_probs)
+        return tokens
+
+    def log_probs(self, logits: Tensor, slots: Ints, positions: Ints) -> Tensor:
+        """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
+
+        The log-softmax after adjustments and temperature.
+        """
+        host_logits = self._run(logits, slots, positions, None, None)
+        host_logits /= torch.from_numpy(self._params["temperature"][slots])[:, None]
+        return torch.log_softmax(host_logits, dim=1).to(logits.device)
+
+    def _run(
+        self,
+        logits: Tensor,
+        slots: Ints,
+        positions: Ints,
+        tokens: npt.NDArray[np.int32] | None,
+        log_probs: npt.NDArray[np.float32] | None,
+    ) -> Tensor:
+        """Fill `tokens` and `log_probs`, None: only adjust. Returns the logits on the host."""
         given = (logits.dtype, tuple(logits.shape), logits.device.type)
         expected = (torch.float32, (len(slots), self.vocab_size), self._device.type)
         if given != expected:
             raise ValueError(f"logits are {given}, expected {expected}")
         rows = len(slots)
-        tokens = np.empty(rows, dtype=np.int32)
-        if not rows:
-            return tokens
-        if log_probs is None:
-            log_probs = np.empty(rows, dtype=np.float32)
         host_logits = logits.cpu().contiguous()
+        if not rows:
+            return host_logits
         slots, positions = _longs(slots), _longs(positions)
         num_threads = min(self._team.max_size, rows) if logits.numel() > _SMALL else 1
         self._make_room(num_threads)
@@ -280,8 +291,8 @@ class Sampler:
             positions=positions.ctypes.data,
             params=self._params.ctypes.data,
             histories=self._histories.ctypes.data,
-            tokens=tokens.ctypes.data,
-            log_probs=log_probs.ctypes.data,
+            tokens=0 if tokens is None else tokens.ctypes.data,
+            log_probs=0 if log_probs is None else log_probs.ctypes.data,
             seen=self._seen.ctypes.data,
             weights=self._weights.ctypes.data,
             num_slots=len(self._params),
@@ -290,7 +301,7 @@ class Sampler:
             weights_size=self._weights_size,
         )
         self._team.run(self._body, task, num_threads)
-        return tokens
+        return host_logits
 
     def _make_room(self, num_threads: int) -> None:
         if len(self._weights) < num_threads:

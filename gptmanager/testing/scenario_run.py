@@ -15,10 +15,11 @@ from gptmanager.assembly import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
 from gptmanager.inspection import audit
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.scripted import ScriptedExecutor
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import Intake
+from gptmanager.step import Failure, Intake
 from gptmanager.testing.hosts import ContractChecker, ContractViolation, RecordingCallbacks
 from gptmanager.testing.rules import Breach, Complaint, Decision, JudgedScheduler
 from gptmanager.testing.scenarios import PlannedRequest, Scenario, next_token
@@ -103,6 +104,12 @@ class _ScenarioHost:
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         self.checker.send_response(request_id, tensors, is_final, error)
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        """No planned request has a logits post-processor."""
+
+    def fail(self, failure: Failure) -> None:
+        """Nor does any effect fail."""
 
     def poll(self) -> None:
         self._stops = self.callbacks.poll_stop_signal()
