@@ -376,8 +376,8 @@ PLANTED = [
     (Rests, "progress", r"nobody has run for 8 iterations: .* needs \d+ blocks, \d+ of \d+ are"),
     (Favours, "progress", r"nobody has run for 8 iterations: LlmRequest\(\d*[13579], "),
     (TakesTurns, "no-starvation", r"was accepted \d+ iterations ago, paused \d+ times since"),
-    (Dices, "same-decisions", r"of two runs decided contexts \[.*, then contexts"),
-    (LearnsFromOthers, "same-decisions", r"call \d+ of two runs decided"),
+    (Dices, "same-decisions", r"of two runs one decided contexts \[.*, the other contexts"),
+    (LearnsFromOthers, "same-decisions", r"of two runs one decided .* at iteration \d+, the other"),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from gptmanager.testing.rules import RULES, Complaint, Decision
 from gptmanager.testing.scenario_run import CreateScheduler, Outcome, run_scenario
@@ -168,14 +169,18 @@ class _Tried:
 
 def _difference(one: Outcome, other: Outcome) -> list[tuple[int, Complaint]]:
     """The first decision in which two runs of one scenario differ."""
-    if one.decisions == other.decisions:
-        return []
-    pairs = enumerate(zip(one.decisions, other.decisions, strict=False))
-    call, (first, second) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-    text = f"call {call} of two runs decided {_told(first)}, then {_told(second)}"
-    return [(call, ("same-decisions", None, text))]
+    for first, second in zip_longest(one.decisions, other.decisions):
+        if first != second:
+            text = f"of two runs one decided {_told(first)}, the other {_told(second)}"
+            return [((first or second)[0], ("same-decisions", None, text))]
+    return []
 
 
-def _told(decision: Decision) -> str:
-    contexts, generation, paused = decision
-    return f"contexts {[*contexts]}, generation {[*generation]}, paused {[*paused]}"
+def _told(decided: tuple[int, Decision] | None) -> str:
+    if decided is None:
+        return "nothing more"
+    iteration, (contexts, generation, paused) = decided
+    return (
+        f"contexts {[*contexts]}, generation {[*generation]}, paused {[*paused]} at iteration "
+        f"{iteration}"
+    )

@@ -70,7 +70,8 @@ class Breach(Exception):
 class JudgedScheduler(RequestScheduler):
     """A scheduler, each of whose answers is judged; the first that breaks a rule raises Breach.
 
-    `decisions` has them all. `minor`: the first change of a list, which harms nothing at once.
+    `decisions` has those that broke none. `minor`: the first change of a list, which harms nothing
+    at once.
     """
 
     def __init__(

@@ -32,10 +32,11 @@ PATIENCE = 4  # a request may take so many times what all requests take one afte
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a scenario. `complaints`: the iteration and what was wrong there."""
+    """What came of a scenario. `complaints`: the iteration and what was wrong there; `decisions`:
+    the iteration and the answer."""
 
     complaints: list[tuple[int, Complaint]] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)
     iterations: int = 0
     pauses: int = 0
     chunks: int = 0
@@ -50,7 +51,7 @@ def run_scenario(
     What `create_scheduler` itself raises is the caller's.
     """
     run = _Run(create_scheduler, scenario, may_pause)
-    outcome = Outcome(decisions=run.judged.decisions)
+    outcome = Outcome(decisions=run.decisions)
     try:
         while not run.is_done():
             run.iterate()
@@ -134,6 +135,7 @@ class _Run:
         )
         self.loop.scheduler = self.judged
         self.minor: list[tuple[int, Complaint]] = []
+        self.decisions: list[tuple[int, Decision]] = []
         self._patience = PATIENCE * scenario.most_iterations + 4 * MAX_IDLE
         self._idle = 0
 
@@ -149,6 +151,8 @@ class _Run:
         except Exception as error:
             text = f"the loop ended with {response_text(error)}"
             raise Breach("accepted", None, text) from error
+        self.decisions += [(self.host.now, d) for d in self.judged.decisions]
+        self.judged.decisions.clear()
         if self.judged.minor is not None and not self.minor:
             self.minor.append((self.host.now, self.judged.minor))
         self._check_accounts()

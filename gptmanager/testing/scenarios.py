@@ -170,14 +170,6 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
     # what runs as one context must fit into a step: a prompt, after a pause all but the newest
     one_context = max_num_tokens if chunking is None else max_seq_len
     longest = min(max_seq_len, one_context + 1) if evicts else max_seq_len
-    beginning = [chance.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
-    arrivals = chance.choice(["at once", "in bursts", "one by one"])
-    requests, now = [], 0
-    for number in range(num_requests):
-        if arrivals == "one by one" or (arrivals == "in bursts" and chance.random() < 0.3):
-            now += chance.randint(1, 8)
-        request = _request(chance, number, now, beginning, longest, one_context)
-        requests.append(request)
     return Scenario(
         seed=seed,
         num_blocks=num_blocks,
@@ -190,8 +182,22 @@ def random_scenario(seed: int, *, evicts: bool = True) -> Scenario:
         block_reuse=chance.random() < 0.5,
         run_ahead=int(overlap_or_ahead == "run_ahead"),
         overlap=overlap_or_ahead == "overlap",
-        requests=tuple(requests),
+        requests=_requests(chance, num_requests, longest, one_context, max_seq_len),
     )
+
+
+def _requests(
+    chance: random.Random, count: int, longest: int, longest_prompt: int, max_seq_len: int
+) -> tuple[PlannedRequest, ...]:
+    """All at once, in bursts, or one by one."""
+    beginning = [chance.randrange(VOCAB_SIZE) for _ in range(max_seq_len)]
+    arrivals = chance.choice(["at once", "in bursts", "one by one"])
+    requests, now = [], 0
+    for number in range(count):
+        if arrivals == "one by one" or (arrivals == "in bursts" and chance.random() < 0.3):
+            now += chance.randint(1, 8)
+        requests.append(_request(chance, number, now, beginning, longest, longest_prompt))
+    return tuple(requests)
 
 
 def _request(
