@@ -219,6 +219,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         walk = self.schedulable(active_requests)
         fitting: RequestList = []
         paused: RequestList = []
+        preempting: LlmRequest | None = None  # whom others have been paused for
         blocks = position = 0
         while position < len(walk):
             request = walk[position]
@@ -233,6 +234,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
             if (
                 headroom is not None
                 and fitting
+                and request is not preempting
                 and not is_started(request)
                 and not (fits and headroom.suffices(request, needed, fitting, blocks))
             ):
@@ -247,6 +249,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
                 blocks += needed
                 position += 1
             else:
+                preempting = request
                 self._make_room(walk, position, paused)
         return fitting, paused
 
