@@ -48,13 +48,15 @@ class Match(NamedTuple):
 class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each under the block that holds the tokens before it.
 
-    A root for each `root_key`: what lies under two of them never meets.
+    A root for each `root_key`: what lies under two of them never meets. `version` grows with each
+    change: an answer stands as long as it does.
     """
 
-    __slots__ = ("tokens_per_block", "_nodes", "_roots")
+    __slots__ = ("tokens_per_block", "version", "_nodes", "_roots")
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
+        self.version = 0
         self._nodes: dict[int, Node] = {}  # by block
         self._roots: dict[Hashable, Node] = {}
 
@@ -133,6 +135,7 @@ class PrefixTree:
                     return
                 child = Node(block, key, node)
                 self._nodes[block] = node.children[key] = child
+                self.version += 1
                 insort(node.ordered, key)
             node = child
 
@@ -141,6 +144,7 @@ class PrefixTree:
         node = self._nodes.get(block)
         if node is None:
             return
+        self.version += 1
         self._detach(node)
         below = [node]
         while below:
@@ -150,6 +154,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget all blocks: what they hold is stale."""
+        self.version += 1
         self._nodes.clear()
         self._roots.clear()
 

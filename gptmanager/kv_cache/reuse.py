@@ -75,6 +75,16 @@ class CachingBlockPool(BlockPool):
                     free.move_to_end(block, last=False)
 
 
+class _Lookup(NamedTuple):
+    """The cached blocks of a prompt, and the last one's place in the tree of that version."""
+
+    request: LlmRequest
+    node: Node
+    blocks: list[int]
+    version: int
+    prompt_len: int
+
+
 class BlockReuse:
     """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
 
@@ -104,7 +114,7 @@ class BlockReuse:
         self._partial = enable_partial_reuse
         self._copies_partial = copy_on_partial_reuse
         self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
-        self._lookups: dict[int, tuple[LlmRequest, Node, list[int]]] = {}  # of those that wait
+        self._lookups: dict[int, _Lookup] = {}  # of those that wait
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def applies_to(self, request: LlmRequest) -> bool:
@@ -250,17 +260,23 @@ class BlockReuse:
         that place is gone.
         """
         tree, known = self.tree, self._lookups.get(request.request_id)
-        if known is not None and known[0] is request and tree.holds(known[1]):
-            blocks = known[2]
-            node: Node | None = tree.extend(known[1], blocks, request.tokens, request.prompt_len)
-            if node is known[1]:
-                return blocks
+        prompt_len = request.prompt_len
+        if known is not None and known.request is request:
+            if known.version == tree.version and known.prompt_len == prompt_len:
+                return known.blocks
         else:
-            blocks, node = tree.full_blocks(_root_key(request), request.tokens, request.prompt_len)
+            known = None
+        node: Node | None
+        if known is not None and tree.holds(known.node):
+            blocks = known.blocks
+            node = tree.extend(known.node, blocks, request.tokens, prompt_len)
+        else:
+            blocks, node = tree.full_blocks(_root_key(request), request.tokens, prompt_len)
         if node is not None:
             if len(self._lookups) >= _MAX_LOOKUPS:  # requests that ended while they waited
                 self._lookups.clear()
-            self._lookups[request.request_id] = request, node, blocks
+            lookup = _Lookup(request, node, blocks, tree.version, prompt_len)
+            self._lookups[request.request_id] = lookup
         return blocks
 
     # Proof --------------------------------------------------------------------------------------
