@@ -205,4 +205,5 @@ class KvCacheManager(KvSequences):
         reuse = self._reuse
         if reuse is None or request.request_id in self._sequences or not reuse.applies_to(request):
             return []
-        return list(takewhile(is_held, reuse.cached_blocks(request)))
+        blocks = reuse.cached_blocks(request)
+        return blocks and list(takewhile(is_held, blocks))
