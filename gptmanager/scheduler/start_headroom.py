@@ -36,20 +36,27 @@ class StartHeadroom:
         """
         headroom = self._resume_blocks if request.pause_count else 0
         if self._steps:
-            for other in taken[self._counted :]:
-                self._growth += self._growth_of(other)
-            self._counted = len(taken)
-            headroom = max(headroom, self._growth + self._growth_of(request))
+            if len(taken) > self._counted:
+                self._growth += self._growth_of(taken[self._counted :])
+                self._counted = len(taken)
+            headroom = max(headroom, self._growth + self._growth_of([request]))
         if not headroom:
             return True
         return self._kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
 
-    def _growth_of(self, request: LlmRequest) -> int:
-        """Blocks that it takes in the steps after this one, or until its end."""
-        stored = request.num_tokens
-        last = min(stored + self._steps, request.prompt_len + request.max_new_tokens - 1)
-        size = self._kv_cache_manager.tokens_per_block
-        return max(0, (last - 1) // size - (stored - 1) // size) * request.beam_width
+    def _growth_of(self, requests: RequestList) -> int:
+        """Blocks that they take in the steps after this one, or until their ends."""
+        steps, size = self._steps, self._kv_cache_manager.tokens_per_block
+        growth = 0
+        for request in requests:
+            stored = request.num_tokens
+            end = request.prompt_len + request.max_new_tokens - 1
+            last = stored + steps
+            if last > end:
+                last = end
+            if last > stored:
+                growth += ((last - 1) // size - (stored - 1) // size) * request.beam_width
+        return growth
 
 
 def is_started(request: LlmRequest) -> bool:
