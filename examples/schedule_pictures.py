@@ -61,6 +61,7 @@ class Machine:
     chunk_unit: int | None = None
     max_pauses: int | None = None
     resume_headroom_blocks: int = 0
+    start_headroom_steps: int = 0
 
 
 class Host:
@@ -145,6 +146,7 @@ def scheduler(machine: Machine, kv_cache: KvCacheManager) -> SimpleScheduler:
             kv_cache,
             max_pauses=machine.max_pauses,
             resume_headroom_blocks=machine.resume_headroom_blocks,
+            start_headroom_steps=machine.start_headroom_steps,
         )
     elif machine.policy is STATIC_BATCH:
         capacity = StaticBatchScheduler(size, kv_cache)
@@ -188,6 +190,7 @@ def outputs_of_512(policy: CapacitySchedulerPolicy) -> Trace:
         chunk_unit=32 if policy is MAX_UTILIZATION else None,
         max_pauses=3,
         resume_headroom_blocks=1,
+        start_headroom_steps=16,
     )
     early = [Job(64, 512, stops_at=count) for count in (128, 256, 384)]
     return run(machine, early + [Job(64, 512)] * 15)

@@ -308,6 +308,47 @@ def test_a_paused_request_starts_again_only_with_headroom() -> None:
     assert decide(with_three, active[1:]) == ([1, 2, 3], [])
 
 
+@pytest.mark.parametrize(("steps", "starts"), [(0, True), (4, True), (5, False)])
+def test_a_request_starts_only_where_all_can_go_on(steps: int, starts: bool) -> None:
+    kv = KvCacheManager(4, 10)
+    # 2 blocks are free: request 0 takes one in 5 steps, request 1 now and another in 5 steps
+    active = [generating(kv, 0, prompt_len=15), waiting(1, 6), waiting(2, 1)]
+    scheduler = MaxUtilizationScheduler(2, kv, start_headroom_steps=steps)
+    assert decide(scheduler, active) == ([0, 1] if starts else [0], [])
+    # alone it needs no headroom
+    assert decide(scheduler, active[1:2]) == ([1], [])
+
+
+def test_the_headroom_ends_with_the_outputs() -> None:
+    kv = KvCacheManager(3, 10)
+    active = [generating(kv, 0, prompt_len=5, max_new_tokens=5), waiting(1, 10, 10)]
+    # the first ends within its block, the second stores 19 of its 20 tokens: two blocks
+    assert decide(MaxUtilizationScheduler(2, kv, start_headroom_steps=99), active) == ([0, 1], [])
+    kv = KvCacheManager(2, 10)
+    active = [generating(kv, 0, prompt_len=5, max_new_tokens=5), waiting(1, 10, 10)]
+    assert decide(MaxUtilizationScheduler(2, kv, start_headroom_steps=99), active) == ([0], [])
+
+
+def test_the_headroom_takes_no_rights_from_a_higher_rank() -> None:
+    kv = KvCacheManager(3, 10)
+    lowest = generating(kv, 2)
+    active = [generating(kv, 0), waiting(1, 5), lowest]
+    scheduler = MaxUtilizationScheduler(8, kv, start_headroom_steps=20)
+    # a first start pauses the lower rank, as without the guard
+    assert decide(scheduler, active) == ([0, 1], [2])
+    # a start after a pause does not
+    assert decide(scheduler, [active[0], paused_often(active[1], 1), lowest]) == ([0], [2])
+
+
+def test_the_guards_of_a_bare_class_are_off() -> None:
+    kv = KvCacheManager(1)
+    scheduler = MaxUtilizationScheduler(1, kv)
+    assert scheduler.max_pauses is None
+    assert scheduler.resume_headroom_blocks == scheduler.start_headroom_steps == 0
+    assert not GuaranteedNoEvictScheduler(1, kv).started_contexts_first
+    assert not StaticBatchScheduler(1, kv).started_contexts_first
+
+
 # Constructors -----------------------------------------------------------------------------------
 
 
@@ -322,6 +363,8 @@ def test_limits_are_checked(policy: Callable[..., CapacityScheduler]) -> None:
         MaxUtilizationScheduler(1, kv, max_pauses=-1)
     with pytest.raises(ConfigError, match="resume_headroom_blocks = -1"):
         MaxUtilizationScheduler(1, kv, resume_headroom_blocks=-1)
+    with pytest.raises(ConfigError, match="start_headroom_steps = -1"):
+        MaxUtilizationScheduler(1, kv, start_headroom_steps=-1)
 
 
 def test_the_base_class_is_abstract() -> None:

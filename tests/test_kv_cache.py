@@ -905,3 +905,27 @@ KvCacheMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestKvCacheMachine = KvCacheMachine.TestCase
+
+
+def test_the_sum_of_one_step_needs_is_the_sum_of_each() -> None:
+    for window, sink, cross in ((None, 0, False), (11, 3, False), (None, 0, True)):
+        kv = KvCacheManager(
+            500, 4, max_attention_window=window, sink_token_length=sink, cross=cross
+        )
+        requests = []
+        for number in range(60):
+            request = LlmRequest(
+                number,
+                1 + number % 7,
+                1 + number % 9,
+                beam_width=1 + number % 2,
+                num_draft_tokens=number % 3,
+                encoder_len=5,
+            )
+            request.move_to_next_context_chunk()
+            for _ in range(1 + number % request.max_new_tokens):
+                request.add_token()
+            requests.append(request)
+        for lookahead in (False, True):
+            needs = [kv.get_needed_blocks_one_step(request, lookahead) for request in requests]
+            assert kv.sum_needed_blocks_one_step(requests, lookahead) == sum(needs)

@@ -202,7 +202,7 @@ def test_the_page_is_one_file():
     assert not re.search(r'(src|href)="', text)
     assert "a &lt;/script&gt; title" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert len(data["columns"]) == 1410 and len(data["lanes"]) == 18
+    assert len(data["columns"]) == 1407 and len(data["lanes"]) == 18
     assert data["columns"][0] == [4, 0, 256, 8, 14, 0]
 
 

@@ -361,7 +361,9 @@ capacities: dict[str, Callable[[KvCacheManager], CapacityScheduler]] = {
     "static batch": lambda kv: StaticBatchScheduler(5, kv),
     "user": lambda kv: UserScheduler(5, kv),
     "max utilization": lambda kv: MaxUtilizationScheduler(5, kv),
-    "guarded": lambda kv: MaxUtilizationScheduler(5, kv, max_pauses=2, resume_headroom_blocks=3),
+    "guarded": lambda kv: MaxUtilizationScheduler(
+        5, kv, max_pauses=2, resume_headroom_blocks=3, start_headroom_steps=4
+    ),
 }
 
 

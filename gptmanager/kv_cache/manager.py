@@ -153,6 +153,12 @@ class KvCacheManager(KvSequences):
             needed -= len(self._held_prefix(request, self._what_if.is_held))
         return needed
 
+    def sum_needed_blocks_one_step(
+        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
+    ) -> int:
+        """The sum of `get_needed_blocks_one_step` over generating `requests`, in one go."""
+        return self._needs.sum_one_step(requests, two_step_lookahead)
+
     # What if --------------------------------------------------------------------------------
 
     def start_scheduling(self) -> None:
@@ -205,4 +211,5 @@ class KvCacheManager(KvSequences):
         reuse = self._reuse
         if reuse is None or request.request_id in self._sequences or not reuse.applies_to(request):
             return []
-        return list(takewhile(is_held, reuse.cached_blocks(request)))
+        blocks = reuse.cached_blocks(request)
+        return blocks and list(takewhile(is_held, blocks))

@@ -5,6 +5,8 @@ Pure counting from a request's lengths. Knows nothing of which block is free or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gptmanager.errors import ConfigError
 from gptmanager.request import LlmRequest, LlmRequestState
 
@@ -110,6 +112,25 @@ class BlockNeeds:
         size = self.tokens_per_block
         return ((end - 1) // size - (stored - 1) // size) * request.beam_width
 
+    def sum_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
+        """The sum of `one_step` over `requests`, in one go."""
+        size, bubble, last = self.tokens_per_block, self.bubble, self.max_slots
+        total = 0
+        for request in requests:
+            stored = request.num_tokens - 1
+            if (
+                request.state is _IN_PROGRESS
+                and not request.num_draft_tokens
+                and not two_step_lookahead
+                and stored >= request.prompt_len
+                and stored + bubble < last
+            ):  # one token is stored: it takes blocks if it is the first of one
+                if not (stored + bubble) % size:
+                    total += request.beam_width
+            else:
+                total += self.one_step(request, two_step_lookahead)
+        return total
+
 
 class CrossBlockNeeds(BlockNeeds):
     """Needs of cross attention: the encoder's positions, shared by all beams, never more."""
@@ -145,3 +166,6 @@ class CrossBlockNeeds(BlockNeeds):
         if request.state < _IN_PROGRESS and request.is_first_context_chunk:
             return self.table_length(request.encoder_len)
         return 0
+
+    def sum_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
+        return sum(self.one_step(request, two_step_lookahead) for request in requests)

@@ -16,7 +16,7 @@ Tokens = tuple[int, ...]
 class Node:
     """One block: the tokens in it, behind those of its parents. Only a leaf may be partial."""
 
-    __slots__ = ("block", "children", "ordered", "parent", "root_key", "tokens")
+    __slots__ = ("block", "children", "num_stored", "ordered", "parent", "root_key", "tokens")
 
     def __init__(
         self, block: int, tokens: Tokens, parent: Node | None, root_key: Hashable = None
@@ -26,6 +26,7 @@ class Node:
         self.parent = parent
         self.root_key = root_key  # of a root
         self.children: dict[Tokens, Node] = {}
+        self.num_stored = 0  # children ever
         self.ordered: list[Tokens] = []  # the keys of `children`, sorted
 
 
@@ -48,13 +49,15 @@ class Match(NamedTuple):
 class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each under the block that holds the tokens before it.
 
-    A root for each `root_key`: what lies under two of them never meets.
+    A root for each `root_key`: what lies under two of them never meets. `version` is another one
+    after each change.
     """
 
-    __slots__ = ("tokens_per_block", "_nodes", "_roots")
+    __slots__ = ("tokens_per_block", "version", "_nodes", "_roots")
 
     def __init__(self, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
+        self.version = 0
         self._nodes: dict[int, Node] = {}  # by block
         self._roots: dict[Hashable, Node] = {}
 
@@ -90,6 +93,9 @@ class PrefixTree:
             node = child
             blocks.append(child.block)
         return node
+
+    def has_root(self, root_key: Hashable) -> bool:
+        return root_key in self._roots
 
     def holds(self, node: Node) -> bool:
         """Whether an earlier answer, with all that led to it, is still in its place."""
@@ -133,6 +139,8 @@ class PrefixTree:
                     return
                 child = Node(block, key, node)
                 self._nodes[block] = node.children[key] = child
+                node.num_stored += 1
+                self.version += 1
                 insort(node.ordered, key)
             node = child
 
@@ -141,6 +149,7 @@ class PrefixTree:
         node = self._nodes.get(block)
         if node is None:
             return
+        self.version += 1
         self._detach(node)
         below = [node]
         while below:
@@ -150,6 +159,7 @@ class PrefixTree:
 
     def clear(self) -> None:
         """Forget all blocks: what they hold is stale."""
+        self.version += 1
         self._nodes.clear()
         self._roots.clear()
 

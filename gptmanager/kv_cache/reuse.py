@@ -75,6 +75,61 @@ class CachingBlockPool(BlockPool):
                     free.move_to_end(block, last=False)
 
 
+class MissingBlock:
+    """The first block that a prompt does not find: compared often, so that its hash is kept."""
+
+    __slots__ = ("_hash", "key")
+
+    def __init__(self, root_key: Hashable, parent: int, tokens: tuple[int, ...]) -> None:
+        self.key = root_key, parent, tokens
+        self._hash = hash(self.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MissingBlock) and self.key == other.key
+
+
+class _Lookup:
+    """The cached full blocks of a prompt, and the first that is missing, while `node` stands.
+
+    `node` is the last block's, which had stored `num_stored` children when the search ended.
+    """
+
+    __slots__ = ("blocks", "missing", "node", "num_stored", "prompt_len", "request", "version")
+
+    def __init__(self, request: LlmRequest, tree: PrefixTree) -> None:
+        root_key = _root_key(request)
+        self.request = request
+        self.version = tree.version
+        self.prompt_len = end = request.prompt_len
+        self.blocks, self.node = tree.full_blocks(root_key, request.tokens, end)
+        self.num_stored = 0 if self.node is None else self.node.num_stored
+        start, size = len(self.blocks) * tree.tokens_per_block, tree.tokens_per_block
+        self.missing: MissingBlock | None = None
+        if start + size <= end:
+            parent = self.blocks[-1] if self.blocks else NO_BLOCK
+            self.missing = MissingBlock(
+                root_key, parent, tuple(request.tokens[start : start + size])
+            )
+
+    def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
+        """Whether a new search for `request` would end where this one did."""
+        if self.request is not request or self.prompt_len != request.prompt_len:
+            return False
+        if self.version == tree.version:
+            return True
+        node = self.node
+        if node is None:
+            stands = not tree.has_root(_root_key(request))
+        else:
+            stands = self.num_stored == node.num_stored and tree.holds(node)
+        if stands:
+            self.version = tree.version
+        return stands
+
+
 class BlockReuse:
     """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
 
@@ -104,7 +159,7 @@ class BlockReuse:
         self._partial = enable_partial_reuse
         self._copies_partial = copy_on_partial_reuse
         self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
-        self._lookups: dict[int, tuple[LlmRequest, Node, list[int]]] = {}  # of those that wait
+        self._lookups: dict[int, _Lookup] = {}  # of those that wait
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def applies_to(self, request: LlmRequest) -> bool:
@@ -215,20 +270,15 @@ class BlockReuse:
         """The full blocks of the prompt that a new sequence would share, in order."""
         if not request.reads_cache:
             return []
-        return self._lookup(request)[: (request.prompt_len - 1) // self.tree.tokens_per_block]
+        blocks = self._lookup(request).blocks
+        return blocks and blocks[: (request.prompt_len - 1) // self.tree.tokens_per_block]
 
     def first_missing(self, request: LlmRequest) -> Hashable | None:
         """The prompt up to its first full block that is not cached; None: all full ones are.
 
         Equal for two requests, while nothing changes, if and only if these tokens are.
         """
-        size = self.tree.tokens_per_block
-        blocks = self._lookup(request)
-        start = len(blocks) * size
-        if start + size > request.prompt_len:
-            return None
-        parent = blocks[-1] if blocks else NO_BLOCK
-        return _root_key(request), parent, tuple(request.tokens[start : start + size])
+        return self._lookup(request).missing
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
@@ -245,25 +295,14 @@ class BlockReuse:
         finally:
             self.pool.release(reversed(held))
 
-    def _lookup(self, request: LlmRequest) -> list[int]:
-        """The cached full blocks of the whole prompt.
-
-        Schedulers ask again and again while it waits: the search goes on where it ended, unless
-        that place is gone.
-        """
-        tree, known = self.tree, self._lookups.get(request.request_id)
-        if known is not None and known[0] is request and tree.holds(known[1]):
-            blocks = known[2]
-            node: Node | None = tree.extend(known[1], blocks, request.tokens, request.prompt_len)
-            if node is known[1]:
-                return blocks
-        else:
-            blocks, node = tree.full_blocks(_root_key(request), request.tokens, request.prompt_len)
-        if node is not None:
+    def _lookup(self, request: LlmRequest) -> _Lookup:
+        """What is cached of the prompt. Schedulers ask again and again while it waits."""
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or not lookup.stands(request, self.tree):
             if len(self._lookups) >= _MAX_LOOKUPS:  # requests that ended while they waited
                 self._lookups.clear()
-            self._lookups[request.request_id] = request, node, blocks
-        return blocks
+            lookup = self._lookups[request.request_id] = _Lookup(request, self.tree)
+        return lookup
 
     # Proof --------------------------------------------------------------------------------------
 

@@ -51,8 +51,10 @@ def explain_wait(bounds: Bounds, load: Load, wish: Wish) -> tuple[Reason, str]:
         text = f"its {what} ({least}) does not fit into the {left} tokens that are left of "
         return Reason.TOKENS, f"{text}max_num_tokens = {bounds.max_num_tokens}"
     text = f"{wish.next_blocks} of {load.free_blocks} free blocks would do for its next step"
-    if wish.was_paused and bounds.policy == "MAX_UTILIZATION":
-        return Reason.BLOCKS, f"{text}, but once paused it resumes only when some stay free"
+    # a headroom for those that run: up to a block each
+    is_tight = wish.next_blocks + load.num_running >= load.free_blocks
+    if bounds.policy == "MAX_UTILIZATION" and (wish.was_paused or is_tight):
+        return Reason.BLOCKS, f"{text}, but it starts only where those that run can go on too"
     return Reason.OTHER, text
 
 

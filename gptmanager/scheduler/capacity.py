@@ -217,9 +217,10 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         pages = AdapterPages(self.peft_cache_manager)
         delay = reuse_delay(kv_cache_manager, active_requests)
         walk = self.schedulable(active_requests)
-        fitting: RequestList = []
+        fitting, blocks = self._generating_first(walk)
         paused: RequestList = []
-        blocks = position = 0
+        preempting: LlmRequest | None = None  # whom others have been paused for
+        position = len(fitting)
         while position < len(walk):
             request = walk[position]
             if delay is not None and delay.delays(request):
@@ -233,6 +234,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
             if (
                 headroom is not None
                 and fitting
+                and request is not preempting
                 and not is_started(request)
                 and not (fits and headroom.suffices(request, needed, fitting, blocks))
             ):
@@ -247,8 +249,28 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
                 blocks += needed
                 position += 1
             else:
+                preempting = request
                 self._make_room(walk, position, paused)
         return fitting, paused
+
+    def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
+        """The generating requests at the head of `walk`, and their blocks, if all of them fit.
+
+        The walk would take them one by one; mostly that is all it does.
+        """
+        needed_by_all = getattr(self.kv_cache_manager, "sum_needed_blocks_one_step", None)
+        if needed_by_all is None:
+            return [], 0
+        end = 0
+        for request in walk:
+            if request.state is not _IN_PROGRESS or request.lora_task_id is not None:
+                break
+            end += 1
+        head = walk[: min(end, self.max_num_requests)]
+        blocks: int = needed_by_all(head, self.two_step_lookahead)
+        if self.kv_cache_manager.scheduling_has_free_blocks(blocks):
+            return head, blocks
+        return [], 0
 
     def _headroom(self) -> StartHeadroom | None:
         blocks, steps = self.resume_headroom_blocks, self.start_headroom_steps

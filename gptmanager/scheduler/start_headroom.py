@@ -17,8 +17,8 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class StartHeadroom:
     """One pass of a scheduler, within its what-if.
 
-    `resume_blocks` stay free beside a paused request that starts again; beside any request that
-    starts, what it and those taken store in their next `steps` steps.
+    Beside others, a request starts only if the blocks stay free that it and those taken take in
+    their next `steps` steps, or until their ends, and `resume_blocks` if it has been paused.
     """
 
     __slots__ = ("_counted", "_growth", "_kv_cache_manager", "_resume_blocks", "_steps")
@@ -36,19 +36,27 @@ class StartHeadroom:
         """
         headroom = self._resume_blocks if request.pause_count else 0
         if self._steps:
-            for other in taken[self._counted :]:
-                self._growth += self._growth_of(other)
-            self._counted = len(taken)
-            growth = self._growth + self._growth_of(request)
-            headroom = max(headroom, -(-growth // self._kv_cache_manager.tokens_per_block))
+            if len(taken) > self._counted:
+                self._growth += self._growth_of(taken[self._counted :])
+                self._counted = len(taken)
+            headroom = max(headroom, self._growth + self._growth_of([request]))
         if not headroom:
             return True
         return self._kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
 
-    def _growth_of(self, request: LlmRequest) -> int:
-        """Positions that it stores in the next steps, or until its end."""
-        left = request.max_new_tokens - request.num_tokens + request.prompt_len
-        return (left if left < self._steps else self._steps) * request.beam_width
+    def _growth_of(self, requests: RequestList) -> int:
+        """Blocks that they take in the steps after this one, or until their ends."""
+        steps, size = self._steps, self._kv_cache_manager.tokens_per_block
+        growth = 0
+        for request in requests:
+            stored = request.num_tokens
+            end = request.prompt_len + request.max_new_tokens - 1
+            last = stored + steps
+            if last > end:
+                last = end
+            if last > stored:
+                growth += ((last - 1) // size - (stored - 1) // size) * request.beam_width
+        return growth
 
 
 def is_started(request: LlmRequest) -> bool:
