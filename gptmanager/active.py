@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.stop_words import StopWords
+from gptmanager.prompt_table import PromptTable
 from gptmanager.request import NO_EXTRAS, LlmRequest, SamplingParams, Wanted
 
 
@@ -30,6 +31,7 @@ class ActiveRequest(LlmRequest):
         "length_limit",
         "num_sent",
         "pad_id",
+        "prompt_table",
         "queue_deadline",
         "sampling",
         "stop_state",
@@ -55,6 +57,7 @@ class ActiveRequest(LlmRequest):
         arrival_time: float = 0.0,
         cache_salt: str | int | None = None,
         wanted: Wanted = NO_EXTRAS,
+        prompt_table: PromptTable | None = None,
     ) -> None:
         super().__init__(
             request_id,
@@ -62,8 +65,10 @@ class ActiveRequest(LlmRequest):
             max_new_tokens,
             priority=priority,
             arrival_time=arrival_time,
-            cache_salt=cache_salt,
+            # cached blocks of equal ids hold something else with another table
+            cache_salt=(cache_salt, prompt_table.digest) if prompt_table else cache_salt,
         )
+        self.prompt_table = prompt_table
         self.sampling = sampling
         self.end_id = sampling.end_id
         self.pad_id = pad_id

@@ -166,6 +166,7 @@ class Allocator:
                 request.orig_prompt_len,
                 request.sampling,
                 request.wanted_from_start,
+                request.prompt_table,
             )
         )
         (block_ids,) = self.kv_cache.block_ids(request.request_id)

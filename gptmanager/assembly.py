@@ -82,6 +82,7 @@ class Blueprint:
     sizes: Sizes
     vocab_size: int
     custom_scheduler: str = ""
+    hidden_size: int = 0  # of the embeddings that a request may bring; 0: none
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Blueprint:
@@ -126,7 +127,13 @@ def assemble(
     """Load the model, size and allocate the KV cache, build the loop."""
     model = _model(source, params)
     sizes = size(params, scheduler_config, model.spec)
-    blueprint = Blueprint(params, scheduler_config, sizes, model.spec.vocab_size)
+    blueprint = Blueprint(
+        params,
+        scheduler_config,
+        sizes,
+        model.spec.vocab_size,
+        hidden_size=getattr(model.spec, "hidden_size", 0),
+    )
     executor = TorchExecutor(
         model,
         KvPool(
@@ -186,7 +193,7 @@ def build_loop(
         executor,
         _scheduler(params, blueprint.scheduler, sizes, allocator.kv_cache),
         allocator,
-        _limits(params, blueprint.scheduler, sizes, blueprint.vocab_size),
+        _limits(blueprint),
         max_active=params.max_batch_size if max_active == "auto" else max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
@@ -214,13 +221,12 @@ def _model(source: Any, params: OptionalParams) -> Model:
     )
 
 
-def _limits(
-    params: OptionalParams, scheduler_config: SchedulerConfig, sizes: Sizes, vocab_size: int
-) -> Limits:
-    policy = scheduler_config.capacity_scheduler_policy
+def _limits(blueprint: Blueprint) -> Limits:
+    params, sizes = blueprint.params, blueprint.sizes
+    policy = blueprint.scheduler.capacity_scheduler_policy
     evicts = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
     return Limits(
-        vocab_size=vocab_size,
+        vocab_size=blueprint.vocab_size,
         max_seq_len=sizes.max_seq_len,
         max_input_len=sizes.max_input_len,
         pool_limited=sizes.pool_limited,
@@ -231,6 +237,7 @@ def _limits(
         gather_context_logits=params.gather_context_logits,
         gather_generation_logits=params.gather_generation_logits,
         normalize_log_probs=params.normalize_log_probs,
+        hidden_size=blueprint.hidden_size,
         seed=params.seed,
     )
 

@@ -19,6 +19,7 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
+from gptmanager.prompt_embeddings import PromptEmbeddings
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
 from gptmanager.step import ContextLogits, Extras, Row, Schedule, StepResult
 
@@ -50,6 +51,7 @@ class TorchExecutor:
         self.model = model
         self.kv_pool = kv_pool
         self._outputs = SlotOutputs(num_slots)
+        self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._token_table = np.zeros((num_slots, max_seq_len), dtype=np.int32)
         self.sampler = Sampler(num_slots, model.spec.vocab_size, self._token_table)
@@ -113,6 +115,7 @@ class TorchExecutor:
         for start in schedule.starts:
             self._token_table[start.slot, : len(start.tokens)] = start.tokens
             self.sampler.load(start.slot, start.sampling, start.orig_prompt_len, start.wanted)
+            self._embeddings.load(start)
         self._outputs.load(schedule.starts)
         for append in schedule.block_appends:
             end = append.first + len(append.block_ids)
@@ -138,8 +141,10 @@ class TorchExecutor:
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
             sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
+        token_ids = self._token_table[token_slots, positions].astype(np.int64)
+        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, token_slots)
         return Batch(
-            token_ids=torch.from_numpy(self._token_table[token_slots, positions].astype(np.int64)),
+            token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             row_starts=torch.from_numpy(row_starts),
             kv_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
@@ -149,6 +154,8 @@ class TorchExecutor:
             sample_index=torch.from_numpy(sample_index),
             sample_rows=torch.from_numpy(sample_rows),
             num_context_rows=len(schedule.context_rows),
+            prompt_index=prompt_index,
+            prompt_embeddings=prompt_embeddings,
         )
 
 

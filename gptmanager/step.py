@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptmanager.api import InferenceRequest
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.prompt_table import PromptTable
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
 
@@ -62,6 +63,7 @@ class SequenceStart(NamedTuple):
     orig_prompt_len: int
     sampling: SamplingParams
     wanted: Wanted = NO_EXTRAS
+    prompt_table: PromptTable | None = None
 
 
 class BlockAppend(NamedTuple):

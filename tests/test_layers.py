@@ -15,6 +15,7 @@ LAYERS = """
 errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
 config_check            which configurations a manager takes (no torch)
+prompt_table            a request's own embeddings, on their way (no torch)
 request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
 api                     what a host gives and gets: InferenceRequest, NamedTensor
 tensors                 one typed value out of whatever a host put under a name
@@ -69,6 +70,7 @@ decoding.beam_search    beams and their parents
 decoding.guided         grammars as masks
 decoding
 
+prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
 executor                one step, on a device
 active                  a request from its admission to its final response

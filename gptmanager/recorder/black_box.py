@@ -29,6 +29,10 @@ _MADE_OF = frozenset(
 )
 
 
+# what is large and not needed by a replay
+_HIDDEN = frozenset({"embeddings"})
+
+
 class BlackBox:
     """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them."""
 
@@ -71,7 +75,7 @@ class LoopState:
         state = {name: value for name, value in vars(loop).items() if name not in _MADE_OF}
         pending = state["pending"]
         state["pending"] = None if pending is None else pending.schedule
-        self._graph = GraphWriter(growing=frozenset({"tokens"}))
+        self._graph = GraphWriter(growing=frozenset({"tokens"}), hidden=_HIDDEN)
         self._root = self._graph.add(state)
 
     def plain(self) -> dict[str, Any]:

@@ -39,10 +39,16 @@ class Growing:
 
 
 class GraphWriter:
-    """Collects objects, each once. `growing`: attributes that hold lists which only ever grow."""
+    """Collects objects, each once. `growing`: attributes that hold lists which only ever grow.
 
-    def __init__(self, growing: frozenset[str] = frozenset()) -> None:
+    `hidden`: attributes that are None in what comes of it.
+    """
+
+    def __init__(
+        self, growing: frozenset[str] = frozenset(), hidden: frozenset[str] = frozenset()
+    ) -> None:
         self._growing = growing
+        self._hidden = hidden
         self._places: dict[int, int] = {}
         self._kept: list[Any] = []  # alive, so that no id is given twice
         self._entries: list[dict[str, Any]] = []
@@ -109,6 +115,8 @@ class GraphWriter:
         if hasattr(value, "__dict__"):
             attributes = vars(value)
             names, values = (*names, *attributes), [*values, *attributes.values()]
+        for name in self._hidden.intersection(names):
+            values[names.index(name)] = None
         for name in self._growing.intersection(names):
             place = names.index(name)
             if type(values[place]) is list:

@@ -22,6 +22,7 @@ import torch
 
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import GptManagerError, response_text
+from gptmanager.prompt_table import PromptTable
 
 _T = TypeVar("_T")
 
@@ -69,6 +70,8 @@ def _plain(value: Any) -> Any:
         return plain_request(value)
     if isinstance(value, BaseException):
         return str(value) if isinstance(value, RecordedError) else response_text(value)
+    if isinstance(value, PromptTable):
+        return value.digest
     if isinstance(value, np.ndarray):  # not contiguous, or of a dtype that orjson lacks
         return value.tolist()
     raise RecordingError(f"a {type(value).__name__} cannot be recorded: {value!r}")
@@ -111,6 +114,8 @@ def _decode(hint: Any, data: Any, names: Mapping[str, list[str]]) -> Any:
         return np.array(data, dtype=np.int32)
     if hint is InferenceRequest:
         return request_from_plain(data)
+    if hint is PromptTable:
+        return PromptTable(None, data)
     if hint is BaseException:
         return RecordedError(data)
     if isinstance(hint, type) and issubclass(hint, Enum):
