@@ -6,6 +6,7 @@ from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.post_processor import RequestProcessor
+from gptmanager.prompt_table import PromptTable
 from gptmanager.request import (
     NO_EXTRAS,
     LlmRequest,
@@ -40,6 +41,7 @@ class ActiveRequest(LlmRequest):
         "num_sent",
         "pad_id",
         "processor",
+        "prompt_table",
         "queue_deadline",
         "sampling",
         "search",
@@ -69,6 +71,7 @@ class ActiveRequest(LlmRequest):
         processor: RequestProcessor | None = None,
         client_id: int | None = None,
         wanted: Wanted = NO_EXTRAS,
+        prompt_table: PromptTable | None = None,
     ) -> None:
         prepares = processor is not None and processor.prepares
         super().__init__(
@@ -78,11 +81,13 @@ class ActiveRequest(LlmRequest):
             beam_width=1 if beams is None else beams.width,
             priority=priority,
             arrival_time=arrival_time,
-            cache_salt=cache_salt,
+            # cached blocks of equal ids hold something else with another table
+            cache_salt=(cache_salt, prompt_table.digest) if prompt_table else cache_salt,
             state=LlmRequestState.PREPARING if prepares else LlmRequestState.CONTEXT_INIT,
         )
         self.processor = processor
         self.client_id = client_id
+        self.prompt_table = prompt_table
         self.sampling = sampling
         self.search: BeamSearch | None = None
         if beams is not None:

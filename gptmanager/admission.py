@@ -18,6 +18,7 @@ from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.post_processor import read_post_processor
+from gptmanager.prompt_table import PromptTable
 from gptmanager.request import SamplingParams, Wanted
 from gptmanager.tensors import (
     INT32,
@@ -25,6 +26,7 @@ from gptmanager.tensors import (
     read_bool,
     read_float,
     read_int,
+    read_rows,
     read_token_ids,
     read_word_list,
 )
@@ -38,7 +40,7 @@ class Limits:
 
     `pool_limited`: it is the KV cache that bounds `max_seq_len`. `max_run_len` bounds prompt +
     new tokens - 1 where a request may have to run its whole history as one context again (an
-    evicting policy without chunks).
+    evicting policy without chunks). `hidden_size` 0: the model takes no embeddings of prompts.
     """
 
     vocab_size: int
@@ -53,6 +55,7 @@ class Limits:
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
     normalize_log_probs: bool = True
+    hidden_size: int = 0
     seed: int = 0
 
 
@@ -71,8 +74,6 @@ def _is(neutral: int) -> _Check:
 _LATER: dict[str, _Check] = {
     "num_return_sequences": _is(1),
     "position_ids": _never,
-    "prompt_embedding_table": _never,
-    "prompt_vocab_size": _never,
     "lora_task_id": _never,
     "lora_weights": _never,
     "lora_config": _never,
@@ -96,7 +97,8 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     for name in ("input_ids", "request_output_len"):
         if name not in tensors:
             raise InvalidRequestError(f"Undefined tensor: {name}")
-    prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size)
+    prompt_table, num_virtual = _read_prompt_table(tensors, limits)
+    prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
     max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
     max_new_tokens = _fit(request.request_id, len(prompt), max_new_tokens, limits)
     sampling = _read_sampling(request.request_id, tensors, limits)
@@ -122,6 +124,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         beams=beams,
         processor=read_post_processor(request.logits_post_processor),
         client_id=_client_id(request.client_id),
+        prompt_table=prompt_table,
         wanted=_read_wanted(tensors, limits),
     )
 
@@ -283,6 +286,21 @@ def _read_stop_words(tensors: dict[str, Any], limits: Limits) -> StopWords | Non
         return None
     words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
     return StopWords(words) if words else None
+
+
+def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[PromptTable | None, int]:
+    """The request's own embeddings, and how many token ids they add to the vocabulary."""
+    if "prompt_embedding_table" not in tensors:
+        if "prompt_vocab_size" in tensors:
+            raise InvalidRequestError("Undefined tensor: prompt_embedding_table")
+        return None, 0
+    if not limits.hidden_size:
+        raise InvalidRequestError("prompt_embedding_table is refused: the model takes none")
+    rows = read_rows(
+        "prompt_embedding_table", tensors["prompt_embedding_table"], limits.hidden_size
+    )
+    size = read_int("prompt_vocab_size", tensors.get("prompt_vocab_size", len(rows)), 1, len(rows))
+    return PromptTable(rows[:size]), size
 
 
 def _salt(value: Any) -> str | int | None:

@@ -182,6 +182,7 @@ class Allocator:
                 request.processor,
                 request.client_id,
                 request.wanted_from_start,
+                request.prompt_table,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

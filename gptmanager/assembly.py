@@ -103,6 +103,7 @@ class Blueprint:
     custom_scheduler: str = ""
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
     max_beam_width: int = 1
+    hidden_size: int = 0  # of the embeddings that a request may bring; 0: none
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Blueprint:
@@ -169,6 +170,7 @@ def assemble(
         model.spec.vocab_size,
         model_type=model_type,
         max_beam_width=max_beam_width,
+        hidden_size=getattr(model.spec, "hidden_size", 0),
     )
     executor = TorchExecutor(
         model,
@@ -283,6 +285,7 @@ def _limits(blueprint: Blueprint) -> Limits:
         gather_context_logits=params.gather_context_logits,
         gather_generation_logits=params.gather_generation_logits,
         normalize_log_probs=params.normalize_log_probs,
+        hidden_size=blueprint.hidden_size,
         seed=params.seed,
     )
 

@@ -20,6 +20,7 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
+from gptmanager.prompt_embeddings import PromptEmbeddings
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
 from gptmanager.step import (
     BeamCandidates,
@@ -73,6 +74,7 @@ class TorchExecutor:
         self.max_beam_width = max_beam_width
         num_lines = num_slots * max_beam_width
         self._outputs = SlotOutputs(num_slots)
+        self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
         self.sampler = Sampler(num_lines, model.spec.vocab_size, self._token_table)
@@ -157,6 +159,7 @@ class TorchExecutor:
             for beam in range(start.beam_width):
                 self.sampler.load(line + beam, start.sampling, start.orig_prompt_len, start.wanted)
             self._processing.start(start)
+            self._embeddings.load(line, start.prompt_table)
         self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
             first, beams = fork.slot * width, len(fork.parents)
@@ -267,8 +270,10 @@ class TorchExecutor:
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
             sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
+        token_ids = self._token_table[token_lines, positions].astype(np.int64)
+        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, token_lines)
         return Batch(
-            token_ids=torch.from_numpy(self._token_table[token_lines, positions].astype(np.int64)),
+            token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             row_starts=torch.from_numpy(row_starts),
             kv_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
@@ -278,6 +283,8 @@ class TorchExecutor:
             sample_index=torch.from_numpy(sample_index),
             sample_rows=torch.from_numpy(sample_rows),
             num_context_rows=len(context),
+            prompt_index=prompt_index,
+            prompt_embeddings=prompt_embeddings,
         )
 
 

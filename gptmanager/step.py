@@ -15,6 +15,7 @@ from torch import Tensor
 from gptmanager.api import InferenceRequest
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.post_processor import RequestProcessor
+from gptmanager.prompt_table import PromptTable
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
 
@@ -72,6 +73,7 @@ class SequenceStart(NamedTuple):
     processor: RequestProcessor | None = None
     client_id: int | None = None
     wanted: Wanted = NO_EXTRAS
+    prompt_table: PromptTable | None = None
 
 
 class BlockAppend(NamedTuple):

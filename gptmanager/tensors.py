@@ -86,6 +86,22 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
 
 
+def read_rows(name: str, value: Any, width: int) -> np.ndarray:
+    """Finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy."""
+    array = _array(name, value)
+    if array.dtype.kind != "f":
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    shape = list(array.shape)
+    if shape[-1:] != [width] or shape[:-2] not in ([], [1]) or not array.size or len(shape) < 2:
+        raise InvalidRequestError(
+            f"{name} has shape {shape}, expected [n, {width}] or [1, n, {width}]"
+        )
+    rows: np.ndarray = array.reshape(-1, width).astype(np.float32)
+    if not np.isfinite(rows).all():
+        raise InvalidRequestError(f"{name} holds values that are not finite")
+    return rows
+
+
 def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32.
 

@@ -16,6 +16,7 @@ errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
 config_check            which configurations a manager takes (no torch)
+prompt_table            a request's own embeddings, on their way (no torch)
 request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
 api                     what a host gives and gets: InferenceRequest, NamedTensor
 watchdog                a callback that overstays its budget
@@ -82,6 +83,7 @@ decoding.sampling       one token from each row
 decoding.beam_search    beams and their parents
 decoding
 
+prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
 executor                one step, on a device
 active                  a request from its admission to its final response

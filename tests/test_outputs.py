@@ -327,7 +327,9 @@ def test_a_recording_holds_no_logits_and_replays(source, tmp_path, streaming):
     options = {"kv": {"max_tokens": 80}, "policy": MAX_UTILIZATION}
     serve(source, requests(is_streaming=streaming), recording_path=path, **options)
     assert path.stat().st_size < 200_000
-    assert replay(read_recording(path)).divergence is None
+    recording = read_recording(path)
+    assert recording.end is not None and recording.end.reason == "drained"
+    assert replay(recording).divergence is None
 
 
 def test_the_black_box_can_copy_the_loop_while_logits_are_held():

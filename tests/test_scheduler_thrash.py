@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from gptmanager.api import InferenceRequest
-from gptmanager.comparison import Machine, hypothetical, variant
 from gptmanager.config import CapacitySchedulerPolicy
-from gptmanager.cost_model import CostModel
-from gptmanager.figures import Figures
-from gptmanager.loads import SyntheticLoad
 from gptmanager.simulator import simulate
+from gptmanager.simulator.comparison import Machine, hypothetical, variant
+from gptmanager.simulator.cost_model import CostModel
+from gptmanager.simulator.figures import Figures
+from gptmanager.simulator.load import SyntheticLoad
 
 # Seconds as on a GPU: generation is bound by memory, a row more costs little; a context is not.
 COST = CostModel(fixed=2e-2, context_token=5e-5, generation_row=2e-5, kv_token=1e-8)

@@ -18,6 +18,8 @@ class Batch:
     `token_table` int32 `[slots, max_seq_len]` (all tokens known so far, this step's included).
     `sample_index` int64 `[S]`: the packed tokens whose logits are wanted: one for each sampling
     row, then prompts' whose logits a host asked for. `sample_rows` int64 `[S]`: their rows.
+    `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens
+    `prompt_index` int64 `[n]`, whose `token_ids` mean nothing; None: of none.
     """
 
     token_ids: Tensor
@@ -30,3 +32,5 @@ class Batch:
     sample_index: Tensor
     sample_rows: Tensor
     num_context_rows: int
+    prompt_index: Tensor | None = None
+    prompt_embeddings: Tensor | None = None

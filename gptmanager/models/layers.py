@@ -145,6 +145,9 @@ class Decoder:
 
     def _embed(self, batch: Batch) -> Tensor:
         embedded = self._kernels.embedding(batch.token_ids, self._embedding)
+        if batch.prompt_index is not None and batch.prompt_embeddings is not None:
+            own = batch.prompt_embeddings.to(embedded)
+            embedded = embedded.index_copy(0, batch.prompt_index, own)
         if self._positions is not None:
             embedded += self._kernels.embedding(batch.positions, self._positions)
         return embedded

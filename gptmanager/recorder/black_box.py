@@ -29,8 +29,9 @@ _MADE_OF = frozenset(
 )
 
 
-# what belongs to the host, and what a processor keeps for a request: a replay calls none
-_HIDDEN = frozenset({"post_processor", "logits_post_processor", "kept"})
+# what belongs to the host, what a processor keeps for a request, and what is large: a replay needs
+# none of it
+_HIDDEN = frozenset({"post_processor", "logits_post_processor", "kept", "embeddings"})
 
 
 class BlackBox:
