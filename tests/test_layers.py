@@ -43,6 +43,7 @@ kernels.products        small matrix products in register tiles
 kernels.threads         compiled code in torch's own threads
 kernels.token_loops     what takes tokens one by one: rotation and KV write, norms, activations
 kernels.paged_attention attention straight on the pages of the KV cache
+kernels.token_masks     which tokens may come, written into logits
 kernels.cpu             the override for CPUs: what pays, compiled
 kernels
 cuda.device             CuPy, once a host asks for a CUDA device

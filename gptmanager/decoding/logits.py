@@ -228,7 +228,7 @@ class _WrongAnswer(Exception):
     """A processor returned what it must not."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Step:
     """What a step hands to processors. `sequences` by row."""
 
