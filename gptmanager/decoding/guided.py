@@ -8,6 +8,7 @@ comes of the logits afterwards is checked when it comes back as history.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,9 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", grammar)
 
     def open(self, num_slots: int, device: torch.device) -> RowSession:
-        return _Session(self._llguidance.LLExecutor(), self.vocab_size, self.end_ids)
+        # on two cores its one thread would only be waited for
+        executor = self._llguidance.LLExecutor() if (os.cpu_count() or 1) > 2 else None
+        return _Session(executor, self.vocab_size, self.end_ids)
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text
@@ -183,7 +186,7 @@ class _Progress:
 
 
 class _Session(RowSession):
-    """`executor`: llguidance's threads, which compute the masks of several sequences."""
+    """`executor`: llguidance's threads, which compute the masks of several sequences; or None."""
 
     def __init__(self, executor: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._executor = executor
@@ -236,9 +239,9 @@ class _Session(RowSession):
             for place, progress in enumerate(progresses)
             if progress is not None and progress.ended_at is None
         ]
-        if len(todo) == 1:
-            ((matcher, place),) = todo
-            matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, size)
+        if self._executor is None or len(todo) == 1:
+            for matcher, place in todo:
+                matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, size)
         elif todo:
             self._executor.unsafe_compute_mask_ptr(todo, masks.ctypes.data, size, len(masks))
 
