@@ -193,7 +193,7 @@ class TokenLoop:
             self._hand_on(result.failures, {row.request_id: row.epoch for row in rows})
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
-            if request is None or request.epoch != row.epoch or not count:
+            if request is None or request.epoch != row.epoch:
                 continue
             if request.first_token is None:
                 request.first_token = result.now

@@ -104,11 +104,11 @@ def text(tokenizer, host, request_id):
 # What may come next -------------------------------------------------------------------------------
 
 
-def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len=2):
+def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len=2, handle=None):
     """The tokens that may follow `history`, which begins with the prompt."""
     processor.compiled.exception()  # wait
     processing = PostProcessing(num_slots=3)
-    handle = RequestProcessor(processor)
+    handle = handle or RequestProcessor(processor)
     params = SamplingParams(end_id=end_id)
     processing.start(SequenceStart(1, (), prompt_len, params, handle))
     tokens = np.zeros((3, 100), dtype=np.int32)
@@ -177,6 +177,20 @@ def test_a_longer_prompt_is_not_the_output(byte_guided):
     assert allowed(
         byte_guided.choice(["xy"]), [*encoded("zzz"), *encoded("x")], prompt_len=3
     ) == ids("y")
+
+
+def test_a_history_that_is_shorter_than_before_is_gone_back_to(byte_guided):
+    """Tokens that were never confirmed are forgotten in a pause."""
+    choice = byte_guided.choice(["abc", "axe"])
+    handle = RequestProcessor(choice)
+
+    def after(letters, *ends):
+        return allowed(choice, [7, 8, *encoded(letters), *ends], handle=handle, end_id=-1)
+
+    assert after("abc") == {END_ID}
+    assert after("a") == ids("bx")
+    assert after("axe", END_ID) == {END_ID}
+    assert after("ax") == ids("e")
 
 
 # Whole managers -----------------------------------------------------------------------------------
