@@ -125,6 +125,16 @@ def test_one_launch_a_step_for_all_its_rows():
     assert [output(host, one) for one in asked] == [[i] * 4 for i in range(3)]
 
 
+def test_one_kernel_for_all_requests_without_their_own():
+    kernel = raise_one()
+    everyone = kernel.bind(token=4, added=1e6)
+    host = serve([request(1), request(2)], logits_post_processor_batched=everyone)
+    assert output(host, request(1)) == output(host, request(2)) == [4] * 6
+    broken = raise_one(SOURCE.replace("mine.token]", "mine.tokin]")).bind(token=4, added=1e6)
+    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+        serve([], logits_post_processor_batched=broken)
+
+
 def test_a_source_that_does_not_compile_ends_its_requests_with_the_line(caplog):
     kernel = raise_one(SOURCE.replace("mine.token]", "mine.tokin]"))
     with pytest.raises(ConfigError, match="raise_one cannot be compiled"):

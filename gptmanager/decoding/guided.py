@@ -8,7 +8,6 @@ comes of the logits afterwards is checked when it comes back as history.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -85,9 +84,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", grammar)
 
     def open(self, num_slots: int, device: torch.device) -> RowSession:
-        # on two cores its one thread would only be waited for
-        executor = self._llguidance.LLExecutor() if (os.cpu_count() or 1) > 2 else None
-        return _Session(executor, self.vocab_size, self.end_ids)
+        return _Session(self.vocab_size, self.end_ids)
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text
@@ -186,10 +183,13 @@ class _Progress:
 
 
 class _Session(RowSession):
-    """`executor`: llguidance's threads, which compute the masks of several sequences; or None."""
+    """Computes masks on the loop's thread.
 
-    def __init__(self, executor: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
-        self._executor = executor
+    llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
+    which costs milliseconds beside a busy host thread, and a mask takes 20 us.
+    """
+
+    def __init__(self, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, self._num_words), dtype=np.int32)
@@ -209,13 +209,15 @@ class _Session(RowSession):
         if len(self._masks) < len(progresses):
             self._masks = np.empty((len(progresses), self._num_words), dtype=np.int32)
         masks = self._masks[: len(progresses)]
-        self._fill(masks, progresses)
         for place, (sequence, progress) in enumerate(zip(rows.sequences, progresses, strict=True)):
+            mask = masks[place]
             if progress is None:
-                masks[place] = -1
+                mask[:] = -1
                 continue
-            self._set_end(masks[place], sequence.end_id, progress)
-            if not masks[place].any():
+            if progress.ended_at is None:
+                progress.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
+            self._set_end(mask, sequence.end_id, progress)
+            if not mask.any():
                 fault = progress.matcher.get_error() or "the grammar permits no token here"
                 errors[place] = InvalidRequestError(fault)
         mask_logits(rows.logits, rows.index, masks)
@@ -230,20 +232,6 @@ class _Session(RowSession):
         ends = self._end_ids | {sequence.end_id}
         progress.follow(history, ends)
         return progress
-
-    def _fill(self, masks: Words, progresses: list[_Progress | None]) -> None:
-        """The masks of those that still go on."""
-        size = self._num_words * 4
-        todo = [
-            (progress.matcher, place)
-            for place, progress in enumerate(progresses)
-            if progress is not None and progress.ended_at is None
-        ]
-        if self._executor is None or len(todo) == 1:
-            for matcher, place in todo:
-                matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, size)
-        elif todo:
-            self._executor.unsafe_compute_mask_ptr(todo, masks.ctypes.data, size, len(masks))
 
     def _set_end(self, mask: Words, end_id: int, progress: _Progress) -> None:
         """The request's `end_id` may come where the text is complete, and nothing behind it."""

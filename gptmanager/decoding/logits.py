@@ -31,7 +31,7 @@ from gptmanager.decoding.rows import (
     Tokens,
 )
 from gptmanager.errors import CallbackError, RequestError, response_text
-from gptmanager.post_processor import RequestProcessor, name_of
+from gptmanager.post_processor import BoundProcessor, RequestProcessor, name_of
 from gptmanager.step import SequenceStart
 from gptmanager.watchdog import CallbackTimer
 
@@ -62,6 +62,9 @@ class PostProcessing:
         self._sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
+        prepare = getattr(batched, "prepare", None)
+        if isinstance(batched, BoundProcessor) and callable(prepare):
+            prepare(device).result()  # what is wrong with it is wrong with the manager
 
     @property
     def is_on(self) -> bool:
