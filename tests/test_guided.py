@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+from concurrent.futures import Future
 
 import jsonschema
 import numpy as np
@@ -26,6 +27,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.decoding.guided import Grammar
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
@@ -166,6 +168,34 @@ def test_behind_the_end_comes_only_the_end(byte_guided):
 @pytest.mark.parametrize("vocab_size", [END_ID + 1, 300, 320, 1000])
 def test_a_vocabulary_beyond_the_tokenizers_is_forbidden(byte_guided, vocab_size):
     assert allowed(byte_guided.choice(["x", "y"]), [1, 2], vocab_size=vocab_size) == ids("xy")
+
+
+def test_an_end_beyond_the_tokenizers_vocabulary(byte_guided):
+    """Models have more rows than tokens, and one of them may be the end."""
+    regex = byte_guided.regex("ab?")
+    for end_id in (300, 999):
+        assert allowed(regex, [7, 8], end_id=end_id, vocab_size=1000) == ids("a")
+        after = allowed(regex, [7, 8, *encoded("a")], end_id=end_id, vocab_size=1000)
+        assert after == ids("b") | {END_ID, end_id}
+        ended = allowed(regex, [7, 8, *encoded("a"), end_id], end_id=end_id, vocab_size=1000)
+        assert ended == {end_id}
+
+
+def test_a_panic_harms_its_own_row(guided, tokenizer):
+    class Panic(BaseException):
+        """As a panic in Rust is no Exception."""
+
+    class Broken:
+        def deep_copy(self):
+            raise Panic("index out of bounds")
+
+    broken = Grammar(guided, "regex", Future())
+    broken.compiled.set_result(Broken())
+    fine = guided.choice(["red"])
+    host = serve([asked(tokenizer, 1, broken), asked(tokenizer, 2, fine)])
+    text_of_it = "CallbackError: logits_post_processor guided decoding raised Panic: index out"
+    assert host.final(1).error.startswith(text_of_it)
+    assert text(tokenizer, host, 2) == "red"
 
 
 def test_a_token_that_does_not_fit_is_told(byte_guided):

@@ -192,36 +192,36 @@ class _Session(RowSession):
     def __init__(self, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
-        self._masks: Words = np.empty((0, self._num_words), dtype=np.int32)
+        self._masks: Words = np.empty((0, 0), dtype=np.int32)
 
     def load(self, slot: int, bound: Grammar) -> None:
         """All that a sequence needs goes with its request."""
 
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
-        progresses: list[_Progress | None] = []
+        count = len(rows.sequences)
+        if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
+            width = max(-(-rows.logits.shape[1] // 32), self._num_words)
+            self._masks = np.zeros((count, width), dtype=np.int32)
+        masks = self._masks[:count]
         for place, sequence in enumerate(rows.sequences):
             try:
-                progresses.append(self._followed(sequence, rows, place))
-            except InvalidRequestError as error:
-                progresses.append(None)
-                errors[place] = InvalidRequestError(str(error))  # without frames
-        if len(self._masks) < len(progresses):
-            self._masks = np.empty((len(progresses), self._num_words), dtype=np.int32)
-        masks = self._masks[: len(progresses)]
-        for place, (sequence, progress) in enumerate(zip(rows.sequences, progresses, strict=True)):
-            mask = masks[place]
-            if progress is None:
-                mask[:] = -1
-                continue
-            if progress.ended_at is None:
-                progress.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
-            self._set_end(mask, sequence.end_id, progress)
-            if not mask.any():
-                fault = progress.matcher.get_error() or "the grammar permits no token here"
-                errors[place] = InvalidRequestError(fault)
+                self._compute(masks[place], sequence, rows, place)
+            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
+                errors[place] = error
         mask_logits(rows.logits, rows.index, masks)
         return errors
+
+    def _compute(self, mask: Words, sequence: ProcessedSequence, rows: Rows, place: int) -> None:
+        """The mask of one row; the tokenizer's words, and none behind them but for the end."""
+        progress = self._followed(sequence, rows, place)
+        mask[self._num_words :] = 0
+        if progress.ended_at is None:
+            progress.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
+        self._set_end(mask, sequence.end_id, progress)
+        if not mask.any():
+            fault = progress.matcher.get_error() or "the grammar permits no token here"
+            raise InvalidRequestError(fault)
 
     def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress:
         progress: _Progress | None = sequence.request.kept
