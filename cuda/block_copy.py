@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS = 128
 PROGRAM = Program("block_copy.cu", ("copy_blocks",))
@@ -51,7 +51,7 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
         return
     vectors = head_dim * source.itemsize // 16
     sizes = (destination.shape[1], num_blocks, num_kv_heads, tokens_per_block, vectors)
-    arguments = (destination, source, copies, *ints(*sizes))
+    arguments: tuple[Argument, ...] = (destination, source, copies, *ints(*sizes))
     grid = (len(copies), num_layers * num_kv_heads)
     launcher.kernel(PROGRAM, "copy_blocks")(grid, (_THREADS,), arguments)
 

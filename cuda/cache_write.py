@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.launch import NAMES, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 _THREADS = 128
@@ -54,7 +54,14 @@ def locate_tokens(
     if num_tokens == 0:
         return
     sizes = (num_tokens, num_rows, block_tables.shape[1], tokens_per_block)
-    arguments = (places, row_starts, kv_lengths, slots, block_tables, *ints(*sizes))
+    arguments: tuple[Argument, ...] = (
+        places,
+        row_starts,
+        kv_lengths,
+        slots,
+        block_tables,
+        *ints(*sizes),
+    )
     blocks = -(-num_tokens // _THREADS)
     launcher.kernel(PROGRAM, "locate_tokens")((blocks,), (_THREADS,), arguments)
 
@@ -110,7 +117,7 @@ def rope_and_write(
     lanes = next((n for n in (4, 8, 16) if vectors <= n), 32)  # lanes_of in the .cu
     groups = num_tokens * (num_heads + 2 * num_kv_heads)
     sizes = (num_tokens, num_heads, num_kv_heads, rotary, tokens_per_block)
-    arguments = (
+    arguments: tuple[Argument, ...] = (
         *(queries, keys, values, qkv, positions, cos_sin, q_norm, k_norm, places),
         *ints(*sizes),
         np.float32(eps),

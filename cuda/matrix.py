@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from gptmanager.cuda import activations, block_copy, cache_write, norms
+from gptmanager.cuda import activations, block_copy, cache_write, generation_attention, norms
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
 from gptmanager.cuda.launch import Program
 
@@ -25,6 +25,7 @@ PROGRAMS: tuple[Program, ...] = (
     activations.PROGRAM,
     cache_write.PROGRAM,
     block_copy.PROGRAM,
+    generation_attention.PROGRAM,
 )
 _BATCH = 24  # kernels that one call of the compiler gets
 

@@ -21,6 +21,17 @@ template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
+// Two floats as one register of a matrix, the first in its lower half.
+template <class T> __device__ inline unsigned pack(float low, float high);
+template <> __device__ inline unsigned pack<__half>(float low, float high) {
+    __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+template <> __device__ inline unsigned pack<__nv_bfloat16>(float low, float high) {
+    __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+
 // N elements at an address that is aligned to all of them, or to 16 bytes.
 template <int N, class T> __device__ inline void load(float (&to)[N], const T* from) {
     constexpr int STEP = N < WIDE<T> ? N : WIDE<T>;

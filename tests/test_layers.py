@@ -58,6 +58,8 @@ cuda.norms              residual add, RMSNorm, LayerNorm
 cuda.activations        SiLU times up, GELU
 cuda.cache_write        rotation, QK norm, and keys and values to their pages
 cuda.block_copy         beginnings of blocks, copied
+cuda.generation_plan    how the work of generation attention is cut (no torch)
+cuda.generation_attention  attention of rows with one token, by a plan
 cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 
