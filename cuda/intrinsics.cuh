@@ -79,6 +79,13 @@ __device__ inline void load_matrix_x4_transposed(unsigned (&registers)[4], const
         : "r"(shared_address(row)) : "memory");
 )
 
+// The matrix whose row g, columns 2 t and 2 t + 1 a lane holds, transposed: column g, those rows.
+__device__ inline unsigned transpose_matrix(unsigned elements) PTX(
+    unsigned result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(elements));
+    return result;
+)
+
 // Tensor cores ------------------------------------------------------------------------------------
 
 // d [16, 8] += a [16, 16] @ b [16, 8], all 32 lanes.

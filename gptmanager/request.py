@@ -17,13 +17,13 @@ from typing import NamedTuple, TypeVar
 class LlmRequestState(IntEnum):
     """Life of a request. A state is *reached* when the numeric value is at least its own."""
 
-    PREPARING = -1  # waits for its logits post-processor; outside the order of the others
     UNKNOWN = 0
     ENCODER_INIT = 1
     CONTEXT_INIT = 2
     GENERATION_IN_PROGRESS = 3
     GENERATION_TO_COMPLETE = 4  # its last permitted token is launched, not confirmed
     GENERATION_COMPLETE = 5
+    PREPARING = -1  # waits for its logits post-processor; never schedulable
 
 
 _S = LlmRequestState

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+from concurrent.futures import Future
 
 import jsonschema
 import numpy as np
@@ -26,6 +27,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.decoding.guided import Grammar
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
@@ -104,11 +106,11 @@ def text(tokenizer, host, request_id):
 # What may come next -------------------------------------------------------------------------------
 
 
-def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len=2):
+def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len=2, handle=None):
     """The tokens that may follow `history`, which begins with the prompt."""
     processor.compiled.exception()  # wait
     processing = PostProcessing(num_slots=3)
-    handle = RequestProcessor(processor)
+    handle = handle or RequestProcessor(processor)
     params = SamplingParams(end_id=end_id)
     processing.start(SequenceStart(1, (), prompt_len, params, handle))
     tokens = np.zeros((3, 100), dtype=np.int32)
@@ -168,6 +170,34 @@ def test_a_vocabulary_beyond_the_tokenizers_is_forbidden(byte_guided, vocab_size
     assert allowed(byte_guided.choice(["x", "y"]), [1, 2], vocab_size=vocab_size) == ids("xy")
 
 
+def test_an_end_beyond_the_tokenizers_vocabulary(byte_guided):
+    """Models have more rows than tokens, and one of them may be the end."""
+    regex = byte_guided.regex("ab?")
+    for end_id in (300, 999):
+        assert allowed(regex, [7, 8], end_id=end_id, vocab_size=1000) == ids("a")
+        after = allowed(regex, [7, 8, *encoded("a")], end_id=end_id, vocab_size=1000)
+        assert after == ids("b") | {END_ID, end_id}
+        ended = allowed(regex, [7, 8, *encoded("a"), end_id], end_id=end_id, vocab_size=1000)
+        assert ended == {end_id}
+
+
+def test_a_panic_harms_its_own_row(guided, tokenizer):
+    class Panic(BaseException):
+        """As a panic in Rust is no Exception."""
+
+    class Broken:
+        def deep_copy(self):
+            raise Panic("index out of bounds")
+
+    broken = Grammar(guided, "regex", Future())
+    broken.compiled.set_result(Broken())
+    fine = guided.choice(["red"])
+    host = serve([asked(tokenizer, 1, broken), asked(tokenizer, 2, fine)])
+    text_of_it = "CallbackError: logits_post_processor guided decoding raised Panic: index out"
+    assert host.final(1).error.startswith(text_of_it)
+    assert text(tokenizer, host, 2) == "red"
+
+
 def test_a_token_that_does_not_fit_is_told(byte_guided):
     with pytest.raises(Exception, match=r"guided decoding: token \d+ at place 1 of the out"):
         allowed(byte_guided.regex("ab"), [7, 8, *encoded("ax")])
@@ -177,6 +207,20 @@ def test_a_longer_prompt_is_not_the_output(byte_guided):
     assert allowed(
         byte_guided.choice(["xy"]), [*encoded("zzz"), *encoded("x")], prompt_len=3
     ) == ids("y")
+
+
+def test_a_history_that_is_shorter_than_before_is_gone_back_to(byte_guided):
+    """Tokens that were never confirmed are forgotten in a pause."""
+    choice = byte_guided.choice(["abc", "axe"])
+    handle = RequestProcessor(choice)
+
+    def after(letters, *ends):
+        return allowed(choice, [7, 8, *encoded(letters), *ends], handle=handle, end_id=-1)
+
+    assert after("abc") == {END_ID}
+    assert after("a") == ids("bx")
+    assert after("axe", END_ID) == {END_ID}
+    assert after("ax") == ids("e")
 
 
 # Whole managers -----------------------------------------------------------------------------------

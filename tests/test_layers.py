@@ -45,6 +45,7 @@ kernels.products        small matrix products in register tiles
 kernels.threads         compiled code in torch's own threads
 kernels.token_loops     what takes tokens one by one: rotation and KV write, norms, activations
 kernels.paged_attention attention straight on the pages of the KV cache
+kernels.token_masks     which tokens may come, written into logits
 kernels.cpu             the override for CPUs: what pays, compiled
 kernels
 cuda.device             CuPy, once a host asks for a CUDA device
@@ -56,6 +57,15 @@ cuda.emulator.library   a built library, and how a kernel of it is run (no torch
 cuda.emulator.arguments an argument checked against its parameter (no torch)
 cuda.emulator.module    CUDA C++ as kernels that run on the CPU (no torch)
 cuda.emulator           kernels on a CPU, run thread by thread, checked (no torch)
+cuda.compiler           CUDA C++ to machine code, with what its kernels use (no torch)
+cuda.launch             where kernels run: a GPU, or the emulator
+cuda.norms              residual add, RMSNorm, LayerNorm
+cuda.activations        SiLU times up, GELU
+cuda.cache_write        rotation, QK norm, and keys and values to their pages
+cuda.block_copy         beginnings of blocks, copied
+cuda.generation_plan    how the work of generation attention is cut (no torch)
+cuda.generation_attention  attention of rows with one token, by a plan
+cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 
 memory.kv_pool          the tensors that blocks stand for

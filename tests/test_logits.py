@@ -6,8 +6,11 @@ import functools
 import logging
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -18,10 +21,14 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.rows import ModelStream
 from gptmanager.errors import ConfigError
+from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
+from gptmanager.request import SamplingParams
+from gptmanager.step import SequenceStart
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 VOCAB_SIZE = 50
@@ -85,15 +92,13 @@ def output(host, asked):
     return tokens if asked.is_streaming else tokens[len(asked.input_ids) :]
 
 
-def serve(requests, policy=NO_EVICT, max_tokens=400, choose=next_token, stop=(), **options):
+def serve(requests, policy=NO_EVICT, max_tokens=400, reuse=False, **options):
     """Run all requests to their end; returns what the host was told."""
     host = RecordingCallbacks(requests)
-    if stop:
-        host.stop(*stop)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
     options = {"max_batch_size": 6, "max_num_tokens": 40, "max_seq_len": 64, **options}
     with GptManager(
-        ScriptedModel(choose, vocab_size=VOCAB_SIZE),
+        ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
         ModelType.INFLIGHT_FUSED_BATCHING,
         1,
         SchedulerConfig(policy),
@@ -101,7 +106,10 @@ def serve(requests, policy=NO_EVICT, max_tokens=400, choose=next_token, stop=(),
         checker.send_response,
         host.poll_stop_signal,
         optional_params=OptionalParams(
-            kv_cache_config=KvCacheConfig(max_tokens=max_tokens, tokens_per_block=4), **options
+            kv_cache_config=KvCacheConfig(
+                max_tokens=max_tokens, tokens_per_block=4, enable_block_reuse=reuse
+            ),
+            **options,
         ),
     ) as manager:
         assert manager.wait_idle(20)
@@ -149,22 +157,9 @@ def test_pauses_never_show(form, run_ahead, reuse):
     asked = [
         request(i, 4, 30, logits_post_processor=spy, is_streaming=bool(i % 2)) for i in range(5)
     ]
-    host = RecordingCallbacks(asked)
-    with GptManager(
-        ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        scheduler_config=SchedulerConfig(MAX_UTILIZATION),
-        optional_params=OptionalParams(
-            kv_cache_config=KvCacheConfig(
-                max_tokens=72, tokens_per_block=4, enable_block_reuse=reuse
-            ),
-            max_num_tokens=16,
-            max_seq_len=40,
-            run_ahead=run_ahead,
-        ),
-        **host.keywords(),
-    ) as manager:
-        assert manager.wait_idle(20)
+    host = serve(
+        asked, MAX_UTILIZATION, 72, reuse, max_num_tokens=16, max_seq_len=40, run_ahead=run_ahead
+    )
     assert sum(metrics(host, i)[3] for i in range(5)) > 0  # pauses
     for one in asked:
         assert output(host, one) == expected(one.input_ids.tolist(), 30, chosen_by_a_processor)
@@ -382,6 +377,65 @@ def test_names():
 
     assert "test_names.<locals>.fails raised" in names_of(fails)
     assert "partial raised" in names_of(functools.partial(fails))
+
+
+@given(
+    data=st.data(),
+    policy=st.sampled_from(list(CapacitySchedulerPolicy)),
+    chunked=st.booleans(),
+    reuse=st.booleans(),
+    run_ahead=st.integers(0, 1),
+    blocks=st.integers(12, 30),
+)
+@settings(max_examples=25)
+def test_no_schedule_shows(data, policy, chunked, reuse, run_ahead, blocks):
+    """Whoever runs with whom, when, in which chunks, paused or not."""
+    spy, shared, broken = Spy(), Batch(), Broken()
+    processors = [None, spy, shared, broken]
+    asked = []
+    for i in range(data.draw(st.integers(1, 8))):
+        processor = data.draw(st.sampled_from(processors))
+        lengths = data.draw(st.tuples(st.integers(1, 15), st.integers(1, 20)))
+        streams = data.draw(st.booleans())
+        asked.append(request(i, *lengths, logits_post_processor=processor, is_streaming=streams))
+    host = serve(
+        asked,
+        policy,
+        blocks * 4,
+        max_seq_len=40,
+        enable_chunked_context=chunked or policy is MAX_UTILIZATION,
+        max_num_tokens=16,
+        run_ahead=run_ahead,
+        reuse=reuse,
+    )
+    for one in asked:
+        prompt, count = one.input_ids.tolist(), int(one.max_new_tokens)
+        if one.logits_post_processor is broken:
+            fails = len(prompt) + count > 5
+            assert bool(host.final(one.request_id).error) == fails
+            continue
+        choose = next_token if one.logits_post_processor is None else chosen_by_a_processor
+        assert output(host, one) == expected(prompt, count, choose)
+    for seen in (spy, shared):
+        for request_id, lengths in seen.lengths.items():
+            start = len(asked[request_id].input_ids)
+            end = start + int(asked[request_id].max_new_tokens)
+            assert set(lengths) == set(range(start, end))
+
+
+def test_what_has_ended_is_let_go_of():
+    """Neither a slot nor a step keeps a processor, and a step without any pays one `if`."""
+    spy = Spy()
+    processing = PostProcessing(num_slots=2)
+    handle = RequestProcessor(spy)
+    processing.start(SequenceStart(1, (4, 5), 2, SamplingParams(), handle))
+    step = torch.zeros(1, VOCAB_SIZE), [3], np.array([1]), np.array([2])
+    tokens = np.full((2, 9), 4, dtype=np.int32)
+    processing.run(*step, tokens)
+    assert processing.is_on and spy.lengths[3] == [2]
+    handle.end()
+    processing.run(*step, tokens)
+    assert not processing.is_on and spy.lengths[3] == [2] and handle.post_processor is None
 
 
 # Shared by several requests -----------------------------------------------------------------------

@@ -207,12 +207,38 @@ def test_what_gets_ready_for_a_request_that_has_ended_is_ignored():
         host.stop(1)
         assert host.final(1).tensors["finish_reasons"].tolist() == [[5]]
         host.responses.clear()
-        second.future.set_result(None)
         host.submit(request(1, logits_post_processor=second))
+        assert second.asked.wait(10) and manager.explain(1).reason == "preparing"
         first.future.set_result(None)
+        host.submit(request(2))
+        assert not host.final(2).error and manager.explain(1).reason == "preparing"
+        host.responses.clear()
+        second.future.set_result(None)
         assert host.final(1).tensors["output_ids"][0, 0, 3:].tolist() == [7] * 4
         assert manager.wait_idle(10)
     assert len(host.responses) == 1
+
+
+def test_what_is_ready_on_arrival_is_so_for_its_own_request_only():
+    slow, ready, host = Slow(), Slow(), RecordingCallbacks()
+    ready.future.set_result(None)
+    with manager_of(host) as manager:
+        # Given a request that waits, and another one under its id
+        host.submit(request(1, logits_post_processor=slow))
+        assert slow.asked.wait(10) and manager.explain(1).reason == "preparing"
+        host.submit(request(1, logits_post_processor=ready), request(2))
+        assert not host.final(2).error
+        assert [r.error.partition(":")[0] for r in host.of(1)] == ["DuplicateRequestIdError"]
+        assert manager.explain(1).reason == "preparing"
+        slow.future.set_result(None)
+        assert manager.wait_idle(10) and not host.of(1)[-1].error
+        # or two of one id in one answer of Get
+        host.responses.clear()
+        late = Slow()
+        host.submit(request(3, logits_post_processor=late), request(3, logits_post_processor=ready))
+        assert late.asked.wait(10) and manager.explain(3).reason == "preparing"
+        late.future.set_result(None)
+        assert manager.wait_idle(10) and not host.of(3)[-1].error
 
 
 @pytest.mark.parametrize("drain", [True, False])

@@ -16,6 +16,7 @@ from gptmanager.callbacks import (
     TokenBias,
     Watermark,
 )
+from gptmanager.cuda import compiler, emulator
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
@@ -123,6 +124,16 @@ def test_one_launch_a_step_for_all_its_rows():
     host = serve(asked)
     assert launches == [3, 3, 3, 3]
     assert [output(host, one) for one in asked] == [[i] * 4 for i in range(3)]
+
+
+def test_one_kernel_for_all_requests_without_their_own():
+    kernel = raise_one()
+    everyone = kernel.bind(token=4, added=1e6)
+    host = serve([request(1), request(2)], logits_post_processor_batched=everyone)
+    assert output(host, request(1)) == output(host, request(2)) == [4] * 6
+    broken = raise_one(SOURCE.replace("mine.token]", "mine.tokin]")).bind(token=4, added=1e6)
+    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+        serve([], logits_post_processor_batched=broken)
 
 
 def test_a_source_that_does_not_compile_ends_its_requests_with_the_line(caplog):
@@ -240,3 +251,45 @@ def test_a_temperature_schedule_is_the_temperature():
     scheduled = serve([request(1, 3, 30, logits_post_processor=flat, temperature=1.0, **asked)])
     constant = serve([request(1, 3, 30, temperature=1e6, **asked)])
     assert scheduled.output(1) == constant.output(1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ready_made_kernels_neither_race_nor_stray(case):
+    """In the emulator's check mode, with every array between pages that cannot be read."""
+    make, bind = CASES[case]
+    processor = make()
+    bounds = bind(processor)
+    chance = np.random.default_rng(3)
+    logits = chance.normal(size=(3, 77)).astype(np.float32)
+    params = np.zeros(NUM_SLOTS, dtype=processor.params_dtype)
+    slots = np.array([4, 8], dtype=np.int32)
+    for slot, bound in zip(slots, bounds, strict=True):
+        params[slot] = bound.record
+    history = np.array([5, 9], dtype=np.int32), np.array([5, 7], dtype=np.int32)
+    tokens = chance.integers(0, 77, (NUM_SLOTS, 9)).astype(np.int32)
+    arguments = [logits, np.array([2, 0], dtype=np.int32), slots, params, *history, tokens]
+    module = emulator.Module(
+        source=processor.source,
+        name_expressions=[processor.kernel_name],
+        options=processor.options,
+        check=True,
+        order="reverse",
+    )
+    there = [emulator.asarray(a.view(np.uint8) if a is params else a) for a in arguments]
+    kernel = module.get_function(processor.kernel_name)
+    kernel((2,), (processor.block,), (*there, np.int32(9), np.int32(77)))
+    processor.twin(*arguments, 9, 77)
+    np.testing.assert_allclose(there[0], logits, rtol=1e-6)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_ready_made_kernels_compile_for_devices(arch, tmp_path):
+    try:
+        compiler.find_nvrtc()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for make, _ in CASES.values():
+        processor = make()
+        name = processor.kernel_name
+        made = compiler.compile(processor.source, arch, [name], processor.options, cache=tmp_path)
+        assert made.code[:4] == b"\x7fELF"

@@ -36,6 +36,22 @@ void load_matrix(unsigned (&registers)[4], const void* row, Place place) {
     for (int i = 0; i < 4; i++) registers[i] = rows.registers[i];
 }
 
+struct Turned {
+    unsigned elements, result;
+};
+
+inline void turn(void** operands, Place) {
+    for (int lane = 0; lane < WARP; lane++) {
+        int g = lane / 4, t = lane % 4;
+        auto element = [&](int row, int column) {
+            unsigned both = static_cast<Turned*>(operands[4 * row + column / 2])->elements;
+            return both >> 16 * (column % 2) & 0xFFFF;
+        };
+        static_cast<Turned*>(operands[lane])->result =
+            element(2 * t, g) | element(2 * t + 1, g) << 16;
+    }
+}
+
 struct Fragments {
     float (*d)[4];
     const unsigned (*a)[4];
@@ -96,6 +112,12 @@ EMULATED void load_matrix_x4(unsigned (&registers)[4], const void* row) {
 }
 EMULATED void load_matrix_x4_transposed(unsigned (&registers)[4], const void* row) {
     ::emulator::load_matrix<true>(registers, row, EMULATOR_RETURN);
+}
+
+EMULATED unsigned transpose_matrix(unsigned elements) {
+    ::emulator::Turned turned{elements, 0};
+    ::emulator::warp_operation(::emulator::turn, "movmatrix", ~0u, &turned, EMULATOR_RETURN);
+    return turned.result;
 }
 
 EMULATED void mma_m16n8k16(

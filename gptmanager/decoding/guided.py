@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from gptmanager.decoding.rows import Errors, Ints, ProcessedSequence, RowProcessor, Rows, RowSession
+from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, InvalidRequestError
+from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.post_processor import BoundProcessor
 
 Words = npt.NDArray[np.int32]
-
-_PART = 1 << 21  # logits masked at a time, so that what is added to them stays in cache
 
 
 class GuidedDecoding(RowProcessor):
@@ -55,6 +53,8 @@ class GuidedDecoding(RowProcessor):
         self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-grammars")
+        # compiled here, not when the first request runs
+        mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
     def json_schema(
         self, schema: Mapping[str, Any] | bool | str, *, whitespace_flexible: bool = False
@@ -84,7 +84,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", grammar)
 
     def open(self, num_slots: int, device: torch.device) -> RowSession:
-        return _Session(self._llguidance.LLExecutor(), self.vocab_size, self.end_ids)
+        return _Session(self.vocab_size, self.end_ids)
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text
@@ -183,38 +183,45 @@ class _Progress:
 
 
 class _Session(RowSession):
-    """`executor`: llguidance's threads, which compute the masks of several sequences."""
+    """Computes masks on the loop's thread.
 
-    def __init__(self, executor: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
-        self._executor = executor
+    llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
+    which costs milliseconds beside a busy host thread, and a mask takes 20 us.
+    """
+
+    def __init__(self, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
-        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self._added = np.where(bits, np.float32(0), np.float32(-np.inf))  # to 8 logits, by byte
+        self._masks: Words = np.empty((0, 0), dtype=np.int32)
 
     def load(self, slot: int, bound: Grammar) -> None:
         """All that a sequence needs goes with its request."""
 
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
-        progresses: list[_Progress | None] = []
+        count = len(rows.sequences)
+        if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
+            width = max(-(-rows.logits.shape[1] // 32), self._num_words)
+            self._masks = np.zeros((count, width), dtype=np.int32)
+        masks = self._masks[:count]
         for place, sequence in enumerate(rows.sequences):
             try:
-                progresses.append(self._followed(sequence, rows, place))
-            except InvalidRequestError as error:
-                progresses.append(None)
-                errors[place] = InvalidRequestError(str(error))  # without frames
-        masks = np.full((len(progresses), self._num_words), -1, dtype=np.int32)
-        self._fill(masks, progresses)
-        for place, (sequence, progress) in enumerate(zip(rows.sequences, progresses, strict=True)):
-            if progress is None:
-                continue
-            self._set_end(masks[place], sequence.end_id, progress)
-            if not masks[place].any():
-                fault = progress.matcher.get_error() or "the grammar permits no token here"
-                errors[place] = InvalidRequestError(fault)
-        self._apply(rows.logits, rows.index, masks)
+                self._compute(masks[place], sequence, rows, place)
+            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
+                errors[place] = error
+        mask_logits(rows.logits, rows.index, masks)
         return errors
+
+    def _compute(self, mask: Words, sequence: ProcessedSequence, rows: Rows, place: int) -> None:
+        """The mask of one row; the tokenizer's words, and none behind them but for the end."""
+        progress = self._followed(sequence, rows, place)
+        mask[self._num_words :] = 0
+        if progress.ended_at is None:
+            progress.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
+        self._set_end(mask, sequence.end_id, progress)
+        if not mask.any():
+            fault = progress.matcher.get_error() or "the grammar permits no token here"
+            raise InvalidRequestError(fault)
 
     def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress:
         progress: _Progress | None = sequence.request.kept
@@ -225,20 +232,6 @@ class _Session(RowSession):
         ends = self._end_ids | {sequence.end_id}
         progress.follow(history, ends)
         return progress
-
-    def _fill(self, masks: Words, progresses: list[_Progress | None]) -> None:
-        """The masks of those that still go on."""
-        size = self._num_words * 4
-        todo = [
-            (progress.matcher, place)
-            for place, progress in enumerate(progresses)
-            if progress is not None and progress.ended_at is None
-        ]
-        if len(todo) == 1:
-            ((matcher, place),) = todo
-            matcher.unsafe_compute_mask_ptr(masks[place].ctypes.data, size)
-        elif todo:
-            self._executor.unsafe_compute_mask_ptr(todo, masks.ctypes.data, size, len(masks))
 
     def _set_end(self, mask: Words, end_id: int, progress: _Progress) -> None:
         """The request's `end_id` may come where the text is complete, and nothing behind it."""
@@ -252,31 +245,6 @@ class _Session(RowSession):
             bits[end_id >> 3] &= 255 - bit
             if progress.matcher.is_accepting():
                 bits[end_id >> 3] |= bit
-
-    def _apply(self, logits: Tensor, index: Ints, masks: Words) -> None:
-        """-inf where a row's mask has no bit, and beyond it: one operation over all rows."""
-        width = min(logits.shape[1], self._num_words * 32)
-        step = max(1, _PART // width)
-        for start in range(0, len(index), step):
-            octets = masks[start : start + step].view(np.uint8)
-            added = self._added.take(octets, axis=0).reshape(len(octets), -1)[:, :width]
-            rows = index[start : start + step]
-            if logits.device.type == "cpu":
-                _add(logits.numpy(), rows, added)
-            else:
-                there = torch.from_numpy(rows).to(logits.device)
-                logits[there, :width] += torch.from_numpy(added).to(logits.device)
-        if width < logits.shape[1]:
-            logits[torch.from_numpy(index), width:] = -torch.inf
-
-
-def _add(values: npt.NDArray[np.float32], rows: Ints, added: npt.NDArray[np.float32]) -> None:
-    width = added.shape[1]
-    with np.errstate(invalid="ignore"):  # inf - inf
-        if rows[-1] - rows[0] == len(rows) - 1:  # they adjoin, so that nothing need be gathered
-            values[rows[0] : rows[-1] + 1, :width] += added
-        else:
-            values[rows, :width] += added
 
 
 def _find_llguidance() -> Any:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +31,7 @@ from gptmanager.decoding.rows import (
     Tokens,
 )
 from gptmanager.errors import CallbackError, RequestError, response_text
-from gptmanager.post_processor import RequestProcessor, name_of
+from gptmanager.post_processor import BoundProcessor, RequestProcessor, name_of
 from gptmanager.step import SequenceStart
 from gptmanager.watchdog import CallbackTimer
 
@@ -63,6 +62,9 @@ class PostProcessing:
         self._sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
+        prepare = getattr(batched, "prepare", None)
+        if isinstance(batched, BoundProcessor) and callable(prepare):
+            prepare(device).result()  # what is wrong with it is wrong with the manager
 
     @property
     def is_on(self) -> bool:
@@ -97,7 +99,8 @@ class PostProcessing:
         `tokens` int32 `[num_slots, max_seq_len]`.
         """
         groups: dict[int, list[int]] = {}
-        step = _Step(logits, lengths, tokens, ModelStream(logits.device), {})
+        rows = logits.view(len(logits), 1, 1, logits.shape[1])
+        step = _Step(logits, rows, lengths, tokens, ModelStream(logits.device), {})
         for index, slot in enumerate(slots.tolist()):
             sequence = self._sequences.get(slot)
             if sequence is not None and not sequence.has_ended:
@@ -172,31 +175,26 @@ class PostProcessing:
             session = self._sessions[shared] = shared.open(self._num_slots, self._device)
         return session
 
-    @contextmanager
-    def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> Iterator[None]:
-        """One call: timed, and an error in it ends `sequences` alone."""
-        timer = self._timer
-        started = time.perf_counter()
-        timer.start()
-        try:
-            yield
-        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
-            timer.errors += 1
-            error = self._told(raised, shared)
-            logger.error(
-                "logits_post_processor %s failed; it ends the requests %s",
-                *(name_of(shared), [sequence.request_id for sequence in sequences]),
-                exc_info=raised,
-            )
-            for sequence in sequences:
-                sequence.error = error
-        finally:
-            timer.stop()
-            self._check_budget(time.perf_counter() - started, sequences, shared)
+    def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> _Guard:
+        return _Guard(self, self._timer, sequences, shared)
 
-    def _check_budget(
+    def fail(
+        self, error: BaseException, sequences: Sequence[ProcessedSequence], shared: Any
+    ) -> None:
+        """A call has raised: it ends its sequences, and they alone."""
+        told = self._told(error, shared)
+        logger.error(
+            "logits_post_processor %s failed; it ends the requests %s",
+            *(name_of(shared), [sequence.request_id for sequence in sequences]),
+            exc_info=error,
+        )
+        for sequence in sequences:
+            sequence.error = told
+
+    def check_budget(
         self, taken_s: float, sequences: Sequence[ProcessedSequence], shared: Any
     ) -> None:
+        """Name a call that took too long."""
         if self._budget_s is None or taken_s <= self._budget_s:
             return
         name = name_of(shared)
@@ -224,15 +222,47 @@ class PostProcessing:
         self._sequences = {slot: one for slot, one in sequences if not one.has_ended}
 
 
+class _Guard:
+    """Around a call: times it, and lets no error out. No generator: it is entered for every row."""
+
+    __slots__ = ("_processing", "_sequences", "_shared", "_started", "_timer")
+
+    def __init__(
+        self,
+        processing: PostProcessing,
+        timer: CallbackTimer,
+        sequences: Sequence[ProcessedSequence],
+        shared: Any,
+    ) -> None:
+        self._processing = processing
+        self._timer = timer
+        self._sequences = sequences
+        self._shared = shared
+
+    def __enter__(self) -> None:
+        self._timer.start()
+        self._started = time.perf_counter()
+
+    def __exit__(self, kind: Any, raised: BaseException | None, traceback: Any) -> bool:
+        taken_s = time.perf_counter() - self._started
+        self._timer.stop()
+        if raised is not None:
+            self._timer.errors += 1
+            self._processing.fail(raised, self._sequences, self._shared)
+        self._processing.check_budget(taken_s, self._sequences, self._shared)
+        return True
+
+
 class _WrongAnswer(Exception):
     """A processor returned what it must not."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Step:
     """What a step hands to processors. `sequences` by row."""
 
     logits: Tensor
+    rows: Tensor  # the same, [S, 1, beam, vocab]
     lengths: Ints
     tokens: Tokens
     stream: ModelStream
@@ -240,7 +270,7 @@ class _Step:
 
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""
-        return self.logits[index].view(1, 1, -1)
+        return self.rows[index]
 
     def beams(self, index: int) -> list[list[int]]:
         return self.sequences[index].beams(self.tokens, int(self.lengths[index]))

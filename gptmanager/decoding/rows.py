@@ -95,7 +95,7 @@ class ProcessedSequence:
         return [history]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Rows:
     """The rows of one step that share a processor.
 

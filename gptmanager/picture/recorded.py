@@ -113,8 +113,9 @@ class _Reader:
         schedule, result = iteration.schedule, iteration.result
         if schedule is None or result is None or iteration.result_of != schedule.iteration:
             return
+        failed = {failure.request_id for failure in result.failures}
         for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):
-            asked = self._asked.get(row.request_id)
+            asked = None if row.request_id in failed else self._asked.get(row.request_id)
             if asked is not None and tokens[-1] == asked.end_id >= 0:
                 yield End(row.request_id, "END_ID")
             elif asked is not None and (

@@ -1,0 +1,181 @@
+"""NVRTC through CuPy: CUDA C++ to a cubin with the figures of its kernels. Needs no device.
+
+Cubins are kept in the user's cache folder, under a hash of all that they were made from: the text
+with its own headers, the options, and the compiler's version. It knows nothing of launches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gptmanager.errors import ConfigError, GptManagerError
+
+FOLDER = Path(__file__).resolve().parent
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
+_INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+_FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
+_FIGURES = {
+    "registers": re.compile(r"Used (\d+) registers"),
+    "shared_memory": re.compile(r"(\d+) bytes smem"),
+    "spill_stores": re.compile(r"(\d+) bytes spill stores"),
+    "spill_loads": re.compile(r"(\d+) bytes spill loads"),
+    "stack": re.compile(r"(\d+) bytes stack frame"),
+}
+
+
+class CompilationError(GptManagerError):
+    """CUDA C++ that NVRTC refuses, with its log."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one kernel uses: registers a thread, bytes of static shared memory, bytes spilled."""
+
+    registers: int = 0
+    shared_memory: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    stack: int = 0
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one architecture. `lowered`: name expression -> symbol in `code`."""
+
+    code: bytes
+    lowered: Mapping[str, str]
+    figures: Mapping[str, Figures]  # by name expression
+    log: str
+
+
+def find_nvrtc() -> Any:
+    """CuPy's binding of NVRTC; `ConfigError` where it or the compiler is not installed."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+    except ImportError as error:
+        raise ConfigError(f"compiling kernels needs CuPy, and it is not there: {error}") from error
+    try:
+        nvrtc.getVersion()
+    except Exception as error:  # CuPy's error here comes from the package that looks for libraries
+        raise ConfigError(
+            f"compiling kernels needs NVRTC: pip install nvidia-cuda-nvrtc ({error})"
+        ) from error
+    return nvrtc
+
+
+def compile(
+    source: str | Path,
+    arch: str,
+    names: Sequence[str],
+    options: Sequence[str] = (),
+    *,
+    cache: Path | None = None,
+) -> Cubin:
+    """Compile the kernels `names` (as `decode<128, 4>`) for `arch` (as `sm_90a`).
+
+    `source`: a file, or text that may include the headers of this package. `options` are NVRTC's.
+    `CompilationError` with the log; `ConfigError` where there is no compiler.
+    """
+    nvrtc = find_nvrtc()
+    file = source.name if isinstance(source, Path) else "kernel.cu"
+    text = source.read_text("utf-8") if isinstance(source, Path) else source
+    folder = source.parent if isinstance(source, Path) else FOLDER
+    flags = ("-std=c++17", f"-arch={arch}", "--ptxas-options=-v", *options)
+    keyed = [str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
+    key = hashlib.sha256("\0".join(keyed).encode()).hexdigest()[:32]
+    kept = (cache or _user_cache() / "gptmanager" / "cubins") / key
+    if not (kept / "cubin").exists():
+        includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
+        made = _compile(nvrtc, text, file, names, (*flags, *includes))
+        _keep(kept, made)
+        return made
+    described = json.loads((kept / "kernels.json").read_text("utf-8"))
+    figures = {name: Figures(**values) for name, values in described["figures"].items()}
+    code = (kept / "cubin").read_bytes()
+    return Cubin(code, described["lowered"], figures, described["log"])
+
+
+def _compile(
+    nvrtc: Any, text: str, file: str, names: Sequence[str], flags: tuple[str, ...]
+) -> Cubin:
+    program = nvrtc.createProgram(text, file, (), ())
+    try:
+        for name in names:
+            nvrtc.addNameExpression(program, name)
+        try:
+            nvrtc.compileProgram(program, flags)
+        except nvrtc.NVRTCError:
+            log = nvrtc.getProgramLog(program).strip()
+            raise CompilationError(f"{file} does not compile:\n{log}") from None
+        log = nvrtc.getProgramLog(program)
+        lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
+        return Cubin(nvrtc.getCUBIN(program), lowered, _figures(log, lowered), log)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _figures(log: str, lowered: Mapping[str, str]) -> dict[str, Figures]:
+    """Parse what ptxas says of each function; those that are no kernels are left out."""
+    sections: dict[str, str] = {}
+    symbol = ""
+    for line in log.splitlines():
+        found = _FUNCTION.search(line)
+        symbol = found[1] if found else symbol
+        sections[symbol] = sections.get(symbol, "") + line + "\n"
+    return {name: _figures_of(sections.get(symbol, "")) for name, symbol in lowered.items()}
+
+
+def _figures_of(section: str) -> Figures:
+    found = {name: pattern.search(section) for name, pattern in _FIGURES.items()}
+    return Figures(**{name: int(match[1]) for name, match in found.items() if match})
+
+
+def _texts(text: str, folder: Path) -> list[str]:
+    """`text` and every header of ours that it includes: an edited one makes another cubin."""
+    texts, pending, seen = [text], _INCLUDE.findall(text), set()
+    while pending:
+        name = pending.pop()
+        paths = [path / name for path in (folder, FOLDER) if (path / name).exists()]
+        if name not in seen and paths:
+            texts.append(paths[0].read_text("utf-8"))
+            pending += _INCLUDE.findall(texts[-1])
+        seen.add(name)
+    return texts
+
+
+def _cuda_includes() -> tuple[str, ...]:
+    import cupy
+
+    path = cupy.cuda.get_cuda_path()
+    if path is None:
+        raise ConfigError("compiling kernels needs CUDA's headers: pip install nvidia-cuda-runtime")
+    return f"-I{path}/include", f"-I{path}/include/cccl"
+
+
+def _keep(folder: Path, cubin: Cubin) -> None:
+    """Files first, then the name: another process may keep the same one at the same time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    figures = {name: asdict(values) for name, values in cubin.figures.items()}
+    described = {"lowered": dict(cubin.lowered), "figures": figures, "log": cubin.log}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        (made / "kernels.json").write_text(json.dumps(described), "utf-8")
+        (made / "cubin").write_bytes(cubin.code)
+        try:
+            made.rename(folder)
+        except OSError:  # it is there already
+            if not (folder / "cubin").exists():
+                raise
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -1,0 +1,109 @@
+"""Attention of rows with one token each over the pages, by the items of a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.cache_write import HEAD_DIMS
+from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+
+_WARPS, _TILE, _STAGES = 4, 16, 3  # as in the .cu
+MAX_GROUP = 16
+_NARROW = (torch.float16, torch.bfloat16)
+PROGRAM = Program(
+    "generation_attention.cu",
+    (
+        *(
+            f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}>"
+            for dtype in _NARROW
+            for head_dim in HEAD_DIMS
+            for tiles in (1, 2)
+        ),
+        *(f"generation_attention_float<{head_dim}>" for head_dim in HEAD_DIMS),
+        *(
+            f"merge_partials<{name}, {head_dim}>"
+            for name in NAMES.values()
+            for head_dim in HEAD_DIMS
+        ),
+    ),
+)
+
+
+def generation_attention(
+    launcher: Launcher,
+    out: Tensor,
+    partial: Tensor,
+    partial_log: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    items: Tensor,
+    partial_starts: Tensor,
+    row_starts: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> None:
+    """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` for the only token of each row.
+
+    score(x) = x, or softcap * tanh(x / softcap). A row sees the positions of its items.
+    `queries`, `out` `[T, H, D]`; `keys`, `values` `[P, K, B, D]`, one layer's; one dtype of float32,
+    float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. `items` `[N, 4]` and
+    `partial_starts` `[R + 1]`: a GenerationPlan's. `row_starts` `[R + 1]`, `slots` `[R]`,
+    `block_tables` `[slots, blocks]`; all int32. Changed as working memory: `partial` `[n, H, D]` and
+    `partial_log` `[n, H]` float32, n >= the plan's partial results (may be 0 for none, and then
+    nothing is merged). ValueError for other tensors.
+    """
+    num_heads, head_dim = queries.shape[1:]
+    num_kv_heads, tokens_per_block = keys.shape[1:3]
+    num_rows, dtype = len(slots), queries.dtype
+    pages = (len(keys), num_kv_heads, tokens_per_block, head_dim)
+    check_tensors(
+        out=(out, (len(queries), num_heads, head_dim), dtype),
+        partial=(partial, (None, num_heads, head_dim), torch.float32),
+        partial_log=(partial_log, (len(partial), num_heads), torch.float32),
+        queries=(queries, (None, num_heads, head_dim), dtype),
+        keys=(keys, pages, dtype),
+        values=(values, pages, dtype),
+        items=(items, (None, 4), torch.int32),
+        partial_starts=(partial_starts, (num_rows + 1,), torch.int32),
+        row_starts=(row_starts, (num_rows + 1,), torch.int32),
+        slots=(slots, (num_rows,), torch.int32),
+        block_tables=(block_tables, (None, None), torch.int32),
+    )
+    group = check_heads(num_heads, num_kv_heads, head_dim)
+    if len(items) == 0:
+        return
+    arguments: tuple[Argument, ...] = (
+        *(out, partial, partial_log, queries, keys, values),
+        *(items, row_starts, slots, block_tables),
+        *ints(num_heads, block_tables.shape[1], tokens_per_block),
+        *(np.float32(scale), np.float32(softcap)),
+    )
+    if dtype in _NARROW:
+        name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {1 if group <= 8 else 2}>"
+        shared = _WARPS * _STAGES * 2 * _TILE * (head_dim + 8) * queries.itemsize
+    else:
+        name, shared = f"generation_attention_float<{head_dim}>", 0
+    kernel = launcher.kernel(PROGRAM, name, shared)
+    kernel((len(items), num_kv_heads), (_WARPS * 32,), arguments, shared)
+    if len(partial):
+        merge = launcher.kernel(PROGRAM, f"merge_partials<{NAMES[dtype]}, {head_dim}>")
+        parts = (out, partial, partial_log, partial_starts, row_starts)
+        merge((num_rows, num_heads), (head_dim,), parts)
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """Query heads for each KV head. ValueError where no kernel has such heads."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"a head dimension of {head_dim} is not among {HEAD_DIMS}")
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
+        raise ValueError(
+            f"{num_heads} query heads do not divide into groups of up to {MAX_GROUP} for "
+            f"{num_kv_heads} KV heads"
+        )
+    return num_heads // num_kv_heads

@@ -1,0 +1,90 @@
+"""How the work of generation attention is cut: once a step, on the CPU, for all layers.
+
+It knows lengths and nothing of tensors' contents. Rows are cut at multiples of one stretch, so that
+blocks of about equal work fill the device and a long row does not keep the others waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+STRETCH_UNIT = 64  # tokens that one pass of a block's warps takes
+_RESIDENT = 2  # blocks that run at the same time on a multiprocessor
+_WAVES = 4  # how often each of them is replaced: what evens out unequal items
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationPlan:
+    """Items, longest first, and which partial results belong to which row.
+
+    `items` int32 `[N, 4]`: row, first and last (excluded) position, number of its partial result or
+    -1 where the item is the row's only one. `partial_starts` int32 `[R + 1]`.
+    """
+
+    items: Ints
+    partial_starts: Ints
+
+    @property
+    def num_partials(self) -> int:
+        return int(self.partial_starts[-1])
+
+    def padded(self, num_items: int, num_rows: int) -> GenerationPlan:
+        """With items that do nothing: a CUDA graph launches the same number at each replay."""
+        if num_items < len(self.items) or num_rows < len(self.partial_starts) - 1:
+            raise ValueError(f"{len(self.items)} items do not fit into {num_items}")
+        items = np.full((num_items, 4), -1, dtype=np.int32)
+        items[: len(self.items)] = self.items
+        starts = np.full(num_rows + 1, self.num_partials, dtype=np.int32)
+        starts[: len(self.partial_starts)] = self.partial_starts
+        return GenerationPlan(items, starts)
+
+
+def plan_generation(
+    kv_lengths: Ints,
+    num_kv_heads: int,
+    num_multiprocessors: int,
+    *,
+    window: int | None = None,
+    stretch: int | None = None,
+) -> GenerationPlan:
+    """The items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
+
+    `window`: only the last `window` positions are seen. `stretch`: tokens of an item at most, a
+    multiple of STRETCH_UNIT; by default as many as fill the device. A row's result depends on the
+    stretch, by rounding: a fixed one makes it independent of the other rows.
+    """
+    last = kv_lengths.astype(np.int64)
+    first = np.zeros_like(last) if window is None else np.maximum(last - window, 0)
+    if stretch is None:
+        stretch = default_stretch(int((last - first).sum()), num_kv_heads, num_multiprocessors)
+    if stretch <= 0 or stretch % STRETCH_UNIT:
+        raise ValueError(f"stretch={stretch} is no multiple of {STRETCH_UNIT}")
+    begin = first // stretch
+    counts = -(-last // stretch) - begin
+    rows = np.repeat(np.arange(len(last)), counts)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + begin[rows]
+    partials = np.where(counts > 1, counts, 0)
+    starts = np.concatenate([[0], np.cumsum(partials)]).astype(np.int32)
+    own = np.where(counts[rows] > 1, starts[rows] + number - begin[rows], -1)
+    items = np.stack(
+        [
+            rows,
+            np.maximum(first[rows], number * stretch),
+            np.minimum(last[rows], (number + 1) * stretch),
+            own,
+        ],
+        axis=1,
+    ).astype(np.int32)
+    longest_first = np.argsort(items[:, 1] - items[:, 2], kind="stable")
+    return GenerationPlan(np.ascontiguousarray(items[longest_first]), starts)
+
+
+def default_stretch(num_tokens: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Tokens of an item, so that the items of `num_tokens` fill the device some times over."""
+    items = max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads)
+    return max(1, -(-num_tokens // (items * STRETCH_UNIT))) * STRETCH_UNIT

@@ -1,0 +1,182 @@
+"""Where kernels run: a `Launcher` gives the kernels of a `Program`, for a GPU or for the emulator.
+
+A kernel is called alike on both: `kernel(grid, block, args, shared_mem=0)`, with torch tensors and
+NumPy scalars of the declared types as arguments; None is a null pointer. It knows nothing of ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda import compiler, device, emulator
+
+FOLDER = Path(__file__).resolve().parent
+NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+Argument = Tensor | np.generic | None
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@dataclass(frozen=True)
+class Program:
+    """A `.cu` of this folder, and every instantiation of its kernels that is ever launched."""
+
+    file: str
+    kernels: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / self.file
+
+
+class Kernel(Protocol):
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Argument],
+        shared_mem: int = 0,
+    ) -> None: ...
+
+
+class Launcher(Protocol):
+    num_multiprocessors: int
+
+    def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
+        """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
+
+
+class DeviceLauncher:
+    """Kernels on the current CUDA device, launched on torch's current stream."""
+
+    def __init__(self) -> None:
+        self._cupy = device.find_cupy()
+        properties = torch.cuda.get_device_properties()
+        self.num_multiprocessors: int = properties.multi_processor_count
+        self.arch = architecture(properties.major, properties.minor)
+        self._kernels: dict[tuple[str, str], DeviceKernel] = {}
+
+    def kernel(self, program: Program, name: str, shared_mem: int = 0) -> DeviceKernel:
+        known = self._kernels.get((program.file, name))
+        if known is None:
+            cubin = compiler.compile(program.path, self.arch, [name])
+            module = self._cupy.cuda.function.Module()
+            module.load(cubin.code)
+            function = module.get_function(cubin.lowered[name])
+            known = DeviceKernel(self._cupy, module, function)
+            self._kernels[program.file, name] = known
+        known.allow(shared_mem)
+        return known
+
+
+@dataclass(frozen=True)
+class _Stream:
+    ptr: int  # all that CuPy reads of a stream
+
+
+class DeviceKernel:
+    """One kernel, loaded. `module` owns its code."""
+
+    def __init__(self, cupy: Any, module: Any, function: Any) -> None:
+        self._driver = cupy.cuda.driver
+        self._module = module
+        self._function = function
+        self._allowed = 48 << 10
+
+    def allow(self, shared_mem: int) -> None:
+        """More dynamic shared memory than any kernel has by itself must be asked for, once."""
+        if shared_mem > self._allowed:
+            self._driver.funcSetAttribute(self._function.ptr, _MAX_DYNAMIC_SHARED, shared_mem)
+            self._allowed = shared_mem
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Argument],
+        shared_mem: int = 0,
+    ) -> None:
+        stream = _Stream(torch.cuda.current_stream().cuda_stream)
+        self._function(grid, block, tuple(map(_plain, args)), shared_mem, stream)
+
+
+def _plain(argument: Argument) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()  # 8 bytes, as every Python int is for CuPy
+    return 0 if argument is None else argument
+
+
+class EmulatorLauncher:
+    """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`."""
+
+    num_multiprocessors = 4
+
+    def __init__(self, *, check: bool = False, order: str | int = "forward") -> None:
+        self._check = check
+        self._order = order
+        self._modules: dict[tuple[str, str], emulator.Module] = {}
+
+    def prepare(self, program: Program, names: Iterable[str]) -> None:
+        """Compile several kernels at once, which costs little more than one."""
+        module = emulator.Module(
+            path=program.path,
+            name_expressions=tuple(names),
+            check=self._check,
+            order=self._order,
+        )
+        self._modules |= dict.fromkeys(((program.file, name) for name in names), module)
+
+    def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
+        if (program.file, name) not in self._modules:
+            self.prepare(program, [name])
+        kernel = self._modules[program.file, name].get_function(name)
+        kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
+
+        def launch(
+            grid: tuple[int, ...],
+            block: tuple[int, ...],
+            args: Sequence[Argument],
+            shared_mem: int = 0,
+        ) -> None:
+            given = [np.uint64(0) if argument is None else argument for argument in args]
+            kernel(grid, block, given, shared_mem=shared_mem)
+
+        return launch
+
+
+def architecture(major: int, minor: int) -> str:
+    """What to compile for: with the features of exactly this device where there are such."""
+    return f"sm_{major}{minor}a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def ints(*values: int) -> tuple[np.int32, ...]:
+    """Arguments for parameters declared `int`."""
+    return tuple(map(np.int32, values))
+
+
+def check_tensors(**tensors: tuple[Tensor | None, tuple[int | None, ...], torch.dtype]) -> None:
+    """Each (tensor, shape, dtype): contiguous, on one device, of that shape (None: any size).
+
+    ValueError with the tensor's name. Metadata only: no device is waited for.
+    """
+    devices = {it.device for it, _, _ in tensors.values() if it is not None}
+    if len(devices) > 1:
+        raise ValueError(f"tensors on several devices: {sorted(map(str, devices))}")
+    for name, (tensor, shape, dtype) in tensors.items():
+        if tensor is None:
+            continue
+        fits = len(tensor.shape) == len(shape) and all(
+            size in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or tensor.dtype is not dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous")

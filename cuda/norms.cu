@@ -1,0 +1,59 @@
+// residual += x where ADD; out = normalize(residual or x) * weight (+ bias)
+// RMSNorm: x / sqrt(mean(x^2) + eps). LayerNorm (CENTERED): (x - mean) / sqrt(variance + eps).
+#include "numerics.cuh"
+
+// A block per token, whose thread holds COUNT vectors of WIDTH elements in registers: each element is
+// read once. The sum is rounded to T before it is normalized, as the next layer reads it.
+template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD>
+__global__ void __launch_bounds__(1024, 1) norm(
+    T* out,           // [tokens, width], may be x
+    T* residual,      // [tokens, width], changed; null without ADD
+    const T* x,       // [tokens, width]
+    const T* weight,  // [width]
+    const T* bias,    // [width] or null
+    int width, float eps) {
+    __shared__ float sums[32], squares[32];
+    size_t row = size_t(blockIdx.x) * width;
+    float values[COUNT][WIDTH];
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int column = (i * blockDim.x + threadIdx.x) * WIDTH;
+        if (column >= width) continue;
+        load(values[i], x + row + column);
+        if constexpr (ADD) {
+            float before[WIDTH];
+            load(before, residual + row + column);
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++)
+                values[i][j] = to_float(from_float<T>(values[i][j] + before[j]));
+            store(residual + row + column, values[i]);
+        }
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) sum += CENTERED ? values[i][j] : 0.0f;
+    }
+    float mean = CENTERED ? block_sum(sum, sums) / width : 0.0f;
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if ((i * blockDim.x + threadIdx.x) * WIDTH >= width) continue;
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+            values[i][j] -= mean;
+            square += values[i][j] * values[i][j];
+        }
+    }
+    float scale = rsqrtf(block_sum(square, squares) / width + eps);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int column = (i * blockDim.x + threadIdx.x) * WIDTH;
+        if (column >= width) continue;
+        float factors[WIDTH], offsets[WIDTH] = {};
+        load(factors, weight + column);
+        if (bias) load(offsets, bias + column);
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++)
+            values[i][j] = values[i][j] * scale * factors[j] + offsets[j];
+        store(out + row + column, values[i]);
+    }
+}

@@ -1,0 +1,72 @@
+// Elements of a tensor as floats, 16 bytes at a time, and sums over a warp or a block.
+#pragma once
+
+#include "intrinsics.cuh"
+
+template <class T, int N> struct alignas(sizeof(T) * N) Vector {
+    T values[N];
+};
+
+// How many elements one load or store moves.
+template <class T> constexpr int WIDE = 16 / sizeof(T);
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T> __device__ inline T from_float(float x);
+template <> __device__ inline float from_float<float>(float x) { return x; }
+template <> __device__ inline __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+
+// Two floats as one register of a matrix, the first in its lower half.
+template <class T> __device__ inline unsigned pack(float low, float high);
+template <> __device__ inline unsigned pack<__half>(float low, float high) {
+    __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+template <> __device__ inline unsigned pack<__nv_bfloat16>(float low, float high) {
+    __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<unsigned*>(&both);
+}
+
+// N elements at an address that is aligned to all of them, or to 16 bytes.
+template <int N, class T> __device__ inline void load(float (&to)[N], const T* from) {
+    constexpr int STEP = N < WIDE<T> ? N : WIDE<T>;
+#pragma unroll
+    for (int i = 0; i < N; i += STEP) {
+        Vector<T, STEP> vector = *reinterpret_cast<const Vector<T, STEP>*>(from + i);
+#pragma unroll
+        for (int j = 0; j < STEP; j++) to[i + j] = to_float(vector.values[j]);
+    }
+}
+
+template <int N, class T> __device__ inline void store(T* to, const float (&from)[N]) {
+    constexpr int STEP = N < WIDE<T> ? N : WIDE<T>;
+#pragma unroll
+    for (int i = 0; i < N; i += STEP) {
+        Vector<T, STEP> vector;
+#pragma unroll
+        for (int j = 0; j < STEP; j++) vector.values[j] = from_float<T>(from[i + j]);
+        *reinterpret_cast<Vector<T, STEP>*>(to + i) = vector;
+    }
+}
+
+// Sum over each LANES lanes of a warp, a power of two; every lane gets it.
+template <int LANES = 32> __device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+    return x;
+}
+
+// Sum over a block of up to 32 full warps; every thread gets it. `partial` is free again after the
+// block's next barrier.
+__device__ inline float block_sum(float x, float (&partial)[32]) {
+    x = warp_sum(x);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) partial[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < blockDim.x / 32 ? partial[lane] : 0.0f);
+}

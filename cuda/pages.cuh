@@ -1,0 +1,55 @@
+// Rows of paged keys and values, and their way to shared memory.
+#pragma once
+
+#include "numerics.cuh"
+
+// One layer's pages `[blocks, kv_heads, tokens_per_block, D]` of one sequence and one KV head.
+template <class T, int D> struct Pages {
+    const T* memory;   // of the KV head in block 0
+    const int* table;  // position / tokens_per_block -> block
+    int tokens_per_block;
+    size_t block_size;  // elements from a block to the next
+
+    __device__ Pages(
+        const T* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block)
+        : memory(pages + size_t(kv_head) * tokens_per_block * D), table(table),
+          tokens_per_block(tokens_per_block),
+          block_size(size_t(num_kv_heads) * tokens_per_block * D) {}
+
+    // Elements from `memory` to the token at a position, whose block the caller may know.
+    __device__ size_t offset(int position) const { return offset(position, block_of(position)); }
+    __device__ size_t offset(int position, int block) const {
+        return block * block_size + size_t(position % tokens_per_block) * D;
+    }
+    __device__ int block_of(int position) const { return table[position / tokens_per_block]; }
+};
+
+// Rows of D elements in shared memory are 16 bytes further apart than they are long: eight rows at
+// the same column lie in different banks.
+template <int D> constexpr int ROW = D + 8;
+
+// What online softmax knows of a score so far: the largest (base 2), and the sum of 2^(score - it).
+struct Softmax {
+    float largest = -INFINITY, sum = 0;
+
+    // Take a larger score into account; what was summed before shrinks by the result.
+    __device__ float raise(float score) {
+        float before = largest;
+        largest = fmaxf(largest, score);
+        float factor = ptx::exp2_approx(before - largest);
+        sum *= factor;
+        return factor;
+    }
+};
+
+// A product of query and key as an exponent of 2.
+struct Scores {
+    float scale;    // softmax scale times log2(e)
+    float softcap;  // 0: none; else scores stay within it, by tanh
+    __device__ Scores(float scale, float softcap)
+        : scale(scale * 1.4426950408889634f), softcap(softcap * 1.4426950408889634f) {}
+    __device__ float operator()(float product) const {
+        float score = product * scale;
+        return softcap > 0 ? softcap * tanhf(score / softcap) : score;
+    }
+};

@@ -1,0 +1,76 @@
+"""Where kernels run in tests: always on the emulator, and on the GPU where there is one."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from gptmanager.cuda import emulator
+from gptmanager.cuda.launch import DeviceLauncher, EmulatorLauncher
+from gptmanager.errors import ConfigError
+
+BITS = {torch.bfloat16: np.uint16}
+
+
+class EmulatedMachine:
+    def __init__(self, **options):
+        self.launcher = EmulatorLauncher(**options)
+
+    def tensor(self, values):
+        """A copy that ends where nothing can be read."""
+        bits = BITS.get(values.dtype)
+        array = values.view(torch.uint16).numpy() if bits else values.numpy()
+        copy = torch.from_numpy(emulator.asarray(array))
+        return copy.view(values.dtype) if bits else copy
+
+    def empty(self, shape, dtype):
+        return self.tensor(
+            torch.full(shape, -1 if not dtype.is_floating_point else torch.nan, dtype=dtype)
+        )
+
+
+class DeviceMachine:
+    def __init__(self):
+        self.launcher = DeviceLauncher()
+
+    def tensor(self, values):
+        return values.cuda()
+
+    def empty(self, shape, dtype):
+        return torch.full(
+            shape, -1 if not dtype.is_floating_point else torch.nan, dtype=dtype
+        ).cuda()
+
+
+@functools.cache
+def new_machine(kind):
+    if kind == "gpu":
+        return DeviceMachine()
+    return EmulatedMachine(
+        check=kind != "emulator", order="reverse" if kind == "reversed check" else "forward"
+    )
+
+
+def find(kind):
+    try:
+        return new_machine(kind)
+    except ConfigError as error:
+        if os.environ.get("GPTMANAGER_REQUIRE_CUDA") == "1" and kind == "gpu":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def machine(request):
+    """Runs kernels; `tensor` and `empty` make what they work on."""
+    return find(request.param)
+
+
+@pytest.fixture(params=["check", "reversed check"])
+def checked_machine(request):
+    """Runs kernels and reports races, and reads of what nothing was written to."""
+    return find(request.param)

@@ -1,0 +1,22 @@
+"""Random tensors, and what "equal up to rounding" means for each dtype."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# A unit in the last place, and for float32 what approximate exponentials cost.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(got, expected, absolute=1e-4):
+    """`got` of its dtype, `expected` float64; NaN where NaN is expected."""
+    relative = TOLERANCE[got.dtype]
+    absolute = max(absolute if got.dtype is torch.float32 else 0, relative * 0.02)
+    torch.testing.assert_close(
+        got.double().cpu(), expected, rtol=relative, atol=absolute, equal_nan=True
+    )

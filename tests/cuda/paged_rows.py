@@ -1,0 +1,75 @@
+"""Rows over a paged KV cache, and attention to them in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from kernel_values import randn
+
+
+def int32(values):
+    return torch.tensor(np.asarray(values), dtype=torch.int32)
+
+
+@dataclass
+class PagedRows:
+    """`rows`: (new tokens, KV length). Pages behind a row's end, and unowned ones, hold NaN."""
+
+    rows: list[tuple[int, int]]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens_per_block: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self):
+        blocks = [-(-length // self.tokens_per_block) for _, length in self.rows]
+        order = np.random.default_rng(0).permutation(sum(blocks) + 2).astype(np.int32)
+        tables = torch.full((len(self.rows) + 1, max(blocks) + 1), -7, dtype=torch.int32)
+        self.slots = torch.arange(len(self.rows), 0, -1, dtype=torch.int32)
+        shape = (len(order), self.kv_heads, self.tokens_per_block, self.head_dim)
+        self.keys = torch.full(shape, torch.nan, dtype=self.dtype)
+        self.values = torch.full(shape, torch.nan, dtype=self.dtype)
+        self.history = []
+        for row, (end, (_, length)) in enumerate(zip(np.cumsum(blocks), self.rows, strict=True)):
+            own = torch.from_numpy(order[end - blocks[row] : end])
+            tables[self.slots[row], : len(own)] = own
+            self.history.append(self._fill(own.long(), length, row))
+        self.block_tables = tables
+        starts = np.cumsum([0, *(new for new, _ in self.rows)])
+        self.row_starts, self.kv_lengths = int32(starts), int32([end for _, end in self.rows])
+        shape = (int(starts[-1]), self.heads, self.head_dim)
+        self.queries = randn(*shape, dtype=self.dtype, seed=99)
+
+    def _fill(self, blocks, length, row):
+        both = []
+        for seed, pages in enumerate((self.keys, self.values)):
+            own = randn(length, self.kv_heads, self.head_dim, dtype=self.dtype, seed=2 * row + seed)
+            for start in range(0, length, self.tokens_per_block):
+                part = own[start : start + self.tokens_per_block]
+                pages[blocks[start // self.tokens_per_block], :, : len(part)] = part.transpose(0, 1)
+            both.append(own.double())
+        return both
+
+    def textbook(self, scale, window=None, softcap=0.0):
+        """`[T, H, D]` float64."""
+        results = []
+        for row, (new, length) in enumerate(self.rows):
+            keys, values = (
+                it.repeat_interleave(self.heads // self.kv_heads, 1) for it in self.history[row]
+            )
+            start = int(self.row_starts[row])
+            queries = self.queries[start : start + new].double()
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            at = torch.arange(length - new, length)[:, None]
+            seen = torch.arange(length)
+            hidden = seen > at
+            if window is not None:
+                hidden |= seen <= at - window
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            results.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(results)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_values import DTYPES, close, randn
+
+from gptmanager.cuda.cache_write import HEAD_DIMS, locate_tokens, rope_and_write
+from gptmanager.kernels.reference import Kernels
+
+ROWS = [(1, 1), (5, 5), (0, 3), (7, 20), (1, 17)]  # new tokens, KV length
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def paged_rows(rows, tokens_per_block, seed=0):
+    """row_starts, kv_lengths, slots, block_tables, blocks: in no order; entries unused are -7."""
+    blocks = [-(-length // tokens_per_block) for _, length in rows]
+    order = np.random.default_rng(seed).permutation(sum(blocks) + 2).astype(np.int32)
+    tables = torch.full((len(rows) + 1, max(blocks) + 1), -7, dtype=torch.int32)
+    slots = torch.arange(len(rows), 0, -1, dtype=torch.int32)
+    for row, (end, count) in enumerate(zip(np.cumsum(blocks), blocks, strict=True)):
+        tables[slots[row], :count] = torch.from_numpy(order[end - count : end])
+    starts = ints(*np.cumsum([0, *(new for new, _ in rows)]))
+    return starts, ints(*(length for _, length in rows)), slots, tables, len(order)
+
+
+def positions_of(rows):
+    return torch.cat([torch.arange(length - new, length) for new, length in rows])
+
+
+def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens_per_block=16):
+    # Given
+    starts, lengths, slots, tables, num_blocks = paged_rows(ROWS, tokens_per_block)
+    positions = positions_of(ROWS)
+    tokens = len(positions)
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    angles = torch.arange(30).unsqueeze(1) * randn(1, (rotary or 0) // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1) if rotary else None
+    q_norm = randn(head_dim, dtype=dtype, seed=1) if norms else None
+    k_norm = randn(head_dim, dtype=dtype, seed=2) if norms else None
+    shape = (num_blocks, kv_heads, tokens_per_block, head_dim)
+    pages = [torch.full(shape, -3.0, dtype=dtype) for _ in range(2)]
+    optional = {"cos_sin": cos_sin, "q_norm": q_norm, "k_norm": k_norm}
+    # When
+    places = machine.empty((tokens + 3,), torch.int32)
+    metadata = [machine.tensor(it) for it in (starts, lengths, slots, tables)]
+    locate_tokens(machine.launcher, places, *metadata, tokens_per_block)
+    queries = machine.empty((tokens, heads, head_dim), dtype)
+    keys, values = map(machine.tensor, pages)
+    rope_and_write(
+        machine.launcher,
+        *(queries, keys, values, machine.tensor(qkv), machine.tensor(positions)),
+        places[:tokens],
+        **{name: it if it is None else machine.tensor(it) for name, it in optional.items()},
+        eps=1e-6,
+    )
+    # Then: as the reference, in float64
+    assert places[tokens:].tolist() == [-1, -1, -1]
+    wide = [it if it is None else it.double() for it in (qkv, cos_sin, q_norm, k_norm)]
+    expected_keys = torch.full(shape, -3.0, dtype=torch.float64).transpose(2, 3)
+    expected_values = torch.full(shape, -3.0, dtype=torch.float64)
+    expected = Kernels().rope_and_write(
+        *(wide[0], positions, *wide[1:], 1e-6, expected_keys, expected_values),
+        *(starts, lengths, slots, tables),
+    )
+    scale = 4 if norms else 1  # of the values, and so of an absolute error
+    close(queries, expected, 1e-4 * scale)
+    close(keys, expected_keys.transpose(2, 3), 1e-4 * scale)
+    assert torch.equal(values.cpu(), expected_values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+def test_rope_and_write(machine, dtype, norms):
+    check_write(machine, dtype, 128, 8, 2, 128, norms)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dimensions(machine, head_dim):
+    check_write(machine, torch.bfloat16, head_dim, 4, 2, head_dim, norms=True)
+
+
+@pytest.mark.parametrize(("rotary", "block"), [(None, 16), (32, 64), (20, 3)])
+def test_parts_of_a_head_and_blocks_of_any_size(machine, rotary, block):
+    check_write(machine, torch.float32, 80, 3, 3, rotary, False, block)
+
+
+def test_writes_have_no_race(checked_machine):
+    check_write(checked_machine, torch.bfloat16, 80, 4, 2, 80, norms=True)
+
+
+def test_tensors_that_do_not_fit(machine):
+    queries, pages = (
+        machine.empty((1, 2, 72), torch.float32),
+        machine.empty((1, 1, 4, 72), torch.float32),
+    )
+    qkv, ids = machine.empty((1, 4 * 72), torch.float32), machine.tensor(ints(0))
+    with pytest.raises(ValueError, match=r"head dimension of 72 is not among \(64"):
+        rope_and_write(machine.launcher, queries, pages, pages, qkv, ids.long(), ids)
+    with pytest.raises(ValueError, match="positions is torch.int32"):
+        rope_and_write(machine.launcher, queries, pages, pages, qkv, ids, ids)

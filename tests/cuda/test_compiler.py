@@ -1,0 +1,94 @@
+"""NVRTC, and every kernel of the project through it; the whole matrix is `make compile-check`."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from gptmanager.cuda import compiler
+from gptmanager.cuda.matrix import PROGRAMS, Row, compile_all, table
+from gptmanager.errors import ConfigError
+
+SOURCE = """
+#include "numerics.cuh"
+template <int N> __global__ void add(float* x) {
+    __shared__ float partial[N];
+    partial[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] += partial[N - 1 - threadIdx.x];
+}
+"""
+NUM_SAMPLES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nvrtc():
+    try:
+        return compiler.find_nvrtc()
+    except ConfigError as error:
+        if os.environ.get("GPTMANAGER_REQUIRE_CUDA") == "1":
+            raise
+        pytest.skip(f"{error}; make test installs it where it can be had")
+
+
+def test_a_cubin_and_its_figures(tmp_path):
+    names = ["add<32>", "add<64>"]
+    made = compiler.compile(SOURCE, "sm_90a", names, cache=tmp_path)
+    assert made.code[:4] == b"\x7fELF"
+    assert made.lowered["add<64>"].startswith("_Z3addILi64E")
+    assert made.figures["add<64>"].shared_memory - made.figures["add<32>"].shared_memory == 128
+    assert 0 < made.figures["add<32>"].registers < 40
+    assert compiler.compile(SOURCE, "sm_90a", names, cache=tmp_path) == made, "from the cache"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_spills_are_seen(tmp_path):
+    source = """
+    __global__ void __launch_bounds__(1024) wide(float* x) {
+        float values[128];
+        for (int i = 0; i < 128; i++) values[i] = x[i * 1024 + threadIdx.x];
+        __syncthreads();
+        for (int i = 0; i < 128; i++) x[i * 1024 + threadIdx.x] = values[127 - i] * values[i / 2];
+    }"""
+    figures = compiler.compile(source, "sm_90a", ["wide"], cache=tmp_path).figures["wide"]
+    assert figures.spill_stores > 0 and figures.spill_loads > 0
+    row = Row("x.cu", "wide", "sm_90a", figures)
+    assert row.spills and "bytes spilled" in table([row])
+
+
+def test_an_error_has_the_log(tmp_path):
+    with pytest.raises(compiler.CompilationError, match=r"kernel.cu\(2\): error: .*missing"):
+        source = "__global__ void f(int* x) {\n  x[0] = missing;\n}"
+        compiler.compile(source, "sm_80", ["f"], cache=tmp_path)
+
+
+def test_an_edited_header_makes_another_cubin(tmp_path):
+    file, header = tmp_path / "f.cu", tmp_path / "value.cuh"
+    file.write_text('#include "value.cuh"\n__global__ void f(int* x) { x[0] = VALUE; }')
+    codes = set()
+    for value in (1, 2):
+        header.write_text(f"#define VALUE {value}\n")
+        codes.add(compiler.compile(file, "sm_80", ["f"], cache=tmp_path / "cache").code)
+    assert len(codes) == 2
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.file)
+def test_kernels_compile_without_spilling(program, arch):
+    """One instantiation of each kernel, and a sample that differs by architecture."""
+    kernels = {name.partition("<")[0]: name for name in program.kernels}
+    count = min(NUM_SAMPLES, len(program.kernels))
+    sample = random.Random(f"{program.file} {arch}").sample(program.kernels, count)
+    names = tuple(sorted({*kernels.values(), *sample}))
+    rows = list(compile_all([(program, names, arch)]))
+    assert [row.kernel for row in rows] == list(names)
+    assert not [row for row in rows if row.spills]
+
+
+def test_no_ptx_but_in_one_file():
+    folder = Path(compiler.__file__).parent
+    files = {path.name for path in folder.glob("*.cu*") if "asm" in path.read_text("utf-8")}
+    assert files == {"intrinsics.cuh"}

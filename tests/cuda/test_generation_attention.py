@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_values import DTYPES
+from paged_rows import PagedRows
+
+from gptmanager.cuda.generation_attention import HEAD_DIMS, generation_attention
+from gptmanager.cuda.generation_plan import plan_generation
+
+LENGTHS = (1, 15, 16, 17, 64, 65, 200)
+# Weights are rounded to the dtype before they meet the values.
+ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def attend(machine, rows, *, scale=0.09, window=None, softcap=0.0, stretch=64, padding=0):
+    plan = plan_generation(
+        rows.kv_lengths.numpy(), rows.kv_heads, 4, window=window, stretch=stretch
+    )
+    plan = plan.padded(len(plan.items) + padding, len(rows.rows))
+    out = machine.empty(rows.queries.shape, rows.dtype)
+    partial = machine.empty((plan.num_partials, rows.heads, rows.head_dim), torch.float32)
+    given = (rows.queries, rows.keys, rows.values)
+    numbers = (torch.from_numpy(plan.items), torch.from_numpy(plan.partial_starts))
+    tables = (rows.row_starts, rows.slots, rows.block_tables)
+    generation_attention(
+        machine.launcher,
+        *(out, partial, machine.empty((plan.num_partials, rows.heads), torch.float32)),
+        *map(machine.tensor, (*given, *numbers, *tables)),
+        scale=scale,
+        softcap=softcap,
+    )
+    return out.cpu()
+
+
+def check(machine, rows, **options):
+    got = attend(machine, rows, **options)
+    options = {name: options[name] for name in ("window", "softcap") if name in options}
+    expected = rows.textbook(0.09, **options)
+    absolute = ABSOLUTE[rows.dtype]
+    torch.testing.assert_close(got.double(), expected, rtol=absolute, atol=absolute)
+
+
+def one_token_each(*lengths):
+    return [(1, length) for length in lengths]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stretch", [64, 256])
+def test_lengths_around_tiles_and_blocks(machine, dtype, stretch):
+    check(machine, PagedRows(one_token_each(*LENGTHS), 8, 2, 128, 16, dtype), stretch=stretch)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_head_dimensions(machine, head_dim, dtype):
+    check(machine, PagedRows(one_token_each(70, 3), 4, 2, head_dim, 64, dtype))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 9, 16])
+def test_groups(machine, group):
+    check(machine, PagedRows(one_token_each(70, 3), 2 * group, 2, 64))
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 3, 32, 64])
+def test_blocks_of_any_size(machine, tokens_per_block):
+    check(machine, PagedRows(one_token_each(67, 5), 4, 2, 64, tokens_per_block))
+
+
+@pytest.mark.parametrize("window", [1, 16, 40, 100])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_windows(machine, window, dtype):
+    rows = PagedRows(one_token_each(5, 64, 150), 4, 2, 64, 16, dtype)
+    for row, (_, length) in enumerate(rows.rows):  # whose earlier blocks may be gone
+        gone = max(0, length - window) // rows.tokens_per_block
+        rows.block_tables[rows.slots[row], :gone] = -1
+    check(machine, rows, window=window)
+
+
+def test_softcap(machine):
+    check(machine, PagedRows(one_token_each(100), 4, 2, 64), softcap=1.5)
+
+
+def test_items_that_do_nothing(machine):
+    rows = PagedRows(one_token_each(100, 7), 4, 2, 64)
+    assert torch.equal(attend(machine, rows, padding=3), attend(machine, rows))
+
+
+def test_scores_of_any_size(machine):
+    rows = PagedRows(one_token_each(100), 2, 2, 64)
+    rows.keys[rows.block_tables[1, 6], 0, 3] = 1e4 * rows.queries[0, 0]
+    got = attend(machine, rows)[0, 0]
+    assert torch.equal(got, rows.values[rows.block_tables[1, 6], 0, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_there_is_no_race(checked_machine, dtype):
+    check(checked_machine, PagedRows(one_token_each(70, 5), 4, 2, 64, 16, dtype))
+
+
+def test_a_row_is_the_same_bits_in_any_company_with_a_fixed_stretch(machine):
+    together = PagedRows(one_token_each(200, 70, 5), 8, 2, 64)
+    alone = PagedRows(one_token_each(200), 8, 2, 64)
+    alone.queries = together.queries[:1]
+    assert torch.equal(attend(machine, together)[:1], attend(machine, alone))
+
+
+def test_tensors_that_do_not_fit(machine):
+    with pytest.raises(ValueError, match=r"34 query heads .* groups of up to 16 for 2 KV heads"):
+        attend(machine, PagedRows(one_token_each(3), 34, 2, 64))
+    with pytest.raises(ValueError, match="head dimension of 72"):
+        attend(machine, PagedRows(one_token_each(3), 2, 2, 72))
+
+
+# The plan ----------------------------------------------------------------------------------------
+
+
+def covered(plan, row):
+    own = sorted((int(first), int(last)) for at, first, last, _ in plan.items if at == row)
+    assert all(a[1] == b[0] for a, b in zip(own, own[1:], strict=False))
+    return own[0][0], own[-1][1]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 10_000])
+@pytest.mark.parametrize("stretch", [None, 64, 512])
+def test_a_plan_covers_what_each_row_sees(window, stretch):
+    lengths = np.random.default_rng(0).integers(1, 5000, 40).astype(np.int32)
+    plan = plan_generation(lengths, 8, 132, window=window, stretch=stretch)
+    for row, length in enumerate(lengths.tolist()):
+        assert covered(plan, row) == (0 if window is None else max(0, length - window), length)
+        own = plan.items[plan.items[:, 0] == row]
+        parts = sorted(own[:, 3].tolist())
+        first, last = plan.partial_starts[row : row + 2]
+        assert parts == ([-1] if len(own) == 1 else list(range(first, last)))
+    sizes = plan.items[:, 2] - plan.items[:, 1]
+    assert (np.diff(sizes) <= 0).all() and sizes.min() > 0
+
+
+def test_a_plan_balances_skewed_lengths():
+    """Work by multiprocessor, given out longest first, on an H200: no one has much more."""
+    skewed = np.array([128] * 16 + [1000] * 12 + [8192] * 4, dtype=np.int32)
+    plan = plan_generation(skewed, 8, 132)
+    loads = np.zeros(132)
+    for size in np.repeat(plan.items[:, 2] - plan.items[:, 1], 8):
+        loads[loads.argmin()] += size
+    assert loads.max() < 1.1 * loads.mean()
+
+
+def test_plans_that_cannot_be():
+    with pytest.raises(ValueError, match="stretch=100 is no multiple of 64"):
+        plan_generation(np.array([5], np.int32), 8, 132, stretch=100)
+    with pytest.raises(ValueError, match="3 items do not fit into 2"):
+        plan_generation(np.array([5, 5, 5], np.int32), 8, 132).padded(2, 3)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_values import DTYPES, close, randn
+
+from gptmanager.cuda.norms import layer_norm, rms_norm
+
+EPS = 1e-5
+
+
+def textbook(y, weight, bias, centered):
+    y = y.double()
+    if centered:
+        y = y - y.mean(-1, keepdim=True)
+    y = y / torch.sqrt(y.square().mean(-1, keepdim=True) + EPS) * weight.double()
+    return y if bias is None else y + bias.double()
+
+
+def check_norm(machine, dtype, tokens, width, centered, add):
+    x, before = randn(tokens, width, dtype=dtype) * 3 + 1, randn(tokens, width, dtype=dtype, seed=1)
+    weight, bias = randn(width, dtype=dtype, seed=2), randn(width, dtype=dtype, seed=3)
+    out, residual = machine.empty((tokens, width), dtype), machine.tensor(before)
+    arguments = [out, machine.tensor(x), machine.tensor(weight)]
+    if centered:
+        arguments.append(machine.tensor(bias))
+    norm = layer_norm if centered else rms_norm
+
+    norm(machine.launcher, *arguments, EPS, residual=residual if add else None)
+
+    summed = x + before if add else x
+    assert torch.equal(residual.cpu(), summed if add else before)
+    close(out, textbook(summed, weight, bias if centered else None, centered))
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["", "add"])
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms(machine, dtype, centered, add):
+    for tokens, width in [(3, 64), (2, 1000), (1, 4096), (0, 64)]:
+        check_norm(machine, dtype, tokens, width, centered, add)
+
+
+@pytest.mark.parametrize("width", [1, 63, 4099, 8192, 14336])
+def test_rows_of_any_width(machine, width):
+    check_norm(machine, torch.bfloat16, 2, width, centered=False, add=True)
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_norms_have_no_race(checked_machine, centered):
+    check_norm(checked_machine, torch.bfloat16, 2, 1000, centered, add=True)
+
+
+def test_a_result_in_place_of_its_argument(machine):
+    x, weight = randn(2, 256), randn(256, seed=1)
+    place = machine.tensor(x)
+    rms_norm(machine.launcher, place, place, machine.tensor(weight), EPS)
+    close(place, textbook(x, weight, None, centered=False))
+
+
+def test_tensors_that_do_not_fit(machine):
+    x, weight = machine.tensor(randn(2, 64)), machine.tensor(randn(63))
+    with pytest.raises(ValueError, match=r"weight is torch.float32 \[63\], expected .* \[64\]"):
+        rms_norm(machine.launcher, x, x, weight, EPS)
+    with pytest.raises(ValueError, match="rows of 99999 elements are longer than"):
+        wide = machine.tensor(randn(1, 99999))
+        rms_norm(machine.launcher, wide, wide, wide[0], EPS)
