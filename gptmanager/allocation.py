@@ -178,11 +178,11 @@ class Allocator:
                 tuple(request.tokens),
                 request.orig_prompt_len,
                 request.sampling,
-                request.beam_width,
                 request.processor,
                 request.client_id,
                 request.wanted_from_start,
                 request.prompt_table,
+                request.beam_width,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

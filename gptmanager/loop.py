@@ -199,7 +199,7 @@ class TokenLoop(Roster):
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
             candidates = next(beams) if row.beam_width > 1 else None
-            if request is None or request.epoch != row.epoch:
+            if request is None or request.epoch != row.epoch or not count:
                 continue
             if request.first_token is None:
                 request.first_token = result.now

@@ -69,11 +69,11 @@ class SequenceStart(NamedTuple):
     tokens: tuple[int, ...]
     orig_prompt_len: int
     sampling: SamplingParams
-    beam_width: int = 1
     processor: RequestProcessor | None = None
     client_id: int | None = None
     wanted: Wanted = NO_EXTRAS
     prompt_table: PromptTable | None = None
+    beam_width: int = 1
 
 
 class BlockAppend(NamedTuple):
