@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import scheduling_oracle as oracle
 
@@ -230,7 +231,7 @@ class Trace:
         if max_num_tokens is not None:
             max_num_tokens = max(max_num_tokens, unit, 8)
         batch = rng.choice([1, 2, 4, 8, 32])
-        rules = rng.choice(["reserve", "kept"]), rng.choice(["prefix", "shift"])
+        rules: Any = rng.choice(["reserve", "kept"]), rng.choice(["prefix", "shift"])
         self.micro_batch = MicroBatchScheduler(
             batch,
             max_num_tokens,
@@ -255,7 +256,7 @@ class Trace:
         if self.reuse:  # few distinct tokens: prefixes are often shared
             shared = [7] * rng.choice([0, prompt_len // 2, prompt_len])
             tokens = (shared + [rng.randint(0, 3) for _ in range(prompt_len)])[:prompt_len]
-        values = {
+        values: dict[str, Any] = {
             "beam_width": rng.choice([1, 1, 2, 3]) if self.beams else 1,
             "priority": rng.choice([0.1, 0.5, 0.5, 0.9]) if self.priorities else 0.5,
             "num_draft_tokens": rng.choice([0, 1, 3, 9]) if self.drafts else 0,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockPool, BlockTables
-from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
