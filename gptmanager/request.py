@@ -129,6 +129,17 @@ class LlmRequest:
         arrival_time: float = 0.0,
         cache_salt: Hashable = None,
     ) -> None:
+        for name, low, value in (
+            ("tokens", 0, tokens if isinstance(tokens, int) else 0),
+            ("max_new_tokens", 0, max_new_tokens),
+            ("beam_width", 1, beam_width),
+            ("num_draft_tokens", 0, num_draft_tokens),
+            ("encoder_len", 0, encoder_len),
+            ("estimated_reusable_tokens", 0, estimated_reusable_tokens),
+            ("context_current_position", 0, context_current_position),
+        ):
+            if value < low:
+                raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
         self.max_new_tokens = max_new_tokens
@@ -144,7 +155,12 @@ class LlmRequest:
         self.pause_count = 0
         self.slot = -1  # the executor's row storage; -1: none, the request has not started
         self.epoch = 0  # which start of this request a result row belongs to
-        self.state = state
+        self.state = LlmRequestState(state)
+        if context_current_position > self.prompt_len:
+            raise ValueError(
+                f"request {request_id}: context_current_position = {context_current_position} "
+                f"exceeds the prompt of {self.prompt_len} tokens"
+            )
         past_context = state >= _IN_PROGRESS
         self.context_current_position = (
             self.prompt_len if past_context else context_current_position

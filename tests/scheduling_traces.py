@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import scheduling_oracle as oracle
 
@@ -72,8 +73,6 @@ class ObservedMemory(oracle.Memory):
         return self.kv.get_reusable_tokens(probe) // self.block
 
     def first_missing(self, request: oracle.Request) -> Hashable | None:
-        if request.beams > 1:
-            return None  # "Beam > 1 has no reuse."
         cached = self.num_cached(request, request.prompt)
         if (cached + 1) * self.block > request.prompt_len:
             return None
@@ -83,7 +82,7 @@ class ObservedMemory(oracle.Memory):
     def cached_prefix(self, request: oracle.Request) -> list[tuple[Hashable, ...]]:
         """Names of the leading cached full blocks of prompt[:-1]: the prefix that each ends."""
         if request.beams > 1:
-            return []
+            return []  # "Beam > 1 has no reuse."
         cached = self.num_cached(request, request.prompt[:-1])
         ends = range(self.block, (cached + 1) * self.block, self.block)
         return [(request.task, request.salt, *request.prompt[:end]) for end in ends]
@@ -133,8 +132,9 @@ class ObservedMemory(oracle.Memory):
         gone = {r.request_id for r in removed}
         owners: dict[int, set[int]] = {}
         for i in self.tables:
-            for block in self.kv.block_ids(i)[0]:
-                owners.setdefault(block, set()).add(i)
+            for table in self.kv.block_ids(i):
+                for block in table:
+                    owners.setdefault(block, set()).add(i)
         kept = {self.block_of(name) for name in self.claimed}
         return self.free() + sum(ids <= gone and b not in kept for b, ids in owners.items())
 
@@ -148,7 +148,7 @@ class Trace:
         self.block = rng.choice([1, 2, 4, 4, 8])
         self.reuse = rng.random() < 0.25 if reuse is None else reuse
         self.overlap = rng.random() < 0.3
-        self.beams = not self.reuse and rng.random() < 0.3
+        self.beams = rng.random() < 0.3
         self.drafts = rng.random() < 0.4
         self.credits = not self.reuse and rng.random() < 0.3
         self.adapters = rng.random() < 0.3
@@ -230,7 +230,7 @@ class Trace:
         if max_num_tokens is not None:
             max_num_tokens = max(max_num_tokens, unit, 8)
         batch = rng.choice([1, 2, 4, 8, 32])
-        rules = rng.choice(["reserve", "kept"]), rng.choice(["prefix", "shift"])
+        rules: Any = rng.choice(["reserve", "kept"]), rng.choice(["prefix", "shift"])
         self.micro_batch = MicroBatchScheduler(
             batch,
             max_num_tokens,
@@ -255,7 +255,7 @@ class Trace:
         if self.reuse:  # few distinct tokens: prefixes are often shared
             shared = [7] * rng.choice([0, prompt_len // 2, prompt_len])
             tokens = (shared + [rng.randint(0, 3) for _ in range(prompt_len)])[:prompt_len]
-        values = {
+        values: dict[str, Any] = {
             "beam_width": rng.choice([1, 1, 2, 3]) if self.beams else 1,
             "priority": rng.choice([0.1, 0.5, 0.5, 0.9]) if self.priorities else 0.5,
             "num_draft_tokens": rng.choice([0, 1, 3, 9]) if self.drafts else 0,

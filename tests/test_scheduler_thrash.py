@@ -43,7 +43,7 @@ class StoppingLoad(SyntheticLoad):
         tensors = {**super().request(number).tensors, "end_id": END_ID}
         return InferenceRequest(number, tensors)
 
-    def output(self, number: int) -> Sequence[int]:
+    def output(self, number: int) -> Sequence[int]:  # type: ignore[override]
         length = int(self.lengths[number])
         whole = length == self._outputs[number]
         return [0] * length if whole else [0] * (length - 1) + [END_ID]

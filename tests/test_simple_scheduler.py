@@ -403,3 +403,18 @@ def test_every_request_ends(
     for request, (prompt_len, max_new_tokens, _) in zip(requests, load, strict=True):
         assert request.num_tokens == prompt_len + max_new_tokens
     assert kv_cache_manager.get_num_free_blocks() == blocks
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"tokens": -1}, "tokens = -1 must be at least 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens = -1 must be at least 0"),
+        ({"beam_width": 0}, "beam_width = 0 must be at least 1"),
+        ({"num_draft_tokens": -2}, "num_draft_tokens = -2 must be at least 0"),
+        ({"context_current_position": 5}, "context_current_position = 5 exceeds the prompt of 4"),
+    ],
+)
+def test_a_request_made_by_hand_is_checked(values: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=f"request 7: {text}"):
+        LlmRequest(7, **{"tokens": 4, "max_new_tokens": 4, **values})

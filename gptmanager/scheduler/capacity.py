@@ -66,6 +66,8 @@ class _KvCapacityScheduler(CapacityScheduler):
         two_step_lookahead: bool = False,
     ) -> None:
         self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
+        if kv_cache_manager is None:
+            raise ConfigError("kv_cache_manager = None: MaxRequestsScheduler needs no KV cache")
         self.kv_cache_manager = kv_cache_manager
         self.cross_kv_cache_manager = cross_kv_cache_manager
         self.peft_cache_manager = peft_cache_manager
@@ -310,7 +312,7 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
 
 def at_least(low: int, name: str, value: int) -> int:
     """`value`, or a ConfigError that names it."""
-    if not isinstance(value, int) or value < low:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} = {value!r} must be an integer of at least {low}")
     return value
 
