@@ -16,7 +16,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from gptmanager.cuda import activations, block_copy, cache_write, generation_attention, norms
+from gptmanager.cuda import (
+    activations,
+    block_copy,
+    cache_write,
+    context_attention,
+    generation_attention,
+    norms,
+)
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
 from gptmanager.cuda.launch import Program
 
@@ -26,6 +33,7 @@ PROGRAMS: tuple[Program, ...] = (
     cache_write.PROGRAM,
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
+    context_attention.PROGRAM,
 )
 _BATCH = 24  # kernels that one call of the compiler gets
 

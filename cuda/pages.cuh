@@ -8,20 +8,26 @@ template <class T, int D> struct Pages {
     const T* memory;   // of the KV head in block 0
     const int* table;  // position / tokens_per_block -> block
     int tokens_per_block;
+    int shift;          // its logarithm; -1 if it is no power of two
     size_t block_size;  // elements from a block to the next
 
     __device__ Pages(
         const T* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block)
         : memory(pages + size_t(kv_head) * tokens_per_block * D), table(table),
           tokens_per_block(tokens_per_block),
+          shift(__popc(tokens_per_block) == 1 ? __ffs(tokens_per_block) - 1 : -1),
           block_size(size_t(num_kv_heads) * tokens_per_block * D) {}
 
     // Elements from `memory` to the token at a position, whose block the caller may know.
     __device__ size_t offset(int position) const { return offset(position, block_of(position)); }
     __device__ size_t offset(int position, int block) const {
-        return block * block_size + size_t(position % tokens_per_block) * D;
+        int begin = shift >= 0 ? position >> shift << shift
+                               : position / tokens_per_block * tokens_per_block;
+        return block * block_size + size_t(position - begin) * D;
     }
-    __device__ int block_of(int position) const { return table[position / tokens_per_block]; }
+    __device__ int block_of(int position) const {
+        return table[shift >= 0 ? position >> shift : position / tokens_per_block];
+    }
 };
 
 // Rows of D elements in shared memory are 16 bytes further apart than they are long: eight rows at

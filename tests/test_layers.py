@@ -65,6 +65,7 @@ cuda.cache_write        rotation, QK norm, and keys and values to their pages
 cuda.block_copy         beginnings of blocks, copied
 cuda.generation_plan    how the work of generation attention is cut (no torch)
 cuda.generation_attention  attention of rows with one token, by a plan
+cuda.context_attention  attention of rows with several tokens
 cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 

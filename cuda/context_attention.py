@@ -1,0 +1,114 @@
+"""Causal attention of rows with several tokens each over the pages, and its plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.cache_write import HEAD_DIMS
+from gptmanager.cuda.generation_attention import check_heads
+from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+
+Ints = npt.NDArray[np.int32]
+
+_THREADS, _TOKENS = 128, 64  # as in the .cu
+_NARROW = (torch.float16, torch.bfloat16)
+PROGRAM = Program(
+    "context_attention.cu",
+    (
+        *(
+            f"context_attention<{NAMES[dtype]}, {head_dim}>"
+            for dtype in _NARROW
+            for head_dim in HEAD_DIMS
+        ),
+        *(f"context_attention_float<{head_dim}>" for head_dim in HEAD_DIMS),
+    ),
+)
+
+
+def plan_context(
+    num_new: Ints, kv_lengths: Ints, group: int, head_dim: int, *, window: int | None = None
+) -> Ints:
+    """Items int32 `[N, 4]`, longest first: row, first packed query, first and last (excluded) key.
+
+    `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]` positions; `group`: query
+    heads for each KV head; packed query m is token m / group. `window` as in `context_attention`.
+    Rows without tokens have no items. Once a step, for all layers.
+    """
+    tile = _queries(head_dim)
+    counts = -(-num_new.astype(np.int64) * group // tile)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_query = number * tile
+    positions = (kv_lengths - num_new)[rows]
+    first = np.zeros_like(positions)
+    if window is not None:
+        first = np.maximum(positions + first_query // group + 1 - window, 0)
+    after = np.minimum(first_query + tile, num_new[rows] * group)
+    last = positions + (after - 1) // group + 1
+    items = np.stack([rows, first_query, first, last], axis=1).astype(np.int32)
+    return np.ascontiguousarray(items[np.argsort(first - last, kind="stable")])
+
+
+def context_attention(
+    launcher: Launcher,
+    out: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    items: Tensor,
+    row_starts: Tensor,
+    kv_lengths: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+) -> None:
+    """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` over what a token sees.
+
+    Token i of a row with n tokens and KV length m stands at position m - n + i and sees the
+    positions up to there; with `window`, the last `window` of them. score(x) = x, or
+    softcap * tanh(x / softcap). `queries`, `out` `[T, H, D]`; `keys`, `values` `[P, K, B, D]`, one
+    layer's; one dtype of float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP.
+    `items` `[N, 4]`: of `plan_context`, with the same window. `row_starts` `[R + 1]`, `kv_lengths`
+    and `slots` `[R]`, `block_tables` `[slots, blocks]`; all int32. ValueError for other tensors.
+    """
+    num_heads, head_dim = queries.shape[1:]
+    num_kv_heads, tokens_per_block = keys.shape[1:3]
+    num_rows, dtype = len(slots), queries.dtype
+    pages = (len(keys), num_kv_heads, tokens_per_block, head_dim)
+    check_tensors(
+        out=(out, (len(queries), num_heads, head_dim), dtype),
+        queries=(queries, (None, num_heads, head_dim), dtype),
+        keys=(keys, pages, dtype),
+        values=(values, pages, dtype),
+        items=(items, (None, 4), torch.int32),
+        row_starts=(row_starts, (num_rows + 1,), torch.int32),
+        kv_lengths=(kv_lengths, (num_rows,), torch.int32),
+        slots=(slots, (num_rows,), torch.int32),
+        block_tables=(block_tables, (None, None), torch.int32),
+    )
+    check_heads(num_heads, num_kv_heads, head_dim)
+    if len(items) == 0:
+        return
+    arguments: tuple[Argument, ...] = (
+        *(out, queries, keys, values, items, row_starts, kv_lengths, slots, block_tables),
+        *ints(num_heads, block_tables.shape[1], tokens_per_block, window or 0),
+        *(np.float32(scale), np.float32(softcap)),
+    )
+    if dtype in _NARROW:
+        name = f"context_attention<{NAMES[dtype]}, {head_dim}>"
+        shared = (_queries(head_dim) + 4 * _TOKENS) * (head_dim + 8) * queries.itemsize
+    else:
+        name, shared = f"context_attention_float<{head_dim}>", 0
+    kernel = launcher.kernel(PROGRAM, name, shared)
+    kernel((len(items), num_kv_heads), (_THREADS,), arguments, shared)
+
+
+def _queries(head_dim: int) -> int:
+    """Packed queries of an item."""
+    return 64 if head_dim > 128 else 128

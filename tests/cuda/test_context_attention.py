@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_values import DTYPES
+from paged_rows import PagedRows
+
+from gptmanager.cuda.context_attention import HEAD_DIMS, context_attention, plan_context
+
+# A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.
+ROWS = [(65, 65), (7, 90), (1, 33), (0, 5), (64, 128)]
+ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def attend(machine, rows, *, scale=0.09, window=None, softcap=0.0):
+    num_new = np.array([new for new, _ in rows.rows], dtype=np.int32)
+    group = rows.heads // rows.kv_heads
+    items = plan_context(num_new, rows.kv_lengths.numpy(), group, rows.head_dim, window=window)
+    out = machine.empty(rows.queries.shape, rows.dtype)
+    given = (rows.queries, rows.keys, rows.values, torch.from_numpy(items))
+    tables = (rows.row_starts, rows.kv_lengths, rows.slots, rows.block_tables)
+    context_attention(
+        machine.launcher,
+        out,
+        *map(machine.tensor, (*given, *tables)),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out.cpu()
+
+
+def check(machine, rows, **options):
+    got = attend(machine, rows, **options)
+    absolute = ABSOLUTE[rows.dtype]
+    expected = rows.textbook(0.09, **options)
+    torch.testing.assert_close(got.double(), expected, rtol=absolute, atol=absolute)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_prompts_chunks_and_single_tokens(machine, dtype):
+    check(machine, PagedRows(ROWS, 4, 2, 64, 16, dtype))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dimensions(machine, head_dim):
+    check(machine, PagedRows([(70, 100)], 2, 1, head_dim))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dimensions_in_float32(machine, head_dim):
+    check(machine, PagedRows([(9, 20)], 2, 1, head_dim, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_groups(machine, group):
+    check(machine, PagedRows([(20, 50), (3, 3)], 2 * group, 2, 64))
+
+
+@pytest.mark.parametrize("tokens_per_block", [1, 3, 64])
+def test_blocks_of_any_size(machine, tokens_per_block):
+    check(machine, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
+
+
+@pytest.mark.parametrize("window", [1, 16, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_windows(machine, window, dtype):
+    rows = PagedRows([(70, 70), (10, 150)], 2, 1, 64, 16, dtype)
+    for row, (new, length) in enumerate(rows.rows):  # whose earlier blocks may be gone
+        gone = max(0, length - new + 1 - window) // rows.tokens_per_block
+        rows.block_tables[rows.slots[row], :gone] = -1
+    check(machine, rows, window=window)
+
+
+def test_softcap(machine):
+    check(machine, PagedRows([(20, 50)], 4, 2, 64), softcap=1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_there_is_no_race(checked_machine, dtype):
+    check(checked_machine, PagedRows([(9, 70), (2, 2)], 4, 2, 64, 16, dtype))
+
+
+def test_a_token_is_the_same_bits_in_any_company(machine):
+    together = PagedRows([(70, 100), (5, 9)], 2, 1, 64)
+    alone = PagedRows([(70, 100)], 2, 1, 64)
+    alone.queries = together.queries[:70]
+    assert torch.equal(attend(machine, together)[:70], attend(machine, alone))
+
+
+def test_a_query_that_is_not_a_number_stays_its_own(machine):
+    rows = PagedRows([(70, 100)], 2, 1, 64)
+    expected = attend(machine, rows)
+    rows.queries[3, 1] = torch.nan
+    got = attend(machine, rows)
+    assert got[3, 1].isnan().all()
+    got[3, 1] = expected[3, 1]
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 128), (8, 256)])
+def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
+    num_new = np.array([1, 0, 300, 64, 7], np.int32)
+    lengths = num_new + np.array([0, 9, 0, 1000, 31], np.int32)
+    items = plan_context(num_new, lengths, group, head_dim, window=window)
+    tile = 64 if head_dim == 256 else 128
+    seen = set()
+    for row, first_query, first, last in items.tolist():
+        for packed in range(first_query, min(first_query + tile, num_new[row] * group)):
+            position = lengths[row] - num_new[row] + packed // group
+            seen.add((row, packed))
+            assert first <= (0 if window is None else max(0, position + 1 - window))
+            assert last > position
+    assert len(seen) == num_new.sum() * group
+    assert (np.diff(items[:, 3] - items[:, 2]) <= 0).all()
+
+
+def test_tensors_that_do_not_fit(machine):
+    rows = PagedRows([(3, 3)], 2, 2, 64)
+    rows.kv_lengths = rows.kv_lengths.long()
+    with pytest.raises(ValueError, match=r"kv_lengths is torch.int64 \[1\], expected torch.int32"):
+        attend(machine, rows)
