@@ -15,6 +15,7 @@ from gptmanager.config import (  # noqa: E402
     ModelType,
     OptionalParams,
     PeftCacheManagerConfig,
+    PromptLookup,
     SchedulerConfig,
 )
 from gptmanager.decoding.guided import GuidedDecoding  # noqa: E402
@@ -40,6 +41,7 @@ __all__ = [
     "NamedTensor",
     "OptionalParams",
     "PeftCacheManagerConfig",
+    "PromptLookup",
     "RawKernelLogitsPostProcessor",
     "SchedulerConfig",
     "word_list",

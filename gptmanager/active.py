@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.drafting import Drafter
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.prompt_table import PromptTable
@@ -29,15 +30,20 @@ class ActiveRequest(LlmRequest):
         "cached_tokens",
         "client_id",
         "deadline",
+        "drafter",
+        "drafts",
         "end_id",
         "exclude_input",
         "first_scheduled",
         "first_token",
         "has_extras",
         "include_stop",
+        "is_serial",
         "is_streaming",
         "last_token",
         "length_limit",
+        "num_accepted",
+        "num_drafted",
         "num_sent",
         "pad_id",
         "processor",
@@ -72,6 +78,8 @@ class ActiveRequest(LlmRequest):
         client_id: int | None = None,
         wanted: Wanted = NO_EXTRAS,
         prompt_table: PromptTable | None = None,
+        drafts: tuple[int, ...] = (),
+        drafter: Drafter | None = None,
     ) -> None:
         prepares = processor is not None and processor.prepares
         super().__init__(
@@ -89,6 +97,12 @@ class ActiveRequest(LlmRequest):
         self.client_id = client_id
         self.prompt_table = prompt_table
         self.sampling = sampling
+        self.drafts = drafts  # tokens guessed to follow what is confirmed
+        self.num_draft_tokens = len(drafts)
+        self.drafter = drafter
+        self.num_drafted = self.num_accepted = 0
+        # what it runs next depends on the values of its last tokens
+        self.is_serial = beams is not None or drafter is not None or len(drafts) > 0
         self.search: BeamSearch | None = None
         if beams is not None:
             self.search = BeamSearch(
@@ -132,8 +146,32 @@ class ActiveRequest(LlmRequest):
             return FinishReason.LENGTH, num_tokens
         return None
 
+    def propose_drafts(self) -> None:
+        """Guess what follows; the last permitted token needs no guess behind it."""
+        if self.drafter is not None:
+            limit = self.max_new_tokens - self.num_generated - 1
+            self.drafts = tuple(self.drafter.propose(self.tokens, limit))
+            self.num_draft_tokens = len(self.drafts)
+
+    def take_drafts(self) -> tuple[int, ...]:
+        """The guesses to run now, as many as the scheduler has left; they are used up."""
+        drafts = self.drafts[: self.num_draft_tokens]
+        self.drafts, self.num_draft_tokens = (), 0
+        return drafts
+
+    def settle_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """So many of the guesses that ran were right."""
+        self.launch_drafts(num_accepted)
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
+        if self.drafter is not None:
+            self.drafter.learn_result(num_drafts, num_accepted)
+
     def pause(self, max_input_len: int) -> None:
         super().pause(max_input_len)
+        if len(self.tokens) > self.orig_prompt_len:  # a host's guesses follow its prompt
+            self.drafts = ()
+        self.num_draft_tokens = len(self.drafts)
         if self.search is not None:
             self.search.restart()
 

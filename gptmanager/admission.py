@@ -14,7 +14,9 @@ from typing import Any
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
+from gptmanager.config import PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.drafting import Drafter
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.post_processor import read_post_processor
@@ -51,6 +53,7 @@ class Limits:
     pool_limited: bool = False
     max_run_len: int | None = None
     max_beam_width: int = 1
+    lookup: PromptLookup | None = None
     exclude_input_in_output: bool = False
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
@@ -77,7 +80,6 @@ _LATER: dict[str, _Check] = {
     "lora_task_id": _never,
     "lora_weights": _never,
     "lora_config": _never,
-    "draft_input_ids": _never,
     "draft_logits": _never,
 }
 _TINY, _HUGE = 1e-30, 1e30  # of a penalty
@@ -100,11 +102,16 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     prompt_table, num_virtual = _read_prompt_table(tensors, limits)
     prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
     max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
+    drafts = _read_drafts(tensors, len(prompt), limits)
     max_new_tokens = _fit(request.request_id, len(prompt), max_new_tokens, limits)
     sampling = _read_sampling(request.request_id, tensors, limits)
     beams = _read_beams(tensors, sampling, limits)
     if beams is not None:
         _check_pool(len(prompt), max_new_tokens, beams.width, limits)
+        if drafts:
+            raise InvalidRequestError(
+                f"draft_input_ids is refused with beam_width = {beams.width}: beams take no guesses"
+            )
     pad_default = max(sampling.end_id, 0)
     return ActiveRequest(
         request.request_id,
@@ -125,8 +132,24 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         processor=read_post_processor(request.logits_post_processor),
         client_id=_client_id(request.client_id),
         prompt_table=prompt_table,
+        drafts=drafts[: max_new_tokens - 1],
+        drafter=None if limits.lookup is None or beams is not None else Drafter(limits.lookup),
         wanted=_read_wanted(tensors, limits),
     )
+
+
+def _read_drafts(tensors: dict[str, Any], prompt_len: int, limits: Limits) -> tuple[int, ...]:
+    """Tokens that may follow the prompt; without them, or with no use for them, ()."""
+    if "draft_input_ids" not in tensors:
+        return ()
+    drafts = read_token_ids("draft_input_ids", tensors["draft_input_ids"], limits.vocab_size)
+    total = prompt_len + len(drafts)
+    if total > limits.max_input_len:
+        raise InvalidRequestError(
+            f"Prompt length + number of draft tokens ({prompt_len} + {len(drafts)}) exceeds "
+            f"maximum input length ({limits.max_input_len})."
+        )
+    return tuple(drafts)
 
 
 def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:

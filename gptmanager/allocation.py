@@ -15,7 +15,7 @@ from gptmanager.errors import GptManagerError, SchedulerError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import SchedulerOutput
-from gptmanager.step import BeamFork, BlockAppend, Row, Schedule, SequenceStart
+from gptmanager.step import BeamFork, BlockAppend, Drafts, Row, Schedule, SequenceStart
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -54,12 +54,14 @@ def check_output(
         if not request.context_current_position:  # the beginning may be cached
             remaining -= request.estimated_reusable_tokens
         num_tokens += remaining if size is None or size > remaining else size
+        if request.is_last_context_chunk:
+            num_tokens += request.num_draft_tokens
     for request in generation:
         if request.request_id in in_flight:
             raise SchedulerError(f"{scheduler} returned {request!r}, which is in flight")
         if request.state is not _IN_PROGRESS:
             raise SchedulerError(f"{scheduler} returned {request!r} as a generation request")
-        num_tokens += request.beam_width
+        num_tokens += request.beam_width + request.num_draft_tokens
     num_requests = len(context) + len(generation)
     if num_requests > max_batch_size:
         raise SchedulerError(
@@ -107,18 +109,24 @@ class Allocator:
         appends: list[BlockAppend] = []
         copies: list[BlockCopy] = []
         forks: list[BeamFork] = []
+        drafts: list[Drafts] = []
         context_rows = []
         starting = [request for request in output.context_requests if request.slot < 0]
         with self.kv_cache.holding_cached(starting):
             for request in starting:
                 copies += self._start(cast(ActiveRequest, request), now, starts, appends, scheduler)
         for request in output.context_requests:
-            context_rows.append(_launch_context(request))
+            row = _launch_context(request)
+            if row.samples and request.num_draft_tokens:
+                row = self._launch_drafts(
+                    cast(ActiveRequest, request), row, appends, drafts, scheduler
+                )
+            context_rows.append(row)
             if request.state is not _CONTEXT_INIT:
                 # whoever starts from the next launch on reads what this one writes
                 self.kv_cache.store_context(request)
         generation_rows = self._launch_generation(
-            output.generation_requests, appends, copies, forks, scheduler
+            output.generation_requests, appends, copies, forks, drafts, scheduler
         )
         if not context_rows and not generation_rows:
             return None
@@ -131,9 +139,16 @@ class Allocator:
             block_appends=tuple(appends),
             block_copies=tuple(copies),
             beam_forks=tuple(forks),
+            drafts=tuple(drafts),
             paused=tuple(paused),
             micro_batch_id=micro_batch_id,
         )
+
+    def settle_drafts(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
+        """Give back the positions of guesses that were wrong."""
+        request.settle_drafts(num_drafts, num_accepted)
+        if num_accepted < num_drafts:
+            self.kv_cache.rewind(request.request_id, num_drafts - num_accepted)
 
     def release(self, request: LlmRequest) -> None:
         """Free what a request holds. Later steps that reuse it run after those that read it."""
@@ -195,6 +210,7 @@ class Allocator:
         appends: list[BlockAppend],
         copies: list[BlockCopy],
         forks: list[BeamFork],
+        drafts: list[Drafts],
         scheduler: str,
     ) -> list[Row]:
         add_token = self.kv_cache.add_token
@@ -218,10 +234,39 @@ class Allocator:
                         BlockAppend(request.slot, first, (block,), beam)
                         for beam, block in enumerate(new_blocks)
                     )
-            slot = request.slot
-            rows.append(Row(request.request_id, request.epoch, slot, position, 1, True, beam_width))
+            row = Row(
+                request.request_id, request.epoch, request.slot, position, 1, True, beam_width
+            )
+            if request.num_draft_tokens:
+                row = self._launch_drafts(
+                    cast(ActiveRequest, request), row, appends, drafts, scheduler
+                )
+            rows.append(row)
             request.launch_token()
         return rows
+
+    def _launch_drafts(
+        self,
+        request: ActiveRequest,
+        row: Row,
+        appends: list[BlockAppend],
+        drafts: list[Drafts],
+        scheduler: str,
+    ) -> Row:
+        """The row with the guesses behind its tokens, for which blocks are taken as well."""
+        tokens = request.take_drafts()
+        first = row.position + row.num_tokens
+        for position in range(first, first + len(tokens)):
+            try:
+                new_blocks = self.kv_cache.add_token(request.request_id)
+            except GptManagerError as error:
+                raise _no_memory(scheduler, request, error) from error
+            if new_blocks:
+                place = position // self.kv_cache.tokens_per_block
+                appends.append(BlockAppend(request.slot, place, new_blocks))
+        drafts.append(Drafts(request.slot, first, tokens))
+        num_tokens = row.num_tokens + len(tokens)
+        return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))
 
     def _fork(
         self,

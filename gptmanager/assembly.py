@@ -280,6 +280,7 @@ def _limits(blueprint: Blueprint) -> Limits:
         num_blocks=sizes.num_blocks,
         tokens_per_block=sizes.tokens_per_block,
         max_beam_width=blueprint.max_beam_width,
+        lookup=params.speculative_decoding_config,
         max_run_len=sizes.max_context_length if evicts and not sizes.chunked else None,
         exclude_input_in_output=params.exclude_input_in_output,
         gather_context_logits=params.gather_context_logits,

@@ -99,6 +99,20 @@ class PeftCacheManagerConfig:
     host_cache_size: int = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLookup:
+    """Guess that what followed the last few tokens before follows them again.
+
+    The longest n-gram of `min_ngram` to `max_ngram` tokens that ends the text and occurs earlier
+    is continued as it was the last time, by at most `max_draft_tokens`: prompt lookup decoding
+    (Saxena 2023). For texts that copy: extraction, edits, code.
+    """
+
+    max_draft_tokens: int = 10
+    max_ngram: int = 3
+    min_ngram: int = 2
+
+
 @dataclass(slots=True)
 class OptionalParams:
     """Everything about a manager that has a default.
@@ -112,6 +126,8 @@ class OptionalParams:
     `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
     signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
     that takes longer for a call is named in the log; None: none is.
+
+    `speculative_decoding_config`: requests of one beam are guessed ahead by it; None: not.
 
     `recording_path`: a file that the whole run is recorded to (`gptmanager replay`). Without one
     the last `black_box_iterations` are kept in memory, and written to `black_box_path` when the
@@ -147,7 +163,7 @@ class OptionalParams:
     device_ids: list[int] | None = None
     decoding_mode: str | None = None
     decoding_config: Any = None
-    speculative_decoding_config: Any = None
+    speculative_decoding_config: PromptLookup | None = None
     guided_decoding_config: Any = None
     logits_post_processor_batched: Any = None
     gpu_weights_percent: float = 1.0

@@ -20,6 +20,7 @@ from gptmanager.config import (
     KvCacheConfig,
     OptionalParams,
     PeftCacheManagerConfig,
+    PromptLookup,
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError
@@ -31,6 +32,7 @@ _LATER = "its support has not landed yet"
 # class -> {field: why it is refused when it differs from its default}
 _REFUSED: dict[type, dict[str, str]] = {
     SchedulerConfig: {},
+    PromptLookup: {},
     KvCacheConfig: {
         "max_attention_window": _LATER,
         "sink_token_length": _LATER,
@@ -46,7 +48,6 @@ _REFUSED: dict[type, dict[str, str]] = {
         "device_ids": _LATER,
         "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
         "decoding_config": _NO_EFFECT,
-        "speculative_decoding_config": _LATER,
         "guided_decoding_config": _LATER,
         "gpu_weights_percent": _NO_EFFECT,
         "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
@@ -61,6 +62,7 @@ _REFUSED: dict[type, dict[str, str]] = {
 # field -> (smallest, largest) permitted value; None stands for "no bound"
 _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
     SchedulerConfig: {},
+    PromptLookup: {"max_draft_tokens": (1, None), "max_ngram": (1, None), "min_ngram": (1, None)},
     KvCacheConfig: {"max_tokens": (1, None), "tokens_per_block": (1, None)},
     PeftCacheManagerConfig: {},
     OptionalParams: {
@@ -103,6 +105,13 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     params.peft_cache_manager_config = _checked(
         params.peft_cache_manager_config, PeftCacheManagerConfig
     )
+    if params.speculative_decoding_config is not None:
+        lookup = _checked(params.speculative_decoding_config, PromptLookup)
+        if lookup.min_ngram > lookup.max_ngram:
+            raise ConfigError(
+                f"PromptLookup.min_ngram = {lookup.min_ngram} exceeds max_ngram = "
+                f"{lookup.max_ngram}"
+            )
     fraction = kv_cache.free_gpu_memory_fraction
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
         raise ConfigError(

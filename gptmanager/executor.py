@@ -38,13 +38,15 @@ class TorchStep:
     """A step under way."""
 
     schedule: Schedule
-    slots: np.ndarray  # [rows], of the schedule's sampling rows
-    firsts: np.ndarray  # [rows + 1], where each row's sequences begin among the S
-    lines: np.ndarray  # [S], of the sequences that yield a token
+    rows: tuple[Row, ...]  # those that yield a token
+    slots: np.ndarray  # [rows]
+    firsts: np.ndarray  # [rows + 1], where each row's beams or positions begin among the S
+    lines: np.ndarray  # [S], of the sequences
     positions: np.ndarray  # [S], absolute positions of the tokens to choose
     logits: Tensor  # float32 [S, vocab]
     context_logits: tuple[ContextLogits, ...] = ()
-    tokens: np.ndarray | None = None  # int32, a token for each of the schedule's sampling rows
+    tokens: np.ndarray | None = None  # int32 [rows, n]
+    counts: np.ndarray | None = None  # int32 [rows], None: all of them count
     beams: tuple[BeamCandidates, ...] = ()
     failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
     extras: Extras | None = None
@@ -90,51 +92,50 @@ class TorchExecutor:
         if schedule.block_copies:
             self.kv_pool.copy(schedule.block_copies)
         finished = tuple(row for row in schedule.context_rows if row.samples)
+        rows = (*finished, *schedule.generation_rows)
         lines, starts, counts = self._sequences(finished, schedule.generation_rows)
+        positions = starts + counts
         with torch.inference_mode():
             logits, context_logits = self._logits(schedule)
-        rows = (*finished, *schedule.generation_rows)
         slots = np.array([row.slot for row in rows], dtype=np.int64)
-        firsts = np.arange(len(rows) + 1)
+        widths = np.ones(len(rows), dtype=np.int64)
         if len(lines) > len(rows):
-            widths = [1] * len(finished) + [row.beam_width for row in schedule.generation_rows]
-            firsts[1:] = np.cumsum(widths)
+            widths[len(finished) :] = [row.beam_width for row in schedule.generation_rows]
+        if schedule.drafts:
+            drafts = np.array([row.num_drafts for row in rows])
+            widths += drafts
+            lines, positions = _with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
+        firsts = np.concatenate(([0], np.cumsum(widths)))
         self._stalled_ns += stall.nanoseconds()
-        return TorchStep(schedule, slots, firsts, lines, starts + counts, logits, context_logits)
+        return TorchStep(schedule, rows, slots, firsts, lines, positions, logits, context_logits)
 
     def sample(self, step: TorchStep) -> None:
-        """Choose a token for each sampling row and make it its sequence's next input."""
+        """Choose tokens for each sampling row and make them its sequence's next input."""
         stall = _Stall()
         raw = self._outputs.generation_logits(step.slots, step.firsts, step.logits)
-        log_probs = self._outputs.log_probs(step.slots, len(step.lines))
         with torch.inference_mode():
-            if self._processing.is_on:
-                self._process(step)
-            if len(step.lines) == len(step.slots) and not self._has_beams(step.schedule):
-                tokens = self.sampler.sample(step.logits, step.lines, step.positions, log_probs)
+            if step.schedule.drafts:
+                log_probs = self._verify(step)
             else:
-                tokens = self._search(step, log_probs)
+                tokens, log_probs = self._choose(step)
+                step.tokens = tokens[step.firsts[:-1], None]
+                log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
         if raw or step.context_logits or log_probs is not None:
-            log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
             step.extras = Extras(log_probs, raw, step.context_logits)
-        # the last position of a sequence needs no input after it
-        fits = step.positions < self._token_table.shape[1]
-        self._token_table[step.lines[fits], step.positions[fits]] = tokens[fits]
-        step.tokens = tokens[step.firsts[:-1]]
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
+        counts, failures = step.counts, ()
+        if step.failed:
+            counts = np.ones(len(step.rows), dtype=np.int32) if counts is None else counts
+            counts[list(step.failed)] = 0
+            failures = tuple(
+                Failure(step.rows[place].request_id, error) for place, error in step.failed.items()
+            )
         now = time.monotonic()
-        if not step.failed:
-            return StepResult(step.tokens[:, None], now, beams=step.beams, extras=step.extras)
-        rows = step.schedule.sampling_rows
-        counts = np.ones(len(rows), dtype=np.int32)
-        counts[list(step.failed)] = 0
-        failures = tuple(Failure(rows[i].request_id, error) for i, error in step.failed.items())
-        tokens = step.tokens[:, None]
-        return StepResult(tokens, now, counts, step.beams, failures, step.extras)
+        return StepResult(step.tokens, now, counts, step.beams, failures, step.extras)
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -167,6 +168,9 @@ class TorchExecutor:
             lines = slice(first, first + beams)
             self._token_table[lines, : fork.position] = self._token_table[parents, : fork.position]
             self._token_table[lines, fork.position] = fork.tokens
+        for drafts in schedule.drafts:
+            end = drafts.position + len(drafts.tokens)
+            self._token_table[drafts.slot * width, drafts.position : end] = drafts.tokens
         for append in schedule.block_appends:
             end = append.first + len(append.block_ids)
             line = append.slot * width + append.beam
@@ -204,10 +208,58 @@ class TorchExecutor:
         beams = np.arange(widths.sum()) - np.repeat(firsts, widths)
         return np.repeat(lines, widths) + beams, starts.repeat(widths), counts.repeat(widths)
 
+    def _choose(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens and log probabilities of all S; the tokens are their sequences' next inputs."""
+        log_probs = self._outputs.log_probs(step.slots, len(step.lines))
+        if self._processing.is_on:
+            self._process(step)
+        if self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows):
+            tokens = self._search(step, log_probs)
+        else:
+            tokens = self.sampler.sample(step.logits, step.lines, step.positions, log_probs)
+        # the last position of a sequence needs no input after it
+        fits = step.positions < self._token_table.shape[1]
+        self._token_table[step.lines[fits], step.positions[fits]] = tokens[fits]
+        return tokens, log_probs
+
+    def _verify(self, step: TorchStep) -> np.ndarray | None:
+        """Choose one token after the other, as long as the guesses agree with what is chosen.
+
+        So each token is chosen once, with the history that it has without guesses.
+        """
+        num_drafts = np.array([row.num_drafts for row in step.rows])
+        guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
+        found = np.zeros((len(step.rows), 1 + num_drafts.max()), dtype=np.int32)
+        values = None if step.slots.size == 0 else self._outputs.log_probs(step.slots, found.size)
+        values = None if values is None else values.reshape(found.shape)
+        step.tokens, step.counts = found, np.ones(len(step.rows), dtype=np.int32)
+        places, failed = np.arange(len(step.rows)), {}
+        for offset in range(found.shape[1]):
+            part = _part(step, places, offset)
+            tokens, log_probs = self._choose(part)
+            found[places, offset] = tokens[part.firsts[:-1]]
+            if values is not None and log_probs is not None:
+                values[places, offset] = log_probs[part.firsts[:-1]]
+            failed |= {int(places[place]): error for place, error in part.failed.items()}
+            step.counts[places] = offset + 1
+            if not offset:
+                step.beams = part.beams
+            agree = [
+                num_drafts[place] > offset
+                and guesses[row.slot][offset] == found[place, offset]
+                and int(place) not in failed
+                for place, row in zip(places, part.rows, strict=True)
+            ]
+            places = places[agree]
+            if not places.size:
+                break
+        step.failed = failed
+        return values
+
     def _process(self, step: TorchStep) -> None:
         """Let logits post-processors see the rows of one beam."""
         widths = np.diff(step.firsts)
-        ids = np.array([row.request_id for row in step.schedule.sampling_rows], dtype=np.uint64)
+        ids = np.array([row.request_id for row in step.rows], dtype=np.uint64)
         owners = np.repeat(np.arange(len(ids)), widths)
         failed = self._processing.run(
             step.logits,
@@ -218,12 +270,9 @@ class TorchExecutor:
         )
         step.failed = {int(owners[index]): error for index, error in failed.items()}
 
-    def _has_beams(self, schedule: Schedule) -> bool:
-        return self.max_beam_width > 1 and any(row.beam_width > 1 for row in schedule.context_rows)
-
     def _search(self, step: TorchStep, log_probs: np.ndarray | None) -> np.ndarray:
         """Tokens of the sequences of one beam; candidates of the beams, whose tokens stay 0."""
-        rows, firsts = step.schedule.sampling_rows, step.firsts
+        rows, firsts = step.rows, step.firsts
         widths = np.array([row.beam_width for row in rows], dtype=np.int64)
         searched = np.repeat(widths > 1, np.diff(firsts))
         tokens = np.zeros(len(step.lines), dtype=np.int32)
@@ -266,6 +315,10 @@ class TorchExecutor:
         finished = [index for index, row in enumerate(context) if row.samples]
         sample_rows = np.array([*finished, *range(len(context), len(lines))], dtype=np.int64)
         sample_index = ends[sample_rows] - 1
+        drafts = [row.num_drafts for row in (*context, *generation)]
+        if any(drafts):  # no beams have any
+            per_sequence = np.array(drafts)[sample_rows]
+            sample_rows, sample_index = _with_drafts(sample_rows, sample_index, per_sequence)
         for part in parts:  # behind the rows that sample
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
@@ -286,6 +339,35 @@ class TorchExecutor:
             prompt_index=prompt_index,
             prompt_embeddings=prompt_embeddings,
         )
+
+
+def _with_drafts(
+    sequences: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each sequence as often as it has positions to verify, and where: up to `ends`, ascending."""
+    widths = num_drafts + 1
+    offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
+    return np.repeat(sequences, widths), np.repeat(ends - num_drafts, widths) + offsets
+
+
+def _part(step: TorchStep, places: np.ndarray, offset: int) -> TorchStep:
+    """The rows `places` alone; of those with guesses, the position `offset`."""
+    pieces = []
+    for place in places:
+        first, end = step.firsts[place] + offset, step.firsts[place + 1]
+        if step.rows[place].num_drafts:
+            end = first + 1
+        pieces.append(np.arange(first, end))
+    index = np.concatenate(pieces)
+    return TorchStep(
+        step.schedule,
+        tuple(step.rows[place] for place in places),
+        step.slots[places],
+        np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))),
+        step.lines[index],
+        step.positions[index],
+        step.logits[torch.from_numpy(index)],
+    )
 
 
 def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:

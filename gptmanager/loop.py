@@ -21,12 +21,13 @@ from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.responses import stream_one_token, stream_tokens
 from gptmanager.roster import Host, Roster
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
-from gptmanager.statistics import Counts, Laps, lap
+from gptmanager.statistics import Counts, DraftCounts, Laps, lap
 from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
 
 logger = logging.getLogger("gptmanager")
 
 _PREPARING = LlmRequestState.PREPARING
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 End = tuple[ActiveRequest, FinishReason, int]  # who ends, why, where its output ends
@@ -64,6 +65,7 @@ class TokenLoop(Roster):
         self.run_ahead = run_ahead
         self.num_micro_batches = num_micro_batches
         self.laps = laps
+        self.drafts = DraftCounts()
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
 
     # The loop, in the words and the order of docs/loop.md ----------------------------------
@@ -99,9 +101,13 @@ class TokenLoop(Roster):
     def schedule(self, intake: Intake) -> Schedule | None:
         """Take the intake in, decide who runs, give out memory; None: nobody runs."""
         self.take_in(intake)
-        if self._num_searching and self.num_micro_batches == 1:
+        if self._num_serial and self.num_micro_batches == 1:
             self.finish_pending()
         in_flight = self._in_flight()
+        if self._num_serial:
+            for request in self.active:
+                if request.state is _IN_PROGRESS and request.request_id not in in_flight:
+                    request.propose_drafts()
         # a copy: a scheduler may do with its list what it likes
         active: list[LlmRequest] = list(self.active)
         if self._preparing:
@@ -211,6 +217,9 @@ class TokenLoop(Roster):
                 elif request.is_streaming:
                     streaming.append(request)
                 continue
+            if row.num_drafts:
+                self.allocator.settle_drafts(request, row.num_drafts, count - 1)
+                self.drafts = self.drafts.plus(row.num_drafts, count - 1)
             for token in tokens[:count]:
                 request.confirm_token(token)
                 end = request.find_end(token)
@@ -266,6 +275,7 @@ class TokenLoop(Roster):
             total_blocks=kv_cache.get_max_resource_count(),
             tokens_per_block=kv_cache.tokens_per_block,
             block_reuse=kv_cache.reuse_counts,
+            drafts=self.drafts,
         )
         self.host.report(counts, self.laps)
 

@@ -257,6 +257,11 @@ class LlmRequest:
         if self.num_tokens - self.prompt_len >= self.max_new_tokens and self.state is _IN_PROGRESS:
             self.state = _TO_COMPLETE
 
+    def launch_drafts(self, num_accepted: int) -> None:
+        """So many guessed tokens of the last launch were right: they are launched as well."""
+        for _ in range(num_accepted):
+            self.launch_token()
+
     def confirm_token(self, token: int) -> None:
         """The value of the next launched token is known."""
         self.tokens.append(token)

@@ -69,7 +69,7 @@ class Roster:
         self.active: list[ActiveRequest] = []  # by priority, then arrival
         self.requests: dict[int, ActiveRequest] = {}  # the same, by id
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
-        self._num_searching = 0  # those with beams, whose next step depends on the last result
+        self._num_serial = 0  # those whose next step depends on the last result
         self._preparing: set[int] = set()  # those that wait for their logits post-processor
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
 
@@ -120,7 +120,7 @@ class Roster:
             self._reject(request_id, InvalidRequestError(response_text(error)))
             return
         self.requests[request_id] = request
-        self._num_searching += request.search is not None
+        self._num_serial += request.is_serial
         insert_by_priority(self.active, request)
         if request.is_timed:
             self._timed[request_id] = request
@@ -166,7 +166,7 @@ class Roster:
         del self.requests[request.request_id]
         self._timed.pop(request.request_id, None)
         self.outputs.forget(request.request_id)
-        self._num_searching -= request.search is not None
+        self._num_serial -= request.is_serial
         self._preparing.discard(request.request_id)
         if request.processor is not None:
             request.processor.end()

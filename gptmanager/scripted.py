@@ -34,6 +34,24 @@ class _Sequence:
         last = self.expected[-1] if self.expected else _NOTHING
         self.expected.extend(list(accumulate(new, _mix, initial=last))[1:])
 
+    def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
+        """The tokens that follow; guesses at the end of `tokens` are kept as far as they agree."""
+        guesses = self.tokens[len(self.tokens) - num_drafts :]
+        del self.tokens[len(self.tokens) - num_drafts :]
+        found: list[int] = []
+        for guess in [*guesses, None]:
+            found.append(next_token(self.tokens))
+            self.tokens.append(found[-1])
+            if found[-1] != guess:
+                break
+        return found
+
+    def rewind(self, tokens_per_block: int) -> None:
+        """What was computed of wrong guesses is void, and so are blocks that held nothing else."""
+        self.num_computed = len(self.tokens) - 1
+        del self.expected[self.num_computed :]
+        del self.block_ids[-(-self.num_computed // tokens_per_block) :]
+
     def fork(self, token: int, *, same: bool) -> _Sequence:
         """A beam that goes on from this one; `same`: it is this one."""
         block_ids = self.block_ids if same else []
@@ -43,7 +61,7 @@ class _Sequence:
 @dataclass(slots=True)
 class ScriptedStep:
     schedule: Schedule
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
     beams: list[BeamCandidates] = field(default_factory=list)
 
 
@@ -77,6 +95,11 @@ class ScriptedExecutor:
             if len(blocks) != append.first:
                 raise ValueError(f"slot {append.slot} has {len(blocks)} blocks: {append}")
             blocks.extend(append.block_ids)
+        for drafts in schedule.drafts:
+            tokens = self._sequence(drafts.slot, 0).tokens
+            if len(tokens) != drafts.position:
+                raise ValueError(f"slot {drafts.slot} has {len(tokens)} tokens: {drafts}")
+            tokens.extend(drafts.tokens)
         running = [(row, self._sequence(row.slot, 0)) for row in schedule.context_rows]
         for row in schedule.generation_rows:
             running += ((row, self._sequence(row.slot, beam)) for beam in range(row.beam_width))
@@ -93,16 +116,21 @@ class ScriptedExecutor:
         for index, row in enumerate(step.schedule.sampling_rows):
             num_beams = 1 if index < contexts else row.beam_width
             sequences = [self._sequences[row.slot, beam] for beam in range(num_beams)]
-            tokens = [self.next_token(sequence.tokens) for sequence in sequences]
-            step.tokens.append(tokens[0])
             if row.beam_width == 1:
-                sequences[0].tokens.append(tokens[0])
+                step.tokens.append(sequences[0].accept(self.next_token, row.num_drafts))
+                if row.num_drafts:
+                    sequences[0].rewind(self.tokens_per_block)
             else:
+                tokens = [self.next_token(sequence.tokens) for sequence in sequences]
+                step.tokens.append(tokens[:1])
                 step.beams.append(candidates(tokens, 2 * row.beam_width))
 
     def result(self, step: ScriptedStep) -> StepResult:
-        tokens = np.array(step.tokens, dtype=np.int32).reshape(-1, 1)
-        return StepResult(tokens, now=0.0, beams=tuple(step.beams))
+        counts = np.array([len(tokens) for tokens in step.tokens], dtype=np.int32)
+        tokens = np.zeros((len(counts), max(counts, default=1)), dtype=np.int32)
+        for row, found in zip(tokens, step.tokens, strict=True):
+            row[: len(found)] = found
+        return StepResult(tokens, now=0.0, num_tokens=counts, beams=tuple(step.beams))
 
     def _sequence(self, slot: int, beam: int) -> _Sequence:
         if (slot, beam) not in self._sequences:

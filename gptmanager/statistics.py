@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import orjson
 
@@ -27,6 +27,16 @@ class Memory:
     cpu: int = 0
     gpu: int = 0
     pinned: int = 0
+
+
+class DraftCounts(NamedTuple):
+    """Guessed tokens since the start, and how many of them were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, drafted: int, accepted: int) -> DraftCounts:
+        return DraftCounts(self.drafted + drafted, self.accepted + accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Counts:
     total_blocks: int
     tokens_per_block: int
     block_reuse: ReuseCounts = ReuseCounts()
+    drafts: DraftCounts = DraftCounts()
 
 
 SchemeKeys = Callable[[Counts], dict[str, int]]
@@ -106,6 +117,7 @@ def statistics_json(
             "gptmanager": {
                 "schema_version": SCHEMA_VERSION,
                 "block_reuse": counts.block_reuse._asdict(),
+                "draft_tokens": counts.drafts._asdict(),
                 **extra,
             },
         }

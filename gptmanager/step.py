@@ -46,6 +46,7 @@ class Row(NamedTuple):
     `samples` False: an unfinished context chunk, no token comes of it. `epoch` tells the starts
     of one request apart, so that a result never reaches a later start of the same id. In the
     context phase the beams of a request are one sequence, in generation `beam_width` of them run.
+    The last `num_drafts` of the tokens are guesses: such a row yields up to `num_drafts` + 1.
     """
 
     request_id: int
@@ -55,6 +56,7 @@ class Row(NamedTuple):
     num_tokens: int
     samples: bool
     beam_width: int = 1
+    num_drafts: int = 0
 
 
 class SequenceStart(NamedTuple):
@@ -97,6 +99,14 @@ class BeamFork(NamedTuple):
     tokens: tuple[int, ...]
 
 
+class Drafts(NamedTuple):
+    """Guessed tokens of the sequence in `slot`, the first of them at `position`."""
+
+    slot: int
+    position: int
+    tokens: tuple[int, ...]
+
+
 class BeamCandidates(NamedTuple):
     """The best continuations of each beam of a request: a list a beam, in descending order.
 
@@ -123,6 +133,7 @@ class Schedule:
     block_appends: tuple[BlockAppend, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
     beam_forks: tuple[BeamFork, ...] = ()
+    drafts: tuple[Drafts, ...] = ()
     paused: tuple[int, ...] = ()
     micro_batch_id: int = 0
 

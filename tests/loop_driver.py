@@ -8,7 +8,7 @@ from typing import Any
 from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
 from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.config import ContextChunkingPolicy
+from gptmanager.config import ContextChunkingPolicy, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
@@ -145,6 +145,7 @@ class LoopDriver:
         max_seq_len: int = 64,
         run_ahead: int = 0,
         overlap: bool = False,
+        lookup: PromptLookup | None = None,
         chunked: bool = False,
         reuse: bool = False,
         policy: Callable[..., CapacityScheduler] = no_evict,
@@ -181,6 +182,7 @@ class LoopDriver:
                 num_blocks=num_blocks,
                 tokens_per_block=tokens_per_block,
                 max_beam_width=MAX_BEAM_WIDTH,
+                lookup=lookup,
             ),
             max_active=max_active,
             max_batch_size=max_batch_size,

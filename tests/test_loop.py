@@ -14,7 +14,7 @@ from loop_driver import (
 )
 
 from gptmanager.api import InferenceRequest
-from gptmanager.config import FinishReason
+from gptmanager.config import FinishReason, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
 from gptmanager.request import LlmRequestState
@@ -219,6 +219,65 @@ def test_a_stopped_search_gives_the_beams_so_far():
     assert final.tensors["finish_reasons"].tolist() == [[FinishReason.CANCELLED] * 2]
     assert [len(beam) for beam in beams_of(final)] == [5, 5]
     assert beams_of(driver.final(2))[0][:1] == [3]
+
+
+def repeating_token(history):
+    """A text that copies itself now and then."""
+    return history[-6] if len(history) > 8 and len(history) % 11 else next_token(history)
+
+
+@each_mode
+@pytest.mark.parametrize("policy", [no_evict, MaxUtilizationScheduler])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_guesses_do_not_show_in_the_tokens(mode, policy, reuse):
+    """Fewer steps, the same tokens; under pauses, ends, and beside requests without guesses."""
+    outputs = {}
+    for lookup in (None, PromptLookup(max_draft_tokens=5, max_ngram=2, min_ngram=1)):
+        driver = LoopDriver(
+            num_blocks=16,
+            policy=policy,
+            script=repeating_token,
+            reuse=reuse,
+            chunked=True,
+            scheduler=ForcedPauses,
+            lookup=lookup,
+            **mode,
+        )
+        for i in range(6):
+            options = {
+                "end_id": 17 * i % 100,
+                "stop_words_list": [[3 * i, 5]],
+                "is_streaming": i % 2,
+            }
+            driver.submit(request(i, [i, 1, 2, i, 1], 8 + 5 * i, **options))
+        for iteration in range(12):
+            if iteration in (4, 9):
+                driver.scheduler.victims.update({1, 4})
+            driver.loop.iterate()
+        driver.run()
+        outputs[lookup] = {i: driver.output(i) for i in range(6)}
+    assert driver.loop.drafts.accepted > 10
+    first, second = outputs.values()
+    assert first == second
+
+
+def test_a_hosts_guesses_are_verified_with_the_context():
+    driver = LoopDriver(max_num_tokens=64)
+    expected = expected_output([1, 2, 3], 9)
+    wrong = [*expected[:3], (expected[3] + 1) % 100, expected[4]]
+    driver.submit(
+        request(1, [1, 2, 3], 9, draft_input_ids=expected[:4]),
+        request(2, [1, 2, 3], 9, draft_input_ids=wrong),
+        request(3, [1, 2, 3], 3, draft_input_ids=expected[:8]),
+        request(4, list(range(20)), 4, draft_input_ids=[7, 7, 7]),
+    )
+    driver.run()
+    for i in (1, 2, 3):
+        assert driver.output(i) == [1, 2, 3] + expected[: 3 if i == 3 else 9]
+    assert driver.output(4) == list(range(20)) + expected_output(range(20), 4)
+    rows = [row for s in driver.executor.schedules for row in s.context_rows if row.num_drafts]
+    assert {row.request_id: row.num_drafts for row in rows}.keys() >= {1, 2, 3}
+    assert driver.loop.drafts.accepted >= 4 + 3
 
 
 def test_a_duplicate_of_a_live_id_is_rejected_and_the_id_is_free_after_the_final():

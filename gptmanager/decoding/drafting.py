@@ -1,0 +1,67 @@
+"""Tokens guessed ahead of the network, which then computes several positions in one step.
+
+Decides what to guess from a request's own tokens, and how much; knows nothing of whether a guess
+was right but what it is told. A wrong guess costs computing, never a different output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gptmanager.config import PromptLookup
+
+_START = 4  # tokens guessed first; doubled when all were right
+
+
+class Drafter:
+    """The guesses of one request by prompt lookup (see `config.PromptLookup`).
+
+    How many tokens are guessed follows what became of the last ones: twice as many after a guess
+    that was right to its end, else one more than were right. A guess that was all wrong is
+    followed by a rest, the longer the more often, so that text without repeats costs little.
+    """
+
+    __slots__ = ("_config", "_length", "_places", "_rest", "_seen", "_wrong")
+
+    def __init__(self, config: PromptLookup) -> None:
+        self._config = config
+        self._length = min(_START, config.max_draft_tokens)
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> what followed it begins here
+        self._seen = 0  # tokens whose n-grams are in `_places`
+        self._wrong = 0  # guesses in a row that were all wrong
+        self._rest = 0  # steps without a guess that are left
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """At most `limit` tokens that may follow `tokens`, which only ever grow."""
+        self._learn(tokens)
+        if self._rest:
+            self._rest -= 1
+            return []
+        limit = min(limit, self._length)
+        if limit < 1:
+            return []
+        config, end = self._config, len(tokens)
+        for size in range(min(config.max_ngram, end - 1), config.min_ngram - 1, -1):
+            place = self._places.get(tuple(tokens[end - size :]))
+            if place is not None:
+                return list(tokens[place : place + limit])
+        return []
+
+    def learn_result(self, num_drafts: int, num_accepted: int) -> None:
+        """So many of the last guess were right."""
+        if num_accepted:
+            self._wrong = 0
+            grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
+            self._length = min(grown, self._config.max_draft_tokens)
+        else:
+            self._rest = min(1 << self._wrong, 32)
+            self._wrong += 1
+            self._length = 1
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """N-grams that something follows; those that end the text are what is looked up."""
+        places, config = self._places, self._config
+        for end in range(max(self._seen, config.min_ngram), len(tokens)):
+            for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
+                places[tuple(tokens[end - size : end])] = end
+        self._seen = max(self._seen, len(tokens))
