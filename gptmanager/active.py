@@ -6,8 +6,8 @@ from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.drafting import Drafter
 from gptmanager.decoding.stop_words import StopWords
+from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.prompt_table import PromptTable
 from gptmanager.request import (
     NO_EXTRAS,
     LlmRequest,
@@ -30,6 +30,7 @@ class ActiveRequest(LlmRequest):
         "cached_tokens",
         "client_id",
         "deadline",
+        "draft_logits",
         "drafter",
         "drafts",
         "end_id",
@@ -77,8 +78,9 @@ class ActiveRequest(LlmRequest):
         processor: RequestProcessor | None = None,
         client_id: int | None = None,
         wanted: Wanted = NO_EXTRAS,
-        prompt_table: PromptTable | None = None,
+        prompt_table: HostRows | None = None,
         drafts: tuple[int, ...] = (),
+        draft_logits: HostRows | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         prepares = processor is not None and processor.prepares
@@ -98,6 +100,7 @@ class ActiveRequest(LlmRequest):
         self.prompt_table = prompt_table
         self.sampling = sampling
         self.drafts = drafts  # tokens guessed to follow what is confirmed
+        self.draft_logits = draft_logits  # what a host's guesses were drawn from
         self.num_draft_tokens = len(drafts)
         self.drafter = drafter
         self.num_drafted = self.num_accepted = 0

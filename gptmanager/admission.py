@@ -19,8 +19,8 @@ from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.drafting import Drafter
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
+from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import read_post_processor
-from gptmanager.prompt_table import PromptTable
 from gptmanager.request import SamplingParams, Wanted
 from gptmanager.tensors import (
     INT32,
@@ -80,7 +80,6 @@ _LATER: dict[str, _Check] = {
     "lora_task_id": _never,
     "lora_weights": _never,
     "lora_config": _never,
-    "draft_logits": _never,
 }
 _TINY, _HUGE = 1e-30, 1e30  # of a penalty
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
@@ -102,7 +101,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     prompt_table, num_virtual = _read_prompt_table(tensors, limits)
     prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
     max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
-    drafts = _read_drafts(tensors, len(prompt), limits)
+    drafts, draft_logits = _read_drafts(tensors, len(prompt), limits)
     max_new_tokens = _fit(request.request_id, len(prompt), max_new_tokens, limits)
     sampling = _read_sampling(request.request_id, tensors, limits)
     beams = _read_beams(tensors, sampling, limits)
@@ -133,15 +132,20 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         client_id=_client_id(request.client_id),
         prompt_table=prompt_table,
         drafts=drafts[: max_new_tokens - 1],
+        draft_logits=None if sampling.greedy else draft_logits,
         drafter=None if limits.lookup is None or beams is not None else Drafter(limits.lookup),
         wanted=_read_wanted(tensors, limits),
     )
 
 
-def _read_drafts(tensors: dict[str, Any], prompt_len: int, limits: Limits) -> tuple[int, ...]:
-    """Tokens that may follow the prompt; without them, or with no use for them, ()."""
+def _read_drafts(
+    tensors: dict[str, Any], prompt_len: int, limits: Limits
+) -> tuple[tuple[int, ...], HostRows | None]:
+    """Tokens that may follow the prompt, and the logits that they were drawn from."""
     if "draft_input_ids" not in tensors:
-        return ()
+        if "draft_logits" in tensors:
+            raise InvalidRequestError("Undefined tensor: draft_input_ids")
+        return (), None
     drafts = read_token_ids("draft_input_ids", tensors["draft_input_ids"], limits.vocab_size)
     total = prompt_len + len(drafts)
     if total > limits.max_input_len:
@@ -149,7 +153,14 @@ def _read_drafts(tensors: dict[str, Any], prompt_len: int, limits: Limits) -> tu
             f"Prompt length + number of draft tokens ({prompt_len} + {len(drafts)}) exceeds "
             f"maximum input length ({limits.max_input_len})."
         )
-    return tuple(drafts)
+    if "draft_logits" not in tensors:
+        return tuple(drafts), None
+    rows = read_rows("draft_logits", tensors["draft_logits"], limits.vocab_size)
+    if len(rows) != len(drafts):
+        raise InvalidRequestError(
+            f"draft_logits has {len(rows)} rows, draft_input_ids {len(drafts)} tokens"
+        )
+    return tuple(drafts), HostRows(rows)
 
 
 def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
@@ -311,7 +322,7 @@ def _read_stop_words(tensors: dict[str, Any], limits: Limits) -> StopWords | Non
     return StopWords(words) if words else None
 
 
-def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[PromptTable | None, int]:
+def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRows | None, int]:
     """The request's own embeddings, and how many token ids they add to the vocabulary."""
     if "prompt_embedding_table" not in tensors:
         if "prompt_vocab_size" in tensors:
@@ -323,7 +334,7 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[PromptT
         "prompt_embedding_table", tensors["prompt_embedding_table"], limits.hidden_size
     )
     size = read_int("prompt_vocab_size", tensors.get("prompt_vocab_size", len(rows)), 1, len(rows))
-    return PromptTable(rows[:size]), size
+    return HostRows(rows[:size]), size
 
 
 def _salt(value: Any) -> str | int | None:

@@ -198,6 +198,7 @@ class Allocator:
                 request.wanted_from_start,
                 request.prompt_table,
                 request.beam_width,
+                request.draft_logits if request.drafts else None,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.rejection import sample_guess
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
 from gptmanager.prompt_embeddings import PromptEmbeddings
+from gptmanager.request import SamplingParams
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
 from gptmanager.step import (
     BeamCandidates,
@@ -31,6 +33,8 @@ from gptmanager.step import (
     Schedule,
     StepResult,
 )
+
+DrawnGuesses = tuple[SamplingParams, np.ndarray]  # by what, and the logits `[n, vocab]`
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,7 @@ class TorchExecutor:
         num_lines = num_slots * max_beam_width
         self._outputs = SlotOutputs(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
+        self._drawn: dict[int, DrawnGuesses] = {}  # by slot
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
         self.sampler = Sampler(num_lines, model.spec.vocab_size, self._token_table)
@@ -122,12 +127,15 @@ class TorchExecutor:
                 log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
         if raw or step.context_logits or log_probs is not None:
             step.extras = Extras(log_probs, raw, step.context_logits)
+        for row in step.rows if self._drawn else ():  # a host's guesses follow the prompt alone
+            self._drawn.pop(row.slot, None)
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
-        counts, failures = step.counts, ()
+        counts = step.counts
+        failures: tuple[Failure, ...] = ()
         if step.failed:
             counts = np.ones(len(step.rows), dtype=np.int32) if counts is None else counts
             counts[list(step.failed)] = 0
@@ -161,6 +169,10 @@ class TorchExecutor:
                 self.sampler.load(line + beam, start.sampling, start.orig_prompt_len, start.wanted)
             self._processing.start(start)
             self._embeddings.load(line, start.prompt_table)
+            if start.draft_logits is not None and start.draft_logits.numbers is not None:
+                self._drawn[start.slot] = start.sampling, start.draft_logits.numbers
+            elif self._drawn:
+                self._drawn.pop(start.slot, None)
         self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
             first, beams = fork.slot * width, len(fork.parents)
@@ -210,9 +222,12 @@ class TorchExecutor:
 
     def _choose(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens and log probabilities of all S; the tokens are their sequences' next inputs."""
+        self._process(step)
+        return self._pick(step)
+
+    def _pick(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
+        """As `_choose`, behind the logits post-processors."""
         log_probs = self._outputs.log_probs(step.slots, len(step.lines))
-        if self._processing.is_on:
-            self._process(step)
         if self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows):
             tokens = self._search(step, log_probs)
         else:
@@ -233,10 +248,20 @@ class TorchExecutor:
         values = None if step.slots.size == 0 else self._outputs.log_probs(step.slots, found.size)
         values = None if values is None else values.reshape(found.shape)
         step.tokens, step.counts = found, np.ones(len(step.rows), dtype=np.int32)
-        places, failed = np.arange(len(step.rows)), {}
+        places = np.arange(len(step.rows))
+        failed: dict[int, BaseException] = {}
         for offset in range(found.shape[1]):
             part = _part(step, places, offset)
-            tokens, log_probs = self._choose(part)
+            self._process(part)
+            drawn = self._drawn_guesses(part, offset) if self._drawn else []
+            tokens, log_probs = self._pick(part)
+            for place, (params, draft_logits), scores in drawn:
+                position = int(part.positions[place])
+                guess = guesses[int(part.lines[place]) // self.max_beam_width][offset]
+                token = sample_guess(scores, draft_logits, guess, params, position)
+                tokens[place] = self._token_table[part.lines[place], position] = token
+                if log_probs is not None:
+                    log_probs[place] = scores[token]
             found[places, offset] = tokens[part.firsts[:-1]]
             if values is not None and log_probs is not None:
                 values[places, offset] = log_probs[part.firsts[:-1]]
@@ -258,6 +283,8 @@ class TorchExecutor:
 
     def _process(self, step: TorchStep) -> None:
         """Let logits post-processors see the rows of one beam."""
+        if not self._processing.is_on:
+            return
         widths = np.diff(step.firsts)
         ids = np.array([row.request_id for row in step.rows], dtype=np.uint64)
         owners = np.repeat(np.arange(len(ids)), widths)
@@ -269,6 +296,21 @@ class TorchExecutor:
             self._token_table[:: self.max_beam_width],
         )
         step.failed = {int(owners[index]): error for index, error in failed.items()}
+
+    def _drawn_guesses(
+        self, part: TorchStep, offset: int
+    ) -> list[tuple[int, DrawnGuesses, np.ndarray]]:
+        """Sequences whose guess a host has drawn: place, from what, log probabilities."""
+        found = []
+        for row, first in zip(part.rows, part.firsts.tolist(), strict=False):
+            drawn = self._drawn.get(row.slot)
+            if drawn is not None and offset < row.num_drafts:
+                place, mine = first, slice(first, first + 1)
+                scores = self.sampler.log_probs(
+                    part.logits[mine].clone(), part.lines[mine], part.positions[mine]
+                )
+                found.append((place, (drawn[0], drawn[1][offset]), scores[0].numpy()))
+        return found
 
     def _search(self, step: TorchStep, log_probs: np.ndarray | None) -> np.ndarray:
         """Tokens of the sequences of one beam; candidates of the beams, whose tokens stay 0."""
@@ -315,10 +357,11 @@ class TorchExecutor:
         finished = [index for index, row in enumerate(context) if row.samples]
         sample_rows = np.array([*finished, *range(len(context), len(lines))], dtype=np.int64)
         sample_index = ends[sample_rows] - 1
-        drafts = [row.num_drafts for row in (*context, *generation)]
-        if any(drafts):  # no beams have any
-            per_sequence = np.array(drafts)[sample_rows]
-            sample_rows, sample_index = _with_drafts(sample_rows, sample_index, per_sequence)
+        drafts = [row.num_drafts for row in context]
+        drafts += (row.num_drafts for row in generation for _ in range(row.beam_width))
+        if any(drafts):
+            of_sampled = np.array(drafts)[sample_rows]
+            sample_rows, sample_index = _with_drafts(sample_rows, sample_index, of_sampled)
         for part in parts:  # behind the rows that sample
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))

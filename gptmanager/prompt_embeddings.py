@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.prompt_table import PromptTable
+from gptmanager.host_rows import HostRows
 
 
 class PromptEmbeddings:
@@ -20,9 +20,9 @@ class PromptEmbeddings:
         self._vocab_size = vocab_size
         self._tables: dict[int, np.ndarray] = {}
 
-    def load(self, line: int, prompt_table: PromptTable | None) -> None:
+    def load(self, line: int, prompt_table: HostRows | None) -> None:
         """A sequence starts, whose context runs in `line`."""
-        table = None if prompt_table is None else prompt_table.embeddings
+        table = None if prompt_table is None else prompt_table.numbers
         if table is not None:
             self._tables[line] = table
         elif self._tables:

@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from gptmanager.api import InferenceRequest
+from gptmanager.host_rows import HostRows
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.prompt_table import PromptTable
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
 
@@ -74,8 +74,9 @@ class SequenceStart(NamedTuple):
     processor: RequestProcessor | None = None
     client_id: int | None = None
     wanted: Wanted = NO_EXTRAS
-    prompt_table: PromptTable | None = None
+    prompt_table: HostRows | None = None
     beam_width: int = 1
+    draft_logits: HostRows | None = None
 
 
 class BlockAppend(NamedTuple):

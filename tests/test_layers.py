@@ -16,7 +16,7 @@ errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
 config_check            which configurations a manager takes (no torch)
-prompt_table            a request's own embeddings, on their way (no torch)
+host_rows               rows of numbers that a request brought, known by their digest
 request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
 api                     what a host gives and gets: InferenceRequest, NamedTensor
 watchdog                a callback that overstays its budget
@@ -91,6 +91,7 @@ decoding.random_numbers functions of seed and position
 decoding.adjustments    bias, penalties, bans: what changes a row first
 decoding.choice         the best token of a row, or a drawn one
 decoding.sampling       one token from each row
+decoding.rejection      a guess that was sampled, accepted or replaced
 decoding.beam_search    beams and their parents
 decoding
 

@@ -20,7 +20,7 @@ from gptmanager import (
 )
 from gptmanager.admission import Limits, admit
 from gptmanager.errors import InvalidRequestError
-from gptmanager.prompt_table import PromptTable
+from gptmanager.host_rows import HostRows
 from gptmanager.recorder import read_recording
 from gptmanager.recorder.black_box import LoopState
 from gptmanager.replay import replay
@@ -121,8 +121,8 @@ def test_a_recording_knows_tables_by_their_digest(tmp_path):
     serve(random_model(CONFIGS["llama"]), requests(), recording_path=path)
     recording = read_recording(path)
     starts = [s for i in recording.iterations if i.schedule for s in i.schedule.starts]
-    assert starts[0].prompt_table == PromptTable(tables(1)[0].numpy()[0])
-    assert starts[0].prompt_table.embeddings is None and starts[3].prompt_table is None
+    assert starts[0].prompt_table == HostRows(tables(1)[0].numpy()[0])
+    assert starts[0].prompt_table.numbers is None and starts[3].prompt_table is None
     assert replay(recording).divergence is None
 
 
@@ -164,6 +164,6 @@ def test_a_model_without_embeddings_refuses_tables():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_any_float_dtype_is_taken(dtype):
     admitted = admit(request(torch.ones(1, 3, 2, dtype=dtype), [98]), LIMITS, 0.0)
-    assert admitted.prompt_table.embeddings.dtype == np.float32
-    assert admitted.prompt_table == PromptTable(np.ones((3, 2), dtype=np.float32))
-    assert admitted.prompt_table != PromptTable(np.ones((2, 3), dtype=np.float32))
+    assert admitted.prompt_table.numbers.dtype == np.float32
+    assert admitted.prompt_table == HostRows(np.ones((3, 2), dtype=np.float32))
+    assert admitted.prompt_table != HostRows(np.ones((2, 3), dtype=np.float32))

@@ -44,7 +44,7 @@ class Drafter:
         for size in range(min(config.max_ngram, end - 1), config.min_ngram - 1, -1):
             place = self._places.get(tuple(tokens[end - size :]))
             if place is not None:
-                return list(tokens[place : place + limit])
+                return _continued(tokens, place, limit)
         return []
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
@@ -65,3 +65,11 @@ class Drafter:
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
                 places[tuple(tokens[end - size : end])] = end
         self._seen = max(self._seen, len(tokens))
+
+
+def _continued(tokens: Sequence[int], place: int, count: int) -> list[int]:
+    """`count` tokens from `place` on; behind the end the copy itself is copied, as in LZ77."""
+    copy = list(tokens[place : place + count])
+    for index in range(count - len(copy)):
+        copy.append(copy[index])
+    return copy

@@ -31,7 +31,7 @@ _MADE_OF = frozenset(
 
 # what belongs to the host, what a processor keeps for a request, and what is large: a replay needs
 # none of it
-_HIDDEN = frozenset({"post_processor", "logits_post_processor", "kept", "embeddings"})
+_HIDDEN = frozenset({"post_processor", "logits_post_processor", "kept", "numbers"})
 
 
 class BlackBox:

@@ -22,8 +22,8 @@ import torch
 
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import GptManagerError, response_text
+from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import RequestProcessor, is_post_processor, read_post_processor
-from gptmanager.prompt_table import PromptTable
 
 _T = TypeVar("_T")
 
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
         return str(value) if isinstance(value, RecordedError) else response_text(value)
     if isinstance(value, RequestProcessor):
         return {"processor": value.name, "prepares": value.prepares}
-    if isinstance(value, PromptTable):
+    if isinstance(value, HostRows):
         return value.digest
     if isinstance(value, np.ndarray):  # not contiguous, or of a dtype that orjson lacks
         return value.tolist()
@@ -136,8 +136,8 @@ def _decode(hint: Any, data: Any, names: Mapping[str, list[str]]) -> Any:
         return request_from_plain(data)
     if hint is RequestProcessor:
         return read_post_processor(_value_of(data))
-    if hint is PromptTable:
-        return PromptTable(None, data)
+    if hint is HostRows:
+        return HostRows(None, data)
     if hint is BaseException:
         return RecordedError(data)
     if isinstance(hint, type) and issubclass(hint, Enum):
