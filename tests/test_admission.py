@@ -109,7 +109,6 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"return_log_probs": 2}, "return_log_probs = 2 is outside 0..1"),
         ({"return_context_logits": 0.5}, "return_context_logits has dtype float64"),
         ({"lora_task_id": 3}, "lora_task_id is refused"),
-        ({"draft_input_ids": [1]}, "draft_input_ids is refused"),
         ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
         ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
         ({"num_return_sequences": 2}, "num_return_sequences is refused: its support has not"),
