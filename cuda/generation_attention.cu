@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    Pages<T, D> pages(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
     const T* value_memory = values + (pages.memory - keys);
     constexpr int TILE_SIZE = TILE * ROW<D>;
     T* mine = reinterpret_cast<T*>(ptx::dynamic_shared()) + warp * STAGES * 2 * TILE_SIZE;
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention_float(
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
     int lane = threadIdx.x % 32;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    Pages<float, D> pages(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
     const float* value_memory = values + (pages.memory - keys);
     Scores to_score(scale, softcap);
     for (int own = threadIdx.x / 32; own < group; own += WARPS) {
