@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
 
 // float32 has no tensor cores of its precision: a warp takes a query head, lanes its elements.
 template <int D>
-__global__ void __launch_bounds__(WARPS * 32) generation_attention_float(
+__global__ void __launch_bounds__(WARPS * 32, 4) generation_attention_float(
     float* out, float* partial, float* partial_log, const float* queries, const float* keys,
     const float* values, const Item* items, const int* row_starts, const int* slots,
     const int* block_tables, int num_heads, int table_width, int tokens_per_block, float scale,
