@@ -16,10 +16,10 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo test bench lint style types format clean
+.PHONY: help demo test bench compile-check lint style types format clean
 
 help:  ## this list
-	@sed -nE 's/^([a-z]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(RUN)  ## run a tiny model on a few requests
 	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \
@@ -32,6 +32,9 @@ test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
 
 bench: $(DEV)  ## time what the tests only run once
 	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)
+
+compile-check: $(DEV)  ## compile every CUDA kernel for every architecture, and write the table
+	$(BIN)/python -m gptmanager.cuda.matrix docs/cuda_kernels.md
 
 lint: style types  ## check format, style and types
 
@@ -69,6 +72,9 @@ $(RUN): setup.cfg Makefile
 	$(BIN)/pip install --editable .
 	touch $@
 
+# The tests of CUDA kernels skip what they lack: a machine without these packages runs all others.
 $(DEV): $(RUN)
 	$(BIN)/pip install --editable '.[test,lint]'
+	$(BIN)/pip install --editable '.[test-cuda]' || \
+	  echo "CUDA kernels will not be compiled: their packages could not be installed." >&2
 	touch $@

@@ -22,41 +22,57 @@ struct Window {  // a query at a position sees the keys in (position - size, pos
     }
 };
 
+// What a block works on. It lies in shared memory: the registers are for its results.
+template <class T, int D> struct Work {
+    Item item;
+    int num_packed, group, num_heads;
+    int first_position;  // of the row's first query
+    int low, high;       // positions of the item's first and last query
+    size_t first_head;   // of its packed queries, in `queries` and `out`
+    Pages<T, D> pages;
+    const T* value_memory;
+
+    __device__ int position(int packed) const {
+        return first_position + min(packed, num_packed - 1) / group;
+    }
+    // Elements from the beginning of `queries` or `out`.
+    __device__ size_t offset(int packed) const {
+        return (first_head + size_t(packed / group) * num_heads + packed % group) * D;
+    }
+};
+
 template <class T, int D> struct WarpState {
     float out[MATRICES<D>][D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
-    float largest[MATRICES<D>][2];     // of rows g and g + 8
+    float largest[MATRICES<D>][2];     // score of rows g and g + 8, not scaled
     float sum[MATRICES<D>][2];         // of this lane's columns only
-    int position[MATRICES<D>][2];
 };
 
 template <class T, int D>
-__device__ inline void copy_tokens(T* keys, T* values, const Pages<T, D>& pages,
-                                   const T* value_memory, int start, Item item) {
+__device__ inline void copy_tokens(T* keys, T* values, const Work<T, D>& work, int start) {
     constexpr int VECTORS = D / 8;
-#pragma unroll
+#pragma unroll 1  // beside the results there is no room for many addresses
     for (int i = 0; i < TOKENS * VECTORS / THREADS; i++) {
         int index = i * THREADS + threadIdx.x;
         int token = index / VECTORS, element = index % VECTORS * 8, position = start + token;
         // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool valid = position >= item.first && position < item.last;
-        size_t from = valid ? pages.offset(position) + element : 0;
-        ptx::cp_async_16(keys + token * ROW<D> + element, pages.memory + from, valid);
-        ptx::cp_async_16(values + token * ROW<D> + element, value_memory + from, valid);
+        bool valid = position >= work.item.first && position < work.item.last;
+        size_t from = valid ? work.pages.offset(position) + element : 0;
+        ptx::cp_async_16(keys + token * ROW<D> + element, work.pages.memory + from, valid);
+        ptx::cp_async_16(values + token * ROW<D> + element, work.value_memory + from, valid);
     }
 }
 
 template <class T, int D>
-__device__ inline void copy_queries(T* to, const T* from, int num_heads, int group, Item item,
-                                    int num_packed) {
+__device__ inline void copy_queries(T* to, const T* from, const Work<T, D>& work) {
     constexpr int VECTORS = D / 8;
-#pragma unroll
+#pragma unroll 2
     for (int i = 0; i < QUERIES<D> * VECTORS / THREADS; i++) {
         int index = i * THREADS + threadIdx.x;
         int query = index / VECTORS, element = index % VECTORS * 8;
-        int packed = item.first_query + query;
-        bool valid = packed < num_packed;
-        size_t head = valid ? size_t(packed / group) * num_heads + packed % group : 0;
-        ptx::cp_async_16(to + query * ROW<D> + element, from + head * D + element, valid);
+        int packed = work.item.first_query + query;
+        bool valid = packed < work.num_packed;
+        size_t offset = valid ? work.offset(packed) : 0;
+        ptx::cp_async_16(to + query * ROW<D> + element, from + offset + element, valid);
     }
 }
 
@@ -66,7 +82,7 @@ __device__ inline void multiply_keys(float (&scores)[MATRICES<D>][TOKENS / 8][4]
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* query = queries + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
     const T* key = keys + (matrix / 2 * 8 + row) * ROW<D> + matrix % 2 * 8;
-#pragma unroll
+#pragma unroll D == 128 ? 1 : 2  // what fits into registers
     for (int k = 0; k < D / 16; k++) {
         unsigned a[MATRICES<D>][4];
 #pragma unroll
@@ -85,11 +101,33 @@ __device__ inline void multiply_keys(float (&scores)[MATRICES<D>][TOKENS / 8][4]
     }
 }
 
-// Products to weights, with all that was summed before brought to the new largest score.
+// Scores of what a query must not see are -inf. `packed`: of the lane's first row, g.
 template <class T, int D>
-__device__ inline void weigh(float (&scores)[TOKENS / 8][4], WarpState<T, D>& state, int m, int start,
-                             bool masked, Window window, Scores to_score) {
-    int t = threadIdx.x % 4;
+__device__ inline void hide(float (&scores)[MATRICES<D>][TOKENS / 8][4], const Work<T, D>& work,
+                            int packed, int start, Window window) {
+#pragma unroll
+    for (int m = 0; m < MATRICES<D>; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int position = work.position(packed + m * 16 + half * 8);
+            int key = start + threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < TOKENS / 8; n++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    if (!window.sees(position, key + n * 8 + i))
+                        scores[m][n][2 * half + i] = -INFINITY;
+                }
+            }
+        }
+    }
+}
+
+// Scores to weights, as the left side of the next product, and all that was summed before brought to
+// the new largest score.
+template <class T, int D>
+__device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores)[TOKENS / 8][4],
+                             WarpState<T, D>& state, int m, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float largest = state.largest[m][half];
@@ -97,17 +135,14 @@ __device__ inline void weigh(float (&scores)[TOKENS / 8][4], WarpState<T, D>& st
         for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float& score = scores[n][2 * half + i];
-                score = to_score(score);
-                int key = start + n * 8 + 2 * t + i;
-                if (masked && !window.sees(state.position[m][half], key)) score = -INFINITY;
-                largest = fmaxf(largest, score);
+                largest = fmaxf(largest, scores[n][2 * half + i]);
             }
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-        float zero = largest == -INFINITY ? 0.0f : largest;  // nothing seen yet: all weights are 0
-        float factor = ptx::exp2_approx(state.largest[m][half] - zero);
+        // Where nothing was seen yet all weights are 0.
+        float zero = largest == -INFINITY ? 0.0f : largest * scale;
+        float factor = ptx::exp2_approx(state.largest[m][half] * scale - zero);
         state.largest[m][half] = largest;
         float sum = 0;
 #pragma unroll
@@ -115,7 +150,7 @@ __device__ inline void weigh(float (&scores)[TOKENS / 8][4], WarpState<T, D>& st
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float& score = scores[n][2 * half + i];
-                score = ptx::exp2_approx(score - zero);
+                score = ptx::exp2_approx(score * scale - zero);
                 sum += score;
             }
         }
@@ -126,39 +161,39 @@ __device__ inline void weigh(float (&scores)[TOKENS / 8][4], WarpState<T, D>& st
             state.out[m][n][2 * half + 1] *= factor;
         }
     }
+#pragma unroll
+    for (int k = 0; k < TOKENS / 16; k++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float(&both)[4] = scores[2 * k + i / 2];
+            weights[k][i] = pack<T>(both[i % 2 * 2], both[i % 2 * 2 + 1]);
+        }
+    }
 }
 
 template <class T, int D>
 __device__ inline void add_values(WarpState<T, D>& state,
-                                  float (&weights)[MATRICES<D>][TOKENS / 8][4], const T* values) {
+                                  unsigned (&weights)[MATRICES<D>][TOKENS / 16][4],
+                                  const T* values) {
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* value = values + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
 #pragma unroll
     for (int k = 0; k < TOKENS / 16; k++) {
-        unsigned a[MATRICES<D>][4];
-#pragma unroll
-        for (int m = 0; m < MATRICES<D>; m++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float(&both)[4] = weights[m][2 * k + i / 2];
-                a[m][i] = pack<T>(both[i % 2 * 2], both[i % 2 * 2 + 1]);
-            }
-        }
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             unsigned b[4];
             ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<D> + n * 16);
 #pragma unroll
             for (int m = 0; m < MATRICES<D>; m++) {
-                ptx::mma_m16n8k16(state.out[m][2 * n], a[m], b[0], b[1], T());
-                ptx::mma_m16n8k16(state.out[m][2 * n + 1], a[m], b[2], b[3], T());
+                ptx::mma_m16n8k16(state.out[m][2 * n], weights[m][k], b[0], b[1], T());
+                ptx::mma_m16n8k16(state.out[m][2 * n + 1], weights[m][k], b[2], b[3], T());
             }
         }
     }
 }
 
 // Grid: (items, kv heads). Dynamic shared memory: QUERIES + 4 * TOKENS rows.
-template <class T, int D>
+template <class T, int D, bool SOFTCAP>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
@@ -171,57 +206,62 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const int* block_tables,  // [slots, table_width]
     int num_heads, int table_width, int tokens_per_block, int window_size, float scale,
     float softcap) {
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
-    int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-    int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
-    int first_position = kv_lengths[item.row] - num_new, num_packed = num_new * group;
-    size_t first_head = size_t(row_start) * num_heads + kv_head * group;
-    const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    Pages<T, D> pages(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const T* value_memory = values + (pages.memory - keys);
+    __shared__ Work<T, D> work;
+    if (items[blockIdx.x].row < 0) return;
+    if (threadIdx.x == 0) {
+        Item item = items[blockIdx.x];
+        int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
+        int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
+        const int* table = block_tables + size_t(slots[item.row]) * table_width;
+        auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+        work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0,
+                size_t(row_start) * num_heads + kv_head * group, pages,
+                values + (pages.memory - keys)};
+        work.low = work.position(item.first_query);
+        work.high = work.position(item.first_query + QUERIES<D> - 1);
+    }
+    __syncthreads();
     constexpr int TILE = TOKENS * ROW<D>;
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
     T* tiles = query_tile + QUERIES<D> * ROW<D>;
-
-    int start = item.first / TOKENS * TOKENS;
-    copy_queries<T, D>(
-        query_tile, queries + first_head * D, num_heads, group, item, num_packed);
-    copy_tokens<T, D>(tiles, tiles + TILE, pages, value_memory, start, item);
+    int start = work.item.first / TOKENS * TOKENS;
+    copy_queries<T, D>(query_tile, queries, work);
+    copy_tokens<T, D>(tiles, tiles + TILE, work, start);
     ptx::cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int first_packed = item.first_query + warp * 16 * MATRICES<D>;
     WarpState<T, D> state = {};
 #pragma unroll
-    for (int m = 0; m < MATRICES<D>; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int packed = min(first_packed + m * 16 + half * 8 + g, num_packed - 1);
-            state.position[m][half] = first_position + packed / group;
-            state.largest[m][half] = -INFINITY;
-        }
-    }
-    // The positions of the block's queries: tiles that all of them see need no mask.
-    int low = first_position + item.first_query / group;
-    int high = first_position + (min(item.first_query + QUERIES<D>, num_packed) - 1) / group;
+    for (int m = 0; m < MATRICES<D>; m++) state.largest[m][0] = state.largest[m][1] = -INFINITY;
     Window window{window_size};
     Scores to_score(scale, softcap);
-    for (int stage = 0; start < item.last; start += TOKENS, stage ^= 1) {
+    float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
+    for (int stage = 0; start < work.item.last; start += TOKENS, stage ^= 1) {
         T* next = tiles + (stage ^ 1) * 2 * TILE;
-        if (start + TOKENS < item.last)
-            copy_tokens<T, D>(next, next + TILE, pages, value_memory, start + TOKENS, item);
+        if (start + TOKENS < work.item.last)
+            copy_tokens<T, D>(next, next + TILE, work, start + TOKENS);
         ptx::cp_async_commit();
         ptx::cp_async_wait<1>();
         __syncthreads();
         const T* key_tile = tiles + stage * 2 * TILE;
         float scores[MATRICES<D>][TOKENS / 8][4] = {};
+        unsigned weights[MATRICES<D>][TOKENS / 16][4];
         multiply_keys<T, D>(scores, query_tile + warp * 16 * MATRICES<D> * ROW<D>, key_tile);
-        bool masked = !window.sees(low, start + TOKENS - 1) || !window.sees(high, start);
+        if constexpr (SOFTCAP) {
 #pragma unroll
-        for (int m = 0; m < MATRICES<D>; m++)
-            weigh<T, D>(scores[m], state, m, start, masked, window, to_score);
-        add_values<T, D>(state, scores, key_tile + TILE);
+            for (int i = 0; i < MATRICES<D> * TOKENS / 2; i++) {
+                float& score = scores[i * 2 / TOKENS][i / 4 % (TOKENS / 8)][i % 4];
+                score = to_score.capped(score);
+            }
+        }
+        // Tiles that all of the block's queries see need no mask.
+        if (!window.sees(work.low, start + TOKENS - 1) || !window.sees(work.high, start)) {
+            int packed = work.item.first_query + warp * 16 * MATRICES<D> + g;
+            hide<T, D>(scores, work, packed, start, window);
+        }
+#pragma unroll
+        for (int m = 0; m < MATRICES<D>; m++) weigh<T, D>(weights[m], scores[m], state, m, weight_scale);
+        add_values<T, D>(state, weights, key_tile + TILE);
         __syncthreads();
     }
 #pragma unroll
@@ -229,10 +269,9 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(state.sum[m][half]);
-            int packed = first_packed + m * 16 + half * 8 + g;
-            if (packed >= num_packed) continue;
-            size_t head = first_head + size_t(packed / group) * num_heads + packed % group;
-            T* to = out + head * D + 2 * t;
+            int packed = work.item.first_query + (warp * MATRICES<D> + m) * 16 + half * 8 + g;
+            if (packed >= work.num_packed) continue;
+            T* to = out + work.offset(packed) + 2 * t;
 #pragma unroll
             for (int n = 0; n < D / 8; n++)
                 *reinterpret_cast<unsigned*>(to + n * 8) = pack<T>(
@@ -243,7 +282,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 
 // float32 has no tensor cores of its precision: a warp takes a packed query, lanes its elements.
 template <int D>
-__global__ void __launch_bounds__(THREADS) context_attention_float(
+__global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     float* out, const float* queries, const float* keys, const float* values, const Item* items,
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
     int num_heads, int table_width, int tokens_per_block, int window_size, float scale,
@@ -255,7 +294,7 @@ __global__ void __launch_bounds__(THREADS) context_attention_float(
     int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
     int lane = threadIdx.x % 32;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    Pages<float, D> pages(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
     const float* value_memory = values + (pages.memory - keys);
     Scores to_score(scale, softcap);
     int end = min(item.first_query + QUERIES<D>, num_new * group);

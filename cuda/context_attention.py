@@ -19,9 +19,10 @@ PROGRAM = Program(
     "context_attention.cu",
     (
         *(
-            f"context_attention<{NAMES[dtype]}, {head_dim}>"
+            f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}>"
             for dtype in _NARROW
             for head_dim in HEAD_DIMS
+            for softcap in ("false", "true")
         ),
         *(f"context_attention_float<{head_dim}>" for head_dim in HEAD_DIMS),
     ),
@@ -101,7 +102,8 @@ def context_attention(
         *(np.float32(scale), np.float32(softcap)),
     )
     if dtype in _NARROW:
-        name = f"context_attention<{NAMES[dtype]}, {head_dim}>"
+        capped = str(softcap > 0).lower()
+        name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}>"
         shared = (_queries(head_dim) + 4 * _TOKENS) * (head_dim + 8) * queries.itemsize
     else:
         name, shared = f"context_attention_float<{head_dim}>", 0

@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    Pages<T, D> pages(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
     const T* value_memory = values + (pages.memory - keys);
     constexpr int TILE_SIZE = TILE * ROW<D>;
     T* mine = reinterpret_cast<T*>(ptx::dynamic_shared()) + warp * STAGES * 2 * TILE_SIZE;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
 
 // float32 has no tensor cores of its precision: a warp takes a query head, lanes its elements.
 template <int D>
-__global__ void __launch_bounds__(WARPS * 32) generation_attention_float(
+__global__ void __launch_bounds__(WARPS * 32, 4) generation_attention_float(
     float* out, float* partial, float* partial_log, const float* queries, const float* keys,
     const float* values, const Item* items, const int* row_starts, const int* slots,
     const int* block_tables, int num_heads, int table_width, int tokens_per_block, float scale,
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention_float(
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
     int lane = threadIdx.x % 32;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    Pages<float, D> pages(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
     const float* value_memory = values + (pages.memory - keys);
     Scores to_score(scale, softcap);
     for (int own = threadIdx.x / 32; own < group; own += WARPS) {

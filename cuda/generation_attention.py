@@ -48,15 +48,15 @@ def generation_attention(
     scale: float,
     softcap: float = 0.0,
 ) -> None:
-    """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` for the only token of each row.
+    """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` for each row's only token.
 
     score(x) = x, or softcap * tanh(x / softcap). A row sees the positions of its items.
-    `queries`, `out` `[T, H, D]`; `keys`, `values` `[P, K, B, D]`, one layer's; one dtype of float32,
-    float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. `items` `[N, 4]` and
+    `queries`, `out` `[T, H, D]`; `keys`, `values` `[P, K, B, D]`, one layer's; one dtype of
+    float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. `items` `[N, 4]` and
     `partial_starts` `[R + 1]`: a GenerationPlan's. `row_starts` `[R + 1]`, `slots` `[R]`,
-    `block_tables` `[slots, blocks]`; all int32. Changed as working memory: `partial` `[n, H, D]` and
-    `partial_log` `[n, H]` float32, n >= the plan's partial results (may be 0 for none, and then
-    nothing is merged). ValueError for other tensors.
+    `block_tables` `[slots, blocks]`; all int32. Changed as working memory: `partial` `[n, H, D]`
+    and `partial_log` `[n, H]` float32, n >= the plan's `num_partials` (where n is 0 nothing is
+    merged). ValueError for other tensors.
     """
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads, tokens_per_block = keys.shape[1:3]

@@ -25,7 +25,7 @@ from gptmanager.cuda import (
     norms,
 )
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
-from gptmanager.cuda.launch import Program
+from gptmanager.cuda.launch import NAMES, Program
 
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
@@ -73,6 +73,8 @@ def table(rows: Iterable[Row]) -> str:
     for row in rows:
         name, _, arguments = row.kernel.rstrip(">").partition("<")
         element = arguments.partition(",")[0]
+        if element not in NAMES.values():
+            element = ""
         by_arch = most.setdefault((row.file, name, element), {})
         by_arch.setdefault(row.arch, []).append(row)
     head = f"| file | kernel | type | instantiations | {' | '.join(ARCHITECTURES)} | shared |"

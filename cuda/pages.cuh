@@ -11,13 +11,6 @@ template <class T, int D> struct Pages {
     int shift;          // its logarithm; -1 if it is no power of two
     size_t block_size;  // elements from a block to the next
 
-    __device__ Pages(
-        const T* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block)
-        : memory(pages + size_t(kv_head) * tokens_per_block * D), table(table),
-          tokens_per_block(tokens_per_block),
-          shift(__popc(tokens_per_block) == 1 ? __ffs(tokens_per_block) - 1 : -1),
-          block_size(size_t(num_kv_heads) * tokens_per_block * D) {}
-
     // Elements from `memory` to the token at a position, whose block the caller may know.
     __device__ size_t offset(int position) const { return offset(position, block_of(position)); }
     __device__ size_t offset(int position, int block) const {
@@ -33,6 +26,15 @@ template <class T, int D> struct Pages {
 // Rows of D elements in shared memory are 16 bytes further apart than they are long: eight rows at
 // the same column lie in different banks.
 template <int D> constexpr int ROW = D + 8;
+
+template <class T, int D>
+__device__ inline Pages<T, D> find_pages(
+    const T* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block) {
+    bool is_power = __popc(tokens_per_block) == 1;
+    return {pages + size_t(kv_head) * tokens_per_block * D, table, tokens_per_block,
+            is_power ? __ffs(tokens_per_block) - 1 : -1,
+            size_t(num_kv_heads) * tokens_per_block * D};
+}
 
 // What online softmax knows of a score so far: the largest (base 2), and the sum of 2^(score - it).
 struct Softmax {
@@ -50,12 +52,17 @@ struct Softmax {
 
 // A product of query and key as an exponent of 2.
 struct Scores {
-    float scale;    // softmax scale times log2(e)
-    float softcap;  // 0: none; else scores stay within it, by tanh
+    static constexpr float LOG2_E = 1.4426950408889634f;
+    float scale, softcap;  // both times log2(e)
+    float turns;           // 0 without a softcap, else from product to 2 log2(e) * score / softcap
     __device__ Scores(float scale, float softcap)
-        : scale(scale * 1.4426950408889634f), softcap(softcap * 1.4426950408889634f) {}
+        : scale(scale * LOG2_E), softcap(softcap * LOG2_E),
+          turns(softcap > 0 ? 2 * LOG2_E * scale / softcap : 0.0f) {}
+    // With a softcap, softcap * tanh(score / softcap), where tanh(x) = 1 - 2 / (e^2x + 1).
     __device__ float operator()(float product) const {
-        float score = product * scale;
-        return softcap > 0 ? softcap * tanhf(score / softcap) : score;
+        return turns == 0 ? product * scale : capped(product);
+    }
+    __device__ float capped(float product) const {
+        return softcap - 2 * softcap * __fdividef(1, ptx::exp2_approx(product * turns) + 1);
     }
 };

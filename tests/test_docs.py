@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,8 @@ def test_the_rules_of_schedulers_are_those_of_the_kit():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_examples_run(path, monkeypatch):
     monkeypatch.chdir(ROOT)
+    if path.name == "emulator.md" and shutil.which("g++") is None:
+        pytest.skip("the emulator needs g++")
     namespace: dict[str, object] = {}
     prologue = "import numpy as np\nfrom gptmanager import *\n"
     for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):

@@ -147,7 +147,7 @@ def test_a_source_that_does_not_compile_ends_its_requests_with_the_line(caplog):
 
 
 def test_a_kernel_that_leaves_its_memory_ends_its_requests():
-    kernel = raise_one(SOURCE.replace("+ mine.token]", "+ mine.token + (1 << 28)]"))
+    kernel = raise_one(SOURCE.replace("+ mine.token]", "+ mine.token + (1LL << 44)]"))
     host = serve([request(1, logits_post_processor=kernel.bind(token=1, added=1.0)), request(2)])
     assert "logits_post_processor raise_one raised EmulatorError" in host.final(1).error
     assert output(host, request(2)) == expected(request(2).input_ids.tolist(), 6, next_token)

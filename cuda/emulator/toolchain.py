@@ -109,7 +109,7 @@ class Toolchain:
         if self.headers is None and "No such file" in complaint and "cuda" in complaint:
             return (
                 "\nNVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
-                "'nvidia-cuda-crt==13.0.*'"
+                "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
             )
         return ""
 
@@ -122,7 +122,7 @@ def cuda_headers() -> Path | None:
         places.insert(0, Path(str(runtime.locate_file("nvidia/cu13/include"))))
     except importlib.metadata.PackageNotFoundError:
         pass
-    needed = ("cuda_fp16.h", "cuda_bf16.h", "vector_types.h", "crt/host_defines.h")
+    needed = ("cuda_fp16.h", "cuda_bf16.h", "vector_types.h", "nv/target", "crt/host_defines.h")
     for place in places:
         if all((place / name).exists() for name in needed):
             return place

@@ -55,22 +55,41 @@ def new_machine(kind):
     )
 
 
-def find(kind):
+def skip(reason):
+    """A machine that must have everything says so in its environment."""
+    if os.environ.get("GPTMANAGER_REQUIRE_CUDA") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def toolchain():
+    """g++, and NVIDIA's headers, which kernels of this project need."""
+    try:
+        found = emulator.Toolchain()
+    except ConfigError as error:
+        skip(str(error))
+    if found.headers is None:
+        skip("the emulator needs NVIDIA's headers here: pip install 'gptmanager[test-cuda]'")
+    return found
+
+
+def find(kind, request):
+    if kind != "gpu":
+        request.getfixturevalue("toolchain")
     try:
         return new_machine(kind)
     except ConfigError as error:
-        if os.environ.get("GPTMANAGER_REQUIRE_CUDA") == "1" and kind == "gpu":
-            raise
-        pytest.skip(str(error))
+        skip(str(error))
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def machine(request):
     """Runs kernels; `tensor` and `empty` make what they work on."""
-    return find(request.param)
+    return find(request.param, request)
 
 
 @pytest.fixture(params=["check", "reversed check"])
 def checked_machine(request):
     """Runs kernels and reports races, and reads of what nothing was written to."""
-    return find(request.param)
+    return find(request.param, request)

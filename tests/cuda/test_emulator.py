@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,9 @@ __global__ void scale(T* x, const int n, float factor, T* __restrict__ sums) {
 extern "C" __global__ void fill(unsigned long long* x, long long value) { x[threadIdx.x] = value; }
 """
 NAMES = ("scale<float>", "fill")
+
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +228,7 @@ def test_a_library_is_built_once(tmp_path, monkeypatch):
     for _ in range(2):
         emulator.Module(source=source, name_expressions=["f"])
     kept = sorted((tmp_path / "gptmanager" / "emulator").iterdir())
-    assert [path.suffix for path in kept] == [".machine", ".so"] or len(kept) == 2
+    assert sorted(path.suffix for path in kept) == [".machine", ".so"]
     emulator.Module(source=source, name_expressions=["f"], options=["-DX=1"])
     assert len(list(kept[0].parent.iterdir())) == 2, "an unused macro changes nothing"
     emulator.Module(source=source, name_expressions=["f"], check=True)

@@ -15,6 +15,8 @@ SOURCE = Path(__file__).with_name("planted_bugs.cu")
 CUDA = Path(__file__).resolve().parents[2] / "cuda"
 NAMES = tuple(re.findall(r"^__global__ void (\w+)", SOURCE.read_text(), re.MULTILINE))
 
+pytestmark = pytest.mark.usefixtures("toolchain")
+
 NAMED_IN_FAST_MODE = {
     "divergent_barrier": "divergent __syncthreads: .* waits in __syncthreads at planted_bugs.cu",
     "early_return": r"deadlock in block .* waits in __syncthreads at .* 1 thread \(5\) returned",
