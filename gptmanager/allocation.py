@@ -128,6 +128,7 @@ class Allocator:
         generation_rows = self._launch_generation(
             output.generation_requests, appends, copies, forks, drafts, scheduler
         )
+        copies += self.kv_cache.take_moves()
         if not context_rows and not generation_rows:
             return None
         paused, self._paused = self._paused, []

@@ -143,6 +143,7 @@ class Blueprint:
             enable_block_reuse=config.enable_block_reuse,
             enable_partial_reuse=config.enable_partial_reuse,
             copy_on_partial_reuse=config.copy_on_partial_reuse,
+            num_host_blocks=self.sizes.num_host_blocks,
         )
         return Allocator(kv_cache, self.num_slots)
 
@@ -180,6 +181,7 @@ def assemble(
             sizes.tokens_per_block,
             model.spec.num_kv_heads,
             model.spec.head_dim,
+            num_host_blocks=sizes.num_host_blocks,
         ),
         num_slots=blueprint.num_slots,
         max_seq_len=sizes.max_seq_len,

@@ -37,8 +37,7 @@ _REFUSED: dict[type, dict[str, str]] = {
         "max_attention_window": _LATER,
         "sink_token_length": _LATER,
         "use_uvm": _NO_EFFECT,
-        "host_cache_size": _LATER,
-        "onboard_blocks": _LATER,
+        "onboard_blocks": _NO_EFFECT + ": a block of the host tier is always onboarded when found",
         "cross_kv_cache_fraction": _NO_EFFECT,
         "secondary_offload_min_priority": _LATER,
         "event_buffer_max_size": _NO_EFFECT,
@@ -63,7 +62,11 @@ _REFUSED: dict[type, dict[str, str]] = {
 _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
     SchedulerConfig: {},
     PromptLookup: {"max_draft_tokens": (1, None), "max_ngram": (1, None), "min_ngram": (1, None)},
-    KvCacheConfig: {"max_tokens": (1, None), "tokens_per_block": (1, None)},
+    KvCacheConfig: {
+        "max_tokens": (1, None),
+        "tokens_per_block": (1, None),
+        "host_cache_size": (0, None),
+    },
     PeftCacheManagerConfig: {},
     OptionalParams: {
         "run_ahead": (0, 1),
@@ -105,6 +108,11 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     params.peft_cache_manager_config = _checked(
         params.peft_cache_manager_config, PeftCacheManagerConfig
     )
+    if kv_cache.host_cache_size and not kv_cache.enable_block_reuse:
+        raise ConfigError(
+            f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
+            "it holds blocks that are to be found again"
+        )
     if params.speculative_decoding_config is not None:
         lookup = _checked(params.speculative_decoding_config, PromptLookup)
         if lookup.min_ngram > lookup.max_ngram:

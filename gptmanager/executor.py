@@ -157,7 +157,8 @@ class TorchExecutor:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors held beside the weights."""
-        return self.kv_pool.nbytes + self._token_table.nbytes + self._block_tables.nbytes
+        tables = self._token_table.nbytes + self._block_tables.nbytes
+        return self.kv_pool.nbytes + self.kv_pool.host_nbytes + tables
 
     def _load(self, schedule: Schedule) -> None:
         """Bring the slots up to date with what the schedule gave out."""

@@ -31,6 +31,7 @@ class Sizes:
     pool_limited: bool
     chunked: bool
     max_context_length: int
+    num_host_blocks: int = 0
 
 
 def size(
@@ -73,7 +74,8 @@ def size(
     max_input_len = max_seq_len - 1
     if not chunked:  # a context runs in one piece
         max_input_len = min(max_input_len, params.max_num_tokens)
-    _log(num_blocks, tokens_per_block, max_seq_len, spec)
+    num_host_blocks = _num_host_blocks(params, spec, tokens_per_block)
+    _log(num_blocks, num_host_blocks, tokens_per_block, max_seq_len, spec)
     return Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
@@ -82,6 +84,7 @@ def size(
         pool_limited=pool_limited,
         chunked=chunked,
         max_context_length=params.max_num_tokens if chunked else max_input_len,
+        num_host_blocks=num_host_blocks,
     )
 
 
@@ -147,6 +150,16 @@ def _num_blocks(
     return num_blocks
 
 
+def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block: int) -> int:
+    size = params.kv_cache_config.host_cache_size or 0
+    block_bytes = _block_bytes(spec, tokens_per_block)
+    if size and size < block_bytes:
+        raise ConfigError(
+            f"KvCacheConfig.host_cache_size = {size} bytes hold no block of {block_bytes} bytes"
+        )
+    return size // block_bytes if block_bytes else 0
+
+
 def _block_bytes(spec: Dimensions, tokens_per_block: int) -> int:
     return KvPool.bytes_per_block(
         spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim
@@ -173,9 +186,18 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
     return chunked
 
 
-def _log(num_blocks: int, tokens_per_block: int, max_seq_len: int, spec: Dimensions) -> None:
+def _log(
+    num_blocks: int,
+    num_host_blocks: int,
+    tokens_per_block: int,
+    max_seq_len: int,
+    spec: Dimensions,
+) -> None:
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
-    logger.info("number of blocks in the KV cache secondary pool: 0, onboard blocks: no")
+    logger.info(
+        "number of blocks in the KV cache secondary pool: %d, onboard blocks: %s",
+        *(num_host_blocks, "yes" if num_host_blocks else "no"),
+    )
     logger.info("max KV cache blocks per sequence: %d", -(-max_seq_len // tokens_per_block))
     logger.info("number of tokens per block: %d", tokens_per_block)
     logger.info(

@@ -148,6 +148,7 @@ class LoopDriver:
         lookup: PromptLookup | None = None,
         chunked: bool = False,
         reuse: bool = False,
+        num_host_blocks: int = 0,
         policy: Callable[..., CapacityScheduler] = no_evict,
         script: Callable[[list[int]], int] = next_token,
         scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
@@ -155,7 +156,12 @@ class LoopDriver:
         num_micro_batches = 2 if overlap else 1
         max_num_requests = max_batch_size * num_micro_batches
         self.host = ListHost()
-        self.kv_cache = KvCacheManager(num_blocks, tokens_per_block, enable_block_reuse=reuse)
+        self.kv_cache = KvCacheManager(
+            num_blocks,
+            tokens_per_block,
+            enable_block_reuse=reuse,
+            num_host_blocks=num_host_blocks if reuse else 0,
+        )
         self.executor = ScriptedExecutor(script, tokens_per_block)
         micro_batch = MicroBatchScheduler(
             max_batch_size,

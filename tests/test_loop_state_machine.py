@@ -55,12 +55,23 @@ class LoopMachine(RuleBasedStateMachine):
         ahead=st.sampled_from([{}, {"run_ahead": 1}, {"overlap": True}]),
         chunked=st.booleans(),
         reuse=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 3, 12]),
         policy=st.sampled_from([no_evict, MaxUtilizationScheduler]),
         num_blocks=st.integers(6, 14),
         max_batch_size=st.integers(1, 4),
         max_active=st.sampled_from([2, 5, None]),
     )
-    def build(self, ahead, chunked, reuse, policy, num_blocks, max_batch_size, max_active):
+    def build(
+        self,
+        ahead,
+        chunked,
+        reuse,
+        num_host_blocks,
+        policy,
+        num_blocks,
+        max_batch_size,
+        max_active,
+    ):
         self.driver = LoopDriver(
             num_blocks=num_blocks,
             tokens_per_block=4,
@@ -70,6 +81,7 @@ class LoopMachine(RuleBasedStateMachine):
             max_seq_len=MAX_SEQ_LEN,
             chunked=chunked,
             reuse=reuse,
+            num_host_blocks=num_host_blocks,
             policy=policy,
             script=self.script,
             scheduler=ForcedPauses,

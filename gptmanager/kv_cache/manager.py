@@ -35,6 +35,10 @@ class KvCacheManager(KvSequences):
     beginning: they are not in the needs of a request that has not started. Who may pause says
     `scheduling_add_sequence` for such a request, so that a later victim does not free them.
 
+    *Host tier.* `num_host_blocks` > 0: what a free block holds moves to host memory when the block
+    is handed out, and returns when a prompt begins with it. Host blocks have the ids from
+    `num_blocks` on, in copies alone: no sequence holds one.
+
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new
     token lies where the oldest one lay, and nothing grows. Beams share their prompt's blocks
     there too, so who executes must not let beams pass the window; `fork` refuses them. A request
@@ -60,6 +64,7 @@ class KvCacheManager(KvSequences):
         enable_partial_reuse: bool = True,
         copy_on_partial_reuse: bool = True,
         cross: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -81,7 +86,10 @@ class KvCacheManager(KvSequences):
                 max_tokens=needs.window,
                 enable_partial_reuse=enable_partial_reuse,
                 copy_on_partial_reuse=copy_on_partial_reuse,
+                num_host_blocks=num_host_blocks,
             )
+        elif num_host_blocks:
+            raise ConfigError(f"num_host_blocks = {num_host_blocks} needs enable_block_reuse")
         super().__init__(num_blocks, tokens_per_block, needs, reuse)
         self.start_scheduling()
 

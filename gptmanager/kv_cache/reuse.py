@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockPool, BlockTables
+from gptmanager.kv_cache.host_tier import HostTier
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request import LlmRequest, LlmRequestState
 
@@ -20,12 +21,19 @@ _MAX_LOOKUPS = 10_000
 
 
 class ReuseCounts(NamedTuple):
-    """Since the start: prompt blocks found and not found, tokens found; blocks findable now."""
+    """Since the start: prompt blocks found and not found, tokens found; blocks findable now.
+
+    The same of the host tier: blocks that left for it and returned, those that it holds, and all.
+    """
 
     reused_blocks: int = 0
     missed_blocks: int = 0
     reused_tokens: int = 0
     cached_blocks: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    cached_host_blocks: int = 0
+    host_blocks: int = 0
 
 
 class CachingBlockPool(BlockPool):
@@ -33,13 +41,15 @@ class CachingBlockPool(BlockPool):
 
     First come those that hold nothing to be found, then the least recently freed, leaves of the
     tree before their parents. A block with held ones behind it goes only when there is no other.
+    What one holds moves to the `host` tier, if there is one.
     """
 
-    __slots__ = ("tree",)
+    __slots__ = ("host", "tree")
 
-    def __init__(self, num_blocks: int, tree: PrefixTree) -> None:
+    def __init__(self, num_blocks: int, tree: PrefixTree, host: HostTier | None) -> None:
         super().__init__(num_blocks)
         self.tree = tree
+        self.host = host
 
     def take(self, count: int, references: int = 1) -> list[int]:
         blocks = []
@@ -53,6 +63,8 @@ class CachingBlockPool(BlockPool):
 
     def claim(self, block: int, references: int = 1) -> None:
         """Take this free block to write to it."""
+        if self.host is not None:
+            self.host.offload(self.tree, block)
         del self.free[block]
         self.tree.forget(block)
         self.ref_counts[block] = references
@@ -136,11 +148,11 @@ class BlockReuse:
     The last token of a prompt is always computed. `max_tokens`: requests that may become longer
     take no part. `enable_partial_reuse`: the beginning of a block may be reused; the block is then
     private, taken over if nobody holds it and nothing lies behind it, and copied otherwise, which
-    `copy_on_partial_reuse` permits.
+    `copy_on_partial_reuse` permits. `num_host_blocks`: of the host tier.
     """
 
     __slots__ = (
-        "pool", "tree", "_copies_partial", "_lookups", "_max_tokens", "_missed_blocks",
+        "host", "pool", "tree", "_copies_partial", "_lookups", "_max_tokens", "_missed_blocks",
         "_partial", "_reused_blocks", "_reused_tokens", "_storing",
     )  # fmt: skip
 
@@ -152,9 +164,11 @@ class BlockReuse:
         max_tokens: int,
         enable_partial_reuse: bool,
         copy_on_partial_reuse: bool,
+        num_host_blocks: int = 0,
     ) -> None:
         self.tree = PrefixTree(tokens_per_block)
-        self.pool = CachingBlockPool(num_blocks, self.tree)
+        self.host = HostTier(num_blocks, num_host_blocks) if num_host_blocks else None
+        self.pool = CachingBlockPool(num_blocks, self.tree, self.host)
         self._max_tokens = max_tokens
         self._partial = enable_partial_reuse
         self._copies_partial = copy_on_partial_reuse
@@ -170,8 +184,17 @@ class BlockReuse:
 
     @property
     def counts(self) -> ReuseCounts:
-        return ReuseCounts(
+        counts = ReuseCounts(
             self._reused_blocks, self._missed_blocks, self._reused_tokens, len(self.tree)
+        )
+        host = self.host
+        if host is None:
+            return counts
+        return counts._replace(
+            offloaded_blocks=host.num_offloaded,
+            onboarded_blocks=host.num_onboarded,
+            cached_host_blocks=len(host),
+            host_blocks=host.num_blocks,
         )
 
     # What sequences do ------------------------------------------------------------------------
@@ -193,7 +216,13 @@ class BlockReuse:
         held = sum(map(bool, map(pool.ref_counts.__getitem__, table)))
         require(request.request_id, length - held)
         pool.share(table)
-        num_cached = len(table) * self.tree.tokens_per_block + match.num_partial
+        size = self.tree.tokens_per_block
+        if self.host is not None and request.reads_cache:
+            returned = self._onboard(self.host, request, len(table) * size)
+            table += returned
+            if returned:  # it goes on further than what begins a block on the device
+                match = match._replace(partial=NO_BLOCK, num_partial=0)
+        num_cached = len(table) * size + match.num_partial
         copies: tuple[BlockCopy, ...] = ()
         num_found = len(table) + (match.partial != NO_BLOCK)
         if match.partial != NO_BLOCK:
@@ -210,7 +239,21 @@ class BlockReuse:
         self._reused_blocks += num_found
         self._missed_blocks += length - num_found
         self._reused_tokens += num_cached
-        return table, num_cached, copies
+        return table, num_cached, self.take_moves() + copies
+
+    def take_moves(self) -> tuple[BlockCopy, ...]:
+        """Copies to and from the host tier that must run, in order, before blocks are written."""
+        return () if self.host is None else self.host.take_moves()
+
+    def _onboard(self, host: HostTier, request: LlmRequest, start: int) -> list[int]:
+        """Blocks taken for what the host tier holds of the prompt from `start` on."""
+        size, root_key = self.tree.tokens_per_block, _root_key(request)
+        keys = host.find(root_key, request.tokens, start, request.prompt_len - 1, size)
+        blocks = []
+        for place in host.claim(keys):
+            blocks += self.pool.take(1)
+            host.onboard(place, blocks[-1], size)
+        return blocks
 
     def store_context(self, sequence: BlockTables, request: LlmRequest) -> None:
         """The context is computed: its full blocks can be found from now on."""
@@ -246,6 +289,8 @@ class BlockReuse:
     def clear(self) -> None:
         """All that is stored is stale, and so is what live sequences hold."""
         self.tree.clear()
+        if self.host is not None:
+            self.host.clear()
         self._storing.clear()
 
     def _withdraw(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
@@ -309,6 +354,8 @@ class BlockReuse:
     def problem(self, sequences: Iterable[BlockTables]) -> str | None:
         """The first contradiction between the tree and what sequences hold."""
         problem = self.tree.problem()
+        if problem is None and self.host is not None:
+            problem = self.host.problem()
         for sequence in sequences if problem is None else ():
             request = self._storing.get(sequence.request_id)
             if request is None:

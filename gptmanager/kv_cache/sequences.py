@@ -165,6 +165,14 @@ class KvSequences:
         for table in sequence.tables:
             self._pool.release(reversed(table))
 
+    def take_moves(self) -> tuple[BlockCopy, ...]:
+        """Copies to the host tier that `add_token` and `add_sequence` have made necessary.
+
+        They must run, in order, before anything is written to the blocks that those returned.
+        `add_sequence` returns its own.
+        """
+        return () if self._reuse is None else self._reuse.take_moves()
+
     def clear_cached(self) -> None:
         """Forget what blocks hold, live sequences' included: the weights have been replaced."""
         if self._reuse is not None:

@@ -17,6 +17,9 @@ class KvPool:
     that the scores of one query against a block run along contiguous memory.
     `values` `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
     On the CPU pages are float32 whatever the model's dtype.
+
+    `num_host_blocks` more lie in host memory, with the ids from `num_blocks` on: they are copied
+    to and from, and never computed with.
     """
 
     def __init__(
@@ -27,10 +30,12 @@ class KvPool:
         num_kv_heads: int,
         head_dim: int,
         *,
+        num_host_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.tokens_per_block = tokens_per_block
         shape = (num_layers, num_blocks, num_kv_heads)
         self.keys: Tensor = torch.empty(
@@ -40,16 +45,37 @@ class KvPool:
             (*shape, tokens_per_block, head_dim), dtype=dtype, device=device
         )
 
+        pinned = self.keys.device.type != "cpu"
+        host = (num_layers, num_host_blocks, num_kv_heads)
+        self._host_keys = torch.empty(
+            (*host, head_dim, tokens_per_block), dtype=dtype, pin_memory=pinned
+        )
+        self._host_values = torch.empty(
+            (*host, tokens_per_block, head_dim), dtype=dtype, pin_memory=pinned
+        )
+
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Carry out copies of the beginnings of blocks, one after the other."""
         for source, destination, num_tokens in copies:
-            keys, values = self.keys[..., :num_tokens], self.values[:, :, :, :num_tokens]
-            keys[:, destination] = keys[:, source]
-            values[:, destination] = values[:, source]
+            keys, values = self._block(destination)
+            source_keys, source_values = self._block(source)
+            keys[..., :num_tokens] = source_keys[..., :num_tokens]
+            values[:, :, :num_tokens] = source_values[:, :, :num_tokens]
+
+    def _block(self, block: int) -> tuple[Tensor, Tensor]:
+        """Keys `[layers, kv_heads, head_dim, tokens]` and values of a block of either kind."""
+        if block < self.num_blocks:
+            return self.keys[:, block], self.values[:, block]
+        place = block - self.num_blocks
+        return self._host_keys[:, place], self._host_values[:, place]
 
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        return self._host_keys.nbytes + self._host_values.nbytes
 
     @staticmethod
     def bytes_per_block(
