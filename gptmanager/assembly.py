@@ -192,6 +192,7 @@ def assemble(
             budget_s=params.logits_post_processor_budget_s,
             timer=host.processor_timer,
             num_slots=blueprint.num_slots,
+            max_beam_width=max_beam_width,
         ),
     )
     host.memory = Memory(cpu=model.nbytes + executor.nbytes)

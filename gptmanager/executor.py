@@ -8,52 +8,20 @@ runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.decoding.rejection import sample_guess
-from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
 from gptmanager.prompt_embeddings import PromptEmbeddings
-from gptmanager.request import SamplingParams
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
-from gptmanager.step import (
-    BeamCandidates,
-    ContextLogits,
-    Extras,
-    Failure,
-    Row,
-    Schedule,
-    StepResult,
-)
-
-DrawnGuesses = tuple[SamplingParams, np.ndarray]  # by what, and the logits `[n, vocab]`
-
-
-@dataclass(slots=True, eq=False)
-class TorchStep:
-    """A step under way."""
-
-    schedule: Schedule
-    rows: tuple[Row, ...]  # those that yield a token
-    slots: np.ndarray  # [rows]
-    firsts: np.ndarray  # [rows + 1], where each row's beams or positions begin among the S
-    lines: np.ndarray  # [S], of the sequences
-    positions: np.ndarray  # [S], absolute positions of the tokens to choose
-    logits: Tensor  # float32 [S, vocab]
-    context_logits: tuple[ContextLogits, ...] = ()
-    tokens: np.ndarray | None = None  # int32 [rows, n]
-    counts: np.ndarray | None = None  # int32 [rows], None: all of them count
-    beams: tuple[BeamCandidates, ...] = ()
-    failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
-    extras: Extras | None = None
+from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
+from gptmanager.token_chooser import TokenChooser, TorchStep
 
 
 class TorchExecutor:
@@ -81,14 +49,18 @@ class TorchExecutor:
         num_lines = num_slots * max_beam_width
         self._outputs = SlotOutputs(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
-        self._drawn: dict[int, DrawnGuesses] = {}  # by slot
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
-        self.sampler = Sampler(num_lines, model.spec.vocab_size, self._token_table)
+        self._chooser = TokenChooser(
+            self._token_table,
+            model.spec.vocab_size,
+            max_beam_width,
+            self._outputs,
+            processing or PostProcessing(),
+        )
         self._block_tables = np.zeros((num_lines, blocks_per_sequence), dtype=np.int32)
         self._token_table_tensor = torch.from_numpy(self._token_table)
         self._block_tables_tensor = torch.from_numpy(self._block_tables)
-        self._processing = processing or PostProcessing()
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> TorchStep:
@@ -117,18 +89,7 @@ class TorchExecutor:
     def sample(self, step: TorchStep) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
         stall = _Stall()
-        raw = self._outputs.generation_logits(step.slots, step.firsts, step.logits)
-        with torch.inference_mode():
-            if step.schedule.drafts:
-                log_probs = self._verify(step)
-            else:
-                tokens, log_probs = self._choose(step)
-                step.tokens = tokens[step.firsts[:-1], None]
-                log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
-        if raw or step.context_logits or log_probs is not None:
-            step.extras = Extras(log_probs, raw, step.context_logits)
-        for row in step.rows if self._drawn else ():  # a host's guesses follow the prompt alone
-            self._drawn.pop(row.slot, None)
+        self._chooser.choose(step)
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
@@ -166,14 +127,8 @@ class TorchExecutor:
         for start in schedule.starts:
             line = start.slot * width
             self._token_table[line, : len(start.tokens)] = start.tokens
-            for beam in range(start.beam_width):
-                self.sampler.load(line + beam, start.sampling, start.orig_prompt_len, start.wanted)
-            self._processing.start(start)
+            self._chooser.load(start)
             self._embeddings.load(line, start.prompt_table)
-            if start.draft_logits is not None and start.draft_logits.numbers is not None:
-                self._drawn[start.slot] = start.sampling, start.draft_logits.numbers
-            elif self._drawn:
-                self._drawn.pop(start.slot, None)
         self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
             first, beams = fork.slot * width, len(fork.parents)
@@ -220,124 +175,6 @@ class TorchExecutor:
         firsts = np.cumsum(widths) - widths
         beams = np.arange(widths.sum()) - np.repeat(firsts, widths)
         return np.repeat(lines, widths) + beams, starts.repeat(widths), counts.repeat(widths)
-
-    def _choose(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens and log probabilities of all S; the tokens are their sequences' next inputs."""
-        self._process(step)
-        return self._pick(step)
-
-    def _pick(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
-        """As `_choose`, behind the logits post-processors."""
-        log_probs = self._outputs.log_probs(step.slots, len(step.lines))
-        if self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows):
-            tokens = self._search(step, log_probs)
-        else:
-            tokens = self.sampler.sample(step.logits, step.lines, step.positions, log_probs)
-        # the last position of a sequence needs no input after it
-        fits = step.positions < self._token_table.shape[1]
-        self._token_table[step.lines[fits], step.positions[fits]] = tokens[fits]
-        return tokens, log_probs
-
-    def _verify(self, step: TorchStep) -> np.ndarray | None:
-        """Choose one token after the other, as long as the guesses agree with what is chosen.
-
-        So each token is chosen once, with the history that it has without guesses.
-        """
-        num_drafts = np.array([row.num_drafts for row in step.rows])
-        guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
-        found = np.zeros((len(step.rows), 1 + num_drafts.max()), dtype=np.int32)
-        values = None if step.slots.size == 0 else self._outputs.log_probs(step.slots, found.size)
-        values = None if values is None else values.reshape(found.shape)
-        step.tokens, step.counts = found, np.ones(len(step.rows), dtype=np.int32)
-        places = np.arange(len(step.rows))
-        failed: dict[int, BaseException] = {}
-        for offset in range(found.shape[1]):
-            part = _part(step, places, offset)
-            self._process(part)
-            drawn = self._drawn_guesses(part, offset) if self._drawn else []
-            tokens, log_probs = self._pick(part)
-            for place, (params, draft_logits), scores in drawn:
-                position = int(part.positions[place])
-                guess = guesses[int(part.lines[place]) // self.max_beam_width][offset]
-                token = sample_guess(scores, draft_logits, guess, params, position)
-                tokens[place] = self._token_table[part.lines[place], position] = token
-                if log_probs is not None:
-                    log_probs[place] = scores[token]
-            found[places, offset] = tokens[part.firsts[:-1]]
-            if values is not None and log_probs is not None:
-                values[places, offset] = log_probs[part.firsts[:-1]]
-            failed |= {int(places[place]): error for place, error in part.failed.items()}
-            step.counts[places] = offset + 1
-            if not offset:
-                step.beams = part.beams
-            agree = [
-                num_drafts[place] > offset
-                and guesses[row.slot][offset] == found[place, offset]
-                and int(place) not in failed
-                for place, row in zip(places, part.rows, strict=True)
-            ]
-            places = places[agree]
-            if not places.size:
-                break
-        step.failed = failed
-        return values
-
-    def _process(self, step: TorchStep) -> None:
-        """Let logits post-processors see the rows of one beam."""
-        if not self._processing.is_on:
-            return
-        widths = np.diff(step.firsts)
-        ids = np.array([row.request_id for row in step.rows], dtype=np.uint64)
-        owners = np.repeat(np.arange(len(ids)), widths)
-        failed = self._processing.run(
-            step.logits,
-            ids[owners].tolist(),
-            step.lines // self.max_beam_width,
-            step.positions,
-            self._token_table[:: self.max_beam_width],
-        )
-        step.failed = {int(owners[index]): error for index, error in failed.items()}
-
-    def _drawn_guesses(
-        self, part: TorchStep, offset: int
-    ) -> list[tuple[int, DrawnGuesses, np.ndarray]]:
-        """Sequences whose guess a host has drawn: place, from what, log probabilities."""
-        found = []
-        for row, first in zip(part.rows, part.firsts.tolist(), strict=False):
-            drawn = self._drawn.get(row.slot)
-            if drawn is not None and offset < row.num_drafts:
-                place, mine = first, slice(first, first + 1)
-                scores = self.sampler.log_probs(
-                    part.logits[mine].clone(), part.lines[mine], part.positions[mine]
-                )
-                found.append((place, (drawn[0], drawn[1][offset]), scores[0].numpy()))
-        return found
-
-    def _search(self, step: TorchStep, log_probs: np.ndarray | None) -> np.ndarray:
-        """Tokens of the sequences of one beam; candidates of the beams, whose tokens stay 0."""
-        rows, firsts = step.rows, step.firsts
-        widths = np.array([row.beam_width for row in rows], dtype=np.int64)
-        searched = np.repeat(widths > 1, np.diff(firsts))
-        tokens = np.zeros(len(step.lines), dtype=np.int32)
-        single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
-        logits = step.logits[torch.from_numpy(single)]
-        values = None if log_probs is None else log_probs[single]
-        tokens[single] = self.sampler.sample(
-            logits, step.lines[single], step.positions[single], values
-        )
-        if log_probs is not None:
-            log_probs[single] = values
-        logits = step.logits[torch.from_numpy(beams)]
-        scores = self.sampler.log_probs(logits, step.lines[beams], step.positions[beams])
-        found = []
-        for width, count in zip(widths[widths > 1], np.diff(firsts)[widths > 1], strict=True):
-            mine, scores = scores[:count], scores[count:]
-            ids, best = _best(mine, 2 * int(width))
-            found.append(
-                BeamCandidates(tuple(map(tuple, ids.tolist())), tuple(map(tuple, best.tolist())))
-            )
-        step.beams = tuple(found)
-        return tokens
 
     def _pack(
         self,
@@ -392,33 +229,6 @@ def _with_drafts(
     widths = num_drafts + 1
     offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
     return np.repeat(sequences, widths), np.repeat(ends - num_drafts, widths) + offsets
-
-
-def _part(step: TorchStep, places: np.ndarray, offset: int) -> TorchStep:
-    """The rows `places` alone; of those with guesses, the position `offset`."""
-    pieces = []
-    for place in places:
-        first, end = step.firsts[place] + offset, step.firsts[place + 1]
-        if step.rows[place].num_drafts:
-            end = first + 1
-        pieces.append(np.arange(first, end))
-    index = np.concatenate(pieces)
-    return TorchStep(
-        step.schedule,
-        tuple(step.rows[place] for place in places),
-        step.slots[places],
-        np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))),
-        step.lines[index],
-        step.positions[index],
-        step.logits[torch.from_numpy(index)],
-    )
-
-
-def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log probabilities of the `count` best of each row, the lowest id on a tie."""
-    values, ids = log_probs.topk(min(count, log_probs.shape[1]), dim=1)
-    order = np.lexsort((ids.numpy(), -values.numpy()))
-    return np.take_along_axis(ids.numpy(), order, 1), np.take_along_axis(values.numpy(), order, 1)
 
 
 class _Stall:

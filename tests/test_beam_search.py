@@ -19,6 +19,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
@@ -347,3 +348,75 @@ def test_log_probabilities_and_logits_are_those_of_each_beam(llama, streaming):
             ]
             or "context_logits" in part
         )
+
+
+class PrefersWhatFollows:
+    """Adds to the logits of tokens near the last one: depends on each beam's own history."""
+
+    def __init__(self):
+        self.shapes = set()
+
+    def __call__(self, request_id, logits, tokens, stream, client_id):
+        self.shapes.add(tuple(logits.shape))
+        assert logits.shape[:2] == (1, len(tokens))
+        for row, text in zip(logits[0], tokens, strict=True):
+            change(row, text)
+
+    def process_batch(self, request_ids, logits_list, tokens_list, stream, client_ids):
+        for arguments in zip(request_ids, logits_list, tokens_list, client_ids, strict=True):
+            self(*arguments[:3], stream, arguments[3])
+
+
+def change(row, text):
+    row[(text[-1] + len(text)) % 96] += 3.0
+    row[sum(text[-3:]) % 96] += 2.0
+
+
+def searched_with_change(model, prompt, width, max_new_tokens):
+    beam_search = BeamSearch(BeamParams(width), max_new_tokens)
+    texts = [[]]
+    while True:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + text for text in texts])).logits[:, -1].clone()
+            for row, text in zip(logits, texts, strict=True):
+                change(row, prompt + text)
+        rows = torch.log_softmax(logits, dim=-1)
+        if beam_search.advance(candidates_of(rows, width)):
+            return [prompt + tokens_of(found) for found in beam_search.hypotheses()]
+        texts = [[node.token for node in live.path()] for live in beam_search.live]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 256}], ids=str
+)
+def test_a_logits_post_processor_sees_each_beam_with_its_own_history(llama, batched, options):
+    processor = PrefersWhatFollows()
+    given = processor if batched else processor.__call__
+    requests = mixed_requests()
+    host = serve(
+        checkpoint(llama),
+        [
+            InferenceRequest.from_tokens(
+                *(i, p, n), beam_width=w, logits_post_processor=given if i % 3 else None
+            )
+            for i, (p, n, w) in requests.items()
+        ],
+        **options,
+    )
+    for i, (prompt, max_new_tokens, width) in requests.items():
+        if i % 3:
+            found = beams_of(host.final(i))
+            assert found == searched_with_change(llama, prompt, width, max_new_tokens), i
+    assert processor.shapes >= {(1, width, 96) for width in (1, 2, 3, 4)}
+
+
+def test_a_kernel_processes_each_beam_as_a_row(llama):
+    banned = BannedTokens(max_tokens=48)
+    request = InferenceRequest.from_tokens(
+        *(1, [5, 6, 7], 8), beam_width=3, logits_post_processor=banned.bind(range(48))
+    )
+    plain = InferenceRequest.from_tokens(2, [5, 6, 7], 8, beam_width=3)
+    host = serve(checkpoint(llama), [request, plain])
+    assert all(min(beam[3:]) >= 48 for beam in beams_of(host.final(1)))
+    assert any(min(beam[3:]) < 48 for beam in beams_of(host.final(2)))

@@ -98,6 +98,7 @@ decoding
 
 prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
+token_chooser           from the logits of a step to its tokens
 executor                one step, on a device
 active                  a request from its admission to its final response
 admission               whether a request can be taken at all

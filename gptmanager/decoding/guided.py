@@ -123,6 +123,8 @@ class GuidedDecoding(RowProcessor):
 class Grammar(BoundProcessor):
     """A grammar that is being compiled, or has been; any number of requests may bring it."""
 
+    takes_beams = False  # how far a text has come in it does not follow forks
+
     def __init__(self, owner: GuidedDecoding, kind: str, compiled: Future[Any]) -> None:
         super().__init__(owner)
         self.kind = kind
@@ -194,7 +196,7 @@ class _Session(RowSession):
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
 
-    def load(self, slot: int, bound: Grammar) -> None:
+    def load(self, line: int, bound: Grammar) -> None:
         """All that a sequence needs goes with its request."""
 
     def process(self, rows: Rows) -> Errors:
@@ -228,7 +230,7 @@ class _Session(RowSession):
         if progress is None:
             matcher = sequence.bound.compiled.result().deep_copy()
             progress = sequence.request.kept = _Progress(matcher)
-        history = rows.tokens[sequence.slot, sequence.orig_prompt_len : rows.lengths[place]]
+        history = rows.tokens[rows.lines[place], sequence.orig_prompt_len : rows.lengths[place]]
         ends = self._end_ids | {sequence.end_id}
         progress.follow(history, ends)
         return progress

@@ -52,12 +52,14 @@ class PostProcessing:
         budget_s: float | None = None,
         timer: CallbackTimer | None = None,
         num_slots: int = 0,
+        max_beam_width: int = 1,
         device: str = "cpu",
     ) -> None:
         self._batched = batched
         self._budget_s = budget_s
         self._timer = timer or CallbackTimer("LogitsPostProcessor")
-        self._num_slots = num_slots
+        self._max_beam_width = max_beam_width
+        self._num_lines = num_slots * max_beam_width
         self._device = torch.device(device)
         self._sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
@@ -81,7 +83,9 @@ class PostProcessing:
         sequence = self._sequences[start.slot] = ProcessedSequence(start, request)
         if isinstance(sequence.shared, RowProcessor):
             try:
-                self._session(sequence.shared).load(start.slot, sequence.bound)
+                first = start.slot * self._max_beam_width
+                for line in range(first, first + start.beam_width):
+                    self._session(sequence.shared).load(line, sequence.bound)
             except BaseException as error:  # noqa: B036 - the loop outlives any callback
                 sequence.error = error
 
@@ -89,18 +93,22 @@ class PostProcessing:
         self,
         logits: Tensor,
         request_ids: Sequence[int],
-        slots: Ints,
+        lines: Ints,
         lengths: Ints,
         tokens: Tokens,
+        firsts: Ints | None = None,
     ) -> dict[int, BaseException]:
         """Call the processors of a step's rows; the errors by row.
 
         `logits` float32 `[S, vocab]`, changed in place; `lengths` `[S]`: tokens of each history;
-        `tokens` int32 `[num_slots, max_seq_len]`.
+        `tokens` int32 `[num_lines, max_seq_len]`: the histories, which lie in `lines` `[S]`.
+        `firsts` `[rows + 1]`: where each row's beams begin among the S; None: each has one.
         """
         groups: dict[int, list[int]] = {}
         rows = logits.view(len(logits), 1, 1, logits.shape[1])
-        step = _Step(logits, rows, lengths, tokens, ModelStream(logits.device), {})
+        bounds = range(len(logits) + 1) if firsts is None else firsts.tolist()
+        step = _Step(logits, rows, bounds, lines, lengths, tokens, ModelStream(logits.device), {})
+        slots = lines[list(bounds[:-1])] // self._max_beam_width
         for index, slot in enumerate(slots.tolist()):
             sequence = self._sequences.get(slot)
             if sequence is not None and not sequence.has_ended:
@@ -160,9 +168,11 @@ class PostProcessing:
             step.forget_changes(index)
 
     def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
-        sequences = [step.sequences[index] for index in members]
-        index = np.array(members, dtype=np.int64)
-        rows = Rows(step.logits, index, sequences, step.lengths[index], step.tokens)
+        places = [(row, place) for row in members for place in step.places(row)]
+        sequences = [step.sequences[row] for row, _ in places]
+        index = np.array([place for _, place in places], dtype=np.int64)
+        lines, lengths = step.lines[index], step.lengths[index]
+        rows = Rows(step.logits, index, sequences, lines, lengths, step.tokens)
         errors: Errors = {}
         with self._guarded(sequences, shared):
             errors = self._session(shared).process(rows)
@@ -172,7 +182,7 @@ class PostProcessing:
     def _session(self, shared: RowProcessor) -> RowSession:
         session = self._sessions.get(shared)
         if session is None:
-            session = self._sessions[shared] = shared.open(self._num_slots, self._device)
+            session = self._sessions[shared] = shared.open(self._num_lines, self._device)
         return session
 
     def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> _Guard:
@@ -262,7 +272,9 @@ class _Step:
     """What a step hands to processors. `sequences` by row."""
 
     logits: Tensor
-    rows: Tensor  # the same, [S, 1, beam, vocab]
+    singles: Tensor  # the same, [S, 1, 1, vocab]
+    bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
+    lines: Ints
     lengths: Ints
     tokens: Tokens
     stream: ModelStream
@@ -270,15 +282,24 @@ class _Step:
 
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""
-        return self.rows[index]
+        places = self.places(index)
+        if len(places) == 1:
+            return self.singles[places[0]]
+        return self.logits[places.start : places.stop][None]
+
+    def places(self, index: int) -> range:
+        """Where the beams of a row lie among the S; one after the context, whatever comes."""
+        return range(self.bounds[index], self.bounds[index + 1])
 
     def beams(self, index: int) -> list[list[int]]:
-        return self.sequences[index].beams(self.tokens, int(self.lengths[index]))
+        places = self.places(index)
+        lines = self.lines[places.start : places.stop]
+        return self.sequences[index].beams(self.tokens, lines, int(self.lengths[places.start]))
 
     def forget_changes(self, index: int) -> None:
         """A processor that added to the history, or took from it, has spoilt it."""
         history = self.sequences[index].history
-        if len(history) != self.lengths[index]:
+        if len(history) != self.lengths[self.bounds[index]]:
             history.clear()
 
     def replace(self, index: int, given: Tensor, answer: Any) -> None:
@@ -287,10 +308,10 @@ class _Step:
             return
         if not isinstance(answer, Tensor):
             raise _WrongAnswer(f"a {type(answer).__name__}, expected None or a tensor")
-        expected = (torch.float32, [1, 1, self.logits.shape[1]], self.logits.device)
+        expected = (torch.float32, list(given.shape), self.logits.device)
         found = (answer.dtype, list(answer.shape), answer.device)
         if found != expected:
             raise _WrongAnswer(
                 "a {} tensor {} on {}, expected {} {} on {}".format(*found, *expected)
             )
-        self.logits[index] = answer.reshape(-1)
+        given.copy_(answer)

@@ -153,7 +153,7 @@ class _Session(RowSession):
 
     def process(self, rows: Rows) -> Errors:
         prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
-        numbers = np.array([rows.index, rows.slots, rows.lengths, prompts], dtype=np.int32)
+        numbers = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int32)
         device = rows.logits.device
         index, slots, lengths, prompt_lengths = torch.from_numpy(numbers).to(device).unbind()
         tokens = torch.as_tensor(rows.tokens, device=device)

@@ -68,15 +68,15 @@ class ProcessedSequence:
     """
 
     __slots__ = (
-        "bound", "client_id", "end_id", "error", "history", "orig_prompt_len", "request",
-        "request_id", "shared", "slot",
+        "beam_width", "bound", "client_id", "end_id", "error", "history", "orig_prompt_len",
+        "request", "request_id", "shared",
     )  # fmt: skip
 
     def __init__(self, start: SequenceStart, request: RequestProcessor) -> None:
         self.request = request
         self.bound = request.post_processor
         self.shared = self.bound.owner if isinstance(self.bound, BoundProcessor) else self.bound
-        self.slot = start.slot
+        self.beam_width = start.beam_width
         self.orig_prompt_len = start.orig_prompt_len
         self.end_id = start.sampling.end_id
         self.client_id = start.client_id
@@ -88,10 +88,13 @@ class ProcessedSequence:
     def has_ended(self) -> bool:
         return self.request.post_processor is None
 
-    def beams(self, tokens: Tokens, length: int) -> list[list[int]]:
-        """The history as hosts see it; only what came since the last call is copied."""
+    def beams(self, tokens: Tokens, lines: Ints, length: int) -> list[list[int]]:
+        """The histories as hosts see them; of one beam only what came since the last call."""
+        if self.beam_width > 1:  # they go on from one another
+            beams: list[list[int]] = tokens[lines, :length].tolist()
+            return beams
         history = self.history
-        history.extend(tokens[self.slot, len(history) : length].tolist())
+        history.extend(tokens[lines[0], len(history) : length].tolist())
         return [history]
 
 
@@ -99,20 +102,17 @@ class ProcessedSequence:
 class Rows:
     """The rows of one step that share a processor.
 
-    `logits` float32 `[S, vocab]`, the whole step's, to be changed in place in the rows `index`
-    `[n]`; `lengths` `[n]`: tokens of each history; `tokens` int32 `[num_slots, max_seq_len]`: the
-    histories by slot.
+    Each beam has a row. `logits` float32 `[S, vocab]`, the whole step's, to be changed in place in
+    the rows `index` `[n]`; `lines` `[n]`: each row's in `tokens` int32 `[num_lines, max_seq_len]`,
+    the histories; `lengths` `[n]`: how many tokens they have.
     """
 
     logits: Tensor
     index: Ints
     sequences: Sequence[ProcessedSequence]
+    lines: Ints
     lengths: Ints
     tokens: Tokens
-
-    @property
-    def slots(self) -> Ints:
-        return np.array([sequence.slot for sequence in self.sequences], dtype=np.int64)
 
 
 Errors = Mapping[int, BaseException]  # by place in `Rows.index`
@@ -122,8 +122,8 @@ class RowSession(ABC):
     """What a `RowProcessor` keeps in one manager."""
 
     @abstractmethod
-    def load(self, slot: int, bound: Any) -> None:
-        """A sequence starts in `slot`, with what its request has bound."""
+    def load(self, line: int, bound: Any) -> None:
+        """A sequence, or a beam of one, starts in `line`, with what its request has bound."""
 
     @abstractmethod
     def process(self, rows: Rows) -> Errors:
@@ -134,5 +134,5 @@ class RowProcessor(ABC):
     """Serves all rows of a step whose requests brought a `BoundProcessor` of it."""
 
     @abstractmethod
-    def open(self, num_slots: int, device: torch.device) -> RowSession:
-        """For a manager that has so many slots; called on its loop thread."""
+    def open(self, num_lines: int, device: torch.device) -> RowSession:
+        """For a manager that has so many lines; called on its loop thread."""
