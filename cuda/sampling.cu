@@ -8,6 +8,13 @@
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, CANDIDATES = 4 * THREADS;
 
+// Blocks that run at the same time on a multiprocessor, as far as registers go.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
+constexpr int RESIDENT = 1;
+#else
+constexpr int RESIDENT = 2;
+#endif
+
 struct Params {  // as gptmanager.decoding.sampling has them
     unsigned long long seed;
     long long top_k;  // 0: all
@@ -197,7 +204,7 @@ __device__ int find_in_stretch(const Row<WIDTH>& row, double rest, F weight) {
 
 // Grid: (rows).
 template <int WIDTH>
-__global__ void __launch_bounds__(THREADS, 1) sample(
+__global__ void __launch_bounds__(THREADS, RESIDENT) sample(
     int* tokens,                 // [rows]
     const float* logits,         // [rows, vocab_size]
     const Params* params,        // [slots]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS = 512
 PARAMS_BYTES = 56  # of a row of the Sampler's parameters
@@ -37,5 +37,5 @@ def sample(
     if num_rows == 0:
         return
     name = "sample<4>" if vocab_size % 4 == 0 else "sample<1>"
-    arguments = (tokens, logits, params, slots, positions, *ints(vocab_size))
+    arguments: tuple[Argument, ...] = (tokens, logits, params, slots, positions, *ints(vocab_size))
     launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)
