@@ -89,6 +89,7 @@ def test_more_candidates_than_fit(machine):
     logits = rows(4, 5000).round()  # many ties: top-k keeps all that tie with the last
     check(machine, logits, drawing(4, top_k=1500))
     check(machine, logits, drawing(4, top_k=2000, top_p=0.7))
+    check(machine, logits[:1].repeat(30, 1), drawing(30, top_p=0.3))
     check(machine, torch.zeros(4, 5000), drawing(4, top_k=7))
 
 
