@@ -23,6 +23,7 @@ from gptmanager.cuda import (
     context_attention,
     generation_attention,
     norms,
+    sampling,
 )
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
 from gptmanager.cuda.launch import NAMES, Program
@@ -34,6 +35,7 @@ PROGRAMS: tuple[Program, ...] = (
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
     context_attention.PROGRAM,
+    sampling.PROGRAM,
 )
 _BATCH = 24  # kernels that one call of the compiler gets
 

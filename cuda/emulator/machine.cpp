@@ -96,6 +96,7 @@ __attribute__((noinline)) static void run(Thread& thread) {
 }
 
 __attribute__((noinline)) static void wait() {
+    stop_if_interrupted();
     if (!_setjmp(current->context)) _longjmp(scheduler, 1);
 }
 

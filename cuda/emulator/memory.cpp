@@ -5,6 +5,7 @@
 #include <csignal>
 #include <cstring>
 #include <link.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -103,20 +104,27 @@ void poison() {
 
 // Faults ------------------------------------------------------------------------------------------
 
-static struct sigaction before[3];
-static const int SIGNALS[3] = {SIGSEGV, SIGBUS, SIGFPE};
+static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGINT, SIGALRM};
+constexpr int NUM_SIGNALS = sizeof SIGNALS / sizeof *SIGNALS;
+static struct sigaction before[NUM_SIGNALS];
+static pthread_t launching;
+static volatile sig_atomic_t interrupted;
 static stack_t stack_before;
 static char signal_stack[64 << 10];
 static const Place* touching;  // what an emulated instruction reads or writes
 
-static Place place_of(void* context) {
-    if (touching) return *touching;
+static char* interrupted_address(void* context) {
     auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
 #if defined(__x86_64__)
-    char* address = (char*)machine.gregs[REG_RIP];
+    return (char*)machine.gregs[REG_RIP];
 #else
-    char* address = (char*)machine.pc;
+    return (char*)machine.pc;
 #endif
+}
+
+static Place place_of(void* context) {
+    if (touching) return *touching;
+    char* address = interrupted_address(context);
     // In a function of another library: the line of the last operation is the nearest known.
     return in_library(address) ? here(address + 1) : current->place;
 }
@@ -143,8 +151,8 @@ void fail_outside(char* address, Place place) {
 }
 
 static void on_fault(int signal, siginfo_t* info, void* context) {
-    if (!current) {  // not the kernel: whoever was asked before
-        release_faults();
+    if (!current || !pthread_equal(launching, pthread_self())) {  // not the kernel
+        release_faults();  // it happens again, for whoever was asked before
         return;
     }
     Place place = place_of(context);
@@ -153,17 +161,46 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
     fail_outside((char*)info->si_addr, place);
 }
 
+void stop_if_interrupted() {
+    if (interrupted) fail(current->place, "interrupted");
+}
+
+// Ctrl-C, or a test's time limit. A kernel that never ends would keep Python from seeing it.
+static void on_interrupt(int signal, siginfo_t* info, void* context) {
+    if (!pthread_equal(launching, pthread_self())) {
+        pthread_kill(launching, signal);
+        return;
+    }
+    const struct sigaction& python = before[signal == SIGINT ? NUM_SIGNALS - 2 : NUM_SIGNALS - 1];
+    if (python.sa_handler == SIG_IGN) return;
+    if (python.sa_handler == SIG_DFL) {
+        release_faults();
+        raise(signal);
+        return;
+    }
+    if (python.sa_flags & SA_SIGINFO) python.sa_sigaction(signal, info, context);
+    else python.sa_handler(signal);
+    interrupted = 1;
+    char* address = interrupted_address(context);
+    // Not out of the middle of another library, which might hold a lock.
+    if (current && in_library(address)) fail(here(address + 1), "interrupted");
+}
+
 void catch_faults() {
+    launching = pthread_self();
+    interrupted = 0;
     stack_t stack{signal_stack, 0, sizeof signal_stack};
     sigaltstack(&stack, &stack_before);
-    struct sigaction action {};
-    action.sa_sigaction = on_fault;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &action, &before[i]);
+    for (int i = 0; i < NUM_SIGNALS; i++) {
+        struct sigaction action {};
+        action.sa_sigaction = i < 3 ? on_fault : on_interrupt;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        sigaction(SIGNALS[i], &action, &before[i]);
+    }
 }
 
 void release_faults() {
-    for (int i = 0; i < 3; i++) sigaction(SIGNALS[i], &before[i], nullptr);
+    for (int i = 0; i < NUM_SIGNALS; i++) sigaction(SIGNALS[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
 }
 

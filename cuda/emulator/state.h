@@ -73,6 +73,7 @@ char* stack_of(unsigned thread);
 void poison();  // shared memory, before each block
 void catch_faults();
 void release_faults();
+void stop_if_interrupted();
 void touch(const void* address, size_t size, Place place);  // fault, if at all, at `place`
 [[noreturn]] void fail_outside(char* address, Place place);
 bool in_stacks(const char* address);

@@ -29,7 +29,7 @@ class EmulatedMachine:
 
     def empty(self, shape, dtype):
         return self.tensor(
-            torch.full(shape, -1 if not dtype.is_floating_point else torch.nan, dtype=dtype)
+            torch.full(shape, torch.nan if dtype.is_floating_point else 1, dtype=dtype)
         )
 
 

@@ -1,0 +1,294 @@
+// One token from each row of logits: min_length, temperature, top-k, top-p and min-p, by the row's own
+// parameters, seed and position. The rules are those of gptmanager.decoding.sampling.
+//
+// Nothing is sorted. A draw inverts the cumulative distribution over ascending ids; a token outside of
+// the nucleus is replaced by one of those that rank above it. The k-th best logit comes from the few
+// that reach the k-th best of the threads' own best ones.
+#include "numerics.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32, CANDIDATES = 4 * THREADS;
+
+// Blocks that run at the same time on a multiprocessor, as far as registers go.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
+constexpr int RESIDENT = 1;
+#else
+constexpr int RESIDENT = 2;
+#endif
+
+struct Params {  // as gptmanager.decoding.sampling has them
+    unsigned long long seed;
+    long long top_k;  // 0: all
+    double top_p, min_p;
+    long long end_id, first_end;  // end_id is allowed from position first_end on
+    float temperature;
+    bool greedy;
+};
+
+// 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
+__device__ inline double uniform(unsigned long long seed, unsigned long long position, unsigned draw) {
+    unsigned c0 = position, c1 = position >> 32, c2 = draw, c3 = 0, k0 = seed, k1 = seed >> 32;
+    for (int round = 0; round < 10; round++) {
+        unsigned high = __umulhi(c0, 0xD2511F53u), low = c0 * 0xD2511F53u;
+        c0 = __umulhi(c2, 0xCD9E8D57u) ^ c1 ^ k0;
+        c1 = c2 * 0xCD9E8D57u;
+        c2 = high ^ c3 ^ k1;
+        c3 = low;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return double(((unsigned long long)c0 << 32 | c1) >> 11) * 1.1102230246251565e-16;
+}
+
+// Integers in the order of the floats.
+__device__ inline unsigned to_key(float x) {
+    unsigned bits = __float_as_uint(x);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float from_key(unsigned key) {
+    return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
+}
+
+struct Token {
+    float logit;
+    int id;
+    // Equal logits rank by ascending id.
+    __device__ bool above(Token other) const {
+        return logit > other.logit || (logit == other.logit && id < other.id);
+    }
+};
+
+template <int WIDTH> struct Row {
+    const float* logits;
+    int size, forbidden;  // a token that may not come yet, or -1
+
+    // A warp takes a stretch of ids, so that sums by warp are in their order.
+    __device__ int stretch() const {
+        constexpr int STEP = 32 * WIDTH;
+        return (size + WARPS * STEP - 1) / (WARPS * STEP) * STEP;
+    }
+    __device__ int begin() const { return threadIdx.x / 32 * stretch(); }
+    __device__ int end() const { return min(begin() + stretch(), size); }
+
+    // The logits of ids start to start + WIDTH - 1, -inf where there is none.
+    __device__ void read(float (&to)[WIDTH], int start) const {
+        if (start < size) load(to, logits + start);
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) {
+            bool none = start >= size || start + i == forbidden || isnan(to[i]);
+            if (none) to[i] = -INFINITY;
+        }
+    }
+    // visit(logit, id) for every token of the warp's stretch, ascending in each thread.
+    template <class F> __device__ void each(F visit) const {
+        for (int start = begin() + threadIdx.x % 32 * WIDTH; start < end(); start += 32 * WIDTH) {
+            float values[WIDTH];
+            read(values, start);
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++) visit(values[i], start + i);
+        }
+    }
+};
+
+__device__ inline Token better(Token a, Token b) { return b.above(a) ? b : a; }
+
+__device__ inline Token block_best(Token best) {
+    __shared__ Token bests[WARPS];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2)
+        best = better(best, {__shfl_xor_sync(~0u, best.logit, step), __shfl_xor_sync(~0u, best.id, step)});
+    if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = best;
+    __syncthreads();
+    for (int warp = 0; warp < WARPS; warp++) best = better(best, bests[warp]);
+    return best;
+}
+
+// Sums by warp in the order of ids, and their sum. Every thread gets it.
+__device__ inline double block_sums(double (&sums)[WARPS], double x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    double total = 0;
+    for (int warp = 0; warp < WARPS; warp++) total += sums[warp];
+    return total;
+}
+
+// The largest key that at least k of what `count(key)` counts in the block reach.
+template <class F> __device__ unsigned kth_key(long long k, F count) {
+    unsigned key = 0;
+    for (unsigned bit = 1u << 31; bit; bit >>= 1) {
+        if (count(key | bit) >= k) key |= bit;
+    }
+    return key;
+}
+
+// The k-th best of the logits divided by the temperature.
+template <int WIDTH>
+__device__ float kth_best(const Row<WIDTH>& row, long long k, float own_best, float temperature) {
+    __shared__ unsigned candidates[CANDIDATES];
+    __shared__ int num_candidates;
+    unsigned own = to_key(own_best), bound = 0;
+    if (k <= THREADS)
+        bound = kth_key(k, [&](unsigned key) { return __syncthreads_count(own >= key); });
+    if (threadIdx.x == 0) num_candidates = 0;
+    __syncthreads();
+    row.each([&](float logit, int) {
+        unsigned key = to_key(__fdiv_rn(logit, temperature));
+        if (key < bound) return;
+        int place = atomicAdd(&num_candidates, 1);
+        if (place < CANDIDATES) candidates[place] = key;
+    });
+    __syncthreads();
+    int count = num_candidates;
+    if (count <= CANDIDATES) {
+        return from_key(kth_key(k, [&](unsigned key) {
+            int reached = 0;
+            for (int first = 0; first < count; first += THREADS) {
+                int i = first + threadIdx.x;
+                reached += __syncthreads_count(i < count && candidates[i] >= key);
+            }
+            return reached;
+        }));
+    }
+    return from_key(kth_key(k, [&](unsigned key) {  // a wide top-k, or very many ties
+        int reached = 0;
+        row.each([&](float logit, int) { reached += to_key(__fdiv_rn(logit, temperature)) >= key; });
+        __syncthreads();
+        if (threadIdx.x == 0) num_candidates = 0;
+        __syncthreads();
+        atomicAdd(&num_candidates, reached);
+        __syncthreads();
+        return num_candidates;
+    }));
+}
+
+// The token at which the sum of the weights of a warp's stretch passes `rest`; all 32 lanes.
+template <int WIDTH, class F>
+__device__ int find_in_stretch(const Row<WIDTH>& row, double rest, F weight) {
+    int lane = threadIdx.x % 32, last = -1;
+    double before = 0;
+    for (int start = row.begin(); start < row.end(); start += 32 * WIDTH) {
+        float values[WIDTH];
+        double sum = 0;
+        int id = start + lane * WIDTH, own = -1;
+        row.read(values, id);
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++) {
+            values[i] = weight(values[i], id + i);
+            sum += values[i];
+            if (values[i] > 0) own = id + i;
+        }
+        double up_to = sum;
+        for (int step = 1; step < 32; step *= 2) {
+            double other = __shfl_up_sync(~0u, up_to, step);
+            if (lane >= step) up_to += other;
+        }
+        unsigned passed = __ballot_sync(~0u, own >= 0 && before + up_to > rest);
+        if (passed) {
+            int chosen = own;
+            double mine = before + up_to - sum;
+            for (int i = WIDTH - 1; i >= 0; i--) {  // the first whose sum passes
+                double to_here = mine;
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++) to_here += j <= i ? values[j] : 0.0f;
+                if (values[i] > 0 && to_here > rest) chosen = id + i;
+            }
+            return __shfl_sync(~0u, chosen, __ffs(passed) - 1);
+        }
+        before += __shfl_sync(~0u, up_to, 31);
+        last = max(last, __reduce_max_sync(~0u, own));
+    }
+    return last;  // by rounding
+}
+
+// Grid: (rows).
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS, RESIDENT) sample(
+    int* tokens,                 // [rows]
+    const float* logits,         // [rows, vocab_size]
+    const Params* params,        // [slots]
+    const int* slots,            // [rows]
+    const long long* positions,  // [rows]: of the token to be chosen
+    int vocab_size) {
+    __shared__ double sums[WARPS];
+    __shared__ int drawn;
+    Params own = params[slots[blockIdx.x]];
+    long long position = positions[blockIdx.x];
+    int forbidden = position < own.first_end ? int(own.end_id) : -1;
+    Row<WIDTH> row{logits + size_t(blockIdx.x) * vocab_size, vocab_size, forbidden};
+    Token best{-INFINITY, 0x7FFFFFFF};
+    row.each([&](float logit, int id) { best = better(best, {logit, id}); });
+    float own_best = best.logit;
+    best = block_best(best);
+    float largest = __fdiv_rn(best.logit, own.temperature);
+    if (own.greedy || !isfinite(largest)) {
+        if (threadIdx.x == 0) tokens[blockIdx.x] = best.id;
+        return;
+    }
+    Token limit{-INFINITY, vocab_size};  // only what ranks above it is drawn; top-k keeps ties
+    if (own.top_k > 0)
+        limit.logit = kth_best(row, own.top_k, __fdiv_rn(own_best, own.temperature), own.temperature);
+    auto weigh = [&](float scaled) { return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f); };
+    float floor = float(own.min_p);  // of a weight: the best token's is 1
+    auto weight = [&](float logit, int id) {
+        float scaled = __fdiv_rn(logit, own.temperature);
+        float value = Token{scaled, id}.above(limit) ? weigh(scaled) : 0.0f;
+        return value >= floor ? value : 0.0f;
+    };
+    double total = 0, kept = 0;
+    row.each([&](float logit, int id) {
+        float scaled = __fdiv_rn(logit, own.temperature);
+        float value = Token{scaled, id}.above(limit) ? weigh(scaled) : 0.0f;
+        total += value;
+        kept += value >= floor ? value : 0.0f;
+    });
+    total = block_sums(sums, total);
+    kept = block_sums(sums, kept);
+    for (unsigned draw = 0;; draw++) {
+        double spot = uniform(own.seed, position, draw) * kept, up_to = 0;
+        if (spot >= kept) spot = __longlong_as_double(__double_as_longlong(kept) - 1);
+        int chosen_warp = -1;
+        double rest = 0;
+        for (int warp = 0; warp < WARPS; warp++) {  // the first whose sum passes, never an empty one
+            bool here = sums[warp] > 0 && (chosen_warp < 0 || up_to <= spot);
+            if (here) {
+                chosen_warp = warp;
+                rest = spot - up_to;
+            }
+            up_to += sums[warp];
+        }
+        __syncthreads();
+        if (threadIdx.x / 32 == chosen_warp) {
+            int id = find_in_stretch(row, rest, weight);
+            if (threadIdx.x % 32 == 0) drawn = id;
+        }
+        __syncthreads();
+        int token = drawn;
+        bool done = own.top_p >= 1;
+        if (!done) {
+            float value[1];
+            Row<1>{row.logits, vocab_size, forbidden}.read(value, token);
+            limit = {__fdiv_rn(value[0], own.temperature), token};
+            double mass = 0, ties = 0;
+            row.each([&](float logit, int id) {
+                float value = weight(logit, id);
+                if (__fdiv_rn(logit, own.temperature) > limit.logit) mass += value;
+                else ties += value;
+            });
+            // Outside of the nucleus if what ranks above it has p already; compared from below.
+            auto outside = [&] { return kept > 0 && float(1 - kept / total) <= float(1 - own.top_p); };
+            kept = block_sums(sums, mass);
+            if (outside()) {
+                limit.id = 0;  // and so are all that tie with it
+            } else {
+                kept = block_sums(sums, mass + ties);
+                done = !outside();
+            }
+        }
+        if (done) {
+            if (threadIdx.x == 0) tokens[blockIdx.x] = token;
+            return;
+        }
+    }
+}

@@ -1,0 +1,41 @@
+"""One token from each row of logits, by the rules of `gptmanager.decoding.sampling`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
+
+_THREADS = 512
+PARAMS_BYTES = 56  # of a row of the Sampler's parameters
+PROGRAM = Program("sampling.cu", ("sample<4>", "sample<1>"))
+
+
+def sample(
+    launcher: Launcher,
+    tokens: Tensor,
+    logits: Tensor,
+    params: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+) -> None:
+    """Write to `tokens` `[S]` int32 the token chosen for each row of `logits` `[S, V]` float32.
+
+    `params` `[slots, PARAMS_BYTES]` uint8: the bytes of the Sampler's parameters; `slots` `[S]`
+    int32; `positions` `[S]` int64: of the tokens to be chosen. A row's token depends on nothing of
+    the others. The logits are left as they are. ValueError for other tensors.
+    """
+    num_rows, vocab_size = logits.shape
+    check_tensors(
+        tokens=(tokens, (num_rows,), torch.int32),
+        logits=(logits, (num_rows, vocab_size), torch.float32),
+        params=(params, (None, PARAMS_BYTES), torch.uint8),
+        slots=(slots, (num_rows,), torch.int32),
+        positions=(positions, (num_rows,), torch.int64),
+    )
+    if num_rows == 0:
+        return
+    name = "sample<4>" if vocab_size % 4 == 0 else "sample<1>"
+    arguments: tuple[Argument, ...] = (tokens, logits, params, slots, positions, *ints(vocab_size))
+    launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)
