@@ -5,6 +5,7 @@ from __future__ import annotations
 from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.drafting import Drafter
+from gptmanager.decoding.parallel_sampling import ParallelSampling
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import RequestProcessor
@@ -108,7 +109,7 @@ class ActiveRequest(LlmRequest):
         self.is_serial = beams is not None or drafter is not None or len(drafts) > 0
         self.search: BeamSearch | None = None
         if beams is not None:
-            self.search = BeamSearch(
+            self.search = (ParallelSampling if beams.sampled else BeamSearch)(
                 beams,
                 max_new_tokens,
                 end_id=sampling.end_id,

@@ -17,6 +17,7 @@ from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
 from gptmanager.config import PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.drafting import Drafter
+from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.host_rows import HostRows
@@ -75,7 +76,6 @@ def _is(neutral: int) -> _Check:
 
 # inputs whose support has not landed: refused unless they say what happens anyway
 _LATER: dict[str, _Check] = {
-    "num_return_sequences": _is(1),
     "position_ids": _never,
     "lora_task_id": _never,
     "lora_weights": _never,
@@ -274,12 +274,19 @@ def _read_wanted(tensors: dict[str, Any], limits: Limits) -> Wanted:
 def _read_beams(
     tensors: dict[str, Any], sampling: SamplingParams, limits: Limits
 ) -> BeamParams | None:
-    """None: one beam, whatever else is said of beams."""
+    """None: one beam and one text, whatever else is said of beams."""
     width = read_int("beam_width", tensors.get("beam_width", 1), 1, limits.max_beam_width)
+    count = read_int("num_return_sequences", tensors.get("num_return_sequences", 1), 1, INT32[1])
     len_penalty = read_float("len_penalty", tensors.get("len_penalty", 1.0), -math.inf)
     early_stopping = read_int("early_stopping", tensors.get("early_stopping", 0), *INT32)
     if width == 1:
-        return None
+        if count > limits.max_beam_width:
+            raise InvalidRequestError(
+                f"num_return_sequences = {count} exceeds max_beam_width = {limits.max_beam_width}"
+            )
+        return None if count == 1 else BeamParams(count, sampled=True)
+    if count > width:
+        raise InvalidRequestError(f"num_return_sequences = {count} exceeds beam_width = {width}")
     for name, value, neutral in (
         ("runtime_top_k", sampling.top_k, (0, 1)),
         ("runtime_top_p", sampling.top_p, (0, 1)),
@@ -294,7 +301,8 @@ def _read_beams(
         raise InvalidRequestError(
             f"Incorrect sampling config: temperature = 0 with beam_width = {width}"
         )
-    return BeamParams(width, len_penalty, early_stopping)
+    returned = count if "num_return_sequences" in tensors else width
+    return BeamParams(width, len_penalty, early_stopping, returned)
 
 
 def _check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
@@ -307,15 +315,6 @@ def _check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: L
             f"{beam_width} beams of {prompt_len} + {max_new_tokens} tokens need {needed} KV cache "
             f"blocks of {size} tokens, the cache has {limits.num_blocks}"
         )
-
-
-def derive_seed(manager_seed: int, request_id: int) -> int:
-    """The seed of a request without one: SplitMix64 (Steele, Lea, Flood 2014) over both."""
-    mask = 2**64 - 1
-    x = (manager_seed + (request_id + 1) * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
 
 
 def _read_stop_words(tensors: dict[str, Any], limits: Limits) -> StopWords | None:

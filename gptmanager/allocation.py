@@ -200,6 +200,7 @@ class Allocator:
                 request.prompt_table,
                 request.beam_width,
                 request.draft_logits if request.drafts else None,
+                request.search is not None and request.search.params.sampled,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

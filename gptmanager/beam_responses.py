@@ -36,14 +36,14 @@ def stable_beams(request: ActiveRequest, end: int) -> Beams:
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = sum(node.log_prob for node in path), path[start:]
-    return Beams(start, [nodes] * request.beam_width, [total] * request.beam_width, [])
+    return Beams(start, [nodes] * search.num_results, [total] * search.num_results, [])
 
 
 def final_beams(request: ActiveRequest, reason: FinishReason) -> Beams:
     """What has not been sent of all beams; `reason` cuts off a search that is not over yet."""
     search = _search(request)
     found = search.hypotheses(None if search.is_over else reason)
-    missing = request.beam_width - len(found)  # a small vocabulary has no more
+    missing = search.num_results - len(found)  # a small vocabulary has no more
     start = request.num_sent - request.orig_prompt_len if request.is_streaming else 0
     nodes = [beam.node.path()[start : beam.end] for beam in found] + [[] for _ in range(missing)]
     return Beams(

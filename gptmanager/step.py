@@ -64,7 +64,7 @@ class SequenceStart(NamedTuple):
 
     `tokens` is the history to compute from (prompt, and what was generated before a pause);
     the first `orig_prompt_len` of them came from the host. `processor`: the request's own logits
-    post-processor.
+    post-processor. `sampled`: its beams are not searched.
     """
 
     slot: int
@@ -77,6 +77,7 @@ class SequenceStart(NamedTuple):
     prompt_table: HostRows | None = None
     beam_width: int = 1
     draft_logits: HostRows | None = None
+    sampled: bool = False
 
 
 class BlockAppend(NamedTuple):
@@ -111,7 +112,8 @@ class Drafts(NamedTuple):
 class BeamCandidates(NamedTuple):
     """The best continuations of each beam of a request: a list a beam, in descending order.
 
-    Twice as many as there are beams, or the whole vocabulary if that is less. After the context
+    Twice as many as there are beams, or the whole vocabulary if that is less; of beams that are
+    sampled the one token that was drawn for each, also after the context. After it otherwise
     there is one list only, that of the prompt. `log_probs` are of single precision.
     """
 

@@ -8,13 +8,14 @@ cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.rejection import sample_guess
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams
@@ -71,12 +72,18 @@ class TokenChooser:
         self._outputs = outputs
         self._processing = processing
         self._drawn: dict[int, DrawnGuesses] = {}  # by slot
+        self._sampled: set[int] = set()  # slots whose beams are not searched
 
     def load(self, start: SequenceStart) -> None:
         """A sequence starts."""
         first = start.slot * self.max_beam_width
-        for line in range(first, first + start.beam_width):
-            self._sampler.load(line, start.sampling, start.orig_prompt_len, start.wanted)
+        for beam in range(start.beam_width):
+            sampling = start.sampling
+            if start.sampled and beam:
+                sampling = replace(sampling, seed=derive_seed(sampling.seed, beam))
+            self._sampler.load(first + beam, sampling, start.orig_prompt_len, start.wanted)
+        if start.sampled or start.slot in self._sampled:
+            (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
         self._processing.start(start)
         if start.draft_logits is not None and start.draft_logits.numbers is not None:
             self._drawn[start.slot] = start.sampling, start.draft_logits.numbers
@@ -202,16 +209,41 @@ class TokenChooser:
         if log_probs is not None:
             log_probs[single] = values
         logits = step.logits[torch.from_numpy(beams)]
-        scores = self._sampler.log_probs(logits, step.lines[beams], step.positions[beams])
-        found = []
-        for width, count in zip(widths[widths > 1], np.diff(firsts)[widths > 1], strict=True):
-            mine, scores = scores[:count], scores[count:]
-            ids, best = _best(mine, 2 * int(width))
-            found.append(
-                BeamCandidates(tuple(map(tuple, ids.tolist())), tuple(map(tuple, best.tolist())))
-            )
+        lines, positions = step.lines[beams], step.positions[beams]
+        found, first = [], 0
+        for row, count in zip(rows, np.diff(firsts).tolist(), strict=True):
+            if row.beam_width > 1:
+                part = slice(first, first + count)
+                find = self._sample_beams if row.slot in self._sampled else self._search_beams
+                found.append(find(row, logits[part], lines[part], positions[part]))
+                first += count
         step.beams = tuple(found)
         return tokens
+
+    def _search_beams(
+        self, row: Row, logits: Tensor, lines: np.ndarray, positions: np.ndarray
+    ) -> BeamCandidates:
+        scores = self._sampler.log_probs(logits, lines, positions)
+        ids, best = _best(scores, 2 * row.beam_width)
+        return BeamCandidates(tuple(map(tuple, ids.tolist())), tuple(map(tuple, best.tolist())))
+
+    def _sample_beams(
+        self, row: Row, logits: Tensor, lines: np.ndarray, positions: np.ndarray
+    ) -> BeamCandidates:
+        """A token for each beam; after the context all from the same logits and history."""
+        count = row.beam_width
+        if len(lines) < count:
+            lines = lines[0] + np.arange(count)
+            self._token_table[lines[1:], : positions[0]] = self._token_table[
+                lines[0], : positions[0]
+            ]
+            logits, positions = logits.repeat(count, 1), positions.repeat(count)
+        log_probs = np.zeros(count, dtype=np.float32)
+        tokens = self._sampler.sample(logits, lines, positions, log_probs)
+        return BeamCandidates(
+            tuple((token,) for token in tokens.tolist()),
+            tuple((value,) for value in log_probs.tolist()),
+        )
 
 
 def _part(step: TorchStep, places: np.ndarray, offset: int) -> TorchStep:

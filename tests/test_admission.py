@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmanager.admission import Limits, admit, derive_seed
+from gptmanager.admission import Limits, admit
 from gptmanager.api import InferenceRequest
+from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
 from gptmanager.request import Wanted
 
@@ -111,7 +112,7 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"lora_task_id": 3}, "lora_task_id is refused"),
         ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
         ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
-        ({"num_return_sequences": 2}, "num_return_sequences is refused: its support has not"),
+        ({"num_return_sequences": 2}, "num_return_sequences = 2 exceeds max_beam_width = 1"),
         ({"temperature": "hot"}, "temperature has dtype"),
     ],
 )

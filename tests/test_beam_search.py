@@ -21,6 +21,7 @@ from gptmanager import (
 )
 from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import ContractChecker, RecordingCallbacks
@@ -420,3 +421,69 @@ def test_a_kernel_processes_each_beam_as_a_row(llama):
     host = serve(checkpoint(llama), [request, plain])
     assert all(min(beam[3:]) >= 48 for beam in beams_of(host.final(1)))
     assert any(min(beam[3:]) < 48 for beam in beams_of(host.final(2)))
+
+
+# Several texts of one prompt ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"run_ahead": 1},
+        {"enable_trt_overlap": True, "max_batch_size": 2},
+        {"enable_chunked_context": True, "max_num_tokens": 16},
+        {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 256},
+    ],
+    ids=str,
+)
+def test_texts_of_one_prompt_are_those_of_as_many_requests(llama, options):
+    """Bit by bit: the first with the request's own seed, the others with seeds derived from it."""
+    source = checkpoint(llama)
+    sampling = {"temperature": 1.5, "end_id": 7, "repetition_penalty": 1.2}
+    sampling |= {"stop_words_list": [[3, 5], [11]], "return_log_probs": True}
+    chance = np.random.default_rng(2)
+    prompts = [chance.integers(0, 96, n).tolist() for n in (3, 25, 9, 14)]
+    together = [
+        InferenceRequest.from_tokens(
+            i, p, 20, num_return_sequences=1 + i, random_seed=50 + i, **sampling
+        )
+        for i, p in enumerate(prompts)
+    ]
+    alone = [
+        InferenceRequest.from_tokens(
+            *(10 * i + k, p, 20),
+            random_seed=50 + i if not k else derive_seed(50 + i, k),
+            **sampling,
+        )
+        for i, p in enumerate(prompts)
+        for k in range(1 + i)
+    ]
+    found = serve(source, together, deterministic=True, **options)
+    expected = serve(source, alone, deterministic=True)
+    for i in range(4):
+        texts, final = beams_of(found.final(i)), found.final(i).tensors
+        assert texts == [expected.output(10 * i + k) for k in range(1 + i)]
+        for k in range(1 + i):
+            peer = expected.final(10 * i + k).tensors
+            assert final["finish_reasons"][0, k] == peer["finish_reasons"][0, 0]
+            count = peer["output_log_probs"].shape[2]
+            assert torch.equal(
+                final["output_log_probs"][0, k, :count], peer["output_log_probs"][0, 0]
+            )
+
+
+def test_greedy_texts_are_all_alike_and_beams_may_be_fewer_than_were_searched(llama):
+    requests = [
+        InferenceRequest.from_tokens(1, [5, 6], 6, num_return_sequences=3),
+        InferenceRequest.from_tokens(2, [5, 6], 6, beam_width=4, num_return_sequences=2),
+        InferenceRequest.from_tokens(3, [5, 6], 6, beam_width=4),
+        InferenceRequest.from_tokens(4, [5, 6], 6, num_return_sequences=5),
+        InferenceRequest.from_tokens(5, [5, 6], 6, beam_width=2, num_return_sequences=3),
+    ]
+    host = serve(checkpoint(llama), requests)
+    first, *others = beams_of(host.final(1))
+    assert others == [first, first]
+    assert beams_of(host.final(2)) == beams_of(host.final(3))[:2]
+    assert "num_return_sequences = 5 exceeds max_beam_width = 4" in host.final(4).error
+    assert "num_return_sequences = 3 exceeds beam_width = 2" in host.final(5).error

@@ -95,6 +95,7 @@ decoding.choice         the best token of a row, or a drawn one
 decoding.sampling       one token from each row
 decoding.rejection      a guess that was sampled, accepted or replaced
 decoding.beam_search    beams and their parents
+decoding.parallel_sampling several texts of one prompt
 decoding
 
 prompt_embeddings       the own embeddings of those that run, by slot

@@ -30,11 +30,15 @@ class BeamParams:
 
     `early_stopping` 1: the search is over when W beams have ended; 0: when no live beam can do
     better at its present length; any other: when none can do better at any length it may reach.
+    `num_results`: of the W only so many are returned, None: all. `sampled`: no search at all, each
+    beam is a text of its own, sampled from the prompt on.
     """
 
     width: int
     len_penalty: float = 1.0
     early_stopping: int = 0
+    num_results: int | None = None
+    sampled: bool = False
 
 
 class BeamNode:
@@ -110,6 +114,11 @@ class BeamSearch:
         self.is_over = False
 
     @property
+    def num_results(self) -> int:
+        """Hypotheses that are returned, if there are so many."""
+        return self.params.num_results or self.params.width
+
+    @property
     def tokens(self) -> list[int]:
         return [node.token for node in self.live]
 
@@ -131,7 +140,7 @@ class BeamSearch:
         best = sorted([*self.ended, *(live if reason else ())], key=lambda h: -h.score)
         if reason is None:
             best += sorted(live, key=lambda h: -h.score)
-        return best[: self.params.width]
+        return best[: self.num_results]
 
     def stable_length(self) -> int:
         """Generated tokens that all live and ended beams share: no later step changes them.
@@ -166,7 +175,7 @@ class BeamSearch:
         for rank, continuation in enumerate(ranked):
             if len(nodes) == width and rank >= width:
                 break
-            node, end = self._extend(continuation)
+            node, end = self.extend(*continuation[1:])
             reason, output_end = end or (FinishReason.LENGTH, node.length)
             if end is not None or is_last:
                 if rank < width and continuation.cum_log_prob > _DEAD:
@@ -206,18 +215,17 @@ class BeamSearch:
             for i in kept
         ]
 
-    def _extend(
-        self, continuation: _Continuation
+    def extend(
+        self, beam: int, token: int, log_prob: float
     ) -> tuple[BeamNode, tuple[FinishReason, int] | None]:
-        """The node of a continuation; if it ends there, why, and where its output ends."""
-        parent = self.live[continuation.beam] if self.live else None
+        """The node of `token` behind a beam; if it ends there, why, and where its output ends."""
+        parent = self.live[beam] if self.live else None
         stop_state, matched = 0, 0
         if self.stop_words is not None:
             before = 0 if parent is None else parent.stop_state
-            stop_state, matched = self.stop_words.advance(before, continuation.token)
-        beam, token, log_prob = continuation[1:]
+            stop_state, matched = self.stop_words.advance(before, token)
         node = BeamNode(parent, beam, token, log_prob, stop_state)
-        if continuation.token == self.end_id:
+        if token == self.end_id:
             return node, (FinishReason.END_ID, node.length - (not self.include_stop))
         if matched:
             kept = 0 if self.include_stop else matched

@@ -50,3 +50,12 @@ def uniform(seeds: Words, positions: Ints, draw: int = 0) -> Floats:
         *(seeds & LOW_32, seeds >> HALF),
     )
     return np.asarray(to_unit(words[0], words[1]))
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The `number`-th seed of those that come of `seed`: SplitMix64 (Steele, Lea, Flood 2014)."""
+    mask = 2**64 - 1
+    x = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_values import randn
 
-from gptmanager.cuda.sampling import PARAMS_BYTES, sample
+from gptmanager.cuda.sampling import packed, sample
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams
 
@@ -19,8 +19,7 @@ def choose(machine, logits, params, positions):
     slots = np.arange(num_rows)[::-1].copy()
     for slot, own in zip(slots.tolist(), params, strict=True):
         sampler.load(slot, own, orig_prompt_len=5)
-    table = torch.from_numpy(sampler._params.view(np.uint8).reshape(num_rows, -1).copy())
-    assert table.shape[1] == PARAMS_BYTES
+    table = packed(sampler._params)
     tokens = machine.empty((num_rows,), torch.int32)
     sample(
         machine.launcher,
@@ -88,8 +87,8 @@ def test_rows_are_their_own(machine):
 def test_more_candidates_than_fit(machine):
     logits = rows(4, 5000).round()  # many ties: top-k keeps all that tie with the last
     check(machine, logits, drawing(4, top_k=1500))
-    check(machine, logits, drawing(4, top_k=2000, top_p=0.7))
-    check(machine, logits[:1].repeat(30, 1), drawing(30, top_p=0.3))
+    check(machine, rows(4, 5000), drawing(4, top_k=2000, top_p=0.7))
+    check(machine, rows(1, 5000).repeat(30, 1), drawing(30, top_p=0.3))
     check(machine, torch.zeros(4, 5000), drawing(4, top_k=7))
 
 
