@@ -107,9 +107,8 @@ class Toolchain:
             check=False,
         )
         if done.returncode:
-            raise EmulatorError(
-                f"{name} does not compile:\n{done.stderr.strip()}{self._hint(done.stderr)}"
-            )
+            hint = self._hint(done.stderr)
+            raise EmulatorError(f"{name} does not compile:\n{done.stderr.strip()}{hint}")
         return done.stdout
 
     def _hint(self, complaint: str) -> str:
@@ -120,8 +119,8 @@ class Toolchain:
             )
         if "Assembler messages" in complaint or "'asm'" in complaint:
             return (
-                "\nInline PTX does not run on a CPU: call the functions of intrinsics.cuh, or put it "
-                "between #ifdef __CUDA_ARCH__ and a C++ version"
+                "\nInline PTX does not run on a CPU: call the functions of intrinsics.cuh, or put "
+                "it between #ifdef __CUDA_ARCH__ and a C++ version"
             )
         return ""
 
