@@ -15,7 +15,7 @@ constexpr int RESIDENT = 1;
 constexpr int RESIDENT = 2;
 #endif
 
-struct Params {  // as gptmanager.decoding.sampling has them
+struct Params {  // PARAMS of sampling.py
     unsigned long long seed;
     long long top_k;  // 0: all
     double top_p, min_p;
