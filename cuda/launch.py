@@ -6,7 +6,7 @@ NumPy scalars of the declared types as arguments; None is a null pointer. It kno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,22 +120,18 @@ class EmulatorLauncher:
     def __init__(self, *, check: bool = False, order: str | int = "forward") -> None:
         self._check = check
         self._order = order
-        self._modules: dict[tuple[str, str], emulator.Module] = {}
-
-    def prepare(self, program: Program, names: Iterable[str]) -> None:
-        """Compile several kernels at once, which costs little more than one."""
-        module = emulator.Module(
-            path=program.path,
-            name_expressions=tuple(names),
-            check=self._check,
-            order=self._order,
-        )
-        self._modules |= dict.fromkeys(((program.file, name) for name in names), module)
+        self._modules: dict[str, emulator.Module] = {}
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        if (program.file, name) not in self._modules:
-            self.prepare(program, [name])
-        kernel = self._modules[program.file, name].get_function(name)
+        module = self._modules.get(program.file)
+        if module is None:  # all kernels at once cost little more than one
+            module = self._modules[program.file] = emulator.Module(
+                path=program.path,
+                name_expressions=program.kernels,
+                check=self._check,
+                order=self._order,
+            )
+        kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
 
         def launch(

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
+from gptmanager.request import SamplingParams
 
 _THREADS = 512
-# a slot's parameters as the kernel's struct has them: of `gptmanager.decoding.sampling.SLOT` what
-# chooses a token; what adjusts logits has run before
-PARAMS = np.dtype(
+PARAMS = np.dtype(  # `Params` of the .cu
     [
         ("seed", np.uint64),
-        ("top_k", np.int64),
+        ("top_k", np.int64),  # 0: unlimited
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("end_id", np.int64),
-        ("first_end", np.int64),
+        ("first_end", np.int64),  # the position from which on end_id is allowed
         ("temperature", np.float32),
         ("greedy", np.bool_),
     ],
     align=True,
 )
-PARAMS_BYTES = PARAMS.itemsize
 PROGRAM = Program("sampling.cu", ("sample<4>", "sample<1>"))
 
 
-def packed(slots: npt.NDArray[np.void]) -> Tensor:
-    """The parameters uint8 `[slots, PARAMS_BYTES]` of records that have the fields of PARAMS."""
-    records = np.zeros(len(slots), dtype=PARAMS)
-    for name in PARAMS.names or ():
-        records[name] = slots[name]
-    return torch.from_numpy(records.view(np.uint8).reshape(len(slots), PARAMS_BYTES))
+def pack(params: SamplingParams, orig_prompt_len: int, vocab_size: int) -> tuple[object, ...]:
+    """A value of dtype PARAMS, for a sequence whose host sent `orig_prompt_len` tokens."""
+    only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
+    has_end = 0 <= params.end_id < vocab_size
+    return (
+        params.seed & (2**64 - 1),
+        params.top_k if params.top_k < vocab_size else 0,
+        params.top_p,
+        params.min_p,
+        params.end_id if has_end else 0,
+        orig_prompt_len + params.min_length if has_end else 0,
+        params.temperature,
+        params.greedy or only_best,
+    )
 
 
 def sample(
@@ -47,15 +52,19 @@ def sample(
 ) -> None:
     """Write to `tokens` `[S]` int32 the token chosen for each row of `logits` `[S, V]` float32.
 
-    `params` `[slots, PARAMS_BYTES]` uint8: as `packed` gives them; `slots` `[S]`
-    int32; `positions` `[S]` int64: of the tokens to be chosen. A row's token depends on nothing of
-    the others. The logits are left as they are. ValueError for other tensors.
+    `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `slots` `[S]` int32;
+    `positions` `[S]` int64: of the tokens to be chosen. A row's token depends on nothing of the
+    others. The logits are left as they are. ValueError for other tensors.
+
+    top_k keeps all that tie with the k-th best; top_p the shortest ranking whose mass reaches p in
+    single precision; min_p is a share of the best token's probability; equal logits rank by
+    ascending id. NaN counts as -inf, +inf is the token, a row of nothing but -inf yields token 0.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(
         tokens=(tokens, (num_rows,), torch.int32),
         logits=(logits, (num_rows, vocab_size), torch.float32),
-        params=(params, (None, PARAMS_BYTES), torch.uint8),
+        params=(params, (None, PARAMS.itemsize), torch.uint8),
         slots=(slots, (num_rows,), torch.int32),
         positions=(positions, (num_rows,), torch.int64),
     )

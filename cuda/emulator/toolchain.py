@@ -98,11 +98,17 @@ class Toolchain:
 
     def _run(self, arguments: Sequence[str], text: str, name: str) -> str:
         command = [self.compiler, *arguments]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            env={**os.environ, "LC_ALL": "C"},  # English, and quotes that a test can name
+            check=False,
+        )
         if done.returncode:
-            raise EmulatorError(
-                f"{name} does not compile:\n{done.stderr.strip()}{self._hint(done.stderr)}"
-            )
+            hint = self._hint(done.stderr)
+            raise EmulatorError(f"{name} does not compile:\n{done.stderr.strip()}{hint}")
         return done.stdout
 
     def _hint(self, complaint: str) -> str:
@@ -110,6 +116,11 @@ class Toolchain:
             return (
                 "\nNVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
                 "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
+            )
+        if "Assembler messages" in complaint or "'asm'" in complaint:
+            return (
+                "\nInline PTX does not run on a CPU: call the functions of intrinsics.cuh, or put "
+                "it between #ifdef __CUDA_ARCH__ and a C++ version"
             )
         return ""
 

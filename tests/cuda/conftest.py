@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import numpy as np
 import pytest
 import torch
+from requirements import skip
 
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher, EmulatorLauncher
@@ -53,13 +53,6 @@ def new_machine(kind):
     return EmulatedMachine(
         check=kind != "emulator", order="reverse" if kind == "reversed check" else "forward"
     )
-
-
-def skip(reason):
-    """A machine that must have everything says so in its environment."""
-    if os.environ.get("GPTMANAGER_REQUIRE_CUDA") == "1":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

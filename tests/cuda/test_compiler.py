@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import skip
+from requirements import skip
 
 from gptmanager.cuda import compiler
 from gptmanager.cuda.matrix import PROGRAMS, Row, compile_all, table

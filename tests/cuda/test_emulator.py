@@ -190,6 +190,17 @@ def test_errors_carry_the_line_numbers_of_the_source():
         emulator.Module(source=source.replace("missing", "1"), name_expressions=["g"])
 
 
+def test_inline_ptx_is_explained():
+    source = """
+    __global__ void f(unsigned* x) {
+        unsigned lane;
+        asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
+        x[0] = lane;
+    }"""
+    with pytest.raises(emulator.EmulatorError, match="Inline PTX does not run on a CPU"):
+        emulator.Module(source=source, name_expressions=["f"])
+
+
 def test_dynamic_shared_memory_declared_outside_of_the_kernel():
     source = "extern __shared__ float memory[];\n__global__ void f() { memory[0] = 1; }"
     with pytest.raises(emulator.EmulatorError, match="`memory` is declared outside of a function"):

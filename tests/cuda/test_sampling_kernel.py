@@ -1,4 +1,4 @@
-"""The same tokens as the Sampler's, which is the specification."""
+"""The tokens of the rules, applied to each row in float64."""
 
 from __future__ import annotations
 
@@ -7,29 +7,71 @@ import pytest
 import torch
 from kernel_values import randn
 
-from gptmanager.cuda.sampling import packed, sample
-from gptmanager.decoding.sampling import Sampler
+from gptmanager.cuda.sampling import PARAMS, pack, sample
 from gptmanager.request import SamplingParams
+
+PROMPT_LENGTH = 5
+WORD = 2**32 - 1
+
+
+def philox4x32(counter, key):
+    """Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = right >> 32 ^ c1 ^ k0, right & WORD, left >> 32 ^ c3 ^ k1, left & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3
+
+
+def uniform(seed, position, draw):
+    words = philox4x32((position & WORD, position >> 32, draw, 0), (seed & WORD, seed >> 32))
+    return ((words[0] << 32 | words[1]) >> 11) * 2.0**-53
+
+
+def textbook(logits, params, position):
+    x = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+    if position < PROMPT_LENGTH + params.min_length and params.end_id >= 0:
+        x[params.end_id] = -np.inf
+    best = int(x.argmax())
+    with np.errstate(all="ignore"):
+        scaled = x / np.float32(params.temperature)
+    if params.greedy or params.temperature <= 0 or not np.isfinite(scaled[best]):
+        return best
+    ids = np.arange(len(x))
+    kth = np.sort(scaled)[-min(params.top_k or len(x), len(x))]
+    weights = np.where(scaled >= kth, np.exp((scaled - scaled[best]).astype(np.float64)), 0.0)
+    total = weights.sum()
+    weights = np.where(weights >= params.min_p, weights, 0.0)
+    draw = 0
+    while True:
+        sums = weights.cumsum()
+        chosen = int((sums <= uniform(params.seed, position, draw) * sums[-1]).sum())
+        # Outside of the nucleus if what ranks above it has p already: one of that instead.
+        above = np.where(scaled > scaled[chosen], weights, 0.0)
+        ties = np.where((scaled == scaled[chosen]) & (ids < chosen), weights, 0.0)
+        for higher in (above, above + ties):
+            rest = np.float32(1 - higher.sum() / total)
+            if params.top_p < 1 and higher.sum() > 0 and rest <= np.float32(1 - params.top_p):
+                weights = higher
+                break
+        else:
+            return chosen
+        draw += 1
 
 
 def choose(machine, logits, params, positions):
-    """By the kernel and by the Sampler; a slot for each row, in reverse."""
+    """By the kernel and by the rules; a slot for each row, in reverse."""
     num_rows, vocab_size = logits.shape
-    sampler = Sampler(num_rows, vocab_size)
-    slots = np.arange(num_rows)[::-1].copy()
-    for slot, own in zip(slots.tolist(), params, strict=True):
-        sampler.load(slot, own, orig_prompt_len=5)
-    table = packed(sampler._params)
+    packed = [pack(own, PROMPT_LENGTH, vocab_size) for own in reversed(params)]
+    table = np.array(packed, dtype=PARAMS).view(np.uint8).reshape(num_rows, -1)
+    slots = np.arange(num_rows, dtype=np.int32)[::-1].copy()
     tokens = machine.empty((num_rows,), torch.int32)
-    sample(
-        machine.launcher,
-        tokens,
-        *map(machine.tensor, (logits, table)),
-        machine.tensor(torch.from_numpy(slots.astype(np.int32))),
-        machine.tensor(torch.from_numpy(positions)),
-    )
-    expected = sampler.sample(logits.clone(), slots, positions)
-    return tokens.cpu().tolist(), expected.tolist()
+    given = map(torch.from_numpy, (table, slots, positions))
+    sample(machine.launcher, tokens, machine.tensor(logits), *map(machine.tensor, given))
+    rows = zip(logits.numpy(), params, positions.tolist(), strict=True)
+    return tokens.cpu().tolist(), [textbook(*row) for row in rows]
 
 
 def check(machine, logits, params, first_position=100):
@@ -87,8 +129,8 @@ def test_rows_are_their_own(machine):
 def test_more_candidates_than_fit(machine):
     logits = rows(4, 5000).round()  # many ties: top-k keeps all that tie with the last
     check(machine, logits, drawing(4, top_k=1500))
-    check(machine, rows(4, 5000), drawing(4, top_k=2000, top_p=0.7))
-    check(machine, rows(1, 5000).repeat(30, 1), drawing(30, top_p=0.3))
+    check(machine, logits, drawing(4, top_k=2000, top_p=0.7))
+    check(machine, logits[:1].repeat(30, 1), drawing(30, top_p=0.3))
     check(machine, torch.zeros(4, 5000), drawing(4, top_k=7))
 
 
