@@ -55,6 +55,7 @@ class Limits:
     max_run_len: int | None = None
     max_beam_width: int = 1
     lookup: PromptLookup | None = None
+    takes_drafts: bool = True
     exclude_input_in_output: bool = False
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
@@ -149,6 +150,8 @@ def _read_drafts(
         if "draft_logits" in tensors:
             raise InvalidRequestError("Undefined tensor: draft_input_ids")
         return (), None
+    if not limits.takes_drafts:
+        raise InvalidRequestError("draft_input_ids is refused: the attention has a window")
     drafts = read_token_ids("draft_input_ids", tensors["draft_input_ids"], limits.vocab_size)
     total = prompt_len + len(drafts)
     if total > limits.max_input_len:

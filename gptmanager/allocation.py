@@ -205,6 +205,7 @@ class Allocator:
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context
         appends.append(BlockAppend(request.slot, 0, tuple(first_beam)))
+        self._close_ring(request, len(first_beam), appends)
         return copies
 
     def _launch_generation(
@@ -232,6 +233,7 @@ class Allocator:
                 first = position // tokens_per_block
                 if beam_width == 1:
                     appends.append(BlockAppend(request.slot, first, new_blocks))
+                    self._close_ring(request, first + 1, appends)
                 else:
                     appends += (
                         BlockAppend(request.slot, first, (block,), beam)
@@ -270,6 +272,15 @@ class Allocator:
         drafts.append(Drafts(request.slot, first, tokens))
         num_tokens = row.num_tokens + len(tokens)
         return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))
+
+    def _close_ring(self, request: LlmRequest, num_blocks: int, appends: list[BlockAppend]) -> None:
+        """With its last block a sequence goes round: later positions lie where the oldest lay."""
+        tokens_per_block = self.kv_cache.tokens_per_block
+        total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)
+        if num_blocks == self.kv_cache.max_blocks_per_sequence < total:
+            blocks = self.kv_cache.block_ids(request.request_id)[0]
+            again = tuple(blocks[place % num_blocks] for place in range(num_blocks, total))
+            appends.append(BlockAppend(request.slot, num_blocks, again))
 
     def _fork(
         self,

@@ -64,6 +64,12 @@ def check_arguments(
         raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
     if max_beam_width < 1:
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
+    window = params.kv_cache_config.max_attention_window
+    if max_beam_width > 1 and window is not None:
+        raise ConfigError(
+            f"max_beam_width = {max_beam_width} is refused with KvCacheConfig.max_attention_window "
+            f"= {window}: beams that share blocks cannot write over them"
+        )
     if params.device not in (None, "cpu"):
         raise ConfigError(
             f"OptionalParams.device = {params.device!r} is refused: only the CPU has landed yet"
@@ -80,6 +86,7 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
         "OptionalParams.enable_chunked_context = True": params.enable_chunked_context,
         "OptionalParams.enable_trt_overlap = True": params.enable_trt_overlap,
         "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
+        "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
     }
     for name, is_set in contradictions.items():
         if is_set:
@@ -144,6 +151,7 @@ class Blueprint:
             enable_partial_reuse=config.enable_partial_reuse,
             copy_on_partial_reuse=config.copy_on_partial_reuse,
             num_host_blocks=self.sizes.num_host_blocks,
+            max_attention_window=self.sizes.ring_tokens,
         )
         return Allocator(kv_cache, self.num_slots)
 
@@ -186,6 +194,7 @@ def assemble(
         num_slots=blueprint.num_slots,
         max_seq_len=sizes.max_seq_len,
         max_beam_width=max_beam_width,
+        attention_window=sizes.attention_window,
         fused=model_type is not ModelType.INFLIGHT_BATCHING,
         processing=PostProcessing(
             batched=params.logits_post_processor_batched,
@@ -257,8 +266,19 @@ def _model(source: Any, params: OptionalParams) -> Model:
         kernels = CpuKernels(deterministic=params.deterministic)
         kernels.warm_up()
         path = source if isinstance(source, tuple) else Path(source)
-        return load_model(path, kernels=kernels, dtype=params.dtype, max_seq_len=params.max_seq_len)
+        return load_model(
+            path,
+            kernels=kernels,
+            dtype=params.dtype,
+            max_seq_len=params.max_seq_len,
+            attention_window=params.kv_cache_config.max_attention_window,
+        )
     if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
+        if params.kv_cache_config.max_attention_window is not None:
+            raise ConfigError(
+                "KvCacheConfig.max_attention_window has no effect on a Model object: its own "
+                "attention decides"
+            )
         if params.dtype is not None:
             raise ConfigError(
                 f"OptionalParams.dtype = {params.dtype!r} has no effect on a Model object"
@@ -284,6 +304,7 @@ def _limits(blueprint: Blueprint) -> Limits:
         tokens_per_block=sizes.tokens_per_block,
         max_beam_width=blueprint.max_beam_width,
         lookup=params.speculative_decoding_config,
+        takes_drafts=sizes.attention_window is None,
         max_run_len=sizes.max_context_length if evicts and not sizes.chunked else None,
         exclude_input_in_output=params.exclude_input_in_output,
         gather_context_logits=params.gather_context_logits,
@@ -302,7 +323,7 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         params.max_num_tokens,
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
-        chunk_unit=sizes.tokens_per_block if sizes.chunked else None,
+        chunk_unit=_chunk_unit(sizes) if sizes.chunked else None,
         # a chunk that starts behind what is cached is as long as it was: the rule that counts so
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
@@ -324,6 +345,14 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
             f"SchedulerConfig.create_scheduler returned {scheduler!r}, expected a RequestScheduler"
         )
     return scheduler
+
+
+def _chunk_unit(sizes: Sizes) -> int:
+    """Blocks; behind a window at least 256 tokens, since a context runs there in pieces anyway."""
+    size = sizes.tokens_per_block
+    if sizes.attention_window is None or sizes.attention_window >= sizes.max_input_len:
+        return size
+    return max(1, -(-256 // size)) * size
 
 
 def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacityScheduler:

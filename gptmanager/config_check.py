@@ -34,7 +34,6 @@ _REFUSED: dict[type, dict[str, str]] = {
     SchedulerConfig: {},
     PromptLookup: {},
     KvCacheConfig: {
-        "max_attention_window": _LATER,
         "sink_token_length": _LATER,
         "use_uvm": _NO_EFFECT,
         "onboard_blocks": _NO_EFFECT + ": a block of the host tier is always onboarded when found",
@@ -66,6 +65,7 @@ _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
         "max_tokens": (1, None),
         "tokens_per_block": (1, None),
         "host_cache_size": (0, None),
+        "max_attention_window": (1, None),
     },
     PeftCacheManagerConfig: {},
     OptionalParams: {
@@ -112,6 +112,12 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
             "it holds blocks that are to be found again"
+        )
+    if kv_cache.max_attention_window and params.speculative_decoding_config is not None:
+        raise ConfigError(
+            "OptionalParams.speculative_decoding_config is refused with "
+            f"KvCacheConfig.max_attention_window = {kv_cache.max_attention_window}: what a wrong "
+            "guess has overwritten would be lost"
         )
     if params.speculative_decoding_config is not None:
         lookup = _checked(params.speculative_decoding_config, PromptLookup)

@@ -39,6 +39,7 @@ class TorchExecutor:
         num_slots: int,
         max_seq_len: int,
         max_beam_width: int = 1,
+        attention_window: int | None = None,
         fused: bool = True,
         processing: PostProcessing | None = None,
     ) -> None:
@@ -46,6 +47,11 @@ class TorchExecutor:
         self.fused = fused
         self.kv_pool = kv_pool
         self.max_beam_width = max_beam_width
+        self._window = attention_window
+        size = kv_pool.tokens_per_block
+        self._ring_tokens = (
+            0 if attention_window is None else (-(-attention_window // size) + 1) * size
+        )
         num_lines = num_slots * max_beam_width
         self._outputs = SlotOutputs(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
@@ -147,14 +153,41 @@ class TorchExecutor:
     def _logits(self, schedule: Schedule) -> tuple[Tensor, tuple[ContextLogits, ...]]:
         """Logits of the sequences that yield a token, and those of prompts that a host wants."""
         context, generation = schedule.context_rows, schedule.generation_rows
+        context, early = self._run_early(context)
         parts = self._outputs.context_parts(context)
         if self.fused or not (context and generation):
             logits = self.model.forward(self._pack(context, generation, parts), self.kv_pool)
-            return split_context(logits, parts)
+            logits, context_logits = split_context(logits, parts)
+            return logits, early + context_logits
         logits = self.model.forward(self._pack(context, (), parts), self.kv_pool)
         first, context_logits = split_context(logits, parts)
         second = self.model.forward(self._pack((), generation), self.kv_pool)
-        return torch.cat([first, second]), context_logits
+        return torch.cat([first, second]), early + context_logits
+
+    def _run_early(
+        self, context: tuple[Row, ...]
+    ) -> tuple[tuple[Row, ...], tuple[ContextLogits, ...]]:
+        """Run all but the ends of rows that are too long to run at once; the rows that are left.
+
+        A token writes over the position that lies a ring of blocks before it, which the first of
+        a row's tokens may see no more.
+        """
+        if self._window is None:
+            return context, ()
+        ring, longest = self._ring_tokens, self._ring_tokens - self._window + 1
+        left: list[Row] = []
+        logits: tuple[ContextLogits, ...] = ()
+        for row in context:
+            while row.position + row.num_tokens > ring and row.num_tokens > longest:
+                count = max(ring - row.position, longest)
+                piece = row._replace(num_tokens=count, samples=False)
+                parts = self._outputs.context_parts((piece,))
+                computed = self.model.forward(self._pack((piece,), (), parts), self.kv_pool)
+                logits += split_context(computed, parts)[1]
+                position, num_tokens = row.position + count, row.num_tokens - count
+                row = row._replace(position=position, num_tokens=num_tokens)
+            left.append(row)
+        return tuple(left), logits
 
     def _sequences(
         self, context: tuple[Row, ...], generation: tuple[Row, ...]

@@ -32,6 +32,18 @@ class Sizes:
     chunked: bool
     max_context_length: int
     num_host_blocks: int = 0
+    attention_window: int | None = None
+
+    @property
+    def ring_tokens(self) -> int | None:
+        """Positions that a sequence holds at most, where its attention has a window.
+
+        Whole blocks, and one more than the window fills: so that a context may run in pieces of
+        more than a block without writing over what its own tokens still see.
+        """
+        if self.attention_window is None:
+            return None
+        return (-(-self.attention_window // self.tokens_per_block) + 1) * self.tokens_per_block
 
 
 def size(
@@ -56,8 +68,12 @@ def size(
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
     num_blocks = _num_blocks(params, spec, max_seq_len, contiguous, max_beam_width)
+    window = params.kv_cache_config.max_attention_window
+    if window is not None and window >= max_seq_len:
+        window = None
     in_pool = (num_blocks - 1) * tokens_per_block + 1
-    pool_limited = -(-max_seq_len // tokens_per_block) > num_blocks
+    longest = max_seq_len if window is None else window + 2 * tokens_per_block
+    pool_limited = -(-min(longest, max_seq_len) // tokens_per_block) > num_blocks
     if pool_limited:
         if in_pool < 2:
             raise ConfigError(
@@ -85,6 +101,7 @@ def size(
         chunked=chunked,
         max_context_length=params.max_num_tokens if chunked else max_input_len,
         num_host_blocks=num_host_blocks,
+        attention_window=window,
     )
 
 

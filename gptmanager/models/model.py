@@ -5,6 +5,7 @@ Decides where a checkpoint is read from; knows nothing of scheduling, sampling a
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -94,10 +95,12 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: str | torch.dtype | None = None,
     max_seq_len: int | None = None,
+    attention_window: int | None = None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
+    `attention_window`: no layer sees more than so many positions back, its own included.
     `ConfigError` names the config field or the tensor that cannot be used. At the peak the
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
     mapped files.
@@ -109,6 +112,11 @@ def load_model(
         config = _read_config(Path(source))
         folder = SafetensorsFolder(Path(source))
     spec = read_spec(config, dtype=dtype, max_seq_len=max_seq_len)
+    if attention_window is not None:
+        narrowed = tuple(
+            min(window or attention_window, attention_window) for window in spec.windows
+        )
+        spec = dataclasses.replace(spec, windows=narrowed)
     family = FAMILIES[spec.family]
     weights = Weights(
         parameter_shapes(spec),
