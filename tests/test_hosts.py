@@ -552,7 +552,7 @@ def test_a_manager_that_was_shut_down_is_forgotten_with_its_threads_and_files():
     dead = [live_and_die() for _ in range(30)]
     gc.collect()
     assert not any(reference() for reference in dead)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) == files
 
 
