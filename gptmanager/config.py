@@ -64,7 +64,12 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class KvCacheConfig:
-    """The paged KV cache: how large, and what it may do. Lengths in tokens, sizes in bytes."""
+    """The paged KV cache: how large, and what it may do. Lengths in tokens, sizes in bytes.
+
+    `host_swap` says whether evicted blocks go to the `host_cache_size` bytes of host memory:
+    "always", or by the rule of cost ("auto"): if a block is moved there and back, 2 x its bytes at
+    `host_bytes_per_s`, sooner than its tokens are computed again, at `recompute_tokens_per_s`.
+    """
 
     max_tokens: int | None = None
     max_attention_window: int | None = None
@@ -80,6 +85,9 @@ class KvCacheConfig:
     enable_partial_reuse: bool = True
     copy_on_partial_reuse: bool = True
     tokens_per_block: int = 64
+    host_swap: Literal["auto", "always"] = "auto"
+    host_bytes_per_s: float = 10e9
+    recompute_tokens_per_s: float = 20e3
 
 
 @dataclass(slots=True)

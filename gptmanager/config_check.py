@@ -66,6 +66,8 @@ _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
         "tokens_per_block": (1, None),
         "host_cache_size": (0, None),
         "max_attention_window": (1, None),
+        "host_bytes_per_s": (1.0, None),
+        "recompute_tokens_per_s": (1.0, None),
     },
     PeftCacheManagerConfig: {},
     OptionalParams: {
@@ -113,6 +115,8 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
             "it holds blocks that are to be found again"
         )
+    if kv_cache.host_swap not in ("auto", "always"):
+        raise ConfigError(f"KvCacheConfig.host_swap = {kv_cache.host_swap!r}: 'auto' or 'always'")
     if kv_cache.max_attention_window and params.speculative_decoding_config is not None:
         raise ConfigError(
             "OptionalParams.speculative_decoding_config is refused with "

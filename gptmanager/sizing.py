@@ -174,7 +174,19 @@ def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {size} bytes hold no block of {block_bytes} bytes"
         )
-    return size // block_bytes if block_bytes else 0
+    if not size or not block_bytes:
+        return 0
+    config = params.kv_cache_config
+    moving_s = 2 * block_bytes / config.host_bytes_per_s
+    computing_s = tokens_per_block / config.recompute_tokens_per_s
+    if config.host_swap == "auto" and moving_s >= computing_s:
+        logger.warning(
+            "host_cache_size is not used: to move a block to the host and back takes %.3g s, to "
+            "compute its tokens again %.3g s (KvCacheConfig.host_swap = 'auto')",
+            *(moving_s, computing_s),
+        )
+        return 0
+    return size // block_bytes
 
 
 def _block_bytes(spec: Dimensions, tokens_per_block: int) -> int:

@@ -145,3 +145,40 @@ def test_a_host_tier_does_not_show_in_the_tokens(policy, max_tokens):
     assert counts[0]["host_blocks"] == counts[0]["offloaded_blocks"] == 0
     assert counts[1]["onboarded_blocks"] > 5 and counts[1]["host_blocks"] > 20
     assert counts[1]["reused_tokens"] > counts[0]["reused_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "rate", "expected"),
+    [
+        ("auto", 20e3, 64),
+        ("auto", 1e9, 0),
+        ("always", 1e9, 64),
+    ],
+)
+def test_a_block_moves_if_that_is_sooner_than_to_compute_it_again(rule, rate, expected, caplog):
+    spec = random_model(CONFIGS["llama"]).config
+    block_bytes = KvPool.bytes_per_block(3, 8, 2, 8)
+    kv_cache = KvCacheConfig(
+        max_tokens=256,
+        tokens_per_block=8,
+        enable_block_reuse=True,
+        host_cache_size=64 * block_bytes,
+        host_swap=rule,
+        recompute_tokens_per_s=rate,
+    )
+    assert spec.num_hidden_layers == 3 and spec.num_key_value_heads == 2
+    with GptManager(
+        checkpoint(random_model(CONFIGS["llama"])),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(kv_cache_config=kv_cache),
+        return_batch_manager_stats_cb=(host := RecordingCallbacks()).return_batch_manager_stats,
+        get_inference_requests_cb=host.get_inference_requests,
+        send_response_cb=host.send_response,
+    ) as manager:
+        host.submit(InferenceRequest.from_tokens(1, [1, 2], 2))
+        manager.notify()
+        host.final(1, timeout=20)
+        assert manager.wait_idle(20)
+    counts = json.loads(host.statistics[-1])["gptmanager"]["block_reuse"]
+    assert counts["host_blocks"] == expected
+    assert ("host_cache_size is not used" in caplog.text) == (expected == 0)
