@@ -1,10 +1,11 @@
-"""The life of a manager, and how it says that it is well."""
+"""The life of a manager, how it says that it is well, and what it says at a bad end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
+from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.watchdog import CallbackLatency
 
 
@@ -44,3 +45,12 @@ class Health:
     num_active: int
     last_step_age_s: float | None
     callbacks: dict[str, CallbackLatency]
+
+
+def as_final(error: BaseException) -> GptManagerError:
+    """The error that every active request gets when the loop has failed."""
+    if isinstance(error, GptManagerError):
+        return error
+    return ManagerDeadError(
+        f"Encountered an error in forwardAsync function: {response_text(error)}"
+    )

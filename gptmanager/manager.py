@@ -24,10 +24,10 @@ from gptmanager.api import (
 from gptmanager.assembly import assemble, check_arguments
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.config_check import checked_optional_params, checked_scheduler_config
-from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
+from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
-from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState
+from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState, as_final
 from gptmanager.loop import TokenLoop
 from gptmanager.recorder import Recorder
 from gptmanager.watchdog import Watchdog
@@ -268,7 +268,7 @@ class GptManager:
         except BaseException as error:  # noqa: B036 - kept as `exception`
             # nothing that may raise stands between the failure and the final responses
             self._fail(error)
-            loop.abort(_as_final(error))
+            loop.abort(as_final(error))
             self._tell_failure(error)
         finally:
             if watchdog is not None:
@@ -392,15 +392,6 @@ class GptManager:
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
             self.shutdown(drain=False, timeout=5.0)
-
-
-def _as_final(error: BaseException) -> GptManagerError:
-    """The error that every active request gets when the loop has failed."""
-    if isinstance(error, GptManagerError):
-        return error
-    return ManagerDeadError(
-        f"Encountered an error in forwardAsync function: {response_text(error)}"
-    )
 
 
 def _bounded(timeout: float | None) -> float | None:
