@@ -206,6 +206,9 @@ def assemble(
     )
     host.memory = Memory(cpu=model.nbytes + executor.nbytes)
     host.gil_wait_us = executor.take_gil_wait_us
+    weights: Any = getattr(model, "weights", None)
+    if hasattr(weights, "version"):
+        host.follow_weights(lambda: int(weights.version))
     laps = Laps(time.perf_counter_ns)
     if not recorder.is_on:
         return build_loop(blueprint, host, executor, laps=laps)

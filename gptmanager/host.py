@@ -80,6 +80,9 @@ class CallbackHost:
         self._peeked: list[InferenceRequest] = []
         self._preparing: dict[int, RequestProcessor] = {}
         self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
+        self._clears: deque[None] = deque()  # any thread's
+        self._weights_version: Callable[[], int] = lambda: 0
+        self._last_weights_version = 0
         self._timestamp = Timestamp()
         self.memory = Memory()
         self.scheme_keys: SchemeKeys = in_flight_keys
@@ -110,6 +113,24 @@ class CallbackHost:
         self._peeked = self._ask(-1 if room is None else room)
         return bool(self._peeked)
 
+    # What makes cached blocks stale ----------------------------------------------------------
+
+    def clear_cached(self) -> None:
+        """The next intake says so. From any thread."""
+        self._clears.append(None)
+
+    def follow_weights(self, version: Callable[[], int]) -> None:
+        """`version()` changes when weights have been replaced: what was computed is stale."""
+        self._weights_version, self._last_weights_version = version, version()
+
+    def _take_clears(self) -> bool:
+        version, count = self._weights_version(), len(self._clears)
+        clears = count > 0 or version != self._last_weights_version
+        self._last_weights_version = version
+        for _ in range(count):
+            self._clears.popleft()
+        return clears
+
     # What the loop calls -------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
@@ -121,7 +142,14 @@ class CallbackHost:
         stops, self._stops = self._stops, set()
         ready = self._take_ready(requests)
         failures, self._failures = self._failures, []
-        return Intake(time.monotonic(), tuple(requests), frozenset(stops), ready, tuple(failures))
+        return Intake(
+            time.monotonic(),
+            tuple(requests),
+            frozenset(stops),
+            ready,
+            tuple(failures),
+            clears_cache=self._take_clears(),
+        )
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str

@@ -29,6 +29,7 @@ from gptmanager.host import CallbackHost
 from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
 from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState, as_final
 from gptmanager.loop import TokenLoop
+from gptmanager.progress import Progress
 from gptmanager.recorder import Recorder
 from gptmanager.watchdog import Watchdog
 
@@ -37,8 +38,6 @@ logger = logging.getLogger("gptmanager")
 _T = TypeVar("_T")
 
 _STALL_S = 0.01  # nobody was scheduled, or Get failed: how soon to ask again
-_STALL_WARNING_S = 1.0
-_STUCK_S = 10.0  # requests are active and no step ends for so long: not progressing
 _HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
 _STEP_GRACE_S = 5.0  # longer than a step takes
 
@@ -93,9 +92,7 @@ class GptManager:
         self._turn = 0  # turns of the loop begun
         self._idle_turn = 0  # the last turn that found nothing to do
         # written by the loop thread only:
-        self._last_step: float | None = None
-        self._stall_told = False
-        self._last_progress = time.monotonic()  # a step has ended, or there was nothing to do
+        self._progress = Progress()
         self._loop: TokenLoop | None = None
         self._host.wake = self.notify
         self._ended = threading.Event()  # the loop thread's last act
@@ -191,6 +188,16 @@ class GptManager:
             self._raise_if_failed()
             self._wake()
 
+    def clear_cached(self) -> None:
+        """Forget what block reuse could find: requests that Get returns from now on find nothing
+        that was computed before, nor is what runs now found when it ends.
+
+        For weights that were replaced in place; a load into the model's own `weights` is noticed
+        without it. Takes effect before the next step. Raises ManagerDeadError when dead.
+        """
+        self._host.clear_cached()
+        self.notify()
+
     def __enter__(self) -> GptManager:
         return self
 
@@ -206,15 +213,14 @@ class GptManager:
 
     def health(self) -> Health:
         """What the manager is doing; answered at once, even while a callback hangs."""
-        now, last_step = time.monotonic(), self._last_step
         num_active = 0 if self._loop is None else len(self._loop.active)
         alive = not self._ended.is_set() and os.getpid() == self._process
         return Health(
             alive=alive,
-            progressing=alive and (num_active == 0 or now - self._last_progress < _STUCK_S),
+            progressing=alive and self._progress.is_progressing(num_active),
             accepting=alive and self._host.is_accepting,
             num_active=num_active,
-            last_step_age_s=None if last_step is None else now - last_step,
+            last_step_age_s=self._progress.last_step_age_s(),
             callbacks={timer.name: timer.snapshot() for timer in self._host.timers},
         )
 
@@ -295,30 +301,14 @@ class GptManager:
             is_idle = not had_active and loop.pending is None and shutdown is None
             # an idle turn asks Get and no more: it comes a hundred times a second
             worked = False if is_idle and not self._host.peek(loop.max_active) else loop.iterate()
-            if worked:
-                self._last_step = self._last_progress = time.monotonic()
-            elif not loop.active:
-                self._last_progress = time.monotonic()
+            self._progress.note(worked=worked, is_active=bool(loop.active))
             if self._host.fatal is not None:
                 raise self._host.fatal
             # a final response may have made the host submit: then Get knows more than it said
             ended_some = had_active and not loop.active
             if not (worked or ended_some or self._host.last_fetch.num_requests):
-                self._warn_of_stall(loop)
+                self._progress.warn_of_stall(loop)
                 self._rest(loop)
-
-    def _warn_of_stall(self, loop: TokenLoop) -> None:
-        """Say once why nobody runs although requests are there."""
-        stalled_s = time.monotonic() - self._last_progress
-        if not loop.active or stalled_s < _STALL_WARNING_S:
-            self._stall_told = False
-        elif not self._stall_told:
-            self._stall_told = True
-            text = explain(loop, loop.active[0].request_id).text
-            logger.warning(
-                "nobody has been scheduled for %.1f s, %d requests are active: %s",
-                *(stalled_s, len(loop.active), text),
-            )
 
     def _rest(self, loop: TokenLoop) -> None:
         """Sleep until somebody wakes the loop or it is time to ask Get again."""

@@ -80,6 +80,8 @@ class Roster:
 
         An id was free for a new request only if its final response had been sent when Get ran.
         """
+        if intake.clears_cache:
+            self.allocator.kv_cache.clear_cached()
         taken = set(self.requests.keys() & {request.request_id for request in intake.requests})
         self._arriving.extend(intake.requests)
         for failure in intake.failures:

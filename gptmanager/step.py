@@ -30,7 +30,8 @@ class Failure(NamedTuple):
 class Intake:
     """What the world says before one iteration. `now` is in seconds of a monotonic clock.
 
-    `ready`: requests whose logits post-processor they need not wait for any more.
+    `ready`: requests whose logits post-processor they need not wait for any more. `clears_cache`:
+    what the KV cache has kept so far was computed with other weights.
     """
 
     now: float
@@ -38,6 +39,7 @@ class Intake:
     stops: frozenset[int] = frozenset()
     ready: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
+    clears_cache: bool = False
 
 
 class Row(NamedTuple):

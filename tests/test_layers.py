@@ -120,6 +120,7 @@ loop                    iterate(), in about 25 lines
 life                    the states of a manager, and its health
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
+progress                when steps ended, and who waits although none does
 sizing                  how large the KV cache is, and how long a sequence may be
 assembly                from checked options and a model to a loop
 manager                 GptManager: a thread, and a life around the loop
