@@ -487,3 +487,24 @@ def test_greedy_texts_are_all_alike_and_beams_may_be_fewer_than_were_searched(ll
     assert beams_of(host.final(2)) == beams_of(host.final(3))[:2]
     assert "num_return_sequences = 5 exceeds max_beam_width = 4" in host.final(4).error
     assert "num_return_sequences = 3 exceeds beam_width = 2" in host.final(5).error
+
+
+def test_odd_logits_of_a_processor_harm_its_own_request_alone(llama):
+    def spoils(request_id, logits, tokens, stream, client_id):
+        logits[..., 3], logits[..., 4] = float("nan"), float("-inf")
+        if len(tokens[0]) > 5:
+            logits.fill_(float("-inf"))
+
+    prompt = [5, 6, 7]
+    host = serve(
+        checkpoint(llama),
+        [
+            InferenceRequest.from_tokens(1, prompt, 6, beam_width=3, logits_post_processor=spoils),
+            InferenceRequest.from_tokens(2, prompt, 6, beam_width=3),
+        ],
+    )
+    (alone,) = [
+        serve(checkpoint(llama), [InferenceRequest.from_tokens(2, prompt, 6, beam_width=3)])
+    ]
+    assert beams_of(host.final(2)) == beams_of(alone.final(2))
+    assert host.final(1).is_final and not host.final(1).error

@@ -262,7 +262,11 @@ class Sampler:
         """
         host_logits = self._run(logits, slots, positions, None, None)
         host_logits /= torch.from_numpy(self._params["temperature"][slots])[:, None]
-        return torch.log_softmax(host_logits, dim=1).to(logits.device)
+        # what a host's processor wrote: NaN counts as -inf, a row of nothing but -inf stays that
+        highest = torch.finfo(torch.float32).max
+        host_logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
+        scores = torch.log_softmax(host_logits, dim=1)
+        return scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf).to(logits.device)
 
     def _run(
         self,
