@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
 from gptmanager.active import ActiveRequest
+from gptmanager.attention_window import AttentionWindow
 from gptmanager.errors import GptManagerError, SchedulerError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState
@@ -81,9 +82,12 @@ class Allocator:
     `num_slots`: sequences that may be started at the same time.
     """
 
-    def __init__(self, kv_cache: KvCacheManager, num_slots: int) -> None:
+    def __init__(
+        self, kv_cache: KvCacheManager, num_slots: int, window: AttentionWindow | None = None
+    ) -> None:
         self.kv_cache = kv_cache
         self.num_slots = num_slots
+        self.window = window
         self._free_slots = list(range(num_slots))[::-1]
         self._epochs = itertools.count(1)
         self._iterations = itertools.count()
@@ -277,9 +281,9 @@ class Allocator:
         """With its last block a sequence goes round: later positions lie where the oldest lay."""
         tokens_per_block = self.kv_cache.tokens_per_block
         total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)
-        if num_blocks == self.kv_cache.max_blocks_per_sequence < total:
+        if self.window is not None and num_blocks == self.window.num_blocks < total:
             blocks = self.kv_cache.block_ids(request.request_id)[0]
-            again = tuple(blocks[place % num_blocks] for place in range(num_blocks, total))
+            again = tuple(blocks[self.window.place(i)] for i in range(num_blocks, total))
             appends.append(BlockAppend(request.slot, num_blocks, again))
 
     def _fork(

@@ -143,6 +143,8 @@ class Blueprint:
 
     def allocator(self) -> Allocator:
         """Empty accounts: nothing is held."""
+        # the sink's blocks are whole, so its tokens need no padding
+        window = self.sizes.window
         config = self.params.kv_cache_config
         kv_cache = KvCacheManager(
             self.sizes.num_blocks,
@@ -151,9 +153,9 @@ class Blueprint:
             enable_partial_reuse=config.enable_partial_reuse,
             copy_on_partial_reuse=config.copy_on_partial_reuse,
             num_host_blocks=self.sizes.num_host_blocks,
-            max_attention_window=self.sizes.ring_tokens,
+            max_attention_window=None if window is None else window.num_tokens,
         )
-        return Allocator(kv_cache, self.num_slots)
+        return Allocator(kv_cache, self.num_slots, window)
 
 
 def assemble(
@@ -194,7 +196,7 @@ def assemble(
         num_slots=blueprint.num_slots,
         max_seq_len=sizes.max_seq_len,
         max_beam_width=max_beam_width,
-        attention_window=sizes.attention_window,
+        attention_window=sizes.window,
         fused=model_type is not ModelType.INFLIGHT_BATCHING,
         processing=PostProcessing(
             batched=params.logits_post_processor_batched,
@@ -275,6 +277,7 @@ def _model(source: Any, params: OptionalParams) -> Model:
             dtype=params.dtype,
             max_seq_len=params.max_seq_len,
             attention_window=params.kv_cache_config.max_attention_window,
+            sink=params.kv_cache_config.sink_token_length or 0,
         )
     if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
         if params.kv_cache_config.max_attention_window is not None:

@@ -34,7 +34,6 @@ _REFUSED: dict[type, dict[str, str]] = {
     SchedulerConfig: {},
     PromptLookup: {},
     KvCacheConfig: {
-        "sink_token_length": _LATER,
         "use_uvm": _NO_EFFECT,
         "onboard_blocks": _NO_EFFECT + ": a block of the host tier is always onboarded when found",
         "cross_kv_cache_fraction": _NO_EFFECT,
@@ -66,6 +65,7 @@ _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
         "tokens_per_block": (1, None),
         "host_cache_size": (0, None),
         "max_attention_window": (1, None),
+        "sink_token_length": (0, None),
         "host_bytes_per_s": (1.0, None),
         "recompute_tokens_per_s": (1.0, None),
     },
@@ -136,6 +136,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
             f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
             "both excluded"
         )
+    _check_sink(kv_cache)
     for name in ("recording_path", "black_box_path"):
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
@@ -163,6 +164,15 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     if params.dtype not in _DTYPES:
         raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
     return params
+
+
+def _check_sink(config: KvCacheConfig) -> None:
+    sink, window = config.sink_token_length, config.max_attention_window
+    if sink and (window is None or sink >= window):
+        raise ConfigError(
+            f"KvCacheConfig.sink_token_length = {sink} must be less than max_attention_window = "
+            f"{window}"
+        )
 
 
 def _checked(config: Any, cls: type) -> Any:

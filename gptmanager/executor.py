@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.attention_window import AttentionWindow
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
@@ -39,7 +40,7 @@ class TorchExecutor:
         num_slots: int,
         max_seq_len: int,
         max_beam_width: int = 1,
-        attention_window: int | None = None,
+        attention_window: AttentionWindow | None = None,
         fused: bool = True,
         processing: PostProcessing | None = None,
     ) -> None:
@@ -48,10 +49,6 @@ class TorchExecutor:
         self.kv_pool = kv_pool
         self.max_beam_width = max_beam_width
         self._window = attention_window
-        size = kv_pool.tokens_per_block
-        self._ring_tokens = (
-            0 if attention_window is None else (-(-attention_window // size) + 1) * size
-        )
         num_lines = num_slots * max_beam_width
         self._outputs = SlotOutputs(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
@@ -169,24 +166,20 @@ class TorchExecutor:
     ) -> tuple[tuple[Row, ...], tuple[ContextLogits, ...]]:
         """Run all but the ends of rows that are too long to run at once; the rows that are left.
 
-        A token writes over the position that lies a ring of blocks before it, which the first of
-        a row's tokens may see no more.
+        None writes over what its own tokens still see.
         """
         if self._window is None:
             return context, ()
-        ring, longest = self._ring_tokens, self._ring_tokens - self._window + 1
         left: list[Row] = []
         logits: tuple[ContextLogits, ...] = ()
         for row in context:
-            while row.position + row.num_tokens > ring and row.num_tokens > longest:
-                count = max(ring - row.position, longest)
-                piece = row._replace(num_tokens=count, samples=False)
+            *pieces, rest = self._window.pieces(row.position, row.position + row.num_tokens)
+            for first, end in pieces:
+                piece = row._replace(position=first, num_tokens=end - first, samples=False)
                 parts = self._outputs.context_parts((piece,))
                 computed = self.model.forward(self._pack((piece,), (), parts), self.kv_pool)
                 logits += split_context(computed, parts)[1]
-                position, num_tokens = row.position + count, row.num_tokens - count
-                row = row._replace(position=position, num_tokens=num_tokens)
-            left.append(row)
+            left.append(row._replace(position=rest[0], num_tokens=rest[1] - rest[0]))
         return tuple(left), logits
 
     def _sequences(

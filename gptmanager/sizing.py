@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptmanager.attention_window import AttentionWindow
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.memory.kv_pool import KvPool
@@ -33,17 +34,14 @@ class Sizes:
     max_context_length: int
     num_host_blocks: int = 0
     attention_window: int | None = None
+    sink_token_length: int = 0
 
     @property
-    def ring_tokens(self) -> int | None:
-        """Positions that a sequence holds at most, where its attention has a window.
-
-        Whole blocks, and one more than the window fills: so that a context may run in pieces of
-        more than a block without writing over what its own tokens still see.
-        """
+    def window(self) -> AttentionWindow | None:
+        """Where a sequence lies, if its attention has a window."""
         if self.attention_window is None:
             return None
-        return (-(-self.attention_window // self.tokens_per_block) + 1) * self.tokens_per_block
+        return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
 
 
 def size(
@@ -72,7 +70,10 @@ def size(
     if window is not None and window >= max_seq_len:
         window = None
     in_pool = (num_blocks - 1) * tokens_per_block + 1
-    longest = max_seq_len if window is None else window + 2 * tokens_per_block
+    sink = params.kv_cache_config.sink_token_length or 0
+    longest = max_seq_len
+    if window is not None:
+        longest = AttentionWindow(window, sink, tokens_per_block).num_tokens
     pool_limited = -(-min(longest, max_seq_len) // tokens_per_block) > num_blocks
     if pool_limited:
         if in_pool < 2:
@@ -102,6 +103,7 @@ def size(
         max_context_length=params.max_num_tokens if chunked else max_input_len,
         num_host_blocks=num_host_blocks,
         attention_window=window,
+        sink_token_length=sink,
     )
 
 

@@ -53,6 +53,11 @@ class Sizes:
     dim: int = 32
     block: int = 16
     window: int | None = None
+    sink: int = 0
+
+    def sees(self, at: int, position: int) -> bool:
+        recent = self.window is None or at > position - self.window
+        return at <= position and (recent or at < self.sink)
 
 
 @dataclass
@@ -83,6 +88,7 @@ class Pages:
             self.block_tables,
             scale=self.sizes.dim**-0.5,
             window=self.sizes.window,
+            sink=self.sizes.sink,
             num_context_rows=sum(count > 1 for count in counts),
         )
 
@@ -101,7 +107,7 @@ def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Pages:
         history = randn(2, length, sizes.kv_heads, sizes.dim, seed=row)
         histories.append((history[0], history[1]))
         first = 0 if sizes.window is None else max(0, length - new + 1 - sizes.window)
-        for at in range(first, length):
+        for at in (at for at in range(length) if at >= first or at < sizes.sink):
             block = order[sum(blocks[:row]) + at // sizes.block]
             tables[row, at // sizes.block] = block
             keys[block, :, :, at % sizes.block] = history[0, at]
@@ -114,11 +120,11 @@ def textbook_attention(pages: Pages) -> Any:
     sizes, results, token = pages.sizes, [], 0
     for (new, length), (keys, values) in zip(pages.rows, pages.histories, strict=True):
         for position in range(length - new, length):
-            low = 0 if sizes.window is None else max(0, position + 1 - sizes.window)
+            seen = [at for at in range(length) if sizes.sees(at, position)]
             for head in range(sizes.heads):
                 kv_head = head * sizes.kv_heads // sizes.heads
-                k = keys[low : position + 1, kv_head].double().numpy()
-                v = values[low : position + 1, kv_head].double().numpy()
+                k = keys[seen, kv_head].double().numpy()
+                v = values[seen, kv_head].double().numpy()
                 scores = k @ pages.q[token, head].double().numpy() * sizes.dim**-0.5
                 weights = np.exp(scores - scores.max())
                 results.append(weights @ v / weights.sum())
@@ -137,6 +143,10 @@ SHAPES = [
     Sizes(4, 2, 32, 64, window=50),
     Sizes(14, 2, 64, 16, window=1),
     Sizes(4, 1, 16, 3, window=10),
+    Sizes(4, 2, 32, 16, window=50, sink=4),
+    Sizes(8, 1, 16, 3, window=70, sink=69),
+    Sizes(2, 2, 20, 64, window=90, sink=64),
+    Sizes(2, 2, 20, 8, window=6, sink=100),
 ]
 ROWS = [(1, 1), (63, 63), (64, 64), (65, 70), (0, 5), (5, 200), (1, 64), (1, 65), (1, 300)]
 
@@ -167,14 +177,15 @@ def test_attention_is_the_same_bits_alone_chunked_and_in_any_company(sizes: Size
 @settings(max_examples=40)
 @given(
     sizes=st.builds(
-        lambda group, kv_heads, dim, block, window: Sizes(
-            group * kv_heads, kv_heads, dim, block, window
+        lambda group, kv_heads, dim, block, window, sink: Sizes(
+            group * kv_heads, kv_heads, dim, block, window, sink
         ),
         st.integers(1, 8),
         st.integers(1, 3),
         st.integers(1, 70),
         st.sampled_from([1, 2, 5, 16, 17, 64, 100]),
         st.none() | st.integers(1, 90),
+        st.integers(0, 90),
     ),
     rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=4),
 )

@@ -14,6 +14,7 @@ import pytest
 LAYERS = """
 errors                  every error, in one tree
 config                  what a host configures, and the enums of the contract (no torch)
+attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
 config_check            which configurations a manager takes (no torch)
 host_rows               rows of numbers that a request brought, known by their digest

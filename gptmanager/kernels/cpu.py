@@ -241,6 +241,7 @@ class CpuKernels(Kernels):
         *,
         scale: float,
         window: int | None = None,
+        sink: int = 0,
         num_context_rows: int = 0,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
@@ -257,6 +258,7 @@ class CpuKernels(Kernels):
             num_rows=kv_lengths.shape[0],
             num_heads=num_heads,
             window=window or 0,
+            sink=sink if window else 0,
             scratch=scratch.data_ptr(),
             scratch_bytes=4 * floats,
             scale=scale,

@@ -47,11 +47,14 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 class AttentionTask(ctypes.Structure):
-    """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread."""
+    """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
+
+    `sink`: so many positions from 0 on are seen whatever the window.
+    """
 
     _fields_ = task_fields(
         "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
-        " num_heads num_kv_heads head_dim tokens_per_block window scratch scratch_bytes",
+        " num_heads num_kv_heads head_dim tokens_per_block window sink scratch scratch_bytes",
         "scale",
     )
 
@@ -96,10 +99,15 @@ def _areas(t: Any, scratch: int) -> tuple[int, ...]:
 
 
 @loop
-def _seen(t: Any, position: int, at: int) -> tuple[int, int]:
-    """Which columns of the span from position `at` a query sees: low <= column < high."""
-    low = max(0, position + 1 - t.window - at) if t.window else 0
-    return low, min(_span_of(t.tokens_per_block), position + 1 - at)
+def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
+    """Which columns of the span from position `at` a query sees: low <= column < high.
+
+    `until`: where the sink ends if the span is taken for it, 0 if it is taken for what follows.
+    """
+    high = min(_span_of(t.tokens_per_block), position + 1 - at)
+    if until:
+        return 0, min(high, until - at)
+    return (max(0, t.sink - at, position + 1 - t.window - at) if t.window else 0), high
 
 
 @loop
@@ -130,7 +138,7 @@ def _weigh(scores: int, columns: int, low: int, high: int, maximum: float) -> An
 
 @loop
 def _softmax(
-    t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int
+    t: Any, areas: tuple[int, ...], rows: int, position: int, at: int, columns: int, until: int
 ) -> None:
     """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
     compact()
@@ -138,7 +146,7 @@ def _softmax(
     group, wide = t.num_heads // t.num_kv_heads, _padded(t.head_dim)
     stride = _padded(_span_of(t.tokens_per_block)) + LANES
     for row in range(rows):
-        low, high = _seen(t, position + row // group, at)
+        low, high = _seen(t, position + row // group, at, until)
         top = get(highest, row)
         if low < high:
             top = max(top, _maximum(scores + 4 * row * stride, low, high))
@@ -147,7 +155,7 @@ def _softmax(
         store(shrink, row, exp2(load(highest, row) - load(risen, row)))
         store(highest, row, load(risen, row))
     for row in range(rows):
-        low, high = _seen(t, position + row // group, at)
+        low, high = _seen(t, position + row // group, at, until)
         total = _weigh(scores + 4 * row * stride, columns, low, high, get(highest, row))
         factor = splat(get(shrink, row))
         store(sums, row * LANES, fma(load(sums, row * LANES), factor, total))
@@ -212,19 +220,24 @@ def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int)
 
 
 @loop
-def _attend(
-    t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
+def _mix(
+    t: Any,
+    areas: tuple[int, ...],
+    rows: int,
+    position: int,
+    seen_from: int,
+    end: int,
+    table: int,
+    kv_head: int,
+    until: int,
 ) -> None:
-    """Tokens at `position` to `end`, packed from `token` on, against one KV head's pages."""
+    """What rows from `position` on see of the positions `seen_from` to `end`. `until`: `_seen`."""
     compact()
     queries, mixed, scores = areas[0], areas[1], areas[6]
     dim, size, wide = t.head_dim, t.tokens_per_block, _padded(t.head_dim)
     span = _span_of(size)
     stride = _padded(span) + LANES
-    rows = (end - position) * (t.num_heads // t.num_kv_heads)
-    seen_from = max(0, position + 1 - t.window) if t.window else 0
     first = seen_from // size * size
-    _begin(t, areas, rows, token, kv_head)
     for at in range(seen_from // span * span, end, span):
         start, stop = max(at, first), min(at + span, end)
         # Pages are fetched one product ahead of their use: the values while the scores are
@@ -234,17 +247,34 @@ def _attend(
             keys = t.keys + 4 * _page(t, table, here, kv_head)
             to, columns = scores + 4 * (here - at), min(size, _padded(stop - here))
             multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
-        _softmax(t, areas, rows, position, at, stop - at)
+        _softmax(t, areas, rows, position, at, stop - at, until)
         if stop < end:
             _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)
         elif kv_head + 1 < t.num_kv_heads:
-            until = min(seen_from // span * span + span, end)
-            _prefetch_keys(t, table, first, until, kv_head + 1)
+            next_stop = min(seen_from // span * span + span, end)
+            _prefetch_keys(t, table, first, next_stop, kv_head + 1)
         for here in range(start, stop, size):
             low, high = max(here, seen_from), min(here + size, stop)
             values = t.values + 4 * (_page(t, table, here, kv_head) + (low - here) * dim)
             weights = scores + 4 * (low - at)
             multiply(mixed, wide, weights, stride, values, dim, rows, dim, high - low, True)
+
+
+@loop
+def _attend(
+    t: Any, areas: tuple[int, ...], token: int, position: int, end: int, table: int, kv_head: int
+) -> None:
+    """Tokens at `position` to `end`, packed from `token` on, against one KV head's pages."""
+    compact()
+    rows = (end - position) * (t.num_heads // t.num_kv_heads)
+    seen_from = max(0, position + 1 - t.window) if t.window else 0
+    _begin(t, areas, rows, token, kv_head)
+    if t.sink and t.window:
+        until = min(t.sink, end)
+        _mix(t, areas, rows, position, 0, until, table, kv_head, until)
+        seen_from = max(t.sink, seen_from)
+    if seen_from < end:
+        _mix(t, areas, rows, position, seen_from, end, table, kv_head, 0)
     _finish(t, areas, rows, token, kv_head)
 
 
@@ -256,7 +286,7 @@ def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
     count = min(_tile_tokens(group), row_stop - token)
     position = get_int(t.kv_lengths, row) - row_stop + token
     end = position + count
-    read = min(end, t.window + count) if t.window else end
+    read = min(end, t.sink + t.window + count) if t.window else end
     # Reading a page costs about as much as four rows of arithmetic on it.
     return position, end, (read + LANES) * (count * group + 4)
 

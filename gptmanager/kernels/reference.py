@@ -147,14 +147,16 @@ class Kernels:
         *,
         scale: float,
         window: int | None = None,
+        sink: int = 0,
         num_context_rows: int = 0,
     ) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
         Token i of a row with n new tokens and KV length m stands at position m - n + i and sees
-        the positions 0 to there; with `window`, only the last `window` of them, its own included.
-        Pages as in `rope_and_write`; those wholly before every query's window may be gone (their
-        block ids are not read). The first `num_context_rows` rows may have several tokens, a hint.
+        the positions 0 to there; with `window`, only the last `window` of them, its own included,
+        and the first `sink`. Pages as in `rope_and_write`; those that hold neither may be gone
+        (their block ids are not read). The first `num_context_rows` rows may have several tokens, a
+        hint.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         tokens_per_block, starts = keys.shape[-1], row_starts.tolist()
@@ -164,24 +166,24 @@ class Kernels:
             if num_new == 0:
                 continue
             first = 0 if window is None else max(0, length - num_new + 1 - window)
-            start = first // tokens_per_block
-            blocks = block_tables[slot, start : -(-length // tokens_per_block)].long()
-            seen = slice(first - start * tokens_per_block, length - start * tokens_per_block)
-            k = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, seen]
-            v = values[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, seen]
-            result[tokens] = _attend(q[tokens], k, v, scale, window).to(q.dtype)
+            at = torch.arange(length, device=q.device)
+            at = at[(at < sink) | (at >= first)]
+            block = block_tables[slot, at // tokens_per_block].long()
+            offset = at % tokens_per_block
+            k = keys[block, :, :, offset].permute(1, 2, 0)
+            v = values[block, :, offset].transpose(0, 1)
+            position = torch.arange(length - num_new, length, device=q.device).unsqueeze(1)
+            hidden = at > position
+            if window is not None:
+                hidden |= (at <= position - window) & (at >= sink)
+            result[tokens] = _attend(q[tokens], k, v, scale, hidden).to(q.dtype)
         return result
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """The last n positions `q [n, H, D]` over all N, `keys [K, D, N]` and `values [K, N, D]`."""
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor) -> Tensor:
+    """`q [n, H, D]` over `keys [K, D, N]` and `values [K, N, D]`, where not `hidden [n, N]`."""
     num_new, num_heads, head_dim = q.shape
-    num_kv_heads, _, length = keys.shape
-    position = torch.arange(length - num_new, length, device=q.device).unsqueeze(1)
-    seen = torch.arange(length, device=q.device)
-    hidden = seen > position
-    if window is not None:
-        hidden |= seen <= position - window
+    num_kv_heads = keys.shape[0]
     by_group = q.float().reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = by_group.permute(1, 2, 0, 3)
     scores = (grouped @ keys.unsqueeze(1).float() * scale).masked_fill(hidden, float("-inf"))

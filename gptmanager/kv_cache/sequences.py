@@ -184,11 +184,6 @@ class KvSequences:
         return request_id in self._sequences
 
     @property
-    def max_blocks_per_sequence(self) -> int:
-        """How many blocks one beam holds at most: all that the attention window takes."""
-        return self._needs.max_table_length
-
-    @property
     def num_free_blocks(self) -> int:
         return len(self._pool.free)
 

@@ -50,6 +50,7 @@ class ModelSpec:
     tied_embeddings: bool
     windows: tuple[int | None, ...]
     attention_scales: tuple[float, ...]
+    sink: int = 0  # so many first positions are seen whatever the windows
 
     @property
     def sliding_window(self) -> int | None:
@@ -175,6 +176,7 @@ class Decoder:
             *rows,
             scale=layer.scale,
             window=layer.window,
+            sink=self._spec.sink,
             num_context_rows=batch.num_context_rows,
         )
 

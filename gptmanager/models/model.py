@@ -96,11 +96,13 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     max_seq_len: int | None = None,
     attention_window: int | None = None,
+    sink: int = 0,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
-    `attention_window`: no layer sees more than so many positions back, its own included.
+    `attention_window`: no layer sees more than so many positions back, its own included, but for
+    the first `sink`, which are always seen.
     `ConfigError` names the config field or the tensor that cannot be used. At the peak the
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
     mapped files.
@@ -116,7 +118,7 @@ def load_model(
         narrowed = tuple(
             min(window or attention_window, attention_window) for window in spec.windows
         )
-        spec = dataclasses.replace(spec, windows=narrowed)
+        spec = dataclasses.replace(spec, windows=narrowed, sink=sink)
     family = FAMILIES[spec.family]
     weights = Weights(
         parameter_shapes(spec),
