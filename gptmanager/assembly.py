@@ -153,6 +153,8 @@ class Blueprint:
             enable_partial_reuse=config.enable_partial_reuse,
             copy_on_partial_reuse=config.copy_on_partial_reuse,
             num_host_blocks=self.sizes.num_host_blocks,
+            onboard_blocks=config.onboard_blocks,
+            secondary_offload_min_priority=config.secondary_offload_min_priority,
             max_attention_window=None if window is None else window.num_tokens,
         )
         return Allocator(kv_cache, self.num_slots, window)

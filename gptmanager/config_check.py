@@ -35,9 +35,7 @@ _REFUSED: dict[type, dict[str, str]] = {
     PromptLookup: {},
     KvCacheConfig: {
         "use_uvm": _NO_EFFECT,
-        "onboard_blocks": _NO_EFFECT + ": a block of the host tier is always onboarded when found",
         "cross_kv_cache_fraction": _NO_EFFECT,
-        "secondary_offload_min_priority": _LATER,
         "event_buffer_max_size": _NO_EFFECT,
     },
     PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
@@ -64,6 +62,7 @@ _RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
         "max_tokens": (1, None),
         "tokens_per_block": (1, None),
         "host_cache_size": (0, None),
+        "secondary_offload_min_priority": (0, 100),
         "max_attention_window": (1, None),
         "sink_token_length": (0, None),
         "host_bytes_per_s": (1.0, None),
@@ -115,6 +114,14 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
             "it holds blocks that are to be found again"
         )
+    for name, value, neutral in (
+        ("onboard_blocks", kv_cache.onboard_blocks, True),
+        ("secondary_offload_min_priority", kv_cache.secondary_offload_min_priority, None),
+    ):
+        if value != neutral and not kv_cache.host_cache_size:
+            raise ConfigError(
+                f"KvCacheConfig.{name} = {value!r} is about the host tier: it needs host_cache_size"
+            )
     if kv_cache.host_swap not in ("auto", "always"):
         raise ConfigError(f"KvCacheConfig.host_swap = {kv_cache.host_swap!r}: 'auto' or 'always'")
     if kv_cache.max_attention_window and params.speculative_decoding_config is not None:

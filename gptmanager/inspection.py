@@ -19,7 +19,10 @@ from gptmanager.request import LlmRequestState
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The KV cache's ledger. `owners` maps a used block to the requests that hold it."""
+    """The KV cache's ledger. `owners` maps a used block to the requests that hold it.
+
+    Blocks of the host tier are used by what is cached in them.
+    """
 
     ok: bool
     problems: tuple[str, ...]
@@ -27,6 +30,9 @@ class AuditReport:
     free_blocks: int
     used_blocks: int
     owners: Mapping[int, tuple[int, ...]]
+    host_total_blocks: int = 0
+    host_free_blocks: int = 0
+    host_used_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,9 @@ def audit(loop: TokenLoop) -> AuditReport:
         ]
     if ledger.free + ledger.used != ledger.total:
         problems.append(f"{ledger.free} free + {ledger.used} used of {ledger.total} blocks")
+    host = ledger.host_free, ledger.host_used, ledger.host_total
+    if host[0] + host[1] != host[2]:
+        problems.append(f"{host[0]} free + {host[1]} used of {host[2]} host blocks")
     return AuditReport(
         not problems,
         tuple(problems),
@@ -86,6 +95,9 @@ def audit(loop: TokenLoop) -> AuditReport:
         ledger.free,
         ledger.used,
         MappingProxyType(dict(ledger.owners)),
+        ledger.host_total,
+        ledger.host_free,
+        ledger.host_used,
     )
 
 

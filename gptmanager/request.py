@@ -105,6 +105,7 @@ class LlmRequest:
         "priority",
         "prompt_len",
         "request_id",
+        "retention_priority",
         "slot",
         "state",
         "tokens",
@@ -128,6 +129,7 @@ class LlmRequest:
         estimated_reusable_tokens: int = 0,
         arrival_time: float = 0.0,
         cache_salt: Hashable = None,
+        retention_priority: int | None = None,
     ) -> None:
         for name, low, value in (
             ("tokens", 0, tokens if isinstance(tokens, int) else 0),
@@ -140,6 +142,8 @@ class LlmRequest:
         ):
             if value < low:
                 raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
+        if retention_priority is not None and not 0 <= retention_priority <= 100:
+            raise ValueError(f"retention_priority = {retention_priority} must be from 0 to 100")
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
         self.max_new_tokens = max_new_tokens
@@ -151,6 +155,8 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # only requests with an equal one share cached blocks
+        # of the blocks that it stores in the KV cache; None: as they were
+        self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0
         self.slot = -1  # the executor's row storage; -1: none, the request has not started

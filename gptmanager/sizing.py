@@ -92,7 +92,8 @@ def size(
     if not chunked:  # a context runs in one piece
         max_input_len = min(max_input_len, params.max_num_tokens)
     num_host_blocks = _num_host_blocks(params, spec, tokens_per_block)
-    _log(num_blocks, num_host_blocks, tokens_per_block, max_seq_len, spec)
+    onboards = bool(num_host_blocks) and params.kv_cache_config.onboard_blocks
+    _log(num_blocks, num_host_blocks, onboards, tokens_per_block, max_seq_len, spec)
     return Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
@@ -220,6 +221,7 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
 def _log(
     num_blocks: int,
     num_host_blocks: int,
+    onboards: bool,
     tokens_per_block: int,
     max_seq_len: int,
     spec: Dimensions,
@@ -227,7 +229,7 @@ def _log(
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
     logger.info(
         "number of blocks in the KV cache secondary pool: %d, onboard blocks: %s",
-        *(num_host_blocks, "yes" if num_host_blocks else "no"),
+        *(num_host_blocks, "yes" if onboards else "no"),
     )
     logger.info("max KV cache blocks per sequence: %d", -(-max_seq_len // tokens_per_block))
     logger.info("number of tokens per block: %d", tokens_per_block)

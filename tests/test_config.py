@@ -55,6 +55,18 @@ def test_the_documented_defaults_are_taken():
             "host_cache_size = 1 needs enable_",
         ),
         (
+            {"kv_cache_config": KvCacheConfig(onboard_blocks=False)},
+            "onboard_blocks = False is about the host tier",
+        ),
+        (
+            {"kv_cache_config": KvCacheConfig(secondary_offload_min_priority=3)},
+            "secondary_offload_min_priority = 3 is about the host tier",
+        ),
+        (
+            {"kv_cache_config": KvCacheConfig(secondary_offload_min_priority=101)},
+            "secondary_offload_min_priority = 101 must be an integer from 0 to 100",
+        ),
+        (
             {"kv_cache_config": KvCacheConfig(free_gpu_memory_fraction=1.0)},
             "free_gpu_memory_fraction = 1.0 must lie between 0 and 1",
         ),

@@ -499,6 +499,7 @@ class ReuseMachine(RuleBasedStateMachine):
         self.free = list(range(num_blocks))
         self.content: dict[int, tuple[object, tuple[int, ...]]] = {}
         self.memory: dict[tuple[int, int], tuple[object, ...]] = {}
+        self.priority: dict[int, int] = {}  # of the blocks in `content`
         self.weights = 0
 
     # The model
@@ -526,8 +527,11 @@ class ReuseMachine(RuleBasedStateMachine):
                     del self.content[other]
 
     def hand_out(self) -> int:
-        block = next((b for b in self.free if self.is_leaf(b)), None)
-        block = self.free[0] if block is None else block
+        def rank(block: int) -> int:
+            return self.priority[block] if block in self.content else -1
+
+        leaves = [block for block in self.free if self.is_leaf(block)]
+        block = min(leaves or self.free, key=rank)  # the first of equals
         self.free.remove(block)
         self.forget(block)
         return block
@@ -571,12 +575,14 @@ class ReuseMachine(RuleBasedStateMachine):
                 break
             prefix = tuple(request.tokens[: min(end, (index + 1) * self.size)])
             held = [b for b, c in self.content.items() if c == (root, prefix)]
-            if held:
-                continue
-            if len(prefix) % self.size and self.behind(root, prefix):
-                break
-            assert block not in self.content
-            self.content[block] = (root, prefix)
+            if not held:
+                if len(prefix) % self.size and self.behind(root, prefix):
+                    break
+                assert block not in self.content
+                self.content[block] = (root, prefix)
+                self.priority[block] = 35
+            if request.retention_priority is not None:
+                self.priority[held[0] if held else block] = request.retention_priority
 
     def write(self, request_id: int, start: int, end: int) -> None:
         request, (table,) = self.requests[request_id], self.kv.block_ids(request_id)
@@ -602,8 +608,9 @@ class ReuseMachine(RuleBasedStateMachine):
         lora=st.sampled_from([None, None, None, 3]),
         beams=st.sampled_from([1, 1, 1, 1, 2]),
         chunk=st.none() | st.integers(1, 9),
+        priority=st.sampled_from([None, None, None, 0, 90]),
     )
-    def add(self, request_id, prompt, max_new, salt, lora, beams, chunk) -> None:
+    def add(self, request_id, prompt, max_new, salt, lora, beams, chunk, priority) -> None:
         if request_id not in self.requests:
             request = LlmRequest(
                 *(request_id, prompt, max_new),
@@ -611,6 +618,7 @@ class ReuseMachine(RuleBasedStateMachine):
                 lora_task_id=lora,
                 beam_width=beams,
                 context_chunk_size=chunk,
+                retention_priority=priority,
             )
             self.start(request)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager.kv_cache import KvCacheManager, reuse
+from gptmanager.kv_cache import KvCacheManager, reuse, tiers
 from gptmanager.kv_cache.block import BlockPool
 from gptmanager.request import LlmRequest
 from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Options
@@ -25,7 +25,8 @@ def test_a_sample_of_the_operations_diverges_nowhere():
     share = {kind: count / done.total() for kind, count in done.items()}
     assert {"add refused", "add token refused", "fork refused", "rewind refused"} <= set(share)
     for kind in ("add", "add reusing", "remove", "fork", "rewind", "what if"):
-        assert share[kind] > 0.01, share
+        assert share[kind] > (0.005 if kind == "add reusing" else 0.01), share
+    assert done["add onboarding"] > 5, done
     assert 0.3 < share["add token"] + share["context"] < 0.7, share
 
 
@@ -72,7 +73,27 @@ def blind_what_if(right, self, request_id):
     return None
 
 
+def greedy_host(right, self, *args):
+    """Takes everything, for anything."""
+    right(self, *args)
+    self.min_priority = self.min_tokens = 0
+
+
+def uncopied(right, self, *args):
+    new = right(self, *args)
+    self.copies.pop()
+    return new
+
+
+def unmoved(right, self, *args):
+    """What a block held is lost as it goes."""
+    return None
+
+
 MISTAKES = [
+    (tiers.HostTier, "__init__", greedy_host, "copies|the copy"),
+    (tiers.CachingBlockPool, "onboard", uncopied, "no copy of|is not of"),
+    (tiers.CachingBlockPool, "_offload", unmoved, "no copy of"),
     (KvCacheManager, "get_needed_blocks_one_step", too_few, "blocks for"),
     (KvCacheManager, "get_needed_resource_to_completion", too_many, "blocks for the context and"),
     (KvCacheManager, "get_remaining_blocks_to_completion", too_few, "blocks until its end"),
@@ -80,7 +101,12 @@ MISTAKES = [
     (KvCacheManager, "fork", without_copies, "does not hold position"),
     (KvCacheManager, "remove", silent, "mistake did not raise ValueError"),
     (KvCacheManager, "add_sequence", found_too_much, "tokens found"),
-    (KvCacheManager, "add_sequence", without_copies, "block taken over|does not hold position"),
+    (
+        KvCacheManager,
+        "add_sequence",
+        without_copies,
+        "no copy of|begins as none|does not hold position",
+    ),
     (KvCacheManager, "scheduling_remove_sequence", blind_what_if, "one more blocks free without"),
     (reuse.CachingBlockPool, "take", newest_first, r"block \d+.* goes before"),
 ]
@@ -108,7 +134,7 @@ def test_a_block_that_is_reused_too_early_is_found(monkeypatch):
         return copies
 
     spoil(monkeypatch, KvCacheManager, "add_sequence", store_at_once)
-    with pytest.raises(Divergence, match="tokens found|blocks for"):
+    with pytest.raises(Divergence, match="tokens found|blocks for|goes before"):
         run_trial(20_000)
 
 

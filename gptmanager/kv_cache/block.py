@@ -22,8 +22,8 @@ class LedgerError(GptManagerError, AssertionError):
 class BlockCopy(NamedTuple):
     """The first `num_tokens` positions of block `source` belong in block `destination` too.
 
-    Among the copies of one fork no block is both a source and a destination: they may run in any
-    order, or all at once.
+    A block from the pool's `num_blocks` on lies in the host tier. Copies run in their order. Among
+    those of one fork no block is both a source and a destination: they may run all at once.
     """
 
     source: int
@@ -64,9 +64,10 @@ class BlockPool:
     the least recently freed first: the order in which they are handed out.
     """
 
-    __slots__ = ("free", "ref_counts")
+    __slots__ = ("free", "num_blocks", "ref_counts")
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         # Ordered and keyed: a free block whose content is reused leaves from the middle.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -168,7 +169,8 @@ class KvCacheReport:
     """Who holds what at one moment. `owners` maps each held block to the ids that hold it.
 
     `cached` counts the blocks, held or free, whose content can be found again. `problem` is the
-    first contradiction in the accounts, None when they prove right.
+    first contradiction in the accounts, None when they prove right. A host block is free, or used:
+    it holds something cached.
     """
 
     total: int
@@ -177,6 +179,9 @@ class KvCacheReport:
     owners: Mapping[int, tuple[int, ...]]
     problem: str | None = None
     cached: int = 0
+    host_total: int = 0
+    host_free: int = 0
+    host_used: int = 0
 
     @property
     def ok(self) -> bool:
@@ -205,8 +210,8 @@ def audit(
             for block in table:
                 holders.setdefault(block, []).append(sequence.request_id)
     owners = {block: tuple(dict.fromkeys(ids)) for block, ids in sorted(holders.items())}
-    total, free = len(pool.ref_counts), len(pool.free)
-    used = total - pool.ref_counts.count(0)
+    total, free = pool.num_blocks, len(pool.free)
+    used = total - pool.ref_counts[:total].count(0)
     problem = problem or _pool_problem(pool, holders)
     if problem is None and free + used != total:
         problem = f"{free} free and {used} used blocks are not {total}"
@@ -238,7 +243,7 @@ def _tail_problem(sequence: BlockTables, pool: BlockPool) -> str | None:
 
 
 def _pool_problem(pool: BlockPool, holders: Mapping[int, list[int]]) -> str | None:
-    for block, references in enumerate(pool.ref_counts):
+    for block, references in enumerate(pool.ref_counts[: pool.num_blocks]):
         ids = holders.get(block, [])
         owners = f"requests {sorted(set(ids))}" if ids else "no request"
         if references != len(ids):

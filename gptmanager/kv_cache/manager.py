@@ -15,6 +15,7 @@ from gptmanager.kv_cache.block import KvCacheReport, LedgerError, WhatIf, audit
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts
 from gptmanager.kv_cache.sequences import KvSequences
+from gptmanager.kv_cache.tiers import HostCounts
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -35,9 +36,15 @@ class KvCacheManager(KvSequences):
     beginning: they are not in the needs of a request that has not started. Who may pause says
     `scheduling_add_sequence` for such a request, so that a later victim does not free them.
 
-    *Host tier.* `num_host_blocks` > 0: what a free block holds moves to host memory when the block
-    is handed out, and returns when a prompt begins with it. Host blocks have the ids from
-    `num_blocks` on, in copies alone: no sequence holds one.
+    *Priorities.* Of the cached blocks that are free those of the lowest priority go first. What a
+    request stores has its `retention_priority`, from 0 to 100, 35 unless something else is said.
+
+    *Host tier.* With `num_host_blocks`, whose ids begin at `num_blocks`, what a cached block holds
+    moves to one of those when the block is handed out, if it has `min_offload_tokens` and its
+    priority is at least `secondary_offload_min_priority`. With `onboard_blocks` it is found there,
+    and takes a block of the pool again, as if it were not found, when a request that shares it
+    starts. Only blocks that nobody holds move. The copies are returned by what hands out blocks;
+    see `take_moves`.
 
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new
     token lies where the oldest one lay, and nothing grows. Beams share their prompt's blocks
@@ -65,9 +72,16 @@ class KvCacheManager(KvSequences):
         copy_on_partial_reuse: bool = True,
         cross: bool = False,
         num_host_blocks: int = 0,
+        onboard_blocks: bool = True,
+        min_offload_tokens: int = 1,
+        secondary_offload_min_priority: int | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
+        if num_host_blocks < 0 or (num_host_blocks and not enable_block_reuse):
+            raise ConfigError(
+                f"num_host_blocks = {num_host_blocks} needs enable_block_reuse, or is 0"
+            )
         needs = (CrossBlockNeeds if cross else BlockNeeds)(
             tokens_per_block, max_attention_window, sink_token_length
         )
@@ -87,9 +101,10 @@ class KvCacheManager(KvSequences):
                 enable_partial_reuse=enable_partial_reuse,
                 copy_on_partial_reuse=copy_on_partial_reuse,
                 num_host_blocks=num_host_blocks,
+                onboard_blocks=onboard_blocks,
+                min_offload_tokens=min_offload_tokens,
+                min_offload_priority=secondary_offload_min_priority or 0,
             )
-        elif num_host_blocks:
-            raise ConfigError(f"num_host_blocks = {num_host_blocks} needs enable_block_reuse")
         super().__init__(num_blocks, tokens_per_block, needs, reuse)
         self.start_scheduling()
 
@@ -107,7 +122,15 @@ class KvCacheManager(KvSequences):
         if self._reuse is None:
             return report
         problem = report.problem or self._reuse.problem(self._sequences.values())
-        return replace(report, problem=problem, cached=len(self._reuse.tree))
+        host = self._reuse.host_counts
+        return replace(
+            report,
+            problem=problem,
+            cached=self._reuse.counts.cached_blocks,
+            host_total=host.total_blocks,
+            host_free=host.free_blocks,
+            host_used=host.total_blocks - host.free_blocks,
+        )
 
     def check(self) -> None:
         """Raises LedgerError, naming block and owner, unless every count agrees with the tables."""
@@ -196,6 +219,10 @@ class KvCacheManager(KvSequences):
     @property
     def reuse_counts(self) -> ReuseCounts:
         return ReuseCounts() if self._reuse is None else self._reuse.counts
+
+    @property
+    def host_counts(self) -> HostCounts:
+        return HostCounts() if self._reuse is None else self._reuse.host_counts
 
     def get_reusable_tokens(self, request: LlmRequest) -> int:
         """Tokens of the full cached blocks that the request would find if it started now."""

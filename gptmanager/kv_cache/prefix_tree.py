@@ -12,11 +12,16 @@ from typing import NamedTuple
 
 Tokens = tuple[int, ...]
 
+DEFAULT_PRIORITY = 35
+NOT_CACHED = -1  # as a priority: below all
+
 
 class Node:
     """One block: the tokens in it, behind those of its parents. Only a leaf may be partial."""
 
-    __slots__ = ("block", "children", "num_stored", "ordered", "parent", "root_key", "tokens")
+    __slots__ = (
+        "block", "children", "num_stored", "ordered", "parent", "priority", "root_key", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self, block: int, tokens: Tokens, parent: Node | None, root_key: Hashable = None
@@ -28,9 +33,11 @@ class Node:
         self.children: dict[Tokens, Node] = {}
         self.num_stored = 0  # children ever
         self.ordered: list[Tokens] = []  # the keys of `children`, sorted
+        self.priority = DEFAULT_PRIORITY
 
 
 NO_BLOCK = -1
+UNBOUNDED = 1 << 62  # more than there are blocks
 
 
 class Match(NamedTuple):
@@ -50,14 +57,27 @@ class PrefixTree:
     """Blocks of `tokens_per_block` tokens, each under the block that holds the tokens before it.
 
     A root for each `root_key`: what lies under two of them never meets. `version` is another one
-    after each change.
+    after each change, `num_moves` after each move of a block that is cached already. Blocks from
+    `num_primary` on lie where nobody can read them before they are moved; None: there are none.
+    What lies behind a block from `end_findable` on is not found, nor is the block itself.
+    `num_prioritized` of the blocks have another priority than the default.
     """
 
-    __slots__ = ("tokens_per_block", "version", "_nodes", "_roots")
+    __slots__ = (
+        "end_findable", "num_moves", "num_primary", "num_prioritized", "tokens_per_block",
+        "version", "_nodes", "_roots",
+    )  # fmt: skip
 
-    def __init__(self, tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        tokens_per_block: int,
+        num_primary: int | None = None,
+        end_findable: int | None = None,
+    ) -> None:
         self.tokens_per_block = tokens_per_block
-        self.version = 0
+        self.num_primary = UNBOUNDED if num_primary is None else num_primary
+        self.end_findable = UNBOUNDED if end_findable is None else end_findable
+        self.version = self.num_moves = self.num_prioritized = 0
         self._nodes: dict[int, Node] = {}  # by block
         self._roots: dict[Hashable, Node] = {}
 
@@ -72,6 +92,24 @@ class PrefixTree:
         node = self._nodes.get(block)
         return node is None or not node.children
 
+    def ends_primary(self, block: int) -> bool:
+        """Whether no primary block is cached right behind this one; True also if it is not."""
+        node = self._nodes.get(block)
+        if node is None or not node.children:
+            return True
+        first = self.num_primary
+        return all(child.block >= first for child in node.children.values())
+
+    def priority(self, block: int) -> int:
+        """The higher, the longer it is worth keeping; NOT_CACHED for one that is not."""
+        node = self._nodes.get(block)
+        return NOT_CACHED if node is None else node.priority
+
+    def num_tokens(self, block: int) -> int:
+        """How many tokens are cached in the block; 0: it is not cached."""
+        node = self._nodes.get(block)
+        return 0 if node is None else len(node.tokens)
+
     def full_blocks(
         self, root_key: Hashable, tokens: Sequence[int], end: int
     ) -> tuple[list[int], Node | None]:
@@ -81,18 +119,41 @@ class PrefixTree:
         """
         node = self._roots.get(root_key)
         blocks: list[int] = []
-        return blocks, node and self.extend(node, blocks, tokens, end)
+        return blocks, node and self.extend(node, blocks, tokens, end, self.end_findable)
 
-    def extend(self, node: Node, blocks: list[int], tokens: Sequence[int], end: int) -> Node:
+    def extend(
+        self,
+        node: Node,
+        blocks: list[int],
+        tokens: Sequence[int],
+        end: int,
+        end_findable: int = UNBOUNDED,
+    ) -> Node:
         """Go on from `node`, which ends `blocks`: append what follows, return where it ends."""
         size = self.tokens_per_block
         for start in range(len(blocks) * size, end - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
-            if child is None:
+            if child is None or child.block >= end_findable:
                 break
             node = child
             blocks.append(child.block)
         return node
+
+    def all_blocks(self, root_key: Hashable, tokens: Sequence[int], end: int) -> list[int]:
+        """As `full_blocks`, those among them that are not findable."""
+        blocks: list[int] = []
+        node = self._roots.get(root_key)
+        if node is not None:
+            self.extend(node, blocks, tokens, end)
+        return blocks
+
+    def path(self, node: Node | None) -> list[Node]:
+        """The nodes from the first block to this one."""
+        nodes = []
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
 
     def has_root(self, root_key: Hashable) -> bool:
         return root_key in self._roots
@@ -122,12 +183,22 @@ class PrefixTree:
         return Match(blocks, NO_BLOCK, 0, node)
 
     def store(
-        self, root_key: Hashable, tokens: Sequence[int], end: int, blocks: Sequence[int]
-    ) -> None:
-        """`blocks` hold `tokens[:end]`. What the tree holds already stays where it is."""
+        self,
+        root_key: Hashable,
+        tokens: Sequence[int],
+        end: int,
+        blocks: Sequence[int],
+        priority: int | None = None,
+    ) -> list[int]:
+        """`blocks` hold `tokens[:end]`. What the tree holds already stays where it is, but for
+        what is not primary: `blocks` take the place of those, which are returned.
+
+        All of it has `priority` from now on; None: what it had, the default if it is new.
+        """
         size = self.tokens_per_block
+        replaced: list[int] = []
         if not end:
-            return
+            return replaced
         node = self._roots.get(root_key)
         if node is None:
             node = self._roots[root_key] = Node(NO_BLOCK, (), None, root_key)
@@ -136,32 +207,59 @@ class PrefixTree:
             child = node.children.get(key)
             if child is None:
                 if block in self._nodes or (len(key) < size and _is_covered(node, key)):
-                    return
+                    return replaced
                 child = Node(block, key, node)
                 self._nodes[block] = node.children[key] = child
                 node.num_stored += 1
                 self.version += 1
                 insort(node.ordered, key)
+            elif child.block >= self.num_primary and block not in self._nodes:
+                replaced.append(child.block)
+                self.move(child.block, block)
+            if priority is not None:
+                self._prioritize(child, priority)
             node = child
+        return replaced
 
-    def forget(self, block: int) -> None:
-        """The block is going to be written to. What lies behind it cannot be found any more."""
+    def move(self, block: int, destination: int) -> None:
+        """What `block` holds lies in `destination` from now on, and there alone."""
+        node = self._nodes.pop(block)
+        node.block = destination
+        self._nodes[destination] = node
+        self.version += 1
+        self.num_moves += 1
+
+    def forget(self, block: int) -> list[int]:
+        """The block is going to be written to. What lies behind it cannot be found any more.
+
+        Returns all blocks that are forgotten with it, itself among them.
+        """
+        forgotten: list[int] = []
         node = self._nodes.get(block)
         if node is None:
-            return
+            return forgotten
         self.version += 1
         self._detach(node)
         below = [node]
         while below:
             node = below.pop()
             del self._nodes[node.block]
+            self._prioritize(node, DEFAULT_PRIORITY)
+            forgotten.append(node.block)
             below.extend(node.children.values())
+        return forgotten
 
     def clear(self) -> None:
         """Forget all blocks: what they hold is stale."""
         self.version += 1
+        self.num_prioritized = 0
         self._nodes.clear()
         self._roots.clear()
+
+    def _prioritize(self, node: Node, priority: int) -> None:
+        self.num_prioritized += priority != DEFAULT_PRIORITY
+        self.num_prioritized -= node.priority != DEFAULT_PRIORITY
+        node.priority = priority
 
     def _detach(self, node: Node) -> None:
         parent = node.parent
@@ -172,6 +270,10 @@ class PrefixTree:
             del self._roots[parent.root_key]
 
     # Proof ------------------------------------------------------------------------------------
+
+    def secondary_blocks(self) -> set[int]:
+        """The cached blocks that are not primary."""
+        return {block for block in self._nodes if block >= self.num_primary}
 
     def place(self, block: int) -> tuple[Hashable, list[int]]:
         """The root key and all tokens from the beginning to the end of a cached block."""
@@ -200,6 +302,9 @@ class PrefixTree:
         if found != self._nodes:
             lost = sorted(found.keys() ^ self._nodes.keys())
             return f"blocks {lost} are cached and cannot be found, or the other way"
+        prioritized = sum(node.priority != DEFAULT_PRIORITY for node in found.values())
+        if prioritized != self.num_prioritized:
+            return f"{self.num_prioritized} cached blocks count as prioritized, {prioritized} are"
         return None
 
 

@@ -7,13 +7,13 @@ window, take no part; nor of what a scheduler does with the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from gptmanager.kv_cache.block import BlockCopy, BlockPool, BlockTables
-from gptmanager.kv_cache.host_tier import HostTier
+from gptmanager.kv_cache.block import BlockCopy, BlockTables
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -23,7 +23,7 @@ _MAX_LOOKUPS = 10_000
 class ReuseCounts(NamedTuple):
     """Since the start: prompt blocks found and not found, tokens found; blocks findable now.
 
-    The same of the host tier: blocks that left for it and returned, those that it holds, and all.
+    The same of the host tier: blocks that left for it and came back, those that it holds, and all.
     """
 
     reused_blocks: int = 0
@@ -34,57 +34,6 @@ class ReuseCounts(NamedTuple):
     onboarded_blocks: int = 0
     cached_host_blocks: int = 0
     host_blocks: int = 0
-
-
-class CachingBlockPool(BlockPool):
-    """Free blocks keep what they hold until they are handed out.
-
-    First come those that hold nothing to be found, then the least recently freed, leaves of the
-    tree before their parents. A block with held ones behind it goes only when there is no other.
-    What one holds moves to the `host` tier, if there is one.
-    """
-
-    __slots__ = ("host", "tree")
-
-    def __init__(self, num_blocks: int, tree: PrefixTree, host: HostTier | None) -> None:
-        super().__init__(num_blocks)
-        self.tree = tree
-        self.host = host
-
-    def take(self, count: int, references: int = 1) -> list[int]:
-        blocks = []
-        for _ in range(count):
-            block = next(filter(self.tree.is_leaf, self.free), None)
-            if block is None:
-                block = next(iter(self.free))
-            self.claim(block, references)
-            blocks.append(block)
-        return blocks
-
-    def claim(self, block: int, references: int = 1) -> None:
-        """Take this free block to write to it."""
-        if self.host is not None:
-            self.host.offload(self.tree, block)
-        del self.free[block]
-        self.tree.forget(block)
-        self.ref_counts[block] = references
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for each, free ones among them."""
-        ref_counts = self.ref_counts
-        for block in blocks:
-            if not ref_counts[block]:
-                del self.free[block]
-            ref_counts[block] += 1
-
-    def release(self, blocks: Iterable[int]) -> None:
-        ref_counts, free = self.ref_counts, self.free
-        for block in blocks:
-            ref_counts[block] -= 1
-            if not ref_counts[block]:
-                free[block] = None
-                if block not in self.tree:
-                    free.move_to_end(block, last=False)
 
 
 class MissingBlock:
@@ -109,12 +58,14 @@ class _Lookup:
     `node` is the last block's, which had stored `num_stored` children when the search ended.
     """
 
-    __slots__ = ("blocks", "missing", "node", "num_stored", "prompt_len", "request", "version")
+    __slots__ = (
+        "blocks", "missing", "node", "num_moves", "num_stored", "prompt_len", "request", "version",
+    )  # fmt: skip
 
     def __init__(self, request: LlmRequest, tree: PrefixTree) -> None:
         root_key = _root_key(request)
         self.request = request
-        self.version = tree.version
+        self.version, self.num_moves = tree.version, tree.num_moves
         self.prompt_len = end = request.prompt_len
         self.blocks, self.node = tree.full_blocks(root_key, request.tokens, end)
         self.num_stored = 0 if self.node is None else self.node.num_stored
@@ -132,6 +83,8 @@ class _Lookup:
             return False
         if self.version == tree.version:
             return True
+        if self.num_moves != tree.num_moves:
+            return False
         node = self.node
         if node is None:
             stands = not tree.has_root(_root_key(request))
@@ -148,11 +101,16 @@ class BlockReuse:
     The last token of a prompt is always computed. `max_tokens`: requests that may become longer
     take no part. `enable_partial_reuse`: the beginning of a block may be reused; the block is then
     private, taken over if nobody holds it and nothing lies behind it, and copied otherwise, which
-    `copy_on_partial_reuse` permits. `num_host_blocks`: of the host tier.
+    `copy_on_partial_reuse` permits.
+
+    `num_host_blocks`: what has to leave the pool moves to as many blocks of the host tier, if it
+    has `min_offload_tokens` and `min_offload_priority`. With `onboard_blocks` what lies there is
+    found, and full blocks move back; the beginning of one is copied, whatever
+    `copy_on_partial_reuse` says. Without, it is not found.
     """
 
     __slots__ = (
-        "host", "pool", "tree", "_copies_partial", "_lookups", "_max_tokens", "_missed_blocks",
+        "pool", "tree", "_onboards", "_copies_partial", "_lookups", "_max_tokens", "_missed_blocks",
         "_partial", "_reused_blocks", "_reused_tokens", "_storing",
     )  # fmt: skip
 
@@ -165,10 +123,17 @@ class BlockReuse:
         enable_partial_reuse: bool,
         copy_on_partial_reuse: bool,
         num_host_blocks: int = 0,
+        onboard_blocks: bool = True,
+        min_offload_tokens: int = 1,
+        min_offload_priority: int = 0,
     ) -> None:
-        self.tree = PrefixTree(tokens_per_block)
-        self.host = HostTier(num_blocks, num_host_blocks) if num_host_blocks else None
-        self.pool = CachingBlockPool(num_blocks, self.tree, self.host)
+        host = None
+        if num_host_blocks:
+            host = HostTier(num_blocks, num_host_blocks, min_offload_tokens, min_offload_priority)
+        end_findable = None if onboard_blocks else num_blocks
+        self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
+        self.pool = CachingBlockPool(num_blocks, self.tree, host)
+        self._onboards = onboard_blocks
         self._max_tokens = max_tokens
         self._partial = enable_partial_reuse
         self._copies_partial = copy_on_partial_reuse
@@ -184,18 +149,20 @@ class BlockReuse:
 
     @property
     def counts(self) -> ReuseCounts:
-        counts = ReuseCounts(
-            self._reused_blocks, self._missed_blocks, self._reused_tokens, len(self.tree)
+        host = self.host_counts
+        on_host = host.total_blocks - host.free_blocks
+        return ReuseCounts(
+            *(self._reused_blocks, self._missed_blocks, self._reused_tokens),
+            cached_blocks=len(self.tree) - on_host,
+            offloaded_blocks=host.offloaded_blocks,
+            onboarded_blocks=host.onboarded_blocks,
+            cached_host_blocks=on_host,
+            host_blocks=host.total_blocks,
         )
-        host = self.host
-        if host is None:
-            return counts
-        return counts._replace(
-            offloaded_blocks=host.num_offloaded,
-            onboarded_blocks=host.num_onboarded,
-            cached_host_blocks=len(host),
-            host_blocks=host.num_blocks,
-        )
+
+    @property
+    def host_counts(self) -> HostCounts:
+        return HostCounts() if self.pool.host is None else self.pool.host.counts
 
     # What sequences do ------------------------------------------------------------------------
 
@@ -204,7 +171,8 @@ class BlockReuse:
     ) -> tuple[list[int], int, tuple[BlockCopy, ...]]:
         """A table of `length` blocks, how many tokens lie in it already, and what to copy first.
 
-        `require(request_id, count)` raises unless so many blocks are free.
+        That includes what blocks handed out before have to be rid of first. `require(request_id,
+        count)` raises unless so many blocks are free.
         """
         match = self.tree.match(
             _root_key(request),
@@ -213,53 +181,33 @@ class BlockReuse:
             self._may_be_partial if self._partial else None,
         )
         pool, table = self.pool, match.blocks
-        held = sum(map(bool, map(pool.ref_counts.__getitem__, table)))
+        num_blocks = pool.num_blocks
+        held = sum(1 for block in table if block < num_blocks and pool.ref_counts[block])
         require(request.request_id, length - held)
         pool.share(table)
-        size = self.tree.tokens_per_block
-        if self.host is not None and request.reads_cache:
-            returned = self._onboard(self.host, request, len(table) * size)
-            table += returned
-            if returned:  # it goes on further than what begins a block on the device
-                match = match._replace(partial=NO_BLOCK, num_partial=0)
-        num_cached = len(table) * size + match.num_partial
-        copies: tuple[BlockCopy, ...] = ()
+        num_cached = len(table) * self.tree.tokens_per_block + match.num_partial
         num_found = len(table) + (match.partial != NO_BLOCK)
+        begun = []  # first, while what it begins with is where it was found
         if match.partial != NO_BLOCK:
             if self._can_take_over(match.partial):
                 pool.claim(match.partial)
-                table.append(match.partial)
+                begun.append(match.partial)
             else:
-                table += pool.take(1)
-                if table[-1] != match.partial:
-                    copies = (BlockCopy(match.partial, table[-1], match.num_partial),)
+                begun.append(pool.copy_beginning(match.partial, match.num_partial))
+        table = [block if block < num_blocks else pool.onboard(block) for block in table] + begun
         table += pool.take(length - len(table))
         self._storing[request.request_id] = request
         self._lookups.pop(request.request_id, None)
         self._reused_blocks += num_found
         self._missed_blocks += length - num_found
         self._reused_tokens += num_cached
-        return table, num_cached, self.take_moves() + copies
-
-    def take_moves(self) -> tuple[BlockCopy, ...]:
-        """Copies to and from the host tier that must run, in order, before blocks are written."""
-        return () if self.host is None else self.host.take_moves()
-
-    def _onboard(self, host: HostTier, request: LlmRequest, start: int) -> list[int]:
-        """Blocks taken for what the host tier holds of the prompt from `start` on."""
-        size, root_key = self.tree.tokens_per_block, _root_key(request)
-        keys = host.find(root_key, request.tokens, start, request.prompt_len - 1, size)
-        blocks = []
-        for place in host.claim(keys):
-            blocks += self.pool.take(1)
-            host.onboard(place, blocks[-1], size)
-        return blocks
+        return table, num_cached, pool.take_copies()
 
     def store_context(self, sequence: BlockTables, request: LlmRequest) -> None:
         """The context is computed: its full blocks can be found from now on."""
         if sequence.request_id in self._storing:
             end = request.prompt_len - request.prompt_len % self.tree.tokens_per_block
-            self.tree.store(_root_key(request), request.tokens, end, sequence.tables[0])
+            self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
         """The sequence ends; with `store` all of it can be found but for the newest token."""
@@ -272,7 +220,7 @@ class BlockReuse:
             and sequence.num_cached < request.context_current_position < request.prompt_len
         ):  # it ends between two chunks: the others are not computed
             end = min(end, request.context_current_position)
-        self.tree.store(_root_key(request), request.tokens, end, sequence.tables[0])
+        self._store(request, end, sequence.tables[0])
 
     def make_writable(self, sequence: BlockTables, num_slots: int) -> None:
         """Before a rewind to so many positions: the next one must not change what others read."""
@@ -288,10 +236,17 @@ class BlockReuse:
 
     def clear(self) -> None:
         """All that is stored is stale, and so is what live sequences hold."""
-        self.tree.clear()
-        if self.host is not None:
-            self.host.clear()
+        self.pool.clear()
         self._storing.clear()
+
+    def _store(self, request: LlmRequest, end: int, blocks: Sequence[int]) -> None:
+        host = self.pool.host
+        replaced_blocks = self.tree.store(
+            _root_key(request), request.tokens, end, blocks, request.retention_priority
+        )
+        for replaced in replaced_blocks:
+            assert host is not None  # whose blocks they are
+            host.drop(replaced)
 
     def _withdraw(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
         for block in blocks:
@@ -301,13 +256,16 @@ class BlockReuse:
                     f"{purpose}"
                 )
         for block in blocks:
-            self.tree.forget(block)
+            self.pool.forget(block)
 
     def _may_be_partial(self, block: int) -> bool:
+        if block >= self.pool.num_blocks:
+            return self._onboards
         return self._copies_partial or self._can_take_over(block)
 
     def _can_take_over(self, block: int) -> bool:
-        return not self.pool.ref_counts[block] and self.tree.is_leaf(block)
+        pool = self.pool
+        return block < pool.num_blocks and not pool.ref_counts[block] and self.tree.is_leaf(block)
 
     # What schedulers ask ------------------------------------------------------------------------
 
@@ -329,16 +287,16 @@ class BlockReuse:
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
         """Inside, nothing that one of `requests` would share is handed out to another."""
         held = [
-            block
+            node
             for request in requests
-            if self.applies_to(request)
-            for block in self.cached_blocks(request)
+            if self.applies_to(request) and (num_blocks := len(self.cached_blocks(request)))
+            for node in self.tree.path(self._lookup(request).node)[:num_blocks]
         ]
-        self.pool.share(held)
+        self.pool.share(node.block for node in held)
         try:
             yield
-        finally:
-            self.pool.release(reversed(held))
+        finally:  # a node's block is another one if it moved meanwhile
+            self.pool.release(node.block for node in reversed(held))
 
     def _lookup(self, request: LlmRequest) -> _Lookup:
         """What is cached of the prompt. Schedulers ask again and again while it waits."""
@@ -354,13 +312,14 @@ class BlockReuse:
     def problem(self, sequences: Iterable[BlockTables]) -> str | None:
         """The first contradiction between the tree and what sequences hold."""
         problem = self.tree.problem()
-        if problem is None and self.host is not None:
-            problem = self.host.problem()
+        host = self.pool.host
+        if problem is None and host is not None:
+            problem = host.problem(self.tree.secondary_blocks())
         for sequence in sequences if problem is None else ():
             request = self._storing.get(sequence.request_id)
             if request is None:
                 continue
-            path, _ = self.tree.full_blocks(_root_key(request), request.tokens, request.prompt_len)
+            path = self.tree.all_blocks(_root_key(request), request.tokens, request.prompt_len)
             for index, block in enumerate(sequence.tables[0]):
                 if block in self.tree and path[index : index + 1] != [block]:
                     return (

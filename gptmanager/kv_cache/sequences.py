@@ -44,7 +44,8 @@ class KvSequences:
 
         All beams share them but for a last, partial block, which each beam has for itself. With
         block reuse the context of `request` moves on to behind what is cached; the copies that
-        are returned must be made, in order, before anything is written. Raises
+        are returned must be made, in order, before anything is written, after those of earlier
+        calls; those that `add_token` left to be made are among them. Raises
         DuplicateRequestIdError, or CapacityError when there are not enough free blocks.
         """
         request_id, beam_width = request.request_id, request.beam_width
@@ -65,11 +66,12 @@ class KvSequences:
             sequence.total_blocks = self._needs.whole_life(request)
         self._sequences[request_id] = sequence
         self._table_changed(sequence)
-        return ()
+        return self.take_moves()
 
     def add_token(self, request_id: int) -> tuple[int, ...]:
         """Store one more position in each beam; the blocks that this took, one a beam, mostly ().
 
+        With a host tier `take_moves` has what must be copied before they are written.
         Raises CapacityError when there are not enough free blocks.
         """
         try:
@@ -129,8 +131,9 @@ class KvSequences:
         """Beam i goes on from what beam `parents[i]` holds; never allocates.
 
         Full blocks become shared, a partial last block stays private to each beam. Returns what
-        the device must copy before the next position is stored. The block tables change in every
-        beam but those that are their own parent. ValueError past the attention window.
+        the device must copy before the next position is stored, as `add_sequence` does. The block
+        tables change in every beam but those that are their own parent. ValueError past the
+        attention window.
         """
         sequence = self._sequence(request_id)
         tables, needs = sequence.tables, self._needs
@@ -142,7 +145,16 @@ class KvSequences:
             raise ValueError(f"request {request_id} is past its attention window: no fork of beams")
         num_full, num_tail = divmod(sequence.num_slots, self.tokens_per_block)
         sequence.tables, copies = self._pool.fork(tables, parents, num_full, num_tail)
-        return copies
+        return self.take_moves() + copies
+
+    def take_moves(self) -> tuple[BlockCopy, ...]:
+        """The copies, in order, that no call has returned yet: none without a host tier."""
+        return () if self._reuse is None else self._reuse.pool.take_copies()
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """How many blocks one beam holds at most: all that the attention window takes."""
+        return self._needs.max_table_length
 
     def store_context(self, request: LlmRequest) -> None:
         """The context of `request` is computed: its full blocks may be reused from now on.
@@ -164,14 +176,6 @@ class KvSequences:
             self._reuse.end(sequence, store)
         for table in sequence.tables:
             self._pool.release(reversed(table))
-
-    def take_moves(self) -> tuple[BlockCopy, ...]:
-        """Copies to the host tier that `add_token` and `add_sequence` have made necessary.
-
-        They must run, in order, before anything is written to the blocks that those returned.
-        `add_sequence` returns its own.
-        """
-        return () if self._reuse is None else self._reuse.take_moves()
 
     def clear_cached(self) -> None:
         """Forget what blocks hold, live sequences' included: the weights have been replaced."""

@@ -6,7 +6,8 @@ hold, and when each was freed. Shares no code with `gptmanager.kv_cache` and nev
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from gptmanager.request import LlmRequest
 Reuse = Literal["off", "whole", "part", "copy"]
 REUSES: tuple[Reuse, ...] = ("off", "whole", "part", "copy")
 _UNBOUNDED = 10**9
+_DEFAULT_PRIORITY = 35
 
 
 class Divergence(AssertionError):
@@ -23,13 +25,18 @@ class Divergence(AssertionError):
 
 class Options(NamedTuple):
     """What a KV cache is made of. `reuse`: of whole blocks, and of parts of free ones, and of
-    parts of any, by copying. The names of `KvCacheManager` otherwise."""
+    parts of any, by copying. `host`: there is a host tier of `num_host_blocks`. The names of
+    `KvCacheManager` otherwise."""
 
     num_blocks: int
     tokens_per_block: int
     max_attention_window: int | None = None
     sink_token_length: int = 0
     reuse: Reuse = "off"
+    num_host_blocks: int = 0
+    onboard_blocks: bool = True
+    min_offload_tokens: int = 1
+    secondary_offload_min_priority: int | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +79,11 @@ class KvCacheModel:
         self.lives: dict[int, Life] = {}
         self.memory: dict[tuple[int, int], int] = {}  # place -> value
         self.freed: dict[int, int] = dict.fromkeys(range(options.num_blocks), 0)  # block -> when
+        self.host_free = {options.num_blocks + i for i in range(options.num_host_blocks)}
+        self.host_used: dict[int, None] = {}  # the least recently used first
+        self.due: deque[tuple[int, int, int]] = deque()  # copies that were told of, in order
         self.contents: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> value before, tokens
+        self.priorities: dict[int, int] = {}  # block -> of what can be found in it
         self.behind: dict[int, dict[tuple[int, ...], int]] = {}  # the same, by those
         self.now = 0
         self._values: dict[Hashable, int] = {}
@@ -176,7 +187,7 @@ class KvCacheModel:
         while len(prompt) >= (len(whole) + 1) * size:
             key = tuple(prompt[len(whole) * size : (len(whole) + 1) * size])
             block = self.behind.get(value, {}).get(key)
-            if block is None:
+            if block is None or (self.is_far(block) and not self.options.onboard_blocks):
                 break
             whole.append(block)
             value = self._end(block)
@@ -185,10 +196,7 @@ class KvCacheModel:
     def _partial(self, value: int, wanted: list[int]) -> tuple[int, frozenset[int]]:
         best, candidates = 0, set[int]()
         for tokens, block in self.behind.get(value, {}).items():
-            can_take_over = block in self.freed and self.is_leaf(block)
-            if self.options.reuse == "whole" or (
-                self.options.reuse == "part" and not can_take_over
-            ):
+            if not self._may_be_partial(block):
                 continue
             common = 0
             while common < min(len(tokens), len(wanted)) and tokens[common] == wanted[common]:
@@ -198,6 +206,16 @@ class KvCacheModel:
             if common == best and best:
                 candidates.add(block)
         return best, frozenset(candidates)
+
+    def can_take_over(self, block: int) -> bool:
+        return block in self.freed and self.is_leaf(block)
+
+    def _may_be_partial(self, block: int) -> bool:
+        if self.options.reuse == "whole":
+            return False
+        if self.is_far(block):
+            return self.options.onboard_blocks
+        return self.options.reuse == "copy" or self.can_take_over(block)
 
     def store(self, life: Life, end: int) -> None:
         """The first `end` tokens of a sequence can be found from now on."""
@@ -215,11 +233,27 @@ class KvCacheModel:
                 if block in self.contents or (len(key) < self.size and covered):
                     return
                 self.contents[block] = value, key
+                self.priorities[block] = _DEFAULT_PRIORITY
                 known[key] = block
+            elif self.is_far(known[key]) and block not in self.contents:
+                self.host_drop(known[key])
+                self.move(known[key], block)
+            if life.request.retention_priority is not None:
+                self.priorities[known[key]] = life.request.retention_priority
             value = self._end(known[key])
 
     def is_leaf(self, block: int) -> bool:
         return block not in self.contents or not self.behind.get(self._end(block))
+
+    def is_end(self, block: int) -> bool:
+        """No block of the pool comes right behind it."""
+        if block not in self.contents:
+            return True
+        return all(map(self.is_far, self.behind.get(self._end(block), {}).values()))
+
+    def is_far(self, block: int) -> bool:
+        """On the host."""
+        return block >= self.options.num_blocks
 
     def forget(self, block: int) -> None:
         """It is written to: neither it nor what lies behind it can be found."""
@@ -227,6 +261,9 @@ class KvCacheModel:
             return
         end = self._end(block)
         value, key = self.contents.pop(block)
+        del self.priorities[block]
+        if self.is_far(block):
+            self.host_drop(block)
         del self.behind[value][key]
         for other in [*self.behind.get(end, {}).values()] if len(key) == self.size else ():
             self.forget(other)
@@ -250,12 +287,59 @@ class KvCacheModel:
             empty = [other for other in self.freed if other not in self.contents]
             if empty:
                 raise Divergence(f"block {block}, which can be found, goes before {empty}")
-            leaves = [other for other in self.freed if self.is_leaf(other)]
-            older = [other for other in leaves if self.freed[other] < self.freed[block]]
-            if leaves and (block not in leaves or older):
-                raise Divergence(f"block {block} goes before the leaves {older or leaves}")
+            leaves = [other for other in self.freed if self.is_end(other)]
+            rank = {other: (self.priorities[other], self.freed[other]) for other in self.freed}
+            earlier = [other for other in leaves or self.freed if rank[other] < rank[block]]
+            if earlier or (leaves and block not in leaves):
+                raise Divergence(f"block {block} goes before {earlier or leaves}")
+            self._offload(block)
         del self.freed[block]
         self.forget(block)
+
+    def _offload(self, block: int) -> None:
+        """What the block holds moves to the host, where there is room for it."""
+        options, (_, tokens) = self.options, self.contents[block]
+        priority = self.priorities[block]
+        if not options.num_host_blocks or len(tokens) < options.min_offload_tokens:
+            return
+        if priority < (options.secondary_offload_min_priority or 0):
+            return
+        if not self.host_free:
+            leaves = [other for other in self.host_used if self.is_leaf(other)]
+            oldest = min(leaves, key=self.priorities.__getitem__, default=None)
+            if oldest is None or self.priorities[oldest] > priority:
+                return
+            self.forget(oldest)
+        _, to, _ = self.expect_copy({block}, self.host_free, len(tokens))
+        self.host_free.remove(to)
+        self.host_used[to] = None
+        self.move(block, to)
+
+    def onboard(self, block: int, to: int) -> None:
+        """What lies on the host comes into a block that was handed out for it."""
+        self.expect_copy({block}, {to}, self.size)
+        self.host_free.add(block)
+        self.move(block, to)
+
+    def host_drop(self, block: int) -> None:
+        del self.host_used[block]
+        self.host_free.add(block)
+
+    def move(self, block: int, to: int) -> None:
+        value, key = self.contents[to] = self.contents.pop(block)
+        self.priorities[to] = self.priorities.pop(block)
+        self.behind[value][key] = to
+
+    def expect_copy(
+        self, sources: Collection[int], destinations: Collection[int], num_tokens: int
+    ) -> tuple[int, int, int]:
+        """The next copy that is due must be one of these."""
+        if self.due:
+            copy = self.due.popleft()
+            if copy[0] in sources and copy[1] in destinations and copy[2] == num_tokens:
+                return copy
+            raise Divergence(f"the copy {copy} is not of {sources} to {destinations}")
+        raise Divergence(f"no copy of {sources} to {destinations}")
 
     def take(self, blocks: Iterable[int]) -> None:
         """These are held now, to be read."""

@@ -13,7 +13,15 @@ from typing import Any
 from gptmanager.errors import CapacityError, DuplicateRequestIdError
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState
-from gptmanager.testing.kv_cache_model import REUSES, Divergence, KvCacheModel, Life, Options, Reuse
+from gptmanager.testing.kv_cache_model import (
+    REUSES,
+    Divergence,
+    KvCacheModel,
+    Life,
+    Match,
+    Options,
+    Reuse,
+)
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -29,7 +37,16 @@ def random_options(chance: random.Random) -> Options:
     reuse: Reuse = chance.choice(REUSES)
     if reuse != "off":
         sink -= sink % size
-    return Options(chance.randint(2, 20), size, window, sink, reuse)
+    options = Options(chance.randint(2, 20), size, window, sink, reuse)
+    chance = random.Random(repr(options))  # what is done is the same, with a host tier or without
+    if reuse == "off" or chance.random() < 0.4:
+        return options
+    return options._replace(
+        num_host_blocks=chance.randint(1, 12),
+        onboard_blocks=chance.random() < 0.8,
+        min_offload_tokens=chance.randint(1, size),
+        secondary_offload_min_priority=chance.choice([None, None, 0, 35, 36]),
+    )
 
 
 class Trial:
@@ -39,6 +56,7 @@ class Trial:
         self.model = KvCacheModel(options)
         self.chance = chance
         self.operations: Counter[str] = Counter()
+        self.priorities = chance.choice([(None,), (None, None, 0, 34, 36, 100)])
         self.kv = KvCacheManager(
             options.num_blocks,
             options.tokens_per_block,
@@ -47,6 +65,10 @@ class Trial:
             enable_block_reuse=options.reuse != "off",
             enable_partial_reuse=options.reuse in ("part", "copy"),
             copy_on_partial_reuse=options.reuse == "copy",
+            num_host_blocks=options.num_host_blocks,
+            onboard_blocks=options.onboard_blocks,
+            min_offload_tokens=options.min_offload_tokens,
+            secondary_offload_min_priority=options.secondary_offload_min_priority,
         )
 
     def operate(self) -> None:
@@ -83,6 +105,7 @@ class Trial:
             beam_width=beams,
             cache_salt=chance.choice([None, None, None, "salt"]),
             lora_task_id=chance.choice([None, None, None, 3]),
+            retention_priority=chance.choice(self.priorities),
         )
         if chance.random() < 0.4:
             request.context_chunk_size = chance.randint(1, prompt_len)
@@ -110,9 +133,11 @@ class Trial:
                 return
             new = self.kv.add_token(request.request_id)
             self._expect("new blocks", len(new), need)
+            self._told(self.kv.take_moves())
             for table, block in zip(life.tables, new, strict=bool(new)):
                 self.model.hand_out(block)
                 table.append(block)
+            self._expect("copies", [*self.model.due], [])
             self.model.write(life, life.stored + 1)
             self._generate(life)
             self._prove("add token")
@@ -207,8 +232,9 @@ class Trial:
         life = model.new_life(request)
         match = model.match(life)
         need, whole_life = model.context_blocks(request), model.life_blocks(request)
-        held = [block for block in match.whole if block not in model.freed]
-        leading = next((i for i, b in enumerate(match.whole) if b in model.freed), len(match.whole))
+        live = model.held(model.lives)
+        held = [block for block in match.whole if block in live]
+        leading = next((i for i, b in enumerate(match.whole) if b not in live), len(match.whole))
         kv.start_scheduling()
         needs = (
             kv.get_needed_blocks_one_step(request),
@@ -227,32 +253,58 @@ class Trial:
         num_cached = len(match.whole) * model.size + match.num_partial
         self._expect("tokens found", request.context_current_position, num_cached)
         self._expect("chunk", request.context_chunk_size, _moved(request, chunk, model.size))
-        self._expect("shared blocks", life.tables[0][: len(match.whole)], match.whole)
-        model.take(match.whole)
-        self._give(life, match.candidates, copies)
+        self._told(copies)
+        self._give(life, match)
         life.values = [model.values_of(life, beam, num_cached) for beam in range(len(life.tables))]
         model.lives[request.request_id] = life
-        self._prove("add reusing" if num_cached else "add")
+        onboarded = any(model.is_far(block) for block in match.whole)
+        self._prove("add onboarding" if onboarded else "add reusing" if num_cached else "add")
         self._run_context(life)
 
-    def _give(self, life: Life, candidates: frozenset[int], copies: Sequence[Any]) -> None:
-        """The blocks of a new sequence that it does not share: were they its to have?"""
-        model = self.model
-        shared = len(life.values[0]) // model.size
-        tables = [table[shared:] for table in life.tables]
-        new = list(dict.fromkeys(block for table in tables for block in table))
-        new = [block for block in new if block in model.freed]
-        if candidates and not copies:
-            taken_over = new.pop(0)
-            self._expect("block taken over", taken_over in candidates, True)
-            model.take([taken_over])
-            model.forget(taken_over)
-        for source, destination, _ in copies:
-            expected = source in candidates and destination == new[0]
-            self._expect(f"copy of {source} to {destination}", expected, True)
-        model.copy(copies)
-        for block in new:
+    def _give(self, life: Life, match: Match) -> None:
+        """The blocks of a new sequence: were they its to have, and do they hold what it found?"""
+        model, table = self.model, life.tables[0]
+        near = [block for block in match.whole if not model.is_far(block)]
+        far = [block for block in match.whole if model.is_far(block)]
+        self._expect("shared blocks", table[: len(near)], near)
+        model.take(near)
+        host_used, model.host_used = model.host_used, {}  # what is about to be read stays
+        model.host_used |= {block: None for block in host_used if block not in far}
+        blocks = dict.fromkeys(block for beam in life.tables for block in beam[len(near) :])
+        new = [block for block in blocks if block in model.freed]
+        if match.candidates:
+            begun = table[len(match.whole)]
+            new.remove(begun)
+            self._begin(begun, match)
+        for block, source in zip(new, far, strict=False):
             model.hand_out(block)
+            model.onboard(source, block)
+        for block in new[len(far) :]:
+            model.hand_out(block)
+        self._expect("copies", [*model.due], [])
+
+    def _begin(self, block: int, match: Match) -> None:
+        """The block that holds the beginning of another one, and is written to behind it."""
+        model = self.model
+        source = next((s for s, to, _ in model.due if to == block and s in match.candidates), block)
+        if source == block and block in match.candidates and model.can_take_over(block):
+            model.take([block])
+            model.forget(block)
+            return
+        if model.is_far(source):
+            del model.host_used[source]  # while room is made it stays
+        model.hand_out(block)
+        if source != block:  # else it was the next to go itself
+            model.expect_copy({source}, {block}, match.num_partial)
+        elif block not in match.candidates:
+            raise Divergence(f"block {block} begins as none of {sorted(match.candidates)} does")
+        if model.is_far(source):
+            model.host_used[source] = None
+
+    def _told(self, copies: Sequence[Any]) -> None:
+        """The device makes them at once."""
+        self.model.copy(copies)
+        self.model.due.extend(copies)
 
     def _run_context(self, life: Life) -> None:
         request = life.request
@@ -305,6 +357,9 @@ class Trial:
         if len(held) + len(model.freed) != kv.num_blocks or not held.isdisjoint(model.freed):
             raise Divergence(f"blocks {held} are held and {[*model.freed]} are free")
         self._expect("free blocks", kv.get_num_free_blocks(), len(model.freed))
+        counts = kv.host_counts
+        host = counts.total_blocks - counts.free_blocks, counts.free_blocks
+        self._expect("host blocks", host, (len(model.host_used), len(model.host_free)))
         model.now += 1
         self.operations[kind] += 1
 

@@ -1,0 +1,204 @@
+"""`CachingBlockPool`: free blocks keep what they hold, and it goes to the host tier as they go.
+
+Decides which cached content is lost when blocks are short. Knows nothing of requests, nor of what
+copying costs: it is told from how many tokens on it is worth while.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gptmanager.kv_cache.block import BlockCopy, BlockPool
+from gptmanager.kv_cache.prefix_tree import PrefixTree
+
+
+class HostCounts(NamedTuple):
+    """Blocks of the host tier now, and those copied out of and back into the pool since the start.
+
+    A beginning that is copied out of a host block counts as onboarded, and stays.
+    """
+
+    total_blocks: int = 0
+    free_blocks: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+
+
+class HostTier:
+    """Blocks `first..first + num_blocks - 1`, for cached content that the pool has no room for.
+
+    `evictable`: those in use that nobody is about to read, the least recently used first. What has
+    fewer than `min_tokens`, or a priority below `min_priority`, does not come here.
+    """
+
+    __slots__ = (
+        "evictable", "first", "free", "min_priority", "min_tokens", "num_blocks", "offloaded",
+        "onboarded",
+    )  # fmt: skip
+
+    def __init__(self, first: int, num_blocks: int, min_tokens: int, min_priority: int = 0) -> None:
+        self.first = first
+        self.num_blocks = num_blocks
+        self.min_tokens = min_tokens
+        self.min_priority = min_priority
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + num_blocks))
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.offloaded = self.onboarded = 0
+
+    @property
+    def counts(self) -> HostCounts:
+        return HostCounts(self.num_blocks, len(self.free), self.offloaded, self.onboarded)
+
+    def drop(self, block: int) -> None:
+        """What the block holds is not cached any more."""
+        self.evictable.pop(block, None)
+        self.free[block] = None
+
+    def clear(self) -> None:
+        for block in [*self.evictable]:
+            self.drop(block)
+
+    def problem(self, cached: set[int]) -> str | None:
+        """The first contradiction, given the host blocks that hold something cached."""
+        if set(self.evictable) != cached:
+            return f"host blocks {sorted(cached ^ set(self.evictable))} are cached, or evictable"
+        if not cached.isdisjoint(self.free):
+            return f"host blocks {sorted(cached & set(self.free))} are free, and cached"
+        if len(self.free) + len(cached) != self.num_blocks:
+            return f"{len(self.free)} free and {len(cached)} used are not {self.num_blocks} (host)"
+        return None
+
+
+class CachingBlockPool(BlockPool):
+    """Free blocks keep what they hold until they are handed out.
+
+    First come those that hold nothing to be found, then those of the lowest priority, of these the
+    least recently freed; leaves of the tree before their parents, whatever their priorities. A
+    block with held ones behind it goes only when there is no other.
+
+    What a block that goes held moves to a host block, if the tier takes it: to a free one, or one
+    that holds a leaf of the tree there: of the lowest priority, but no higher than its own, the
+    least recently used. It is lost if there is none. `copies` are those that the device must make,
+    in order, before anything is written. `ref_counts` of a host block: those who are about to read
+    it.
+    """
+
+    __slots__ = ("copies", "host", "tree")
+
+    def __init__(self, num_blocks: int, tree: PrefixTree, host: HostTier | None = None) -> None:
+        super().__init__(num_blocks)
+        self.tree = tree
+        self.host = host
+        self.copies: list[BlockCopy] = []
+        if host is not None:
+            self.ref_counts += [0] * host.num_blocks
+
+    def take(self, count: int, references: int = 1) -> list[int]:
+        blocks = []
+        may_go = self.tree.is_leaf if self.host is None else self.tree.ends_primary
+        for _ in range(count):
+            block = self._first(filter(may_go, self.free))
+            if block is None:
+                block = self._first(self.free)
+            assert block is not None  # the caller knows that enough are free
+            if self.host is not None:
+                self._offload(block, self.host)
+            self.claim(block, references)
+            blocks.append(block)
+        return blocks
+
+    def claim(self, block: int, references: int = 1) -> None:
+        """Take this free block to write to it."""
+        del self.free[block]
+        self.forget(block)
+        self.ref_counts[block] = references
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One holder more for each, free ones among them."""
+        ref_counts = self.ref_counts
+        for block in blocks:
+            if not ref_counts[block]:
+                del self._unheld(block)[block]
+            ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        ref_counts = self.ref_counts
+        for block in blocks:
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
+                unheld = self._unheld(block)
+                unheld[block] = None
+                if block not in self.tree:
+                    unheld.move_to_end(block, last=False)
+
+    def forget(self, block: int) -> None:
+        """What the block holds cannot be found any more, nor what lies behind it."""
+        for gone in self.tree.forget(block):
+            if self.host is not None and gone >= self.num_blocks:
+                self.host.drop(gone)
+
+    def onboard(self, block: int) -> int:
+        """The primary block that a host block which the caller shares moves to, with its holders.
+
+        The caller knows that one is free.
+        """
+        assert self.host is not None  # whose block it is
+        new = self.take(1)[0]
+        self.copies.append(BlockCopy(block, new, self.tree.num_tokens(block)))
+        self.tree.move(block, new)
+        self.ref_counts[new], self.ref_counts[block] = self.ref_counts[block], 0
+        self.host.drop(block)
+        self.host.onboarded += 1
+        return new
+
+    def copy_beginning(self, block: int, num_tokens: int) -> int:
+        """A block for the caller to write to that begins as a cached one does."""
+        if self.host is None or block < self.num_blocks:
+            new = self.take(1)[0]
+            if new != block:
+                self.copies.append(BlockCopy(block, new, num_tokens))
+            return new
+        self.share([block])  # the tier must not give it away meanwhile
+        new = self.take(1)[0]
+        self.copies.append(BlockCopy(block, new, num_tokens))
+        self.release([block])
+        self.host.onboarded += 1
+        return new
+
+    def clear(self) -> None:
+        """Nothing is cached any more."""
+        self.tree.clear()
+        if self.host is not None:
+            self.host.clear()
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        copies, self.copies = tuple(self.copies), []
+        return copies
+
+    def _offload(self, block: int, host: HostTier) -> None:
+        num_tokens, priority = self.tree.num_tokens(block), self.tree.priority(block)
+        if num_tokens < max(1, host.min_tokens) or priority < host.min_priority:
+            return
+        if not host.free:
+            oldest = self._first(filter(self.tree.is_leaf, host.evictable))
+            if oldest is None or self.tree.priority(oldest) > priority:
+                return
+            self.forget(oldest)
+        destination = host.free.popitem(last=False)[0]
+        self.copies.append(BlockCopy(block, destination, num_tokens))
+        self.tree.move(block, destination)
+        host.evictable[destination] = None
+        host.offloaded += 1
+
+    def _first(self, blocks: Iterable[int]) -> int | None:
+        """The first of the lowest priority; None of none."""
+        if self.tree.num_prioritized:
+            return min(blocks, key=self.tree.priority, default=None)
+        return next(iter(blocks), None)
+
+    def _unheld(self, block: int) -> OrderedDict[int, None]:
+        if self.host is None or block < self.num_blocks:
+            return self.free
+        return self.host.evictable
