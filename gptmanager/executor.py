@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +17,33 @@ from torch import Tensor
 
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.sampling import Sampler
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
 from gptmanager.prompt_embeddings import PromptEmbeddings
+from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
+from gptmanager.statistics import Memory
 from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
 from gptmanager.token_chooser import TokenChooser, TorchStep
+
+
+class PackedRows(NamedTuple):
+    """A batch as the host knows it, R sequences of T tokens.
+
+    int64 but for `row_starts` `[R + 1]` and `kv_lengths` `[R]`, int32: `lines` `[R]`, `positions`
+    and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
+    """
+
+    lines: np.ndarray
+    row_starts: np.ndarray
+    kv_lengths: np.ndarray
+    positions: np.ndarray
+    token_lines: np.ndarray
+    sample_index: np.ndarray
+    sample_rows: np.ndarray
+    num_context_rows: int
 
 
 class TorchExecutor:
@@ -53,17 +74,14 @@ class TorchExecutor:
         self._outputs = SlotOutputs(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
-        self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
+        self._tables = self._new_tables(num_lines, max_seq_len, blocks_per_sequence)
         self._chooser = TokenChooser(
-            self._token_table,
-            model.spec.vocab_size,
+            self._tables.tokens,
+            self._new_sampler(model.spec.vocab_size),
             max_beam_width,
             self._outputs,
             processing or PostProcessing(),
         )
-        self._block_tables = np.zeros((num_lines, blocks_per_sequence), dtype=np.int32)
-        self._token_table_tensor = torch.from_numpy(self._token_table)
-        self._block_tables_tensor = torch.from_numpy(self._block_tables)
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> TorchStep:
@@ -92,10 +110,11 @@ class TorchExecutor:
     def sample(self, step: TorchStep) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
         stall = _Stall()
-        self._chooser.choose(step)
+        self._choose(step)
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
+        self._receive(step)
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
         counts = step.counts
@@ -119,33 +138,42 @@ class TorchExecutor:
         return stalled // 1000
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors held beside the weights."""
-        tables = self._token_table.nbytes + self._block_tables.nbytes
-        return self.kv_pool.nbytes + self.kv_pool.host_nbytes + tables
+    def memory(self) -> Memory:
+        """Bytes of the tensors that it holds, the weights among them."""
+        pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
+        return Memory(cpu=self.model.nbytes + pages + self._tables.nbytes)
+
+    def _choose(self, step: TorchStep) -> None:
+        self._chooser.choose(step)
+
+    def _receive(self, step: TorchStep) -> None:
+        """Wait for what was chosen, where it does not come at once."""
+
+    def _new_sampler(self, vocab_size: int) -> Sampler:
+        return Sampler(len(self._tables.tokens), vocab_size, self._tables.tokens)
+
+    def _new_tables(
+        self, num_lines: int, max_seq_len: int, blocks_per_sequence: int
+    ) -> SequenceTables:
+        return SequenceTables(num_lines, max_seq_len, blocks_per_sequence)
 
     def _load(self, schedule: Schedule) -> None:
         """Bring the slots up to date with what the schedule gave out."""
-        width = self.max_beam_width
+        width, tables = self.max_beam_width, self._tables
         for start in schedule.starts:
-            line = start.slot * width
-            self._token_table[line, : len(start.tokens)] = start.tokens
+            tables.write_tokens(start.slot * width, 0, start.tokens)
             self._chooser.load(start)
-            self._embeddings.load(line, start.prompt_table)
+            self._embeddings.load(start.slot * width, start.prompt_table)
         self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
-            first, beams = fork.slot * width, len(fork.parents)
-            parents = first + np.array(fork.parents)
-            lines = slice(first, first + beams)
-            self._token_table[lines, : fork.position] = self._token_table[parents, : fork.position]
-            self._token_table[lines, fork.position] = fork.tokens
+            first = fork.slot * width
+            tables.fork(first, fork.parents, fork.position)
+            for beam, token in enumerate(fork.tokens):
+                tables.write_tokens(first + beam, fork.position, (token,))
         for drafts in schedule.drafts:
-            end = drafts.position + len(drafts.tokens)
-            self._token_table[drafts.slot * width, drafts.position : end] = drafts.tokens
+            tables.write_tokens(drafts.slot * width, drafts.position, drafts.tokens)
         for append in schedule.block_appends:
-            end = append.first + len(append.block_ids)
-            line = append.slot * width + append.beam
-            self._block_tables[line, append.first : end] = append.block_ids
+            tables.write_blocks(append.slot * width + append.beam, append.first, append.block_ids)
 
     def _logits(self, schedule: Schedule) -> tuple[Tensor, tuple[ContextLogits, ...]]:
         """Logits of the sequences that yield a token, and those of prompts that a host wants."""
@@ -153,12 +181,12 @@ class TorchExecutor:
         context, early = self._run_early(context)
         parts = self._outputs.context_parts(context)
         if self.fused or not (context and generation):
-            logits = self.model.forward(self._pack(context, generation, parts), self.kv_pool)
+            logits = self._run(self._pack(context, generation, parts))
             logits, context_logits = split_context(logits, parts)
             return logits, early + context_logits
-        logits = self.model.forward(self._pack(context, (), parts), self.kv_pool)
+        logits = self._run(self._pack(context, (), parts))
         first, context_logits = split_context(logits, parts)
-        second = self.model.forward(self._pack((), generation), self.kv_pool)
+        second = self._run(self._pack((), generation))
         return torch.cat([first, second]), early + context_logits
 
     def _run_early(
@@ -177,7 +205,7 @@ class TorchExecutor:
             for first, end in pieces:
                 piece = row._replace(position=first, num_tokens=end - first, samples=False)
                 parts = self._outputs.context_parts((piece,))
-                computed = self.model.forward(self._pack((piece,), (), parts), self.kv_pool)
+                computed = self._run(self._pack((piece,), (), parts))
                 logits += split_context(computed, parts)[1]
             left.append(row._replace(position=rest[0], num_tokens=rest[1] - rest[0]))
         return tuple(left), logits
@@ -207,7 +235,7 @@ class TorchExecutor:
         context: tuple[Row, ...],
         generation: tuple[Row, ...],
         parts: Sequence[ContextPart] = (),
-    ) -> Batch:
+    ) -> PackedRows:
         lines, starts, counts = self._sequences(context, generation)
         ends = np.cumsum(counts)
         row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
@@ -230,19 +258,35 @@ class TorchExecutor:
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
             sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
-        token_ids = self._token_table[token_lines, positions].astype(np.int64)
-        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, token_lines)
+        return PackedRows(
+            lines,
+            row_starts,
+            (starts + counts).astype(np.int32),
+            positions,
+            token_lines,
+            sample_index,
+            sample_rows,
+            len(context),
+        )
+
+    def _run(self, rows: PackedRows) -> Tensor:
+        """Logits of the sampled tokens of `rows`."""
+        return self.model.forward(self._batch(rows), self.kv_pool)
+
+    def _batch(self, rows: PackedRows) -> Batch:
+        token_ids = self._tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
+        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, rows.token_lines)
         return Batch(
             token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            row_starts=torch.from_numpy(row_starts),
-            kv_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
-            slots=torch.from_numpy(lines.astype(np.int32)),
-            block_tables=self._block_tables_tensor,
-            token_table=self._token_table_tensor,
-            sample_index=torch.from_numpy(sample_index),
-            sample_rows=torch.from_numpy(sample_rows),
-            num_context_rows=len(context),
+            positions=torch.from_numpy(rows.positions),
+            row_starts=torch.from_numpy(rows.row_starts),
+            kv_lengths=torch.from_numpy(rows.kv_lengths),
+            slots=torch.from_numpy(rows.lines.astype(np.int32)),
+            block_tables=self._tables.block_tensor,
+            token_table=self._tables.token_tensor,
+            sample_index=torch.from_numpy(rows.sample_index),
+            sample_rows=torch.from_numpy(rows.sample_rows),
+            num_context_rows=rows.num_context_rows,
             prompt_index=prompt_index,
             prompt_embeddings=prompt_embeddings,
         )
