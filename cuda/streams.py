@@ -45,6 +45,9 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Wait for all that was enqueued."""
 
+    def relieve(self) -> None:
+        """Give back the device's memory that is held for later."""
+
     def free_bytes(self) -> int:
         """Memory of the device that nothing holds."""
 
@@ -94,7 +97,12 @@ class DeviceStream:
         run()  # what is compiled, loaded or chosen at a first call cannot be recorded
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self._stream):
+        with torch.cuda.graph(
+            graph,
+            pool=self._graph_memory,
+            stream=self._stream,
+            capture_error_mode="thread_local",  # what a host's threads do there is theirs
+        ):
             result = run()
         self._graph_memory = graph.pool()  # one memory: graphs of one stream run one by one
         return graph.replay, result
@@ -102,8 +110,12 @@ class DeviceStream:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
-    def free_bytes(self) -> int:
+    def relieve(self) -> None:
+        self._stream.synchronize()
         torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        self.relieve()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
@@ -142,6 +154,9 @@ class EmulatedStream:
         return replay, result
 
     def synchronize(self) -> None:
+        pass
+
+    def relieve(self) -> None:
         pass
 
     def free_bytes(self) -> int:

@@ -130,7 +130,7 @@ class Blueprint:
     @property
     def num_slots(self) -> int:
         # under run-ahead a request whose last token is launched keeps its slot for one more step
-        return self.max_num_requests * (1 + self.params.run_ahead)
+        return self.max_num_requests * (1 + (self.params.run_ahead or 0))
 
     def allocator(self) -> Allocator:
         """Empty accounts: nothing is held."""
@@ -248,7 +248,7 @@ def build_loop(
         max_active=blueprint.max_num_requests if max_active == "auto" else max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
-        run_ahead=params.run_ahead,
+        run_ahead=params.run_ahead or 0,
         num_micro_batches=blueprint.num_micro_batches,
         laps=laps,
     )

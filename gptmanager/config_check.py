@@ -173,6 +173,9 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
                 f"OptionalParams.device = {params.device!r} is none of 'cpu', 'cuda', 'cuda:0' and "
                 "so on, 'emulator'"
             )
+    if params.run_ahead is None:
+        on_host = params.device in (None, "cpu")
+        params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     if params.dtype not in _DTYPES:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from gptmanager.cuda.streams import Event, Stream
 from gptmanager.decoding.device_sampling import DeviceSampler
-from gptmanager.executor import PackedRows, TorchExecutor
+from gptmanager.executor import TorchExecutor
 from gptmanager.generation_graphs import GenerationGraphs
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
+from gptmanager.packed_rows import PackedRows, padded
 from gptmanager.sequence_tables import DeviceTables
 from gptmanager.staging import Staging
 from gptmanager.statistics import Memory
@@ -119,7 +120,7 @@ class DeviceExecutor(TorchExecutor):
             num_context_rows=len(counts),
         )
         with self._stream, torch.inference_mode():
-            self._run(rows)
+            self._compute(rows)
 
     # What the device knows ------------------------------------------------------------------
 
@@ -146,14 +147,17 @@ class DeviceExecutor(TorchExecutor):
 
     # The model -------------------------------------------------------------------------------
 
-    def _run(self, rows: PackedRows) -> Tensor:
+    def _compute(self, rows: PackedRows) -> Tensor:
         num_rows = len(rows.lines)
         if rows.num_context_rows == 0 and len(rows.sample_index) == rows.row_starts[-1] == num_rows:
             size = self._graphs.size_for(num_rows)
             if size is not None:
-                arrays = self._arrays(_padded(rows, size), fixed=True)
+                arrays = self._arrays(padded(rows, size), fixed=True)
                 return self._graphs.run(size, arrays)[:num_rows]
-        return super()._run(rows)
+        return super()._compute(rows)
+
+    def _relieve(self) -> None:
+        self._stream.relieve()
 
     def _batch(self, rows: PackedRows) -> Batch:
         tensors = self._staging.upload(self._arrays(rows))
@@ -214,7 +218,7 @@ class DeviceExecutor(TorchExecutor):
         rows = PackedRows(
             none, np.zeros(1, dtype=np.int32), lengths, none, none, none, none, num_context_rows=0
         )
-        return self._arrays(_padded(rows, size), fixed=True)
+        return self._arrays(padded(rows, size), fixed=True)
 
     # The tokens ------------------------------------------------------------------------------
 
@@ -268,23 +272,3 @@ class DeviceExecutor(TorchExecutor):
         own = arrival.starts == self._num_starts[step.lines]
         own &= step.positions < self._tables.tokens.shape[1]
         self._tables.tokens[step.lines[own], step.positions[own]] = tokens[own]
-
-
-def _padded(rows: PackedRows, num_rows: int) -> PackedRows:
-    """With rows without a token, which have logits of no meaning."""
-    missing = num_rows - len(rows.lines)
-
-    def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
-        return np.pad(array, (0, missing), constant_values=value)
-
-    every = np.arange(num_rows, dtype=np.int64)
-    return PackedRows(
-        lines=pad(rows.lines),
-        row_starts=pad(rows.row_starts, int(rows.row_starts[-1])),
-        kv_lengths=pad(rows.kv_lengths),
-        positions=pad(rows.positions),
-        token_lines=pad(rows.token_lines),
-        sample_index=every,
-        sample_rows=every,
-        num_context_rows=0,
-    )

@@ -7,9 +7,9 @@ runs.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.sampling import Sampler
+from gptmanager.errors import CapacityError, response_text
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
+from gptmanager.packed_rows import PackedRows, halves, with_drafts
 from gptmanager.prompt_embeddings import PromptEmbeddings
 from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
@@ -28,22 +30,7 @@ from gptmanager.statistics import Memory
 from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
 from gptmanager.token_chooser import TokenChooser, TorchStep
 
-
-class PackedRows(NamedTuple):
-    """A batch as the host knows it, R sequences of T tokens.
-
-    int64 but for `row_starts` `[R + 1]` and `kv_lengths` `[R]`, int32: `lines` `[R]`, `positions`
-    and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
-    """
-
-    lines: np.ndarray
-    row_starts: np.ndarray
-    kv_lengths: np.ndarray
-    positions: np.ndarray
-    token_lines: np.ndarray
-    sample_index: np.ndarray
-    sample_rows: np.ndarray
-    num_context_rows: int
+logger = logging.getLogger("gptmanager")
 
 
 class TorchExecutor:
@@ -82,6 +69,8 @@ class TorchExecutor:
             self._outputs,
             processing or PostProcessing(),
         )
+        self._starved: dict[int, str] = {}  # by line, why
+        self._num_cuts = 0
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> TorchStep:
@@ -102,10 +91,12 @@ class TorchExecutor:
         if schedule.drafts:
             drafts = np.array([row.num_drafts for row in rows])
             widths += drafts
-            lines, positions = _with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
+            lines, positions = with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
         firsts = np.concatenate(([0], np.cumsum(widths)))
         self._stalled_ns += stall.nanoseconds()
-        return TorchStep(schedule, rows, slots, firsts, lines, positions, logits, context_logits)
+        step = TorchStep(schedule, rows, slots, firsts, lines, positions, logits, context_logits)
+        step.starved = self._take_starved(schedule)
+        return step
 
     def sample(self, step: TorchStep) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
@@ -125,8 +116,20 @@ class TorchExecutor:
             failures = tuple(
                 Failure(step.rows[place].request_id, error) for place, error in step.failed.items()
             )
-        now = time.monotonic()
-        return StepResult(step.tokens, now, counts, step.beams, failures, step.extras)
+        if step.starved:
+            lost = {failure.request_id for failure in step.starved}
+            counts = np.ones(len(step.rows), dtype=np.int32) if counts is None else counts
+            counts[[row.request_id in lost for row in step.rows]] = 0
+            failures += step.starved
+        return StepResult(
+            step.tokens,
+            time.monotonic(),
+            counts,
+            step.beams,
+            failures,
+            spoilt=bool(step.starved),
+            extras=step.extras,
+        )
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -253,7 +256,7 @@ class TorchExecutor:
         drafts += (row.num_drafts for row in generation for _ in range(row.beam_width))
         if any(drafts):
             of_sampled = np.array(drafts)[sample_rows]
-            sample_rows, sample_index = _with_drafts(sample_rows, sample_index, of_sampled)
+            sample_rows, sample_index = with_drafts(sample_rows, sample_index, of_sampled)
         for part in parts:  # behind the rows that sample
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
@@ -270,8 +273,48 @@ class TorchExecutor:
         )
 
     def _run(self, rows: PackedRows) -> Tensor:
-        """Logits of the sampled tokens of `rows`."""
+        """Logits of the sampled tokens of `rows`; of what does not fit into memory at once, in
+        parts. NaN of what does not fit at all, whose lines are noted.
+        """
+        try:
+            return self._compute(rows)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            reason = response_text(error)
+        # here the error is gone, and with it the tensors that its frames held
+        self._relieve()
+        parts = halves(rows)
+        if not parts:
+            self._starved[int(rows.lines[0])] = reason
+            shape = len(rows.sample_index), self.model.spec.vocab_size
+            return torch.full(shape, torch.nan, device=self.kv_pool.keys.device)
+        self._num_cuts += 1
+        if self._num_cuts & (self._num_cuts - 1) == 0:
+            logger.warning(
+                "a batch of %d sequences and %d tokens does not fit into memory and runs in parts; "
+                "it is the %d. one (lower max_num_tokens or max_batch_size): %s",
+                *(len(rows.lines), rows.row_starts[-1], self._num_cuts, reason),
+            )
+        results = [(self._run(part), places) for part, places in parts]
+        order = np.concatenate([places for _, places in results])
+        logits = torch.cat([own for own, _ in results])
+        return logits[torch.from_numpy(np.argsort(order))]
+
+    def _compute(self, rows: PackedRows) -> Tensor:
         return self.model.forward(self._batch(rows), self.kv_pool)
+
+    def _relieve(self) -> None:
+        """Give back memory that is held for later, where that is done."""
+
+    def _take_starved(self, schedule: Schedule) -> tuple[Failure, ...]:
+        """The requests of what could not be run since the last call."""
+        starved, self._starved = self._starved, {}
+        reasons = {line // self.max_beam_width: reason for line, reason in starved.items()}
+        rows = (*schedule.context_rows, *schedule.generation_rows) if reasons else ()
+        return tuple(
+            Failure(row.request_id, CapacityError(f"no memory for one token: {reasons[row.slot]}"))
+            for row in rows
+            if row.slot in reasons
+        )
 
     def _batch(self, rows: PackedRows) -> Batch:
         token_ids = self._tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
@@ -290,15 +333,6 @@ class TorchExecutor:
             prompt_index=prompt_index,
             prompt_embeddings=prompt_embeddings,
         )
-
-
-def _with_drafts(
-    sequences: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each sequence as often as it has positions to verify, and where: up to `ends`, ascending."""
-    widths = num_drafts + 1
-    offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
-    return np.repeat(sequences, widths), np.repeat(ends - num_drafts, widths) + offsets
 
 
 class _Stall:

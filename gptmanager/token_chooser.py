@@ -25,6 +25,7 @@ from gptmanager.step import (
     BeamCandidates,
     ContextLogits,
     Extras,
+    Failure,
     Row,
     Schedule,
     SequenceStart,
@@ -50,6 +51,7 @@ class TorchStep:
     arrival: Any = None  # of tokens that are on their way from a device
     beams: tuple[BeamCandidates, ...] = ()
     failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
+    starved: tuple[Failure, ...] = ()  # what could not be run
     extras: Extras | None = None
 
 

@@ -105,6 +105,7 @@ decoding
 prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
 token_chooser           from the logits of a step to its tokens
+packed_rows             a batch as the host knows it, padded or cut (no torch)
 sequence_tables         tokens and blocks of each sequence, by line, and what a device has of them
 staging                 arrays of a step, to the device in one copy
 generation_graphs       generation steps, recorded and run again
