@@ -33,12 +33,24 @@ class _Items:
 
 
 @dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows that one of the attention kernels serves."""
+
+    row_starts: Tensor
+    kv_lengths: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Where a step's tokens go in the pages, and how its attention is cut."""
+    """Where a step's tokens go in the pages, how its attention is cut, and room to work in."""
 
     places: Tensor
     items: dict[int | None, _Items]
-    num_context: int  # rows that context attention serves
+    context: _Rows | None
+    generation: _Rows | None
+    partial: Tensor
+    partial_log: Tensor
 
 
 class CudaKernels(Kernels):
@@ -103,7 +115,18 @@ class CudaKernels(Kernels):
             self._launcher, places, row_starts, kv_lengths, slots, block_tables, tokens_per_block
         )
         items = {window: _Items(*plan[3 * i : 3 * i + 3]) for i, window in enumerate(shape.windows)}
-        return StepPlan(places, items, len(slots) + 1 - len(plan[2]))
+        num_rows = slots.shape[0]
+        middle = num_rows + 1 - plan[2].shape[0]
+        context = generation = None
+        if middle:
+            context = _Rows(row_starts[: middle + 1], kv_lengths[:middle], slots[:middle])
+        if middle < num_rows:
+            generation = _Rows(row_starts[middle:], kv_lengths[middle:], slots[middle:])
+        # room for as many partial results as there are items: their number is on the device
+        most = max(own.generation.shape[0] for own in items.values())
+        partial = torch.empty(most, shape.num_heads, shape.head_dim, device=slots.device)
+        partial_log = torch.empty(most, shape.num_heads, device=slots.device)
+        return StepPlan(places, items, context, generation, partial, partial_log)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -194,23 +217,23 @@ class CudaKernels(Kernels):
                 window=window,
                 sink=sink,
             )
-        out, items, middle = torch.empty_like(q), plan.items[window], plan.num_context
-        context_attention(
-            self._launcher,
-            *(out, q, keys.mT, values, items.context, row_starts[: middle + 1]),
-            *(kv_lengths[:middle], slots[:middle], block_tables),
-            scale=scale,
-            window=window,
-        )
-        if middle < len(slots):
-            # room for as many partial results as there are items: their number is on the device
-            num_items = len(items.generation)
-            partial = q.new_empty(num_items, *q.shape[1:], dtype=torch.float32)
-            partial_log = q.new_empty(num_items, q.shape[1], dtype=torch.float32)
+        out, items = torch.empty_like(q), plan.items[window]
+        keys = keys.mT
+        if plan.context is not None:
+            rows = plan.context
+            context_attention(
+                self._launcher,
+                *(out, q, keys, values, items.context),
+                *(rows.row_starts, rows.kv_lengths, rows.slots, block_tables),
+                scale=scale,
+                window=window,
+            )
+        if plan.generation is not None:
+            rows = plan.generation
             generation_attention(
                 self._launcher,
-                *(out, partial, partial_log, q, keys.mT, values, items.generation),
-                *(items.partial_starts, row_starts[middle:], slots[middle:], block_tables),
+                *(out, plan.partial, plan.partial_log, q, keys, values, items.generation),
+                *(items.partial_starts, rows.row_starts, rows.slots, block_tables),
                 scale=scale,
             )
         return out.flatten(1)
