@@ -89,6 +89,7 @@ models
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
 decoding.rows           what a step gives to logits post-processors
+decoding.stream_watch   who works on another stream than the model's
 decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.guided         grammars as masks
 decoding.raw_kernel     a logits post-processor given as CUDA source
