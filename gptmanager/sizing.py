@@ -19,6 +19,7 @@ logger = logging.getLogger("gptmanager")
 _GIB = 1 << 30
 _CPU_FRACTION = 0.25  # of free memory, when neither max_tokens nor a fraction is given
 _DEFAULT_FRACTION = 0.9
+_WINDOWED_CHUNK = 256  # tokens that a chunk behind an attention window has at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,17 @@ class Sizes:
             return None
         return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
 
+    @property
+    def chunk_unit(self) -> int:
+        """Tokens: a context that is cut ends its chunks on multiples of so many.
+
+        That is a block; behind a window several, since a context runs there in pieces anyway.
+        """
+        size = self.tokens_per_block
+        if self.attention_window is None or self.attention_window >= self.max_input_len:
+            return size
+        return -(-_WINDOWED_CHUNK // size) * size
+
 
 def size(
     params: OptionalParams,
@@ -65,16 +77,16 @@ def size(
         max_seq_len = params.max_seq_len
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
-    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous, max_beam_width)
     window = params.kv_cache_config.max_attention_window
     if window is not None and window >= max_seq_len:
         window = None
-    in_pool = (num_blocks - 1) * tokens_per_block + 1
     sink = params.kv_cache_config.sink_token_length or 0
-    longest = max_seq_len
+    longest = max_seq_len  # that one sequence keeps
     if window is not None:
-        longest = AttentionWindow(window, sink, tokens_per_block).num_tokens
-    pool_limited = -(-min(longest, max_seq_len) // tokens_per_block) > num_blocks
+        longest = min(longest, AttentionWindow(window, sink, tokens_per_block).num_tokens)
+    num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width)
+    in_pool = (num_blocks - 1) * tokens_per_block + 1
+    pool_limited = -(-longest // tokens_per_block) > num_blocks
     if pool_limited:
         if in_pool < 2:
             raise ConfigError(
@@ -94,7 +106,7 @@ def size(
     num_host_blocks = _num_host_blocks(params, spec, tokens_per_block)
     onboards = bool(num_host_blocks) and params.kv_cache_config.onboard_blocks
     _log(num_blocks, num_host_blocks, onboards, tokens_per_block, max_seq_len, spec)
-    return Sizes(
+    sizes = Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
         max_seq_len=max_seq_len,
@@ -106,6 +118,8 @@ def size(
         attention_window=window,
         sink_token_length=sink,
     )
+    _check_chunks(params.max_num_tokens, sizes)
+    return sizes
 
 
 def free_memory_bytes() -> float:
@@ -137,15 +151,17 @@ def _num_blocks(
     params: OptionalParams,
     spec: Dimensions,
     max_seq_len: int,
+    longest: int,
     contiguous: bool,
     max_beam_width: int,
 ) -> int:
+    """`longest`: so many tokens a sequence keeps at most; by default there is room for all."""
     config = params.kv_cache_config
     free = free_memory_bytes()
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
     fraction = config.free_gpu_memory_fraction
     if config.max_tokens is None:
-        max_tokens = params.max_batch_size * max_beam_width * max_seq_len
+        max_tokens = params.max_batch_size * max_beam_width * longest
         fraction = fraction or _CPU_FRACTION
     else:
         max_tokens = config.max_tokens
@@ -209,13 +225,24 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
             f"{scheduler.context_chunking_policy.name} has no effect without "
             "OptionalParams.enable_chunked_context"
         )
-    unit = params.kv_cache_config.tokens_per_block
-    if chunked and params.max_num_tokens < unit:
-        raise ConfigError(
-            f"OptionalParams.max_num_tokens = {params.max_num_tokens} is less than one context "
-            f"chunk of tokens_per_block = {unit} tokens"
-        )
     return chunked
+
+
+def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
+    """A context that does not fit into a step must be able to run in chunks."""
+    unit, size = sizes.chunk_unit, sizes.tokens_per_block
+    if not sizes.chunked or max_num_tokens >= min(unit, sizes.max_input_len):
+        return
+    reason = f"tokens_per_block = {size} tokens"
+    if unit > size:
+        reason = (
+            f"{unit} tokens: with KvCacheConfig.max_attention_window = {sizes.attention_window} "
+            f"chunks are blocks of {size} tokens that come to {_WINDOWED_CHUNK} or more"
+        )
+    raise ConfigError(
+        f"OptionalParams.max_num_tokens = {max_num_tokens} is less than one context chunk of "
+        f"{reason}"
+    )
 
 
 def _log(
