@@ -120,9 +120,6 @@ def size(
     if not chunked:  # a context runs in one piece
         max_input_len = min(max_input_len, params.max_num_tokens)
     block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
-    num_host_blocks = _num_host_blocks(params, block_bytes)
-    onboards = bool(num_host_blocks) and params.kv_cache_config.onboard_blocks
-    _log(num_blocks, num_host_blocks, onboards, tokens_per_block, max_seq_len, block_bytes)
     sizes = Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
@@ -131,11 +128,12 @@ def size(
         pool_limited=pool_limited,
         chunked=chunked,
         max_context_length=params.max_num_tokens if chunked else max_input_len,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=_num_host_blocks(params, block_bytes),
         attention_window=window,
         sink_token_length=sink,
     )
     _check_chunks(params.max_num_tokens, sizes)
+    _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
     return sizes
 
 
@@ -261,23 +259,20 @@ def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
     )
 
 
-def _log(
-    num_blocks: int,
-    num_host_blocks: int,
-    onboards: bool,
-    tokens_per_block: int,
-    max_seq_len: int,
-    block_bytes: int,
-) -> None:
+def _log(sizes: Sizes, onboards: bool, block_bytes: int) -> None:
+    num_blocks, size = sizes.num_blocks, sizes.tokens_per_block
+    longest = -(-sizes.max_seq_len // size)
+    if sizes.window is not None:
+        longest = min(longest, sizes.window.num_blocks)
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
     logger.info(
         "number of blocks in the KV cache secondary pool: %d, onboard blocks: %s",
-        *(num_host_blocks, "yes" if onboards else "no"),
+        *(sizes.num_host_blocks, "yes" if sizes.num_host_blocks and onboards else "no"),
     )
-    logger.info("max KV cache blocks per sequence: %d", -(-max_seq_len // tokens_per_block))
-    logger.info("number of tokens per block: %d", tokens_per_block)
+    logger.info("max KV cache blocks per sequence: %d", longest)
+    logger.info("number of tokens per block: %d", size)
     logger.info(
         "allocated %.2f GiB for %d tokens in the paged KV cache",
         num_blocks * block_bytes / _GIB,
-        num_blocks * tokens_per_block,
+        num_blocks * size,
     )
