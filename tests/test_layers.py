@@ -13,6 +13,7 @@ import pytest
 
 LAYERS = """
 errors                  every error, in one tree
+arguments               arguments of constructors, checked by name (no torch)
 config                  what a host configures, and the enums of the contract (no torch)
 attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)

@@ -10,13 +10,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
 
+from gptmanager.arguments import at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import KvCacheReport, LedgerError, WhatIf, audit
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.kv_cache.tiers import HostCounts
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request import RETENTION_PRIORITIES, LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
@@ -76,12 +77,22 @@ class KvCacheManager(KvSequences):
         min_offload_tokens: int = 1,
         secondary_offload_min_priority: int | None = None,
     ) -> None:
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
-        if num_host_blocks < 0 or (num_host_blocks and not enable_block_reuse):
-            raise ConfigError(
-                f"num_host_blocks = {num_host_blocks} needs enable_block_reuse, or is 0"
-            )
+        num_blocks = at_least(1, "num_blocks", num_blocks)
+        flags = {
+            "enable_block_reuse": enable_block_reuse,
+            "enable_partial_reuse": enable_partial_reuse,
+            "copy_on_partial_reuse": copy_on_partial_reuse,
+            "cross": cross,
+            "onboard_blocks": onboard_blocks,
+        }
+        for name, value in flags.items():
+            flag(name, value)
+        num_host_blocks = at_least(0, "num_host_blocks", num_host_blocks)
+        if num_host_blocks and not enable_block_reuse:
+            raise ConfigError(f"num_host_blocks = {num_host_blocks} needs enable_block_reuse")
+        least = secondary_offload_min_priority
+        if least is not None:
+            least = at_least(0, "secondary_offload_min_priority", least, RETENTION_PRIORITIES[1])
         needs = (CrossBlockNeeds if cross else BlockNeeds)(
             tokens_per_block, max_attention_window, sink_token_length
         )
@@ -96,16 +107,16 @@ class KvCacheManager(KvSequences):
                 )
             reuse = BlockReuse(
                 num_blocks,
-                tokens_per_block,
+                needs.tokens_per_block,
                 max_tokens=needs.window,
                 enable_partial_reuse=enable_partial_reuse,
                 copy_on_partial_reuse=copy_on_partial_reuse,
                 num_host_blocks=num_host_blocks,
                 onboard_blocks=onboard_blocks,
-                min_offload_tokens=min_offload_tokens,
-                min_offload_priority=secondary_offload_min_priority or 0,
+                min_offload_tokens=at_least(0, "min_offload_tokens", min_offload_tokens),
+                min_offload_priority=least or 0,
             )
-        super().__init__(num_blocks, tokens_per_block, needs, reuse)
+        super().__init__(num_blocks, needs.tokens_per_block, needs, reuse)
         self.start_scheduling()
 
     # Proof ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError
 from gptmanager.request import LlmRequest, LlmRequestState
 
@@ -29,17 +30,17 @@ class BlockNeeds:
     def __init__(
         self, tokens_per_block: int, max_attention_window: int | None, sink_token_length: int
     ) -> None:
-        window = _UNBOUNDED if max_attention_window is None else max_attention_window
-        if tokens_per_block < 1:
-            raise ConfigError(f"tokens_per_block must be at least 1, got {tokens_per_block}")
-        if window < 1:
-            raise ConfigError(f"max_attention_window must be at least 1, got {window}")
-        if not 0 <= sink_token_length < window:
-            limit = f"0 or more and less than max_attention_window ({max_attention_window})"
-            raise ConfigError(f"sink_token_length must be {limit}, got {sink_token_length}")
-        self.tokens_per_block = tokens_per_block
+        self.tokens_per_block = at_least(1, "tokens_per_block", tokens_per_block)
+        window = _UNBOUNDED
+        if max_attention_window is not None:
+            window = at_least(1, "max_attention_window", max_attention_window)
+        sink = at_least(0, "sink_token_length", sink_token_length)
+        if sink >= window:
+            raise ConfigError(
+                f"sink_token_length = {sink} must be less than max_attention_window = {window}"
+            )
         self.window = window
-        self.bubble = -sink_token_length % tokens_per_block
+        self.bubble = -sink % self.tokens_per_block
         self.max_slots = window + self.bubble
         self.max_table_length = self.table_length(self.max_slots)
 

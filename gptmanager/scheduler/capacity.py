@@ -11,6 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from gptmanager.arguments import able, at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
@@ -68,10 +69,14 @@ class _KvCapacityScheduler(CapacityScheduler):
         self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
         if kv_cache_manager is None:
             raise ConfigError("kv_cache_manager = None: MaxRequestsScheduler needs no KV cache")
-        self.kv_cache_manager = kv_cache_manager
+        self.kv_cache_manager = _kv_cache("kv_cache_manager", kv_cache_manager)
+        if cross_kv_cache_manager is not None:
+            _kv_cache("cross_kv_cache_manager", cross_kv_cache_manager)
         self.cross_kv_cache_manager = cross_kv_cache_manager
+        if peft_cache_manager is not None:
+            able("peft_cache_manager", peft_cache_manager, "determine_num_pages", "adapter cache")
         self.peft_cache_manager = peft_cache_manager
-        self.two_step_lookahead = two_step_lookahead
+        self.two_step_lookahead = flag("two_step_lookahead", two_step_lookahead)
 
 
 class GuaranteedNoEvictScheduler(_KvCapacityScheduler):
@@ -105,7 +110,7 @@ class GuaranteedNoEvictScheduler(_KvCapacityScheduler):
             peft_cache_manager=peft_cache_manager,
             two_step_lookahead=two_step_lookahead,
         )
-        self.started_contexts_first = started_contexts_first
+        self.started_contexts_first = flag("started_contexts_first", started_contexts_first)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         schedulable = self.schedulable(active_requests)
@@ -310,11 +315,8 @@ class MaxUtilizationScheduler(_KvCapacityScheduler):
         return None, [walk[place] for place in reversed(exempt)]
 
 
-def at_least(low: int, name: str, value: int) -> int:
-    """`value`, or a ConfigError that names it."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} = {value!r} must be an integer of at least {low}")
-    return value
+def _kv_cache(name: str, value: KvCacheManager) -> KvCacheManager:
+    return able(name, value, "get_num_free_blocks", "KvCacheManager")
 
 
 def _started_behind(walk: RequestList, position: int) -> RequestList:

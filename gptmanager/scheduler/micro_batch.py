@@ -11,10 +11,10 @@ from collections.abc import Set
 from operator import attrgetter
 from typing import ClassVar, Literal, NamedTuple
 
+from gptmanager.arguments import at_least, flag
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
-from gptmanager.scheduler.capacity import at_least
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -65,23 +65,19 @@ class MicroBatchScheduler:
         reuse_credit_rule: Literal["prefix", "shift"] = "prefix",
         mixed_beam_widths: bool = False,
     ) -> None:
-        limits = {"max_num_tokens": max_num_tokens, "max_context_length": max_context_length}
-        for name, limit in limits.items():
-            if limit is not None:
-                at_least(1, name, limit)
         if draft_rule not in ("reserve", "kept"):
             raise ConfigError(f"draft_rule = {draft_rule!r} must be 'reserve' or 'kept'")
         if reuse_credit_rule not in ("prefix", "shift"):
             raise ConfigError(f"reuse_credit_rule = {reuse_credit_rule!r}: 'prefix' or 'shift'")
         chunk_unit = 1 if chunk_unit is None else at_least(1, "chunk_unit", chunk_unit)
         self.max_batch_size = at_least(1, "max_batch_size", max_batch_size)
-        self.max_num_tokens = max_num_tokens
-        self.max_context_length = max_context_length
+        self.max_num_tokens = _limit("max_num_tokens", max_num_tokens)
+        self.max_context_length = _limit("max_context_length", max_context_length)
         self.context_chunking_policy = context_chunking_policy
         self.chunk_unit = chunk_unit
         self.draft_rule = draft_rule
         self.reuse_credit_rule = reuse_credit_rule
-        self.mixed_beam_widths = mixed_beam_widths
+        self.mixed_beam_widths = flag("mixed_beam_widths", mixed_beam_widths)
         if context_chunking_policy is not None:
             _check_policy(context_chunking_policy, chunk_unit, max_context_length)
 
@@ -290,6 +286,10 @@ def _credit(request: LlmRequest) -> int:
     if request.context_current_position:
         return 0
     return min(request.estimated_reusable_tokens, request.prompt_len)
+
+
+def _limit(name: str, value: int | None) -> int | None:
+    return None if value is None else at_least(1, name, value)
 
 
 def _check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:
