@@ -183,7 +183,11 @@ picture                 a schedule, seen
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager
-bench                   how fast it is, beside a peer
+bench.load              requests of random tokens, and models of random weights
+bench.engine            a load through a manager, with the clock outside
+bench.transformers_peer the same load through transformers
+bench.throughput        a load on this machine, beside the peer
+bench                   how fast it is
 cli                     the command line
 __main__
 """
