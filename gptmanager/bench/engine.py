@@ -13,6 +13,7 @@ import orjson
 
 from gptmanager.bench.load import Request, Source
 from gptmanager.callbacks import RequestQueue
+from gptmanager.callbacks.generation import Generation
 from gptmanager.callbacks.result import GenerationResult
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RequestError
@@ -119,17 +120,25 @@ class Session:
         finally:
             self.queue.close()
 
+    def close(self) -> None:
+        """Abort what runs."""
+        try:
+            self._manager.shutdown(drain=False)
+        finally:
+            self.queue.close()
+
     def warm_up(self) -> None:
         """What is compiled or touched once is no figure."""
         self.queue.submit(WARM_UP, 2).result()
 
+    def start(self, requests: Sequence[Request], **by_name: Any) -> list[Generation]:
+        """Submit all at once: greedy, none ends early."""
+        return [self.queue.submit(prompt, new_tokens, **by_name) for prompt, new_tokens in requests]
+
     def results(self, requests: Sequence[Request], **by_name: Any) -> list[GenerationResult]:
-        """All requests at once, greedy, none ends early. ConfigError where they do not fit."""
+        """Wait for all; ConfigError where they do not fit the model."""
         try:
-            generations = [
-                self.queue.submit(prompt, new_tokens, **by_name) for prompt, new_tokens in requests
-            ]
-            results = [generation.result() for generation in generations]
+            results = [generation.result() for generation in self.start(requests, **by_name)]
         except RequestError as error:
             raise ConfigError(f"the load does not fit the model: {error}") from error
         for result, (prompt, new_tokens) in zip(results, requests, strict=True):

@@ -17,10 +17,16 @@ _BLOCK = 256  # tokens in a block of transformers' KV cache, its default
 _BATCH_TOKENS = 512  # in an iteration of transformers: the dense mask grows with it
 
 
+class TooSlow(GptManagerError):
+    """The peer did not get through in its time."""
+
+
 class TransformersPeer:
     """transformers' continuous batching (paged attention through SDPA) on the same weights."""
 
-    def __init__(self, source: Source, params: OptionalParams) -> None:
+    def __init__(
+        self, source: Source, params: OptionalParams, device: torch.device | str = "cpu"
+    ) -> None:
         try:
             import transformers
         except ImportError as error:
@@ -31,17 +37,20 @@ class TransformersPeer:
         auto = library.AutoModelForCausalLM
         if isinstance(source, tuple):
             config = library.AutoConfig.for_model(**source[0])
-            self._model = auto.from_config(config, dtype=getattr(torch, params.dtype or "float32"))
+            dtype = getattr(torch, params.dtype or "float32")
+            with torch.device(device):
+                self._model = auto.from_config(config, dtype=dtype)
             self._model.load_state_dict(source[1])
         else:
-            self._model = auto.from_pretrained(source, dtype=params.dtype or "auto")
+            self._model = auto.from_pretrained(source, dtype=params.dtype or "auto").to(device)
         self._model.eval().set_attn_implementation("paged|sdpa")
         self._configure = library.ContinuousBatchingConfig
         self._generation = library.GenerationConfig(
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1 << 20
         )
 
-    def run(self, requests: Sequence[Request]) -> Figures:
+    def run(self, requests: Sequence[Request], limit_s: float | None = None) -> Figures:
+        """TooSlow where they take longer than `limit_s`."""
         needed = sum(-(-(len(prompt) + new_tokens) // _BLOCK) for prompt, new_tokens in requests)
         batching = self._configure(
             block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_BATCH_TOKENS
@@ -58,7 +67,7 @@ class TransformersPeer:
             try:
                 _collect(engine, [(WARM_UP, 2)])
                 started = time.monotonic()
-                outputs = _collect(engine, requests)
+                outputs = _collect(engine, requests, limit_s)
                 seconds = time.monotonic() - started
             except BaseException:
                 engine.stop(hard_stop=True)  # without it, leaving waits for what still runs
@@ -66,12 +75,17 @@ class TransformersPeer:
         return Figures(seconds, outputs)
 
 
-def _collect(engine: Any, requests: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
+def _collect(
+    engine: Any, requests: Sequence[Request], limit_s: float | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Run requests through transformers' manager; their outputs in the same order."""
+    started = time.monotonic()
     for index, (prompt, new_tokens) in enumerate(requests):
         engine.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens)
     outputs: dict[int, tuple[int, ...]] = {}
     while len(outputs) < len(requests):
+        if limit_s is not None and time.monotonic() - started > limit_s:
+            raise TooSlow(f"{len(outputs)} of {len(requests)} requests done after {limit_s:g} s")
         result = engine.get_result(timeout=1)
         if result is not None and result.error is not None:
             raise GptManagerError(f"transformers failed: {result.error}")
