@@ -127,7 +127,8 @@ class OptionalParams:
 
     Lengths are tokens, times seconds, sizes bytes. `max_seq_len` None: the checkpoint's
     `max_position_embeddings`. `max_active_requests` "auto": `max_batch_size` times the number of
-    micro batches; None: unbounded, Get is then called with -1. `idle_poll_s` None: an idle manager
+    micro batches; None: unbounded, Get is then called with -1. `device` None: the CPU. `run_ahead`
+    None: 0 on the CPU and with `enable_trt_overlap`, else 1. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
 
@@ -144,7 +145,7 @@ class OptionalParams:
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     enable_trt_overlap: bool = False
-    run_ahead: int = 0
+    run_ahead: int | None = None
     enable_chunked_context: bool | None = None
     peft_cache_manager_config: PeftCacheManagerConfig = field(
         default_factory=PeftCacheManagerConfig

@@ -7,6 +7,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
@@ -19,6 +22,17 @@ logger = logging.getLogger("gptmanager")
 _GIB = 1 << 30
 _CPU_FRACTION = 0.25  # of free memory, when neither max_tokens nor a fraction is given
 _DEFAULT_FRACTION = 0.9
+_UNBOUNDED = 1 << 62
+
+
+class Room(NamedTuple):
+    """Memory that the KV cache may take of. `shared`: others use it too, so that by default it gets
+    a small part of what is free, and no more than all slots can fill.
+    """
+
+    free_bytes: float
+    dtype: torch.dtype = torch.float32
+    shared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +64,9 @@ def size(
     spec: Dimensions,
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
     max_beam_width: int = 1,
+    room: Room | None = None,
 ) -> Sizes:
-    """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room.
+    """Sizes for a model, by default on the CPU; ConfigError names the option that leaves no room.
 
     V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence.
     """
@@ -65,7 +80,8 @@ def size(
         max_seq_len = params.max_seq_len
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
-    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous, max_beam_width)
+    room = room or Room(free_memory_bytes())
+    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous, max_beam_width, room)
     window = params.kv_cache_config.max_attention_window
     if window is not None and window >= max_seq_len:
         window = None
@@ -91,9 +107,10 @@ def size(
     max_input_len = max_seq_len - 1
     if not chunked:  # a context runs in one piece
         max_input_len = min(max_input_len, params.max_num_tokens)
-    num_host_blocks = _num_host_blocks(params, spec, tokens_per_block)
+    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
+    num_host_blocks = _num_host_blocks(params, block_bytes)
     onboards = bool(num_host_blocks) and params.kv_cache_config.onboard_blocks
-    _log(num_blocks, num_host_blocks, onboards, tokens_per_block, max_seq_len, spec)
+    _log(num_blocks, num_host_blocks, onboards, tokens_per_block, max_seq_len, block_bytes)
     return Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
@@ -139,17 +156,17 @@ def _num_blocks(
     max_seq_len: int,
     contiguous: bool,
     max_beam_width: int,
+    room: Room,
 ) -> int:
-    config = params.kv_cache_config
-    free = free_memory_bytes()
+    config, free = params.kv_cache_config, room.free_bytes
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
-    fraction = config.free_gpu_memory_fraction
-    if config.max_tokens is None:
+    max_tokens, default_fraction = config.max_tokens, _DEFAULT_FRACTION
+    if max_tokens is None and room.shared:
         max_tokens = params.max_batch_size * max_beam_width * max_seq_len
-        fraction = fraction or _CPU_FRACTION
-    else:
-        max_tokens = config.max_tokens
-        fraction = fraction or _DEFAULT_FRACTION
+        default_fraction = _CPU_FRACTION
+    elif max_tokens is None:
+        max_tokens = _UNBOUNDED
+    fraction = config.free_gpu_memory_fraction or default_fraction
     tokens_per_block = config.tokens_per_block
     num_blocks = -(-max_tokens // tokens_per_block)
     if contiguous:
@@ -159,7 +176,7 @@ def _num_blocks(
                 f"KvCacheConfig.max_tokens = {max_tokens} is less than one sequence of "
                 f"max_seq_len = {max_seq_len} tokens, and V1 has one block for each"
             )
-    block_bytes = _block_bytes(spec, tokens_per_block)
+    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
     if block_bytes:
         num_blocks = min(num_blocks, int(free * fraction) // block_bytes)
     if num_blocks < 1:
@@ -170,9 +187,8 @@ def _num_blocks(
     return num_blocks
 
 
-def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block: int) -> int:
+def _num_host_blocks(params: OptionalParams, block_bytes: int) -> int:
     size = params.kv_cache_config.host_cache_size or 0
-    block_bytes = _block_bytes(spec, tokens_per_block)
     if size and size < block_bytes:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {size} bytes hold no block of {block_bytes} bytes"
@@ -181,7 +197,7 @@ def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block:
         return 0
     config = params.kv_cache_config
     moving_s = 2 * block_bytes / config.host_bytes_per_s
-    computing_s = tokens_per_block / config.recompute_tokens_per_s
+    computing_s = config.tokens_per_block / config.recompute_tokens_per_s
     if config.host_swap == "auto" and moving_s >= computing_s:
         logger.warning(
             "host_cache_size is not used: to move a block to the host and back takes %.3g s, to "
@@ -192,9 +208,9 @@ def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block:
     return size // block_bytes
 
 
-def _block_bytes(spec: Dimensions, tokens_per_block: int) -> int:
+def _block_bytes(spec: Dimensions, tokens_per_block: int, dtype: torch.dtype) -> int:
     return KvPool.bytes_per_block(
-        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim
+        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim, dtype
     )
 
 
@@ -224,7 +240,7 @@ def _log(
     onboards: bool,
     tokens_per_block: int,
     max_seq_len: int,
-    spec: Dimensions,
+    block_bytes: int,
 ) -> None:
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
     logger.info(
@@ -235,6 +251,6 @@ def _log(
     logger.info("number of tokens per block: %d", tokens_per_block)
     logger.info(
         "allocated %.2f GiB for %d tokens in the paged KV cache",
-        num_blocks * _block_bytes(spec, tokens_per_block) / _GIB,
+        num_blocks * block_bytes / _GIB,
         num_blocks * tokens_per_block,
     )

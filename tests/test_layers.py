@@ -61,6 +61,7 @@ cuda.emulator.module    CUDA C++ as kernels that run on the CPU (no torch)
 cuda.emulator           kernels on a CPU, run thread by thread, checked (no torch)
 cuda.compiler           CUDA C++ to machine code, with what its kernels use (no torch)
 cuda.launch             where kernels run: a GPU, or the emulator
+cuda.streams            where work is enqueued: a CUDA stream, or the emulator
 cuda.norms              residual add, RMSNorm, LayerNorm
 cuda.activations        SiLU times up, GELU
 cuda.cache_write        rotation, QK norm, and keys and values to their pages
@@ -69,6 +70,7 @@ cuda.generation_plan    how the work of generation attention is cut (no torch)
 cuda.generation_attention  attention of rows with one token, by a plan
 cuda.context_attention  attention of rows with several tokens
 cuda.sampling           one token from each row of logits
+cuda.kernels            the override for CUDA: which kernel serves which op
 cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 
@@ -94,6 +96,7 @@ decoding.random_numbers functions of seed and position
 decoding.adjustments    bias, penalties, bans: what changes a row first
 decoding.choice         the best token of a row, or a drawn one
 decoding.sampling       one token from each row
+decoding.device_sampling  rows that a device can choose alone
 decoding.rejection      a guess that was sampled, accepted or replaced
 decoding.beam_search    beams and their parents
 decoding.parallel_sampling several texts of one prompt
@@ -102,11 +105,16 @@ decoding
 prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
 token_chooser           from the logits of a step to its tokens
-executor                one step, on a device
+packed_rows             a batch as the host knows it, padded or cut (no torch)
+sequence_tables         tokens and blocks of each sequence, by line, and what a device has of them
+staging                 arrays of a step, to the device in one copy
+generation_graphs       generation steps, recorded and run again
+statistics              what an iteration tells of itself
+executor                one step, in torch
+device_executor         one step, enqueued on a device
 active                  a request from its admission to its final response
 admission               whether a request can be taken at all
 allocation              a decision with its blocks, frozen as a Schedule
-statistics              what an iteration tells of itself
 recorder.values         values of a recording, as JSON and back
 recorder.object_graph   the state of objects, as JSON and back
 recorder.recording      a recording as frozen values, and its file
@@ -123,6 +131,7 @@ host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 progress                when steps ended, and who waits although none does
 sizing                  how large the KV cache is, and how long a sequence may be
+placement               where a model and its KV cache lie, and what runs them there
 assembly                from checked options and a model to a loop
 manager                 GptManager: a thread, and a life around the loop
 gptmanager              the public names, as hosts import them

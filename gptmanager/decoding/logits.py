@@ -72,6 +72,12 @@ class PostProcessing:
     def is_on(self) -> bool:
         return bool(self._sequences)
 
+    def serves(self, slots: Ints) -> bool:
+        """One of these slots has a processor."""
+        if self._sequences:
+            self._forget_ended()
+        return any(slot in self._sequences for slot in slots.tolist())
+
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot, and what was there is gone."""
         request = start.processor

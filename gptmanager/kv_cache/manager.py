@@ -233,9 +233,12 @@ class KvCacheManager(KvSequences):
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
         """The prompt up to and including its first full block that is not cached; None: all are.
 
-        An opaque key, to be compared with those of other requests before anything changes.
+        An opaque key, to be compared with those of other requests before anything changes. None
+        also for a request that takes no part in reuse.
         """
-        return None if self._reuse is None else self._reuse.first_missing(request)
+        if self._reuse is None or not self._reuse.applies_to(request):
+            return None
+        return self._reuse.first_missing(request)
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
         """While one of `requests` starts, what `get_reusable_tokens` said of the others holds."""

@@ -1,8 +1,8 @@
 """Block reuse: which blocks of a prompt are found in the cache, and which go into it.
 
 Decides what a new sequence shares, takes over or copies, and what stays to be found when one ends.
-Knows nothing of beams and windows beyond that sequences with several beams, or that pass the
-window, take no part; nor of what a scheduler does with the answers.
+Of beams it knows that the prompt is common to all; of windows, that sequences which may pass theirs
+take no part. Knows nothing of what a scheduler does with the answers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
-from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Match, PrefixTree
 from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
 from gptmanager.request import LlmRequest, LlmRequestState
 
@@ -142,10 +142,7 @@ class BlockReuse:
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def applies_to(self, request: LlmRequest) -> bool:
-        return (
-            request.beam_width == 1
-            and request.prompt_len + request.max_new_tokens <= self._max_tokens
-        )
+        return request.prompt_len + request.max_new_tokens <= self._max_tokens
 
     @property
     def counts(self) -> ReuseCounts:
@@ -167,12 +164,19 @@ class BlockReuse:
     # What sequences do ------------------------------------------------------------------------
 
     def start(
-        self, request: LlmRequest, length: int, require: Callable[[int, int], None]
-    ) -> tuple[list[int], int, tuple[BlockCopy, ...]]:
-        """A table of `length` blocks, how many tokens lie in it already, and what to copy first.
+        self,
+        request: LlmRequest,
+        num_shared: int,
+        num_private: int,
+        require: Callable[[int, int], None],
+    ) -> tuple[list[list[int]], int, tuple[BlockCopy, ...]]:
+        """Its block tables, how many tokens lie in the first of them already, what to copy first.
 
-        That includes what blocks handed out before have to be rid of first. `require(request_id,
-        count)` raises unless so many blocks are free.
+        A table for each beam: `num_shared` blocks that all have, and of `num_private` more one for
+        each. If part of such a last block is found, the first beam alone begins with it: that is
+        where the context is computed, and what the others are forked from. What to copy includes
+        what blocks handed out before have to be rid of first. `require(request_id, count)` raises
+        unless so many blocks are free.
         """
         match = self.tree.match(
             _root_key(request),
@@ -180,28 +184,30 @@ class BlockReuse:
             request.prompt_len - 1 if request.reads_cache else 0,
             self._may_be_partial if self._partial else None,
         )
-        pool, table = self.pool, match.blocks
-        num_blocks = pool.num_blocks
-        held = sum(1 for block in table if block < num_blocks and pool.ref_counts[block])
-        require(request.request_id, length - held)
-        pool.share(table)
-        num_cached = len(table) * self.tree.tokens_per_block + match.num_partial
-        num_found = len(table) + (match.partial != NO_BLOCK)
-        begun = []  # first, while what it begins with is where it was found
-        if match.partial != NO_BLOCK:
-            if self._can_take_over(match.partial):
-                pool.claim(match.partial)
-                begun.append(match.partial)
-            else:
-                begun.append(pool.copy_beginning(match.partial, match.num_partial))
-        table = [block if block < num_blocks else pool.onboard(block) for block in table] + begun
-        table += pool.take(length - len(table))
+        pool, found, beams = self.pool, match.blocks, request.beam_width
+        num_blocks, ref_counts = pool.num_blocks, pool.ref_counts
+        held = sum(1 for block in found if block < num_blocks and ref_counts[block])
+        require(request.request_id, num_shared + num_private - held)
+        pool.share(found, beams)
+        tails: list[int] = []
+        begun: list[int] = []
+        if match.partial != NO_BLOCK:  # first, while what it begins with is where it was found
+            is_shared = len(found) < num_shared
+            block = self._begin(match, beams if is_shared else 1)
+            (begun if is_shared else tails).append(block)
+        common = [block if block < num_blocks else pool.onboard(block) for block in found]
+        common += begun
+        common += pool.take(num_shared - len(common), beams)
+        tails += pool.take(num_private - len(tails))
         self._storing[request.request_id] = request
         self._lookups.pop(request.request_id, None)
+        num_found = len(found) + (match.partial != NO_BLOCK)
+        num_cached = len(found) * self.tree.tokens_per_block + match.num_partial
         self._reused_blocks += num_found
-        self._missed_blocks += length - num_found
+        self._missed_blocks += num_shared + (num_private > 0) - num_found
         self._reused_tokens += num_cached
-        return table, num_cached, pool.take_copies()
+        tables = [common + tails[beam : beam + 1] for beam in range(beams)]
+        return tables, num_cached, pool.take_copies()
 
     def store_context(self, sequence: BlockTables, request: LlmRequest) -> None:
         """The context is computed: its full blocks can be found from now on."""
@@ -210,11 +216,16 @@ class BlockReuse:
             self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
-        """The sequence ends; with `store` all of it can be found but for the newest token."""
+        """The sequence ends; with `store` all of it can be found but for the newest token.
+
+        Of several beams the prompt: what they have in common, and what `tokens` knows of them.
+        """
         request = self._storing.pop(sequence.request_id, None)
         if request is None or not store:
             return
         end = min(sequence.num_slots, len(request.tokens) - 1)
+        if len(sequence.tables) > 1:
+            end = min(end, request.prompt_len)
         if (
             request.state is _CONTEXT_INIT
             and sequence.num_cached < request.context_current_position < request.prompt_len
@@ -257,6 +268,13 @@ class BlockReuse:
                 )
         for block in blocks:
             self.pool.forget(block)
+
+    def _begin(self, match: Match, references: int) -> int:
+        """A block with so many holders, to be written to, that begins with what was found."""
+        if self._can_take_over(match.partial):
+            self.pool.claim(match.partial, references)
+            return match.partial
+        return self.pool.copy_beginning(match.partial, match.num_partial, references)
 
     def _may_be_partial(self, block: int) -> bool:
         if block >= self.pool.num_blocks:
@@ -320,12 +338,13 @@ class BlockReuse:
             if request is None:
                 continue
             path = self.tree.all_blocks(_root_key(request), request.tokens, request.prompt_len)
-            for index, block in enumerate(sequence.tables[0]):
-                if block in self.tree and path[index : index + 1] != [block]:
-                    return (
-                        f"block {block} is cached with other tokens than request "
-                        f"{sequence.request_id} holds it for"
-                    )
+            for table in sequence.tables:
+                for index, block in enumerate(table):
+                    if block in self.tree and path[index : index + 1] != [block]:
+                        return (
+                            f"block {block} is cached with other tokens than request "
+                            f"{sequence.request_id} holds it for"
+                        )
         return problem
 
 

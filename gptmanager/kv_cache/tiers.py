@@ -115,13 +115,13 @@ class CachingBlockPool(BlockPool):
         self.forget(block)
         self.ref_counts[block] = references
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for each, free ones among them."""
+    def share(self, blocks: Iterable[int], references: int = 1) -> None:
+        """So many holders more for each, free ones among them."""
         ref_counts = self.ref_counts
         for block in blocks:
             if not ref_counts[block]:
                 del self._unheld(block)[block]
-            ref_counts[block] += 1
+            ref_counts[block] += references
 
     def release(self, blocks: Iterable[int]) -> None:
         ref_counts = self.ref_counts
@@ -153,15 +153,15 @@ class CachingBlockPool(BlockPool):
         self.host.onboarded += 1
         return new
 
-    def copy_beginning(self, block: int, num_tokens: int) -> int:
+    def copy_beginning(self, block: int, num_tokens: int, references: int = 1) -> int:
         """A block for the caller to write to that begins as a cached one does."""
         if self.host is None or block < self.num_blocks:
-            new = self.take(1)[0]
+            new = self.take(1, references)[0]
             if new != block:
                 self.copies.append(BlockCopy(block, new, num_tokens))
             return new
         self.share([block])  # the tier must not give it away meanwhile
-        new = self.take(1)[0]
+        new = self.take(1, references)[0]
         self.copies.append(BlockCopy(block, new, num_tokens))
         self.release([block])
         self.host.onboarded += 1
