@@ -36,6 +36,7 @@ scheduler.adapter_pages whether the adapters of several requests fit together (n
 scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
 scheduler.start_headroom whether a request may start beside others (no torch)
 scheduler.capacity      which active requests get memory (no torch)
+scheduler.max_utilization  the same where requests may be paused for others (no torch)
 scheduler.reuse_credit  how much of a context that begins is cached (no torch)
 scheduler.micro_batch   which of those run now, and how much of their context (no torch)
 scheduler.simple        the two as one (no torch)

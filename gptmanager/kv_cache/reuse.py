@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
+from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Match, PrefixTree
 from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
 from gptmanager.request import LlmRequest, LlmRequestState
@@ -301,6 +302,17 @@ class BlockReuse:
         """
         return self._lookup(request).missing
 
+    def all_missing(self, requests: Iterable[LlmRequest]) -> list[Hashable | None]:
+        """`first_missing` of each; None of those that take no part."""
+        return [None if it is None else it.missing for it in self._all_lookups(requests)]
+
+    def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
+        """How many `cached_blocks` each has; 0 of those that take no part."""
+        return [
+            0 if it is None or not it.blocks else len(self.cached_blocks(request))
+            for request, it in zip(requests, self._all_lookups(requests), strict=True)
+        ]
+
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
         """Inside, nothing that one of `requests` would share is handed out to another."""
@@ -324,6 +336,25 @@ class BlockReuse:
                 self._lookups.clear()
             lookup = self._lookups[request.request_id] = _Lookup(request, self.tree)
         return lookup
+
+    def _all_lookups(self, requests: Iterable[LlmRequest]) -> list[_Lookup | None]:
+        """`_lookup` of each that takes part, in one go: most have waited before."""
+        version, find, bounded = self.tree.version, self._lookups.get, self._max_tokens < UNBOUNDED
+        lookups: list[_Lookup | None] = []
+        for request in requests:
+            if bounded and not self.applies_to(request):
+                lookups.append(None)
+                continue
+            lookup = find(request.request_id)
+            if (
+                lookup is None
+                or lookup.version != version
+                or lookup.request is not request
+                or lookup.prompt_len != request.prompt_len
+            ):
+                lookup = self._lookup(request)
+            lookups.append(lookup)
+        return lookups
 
     # Proof --------------------------------------------------------------------------------------
 
