@@ -188,6 +188,7 @@ def assemble(
         processing=PostProcessing(
             batched=params.logits_post_processor_batched,
             budget_s=params.logits_post_processor_budget_s,
+            watches_streams=params.check_logits_post_processor_streams,
             timer=host.processor_timer,
             num_slots=blueprint.num_slots,
             max_beam_width=max_beam_width,

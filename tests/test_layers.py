@@ -91,6 +91,7 @@ models
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
 decoding.rows           what a step gives to logits post-processors
+decoding.stream_watch   who works on another stream than the model's
 decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.guided         grammars as masks
 decoding.raw_kernel     a logits post-processor given as CUDA source
@@ -194,7 +195,29 @@ picture                 a schedule, seen
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager
-bench                   how fast it is, beside a peer
+bench.timing            how long one call takes, and how much time is left
+bench.roofline          what a device can do at best, and the floors of a model
+bench.machine           what a figure was measured on
+bench.load              requests of random tokens, and models of random weights
+bench.engine            a load through a manager, with the clock outside
+bench.transformers_peer the same load through transformers
+bench.throughput        a load on this machine, beside the peer
+bench.cases             what is known of a case: least work, contenders, what is right
+bench.paged_rows        sequences over pages, for attention cases
+bench.attention_peers   others' attention on the same pages
+bench.attention_cases   attention over pages
+bench.token_cases       kernels that take tokens or blocks
+bench.sampling_cases    sampling
+bench.kernel_runs       cases run beside their peers, right before fast
+bench.kernels           the kernel benchmark
+bench.dense_reference   a Llama without a cache, whose logits are right
+bench.device_trace      how busy a GPU is
+bench.serving_parts     steps and loads of one manager
+bench.scale             how large the end-to-end benchmark is
+bench.end_to_end        the end-to-end benchmark
+bench.table             reports as tables
+bench.command           bench kernels and bench e2e, on the command line
+bench                   how fast it is
 cli                     the command line
 __main__
 """
