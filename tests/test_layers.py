@@ -26,6 +26,7 @@ tensors                 one typed value out of whatever a host put under a name
 
 kv_cache.block          blocks and who owns them (no torch)
 kv_cache.prefix_tree    blocks found again by the tokens they hold (no torch)
+kv_cache.eviction       which of the blocks that nobody holds goes first (no torch)
 kv_cache.tiers          free blocks keep what they hold, here and then on the host (no torch)
 kv_cache.needs          how many blocks a request will want (no torch)
 kv_cache.reuse          what a new sequence finds, and what one that ends leaves (no torch)

@@ -128,11 +128,12 @@ class BlockReuse:
         min_offload_tokens: int = 1,
         min_offload_priority: int = 0,
     ) -> None:
+        end_findable = None if onboard_blocks else num_blocks
+        tree = self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
         host = None
         if num_host_blocks:
-            host = HostTier(num_blocks, num_host_blocks, min_offload_tokens, min_offload_priority)
-        end_findable = None if onboard_blocks else num_blocks
-        self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
+            least = min_offload_tokens, min_offload_priority
+            host = HostTier(tree, num_blocks, num_host_blocks, *least)
         self.pool = CachingBlockPool(num_blocks, self.tree, host)
         self._onboards = onboard_blocks
         self._max_tokens = max_tokens
