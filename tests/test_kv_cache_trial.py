@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager.kv_cache import KvCacheManager, reuse, tiers
+from gptmanager.kv_cache import KvCacheManager, lookups, reuse, tiers
 from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request import LlmRequest
 from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Options
