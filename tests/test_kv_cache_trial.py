@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager.kv_cache import KvCacheManager, reuse, tiers
+from gptmanager.kv_cache import KvCacheManager, lookups, reuse, tiers
 from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request import LlmRequest
 from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Options
@@ -134,7 +134,8 @@ def test_a_mistake_in_the_kv_cache_is_found(monkeypatch, owner, name, mistake, t
 
 
 def test_a_salt_that_is_overlooked_is_found(monkeypatch):
-    monkeypatch.setattr(reuse, "_root_key", lambda request: request.lora_task_id)
+    for module in (reuse, lookups):
+        monkeypatch.setattr(module, "root_key", lambda request: request.lora_task_id)
     with pytest.raises(Divergence, match="goes before|tokens found|blocks for"):
         run_trial(20_000)
 

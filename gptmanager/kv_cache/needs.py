@@ -12,8 +12,9 @@ from gptmanager.errors import ConfigError
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
-_UNBOUNDED = 1 << 62
+UNBOUNDED = 1 << 62
 
 
 class BlockNeeds:
@@ -31,7 +32,7 @@ class BlockNeeds:
         self, tokens_per_block: int, max_attention_window: int | None, sink_token_length: int
     ) -> None:
         self.tokens_per_block = at_least(1, "tokens_per_block", tokens_per_block)
-        window = _UNBOUNDED
+        window = UNBOUNDED
         if max_attention_window is not None:
             window = at_least(1, "max_attention_window", max_attention_window)
         sink = at_least(0, "sink_token_length", sink_token_length)
@@ -132,6 +133,28 @@ class BlockNeeds:
                 total += self.one_step(request, two_step_lookahead)
         return total
 
+    def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        """No less than `remaining` of all of `requests`, whatever they hold; fast."""
+        size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
+        return sum(
+            [
+                (request.prompt_len + request.max_new_tokens + more) // size * request.beam_width
+                for request in requests
+            ]
+        )
+
+    def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
+        """No less than `one_step` of all of `requests`; fast."""
+        size, bubble, steps = self.tokens_per_block, self.bubble, 1 + two_step_lookahead
+        total = 0
+        for request in requests:
+            drafts, state = request.num_draft_tokens, request.state
+            if state is _IN_PROGRESS or state is _TO_COMPLETE:
+                total += ((drafts + 1) * steps // size + 1) * request.beam_width
+            else:
+                total += (request.prompt_len + drafts + bubble) // size + request.beam_width
+        return total
+
 
 class CrossBlockNeeds(BlockNeeds):
     """Needs of cross attention: the encoder's positions, shared by all beams, never more."""
@@ -170,3 +193,9 @@ class CrossBlockNeeds(BlockNeeds):
 
     def sum_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
         return sum(self.one_step(request, two_step_lookahead) for request in requests)
+
+    def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        return sum(self.table_length(request.encoder_len) for request in requests)
+
+    def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
+        return self.most_to_completion(requests)

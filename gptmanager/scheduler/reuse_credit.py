@@ -33,8 +33,14 @@ class ReuseCredit(CapacityScheduler):
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
-        for request in fitting:
-            if request.state is _CONTEXT_INIT and not request.context_current_position:
-                reusable = self.kv_cache_manager.get_reusable_tokens(request)
-                request.estimated_reusable_tokens = reusable
+        beginning = [
+            request
+            for request in fitting
+            if request.state is _CONTEXT_INIT and not request.context_current_position
+        ]
+        if beginning:
+            reusable = self.kv_cache_manager.get_all_reusable_tokens(beginning)
+            for request, num_tokens in zip(beginning, reusable, strict=True):
+                if request.estimated_reusable_tokens != num_tokens:
+                    request.estimated_reusable_tokens = num_tokens
         return fitting, paused
