@@ -188,6 +188,7 @@ def assemble(
         processing=PostProcessing(
             batched=params.logits_post_processor_batched,
             budget_s=params.logits_post_processor_budget_s,
+            watches_streams=params.check_logits_post_processor_streams,
             timer=host.processor_timer,
             num_slots=blueprint.num_slots,
             max_beam_width=max_beam_width,
@@ -286,7 +287,7 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         params.max_num_tokens,
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
-        chunk_unit=_chunk_unit(sizes) if sizes.chunked else None,
+        chunk_unit=sizes.chunk_unit if sizes.chunked else None,
         # a chunk that starts behind what is cached is as long as it was: the rule that counts so
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
@@ -308,14 +309,6 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
             f"SchedulerConfig.create_scheduler returned {scheduler!r}, expected a RequestScheduler"
         )
     return scheduler
-
-
-def _chunk_unit(sizes: Sizes) -> int:
-    """Blocks; behind a window at least 256 tokens, since a context runs there in pieces anyway."""
-    size = sizes.tokens_per_block
-    if sizes.attention_window is None or sizes.attention_window >= sizes.max_input_len:
-        return size
-    return max(1, -(-256 // size)) * size
 
 
 def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacityScheduler:

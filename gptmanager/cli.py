@@ -194,6 +194,7 @@ def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--batching", choices=schemes, default="inflight_fused", help="(default %(default)s)")
     add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     dtypes = ("float32", "bfloat16", "float16")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1, or emulator (default cpu)")
     add("--dtype", choices=dtypes, help="(default: the checkpoint's)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
     add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
@@ -243,6 +244,7 @@ def optional_params(options: argparse.Namespace) -> OptionalParams:
         max_num_tokens=options.max_num_tokens,
         max_seq_len=options.max_seq_len,
         enable_trt_overlap=options.overlap,
+        device=options.device,
         dtype=options.dtype,
         deterministic=options.deterministic,
         seed=options.seed,

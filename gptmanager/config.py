@@ -135,6 +135,8 @@ class OptionalParams:
     `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
     signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
     that takes longer for a call is named in the log; None: none is.
+    `check_logits_post_processor_streams`: for debugging, one that works on another CUDA stream than
+    the model's ends its request; each call then waits for the device.
 
     `speculative_decoding_config`: requests of one beam are guessed ahead by it; None: not.
 
@@ -166,6 +168,7 @@ class OptionalParams:
     callback_budget_s: float | None = 1.0
     max_get_failures: int = 10
     logits_post_processor_budget_s: float | None = 0.1
+    check_logits_post_processor_streams: bool = False
     recording_path: str | os.PathLike[str] | None = None
     black_box_iterations: int = 64
     black_box_path: str | os.PathLike[str] | None = None

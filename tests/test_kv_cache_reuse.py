@@ -349,6 +349,22 @@ def test_a_rewind_into_a_cached_block_takes_it_out_of_the_cache():
     kv.check()
 
 
+@pytest.mark.parametrize("priority", [None, 0, 90])
+def test_what_a_rewind_makes_impossible_to_find_goes_first(priority):
+    kv = caching(num_blocks=4)
+    left_behind(kv, tokens(10, 500), retention_priority=priority)
+    request = LlmRequest(1, tokens(11), 10)
+    run_context(kv, request)
+    left_behind(kv, [*tokens(10), *tokens(10, 50)])  # a block behind the first of request 1
+    assert kv.audit().cached == 3
+    kv.rewind(1, 5)
+    kv.check()
+    assert kv.audit().cached == 1
+    kv.add_sequence(LlmRequest(2, tokens(20, 700), 10))
+    assert kv.audit().cached == 1  # not the one that can be found, though it is older
+    kv.check()
+
+
 # What schedulers ask ----------------------------------------------------------------------------
 
 
@@ -519,8 +535,11 @@ class ReuseMachine(RuleBasedStateMachine):
         if block in self.content:
             root, prefix = self.content.pop(block)
             if not len(prefix) % self.size:
-                for other in self.behind(root, prefix):
+                for other in sorted(self.behind(root, prefix)):
                     del self.content[other]
+                    if other in self.free:  # the first to go: it holds nothing to be found
+                        self.free.remove(other)
+                        self.free.insert(0, other)
 
     def hand_out(self) -> int:
         def rank(block: int) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 LAYERS = """
 errors                  every error, in one tree
+arguments               arguments of constructors, checked by name (no torch)
 config                  what a host configures, and the enums of the contract (no torch)
 attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
@@ -25,8 +26,10 @@ tensors                 one typed value out of whatever a host put under a name
 
 kv_cache.block          blocks and who owns them (no torch)
 kv_cache.prefix_tree    blocks found again by the tokens they hold (no torch)
+kv_cache.eviction       which of the blocks that nobody holds goes first (no torch)
 kv_cache.tiers          free blocks keep what they hold, here and then on the host (no torch)
 kv_cache.needs          how many blocks a request will want (no torch)
+kv_cache.lookups        what of the prompts that wait is cached (no torch)
 kv_cache.reuse          what a new sequence finds, and what one that ends leaves (no torch)
 kv_cache.sequences      which sequence holds which block (no torch)
 kv_cache.manager        whether there are blocks for what a scheduler wants (no torch)
@@ -35,6 +38,7 @@ scheduler.adapter_pages whether the adapters of several requests fit together (n
 scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
 scheduler.start_headroom whether a request may start beside others (no torch)
 scheduler.capacity      which active requests get memory (no torch)
+scheduler.max_utilization  the same where requests may be paused for others (no torch)
 scheduler.reuse_credit  how much of a context that begins is cached (no torch)
 scheduler.micro_batch   which of those run now, and how much of their context (no torch)
 scheduler.simple        the two as one (no torch)
@@ -89,6 +93,7 @@ models
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
 decoding.rows           what a step gives to logits post-processors
+decoding.stream_watch   who works on another stream than the model's
 decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.guided         grammars as masks
 decoding.raw_kernel     a logits post-processor given as CUDA source

@@ -9,6 +9,7 @@ for all rows that share it; a `RowProcessor` likewise, on the rows where they li
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from gptmanager.decoding.rows import (
     RowSession,
     Tokens,
 )
+from gptmanager.decoding.stream_watch import StreamWatch
 from gptmanager.errors import CallbackError, RequestError, response_text
 from gptmanager.post_processor import BoundProcessor, RequestProcessor, name_of
 from gptmanager.step import SequenceStart
@@ -42,7 +44,8 @@ class PostProcessing:
     """The processors of started sequences, and what they do to a step.
 
     `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
-    is named in the log, the 1st, 2nd, 4th, 8th ... time.
+    is named in the log, the 1st, 2nd, 4th, 8th ... time. `watches_streams`: one that works on
+    another stream than the model's ends its requests, at the price of waiting for the device.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class PostProcessing:
         num_slots: int = 0,
         max_beam_width: int = 1,
         device: str = "cpu",
+        watches_streams: bool = False,
     ) -> None:
         self._batched = batched
         self._budget_s = budget_s
@@ -61,6 +65,7 @@ class PostProcessing:
         self._max_beam_width = max_beam_width
         self._num_lines = num_slots * max_beam_width
         self._device = torch.device(device)
+        self._watch = StreamWatch(self._device) if watches_streams else None
         self._sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
@@ -146,7 +151,8 @@ class PostProcessing:
             logits, beams = step.view(index), step.beams(index)
             with self._guarded([sequence], shared):
                 ids = sequence.request_id, sequence.client_id
-                answer = shared(ids[0], logits, beams, step.stream, ids[1])
+                call = functools.partial(shared, ids[0], logits, beams, step.stream, ids[1])
+                answer = self._call(call, logits)
                 step.replace(index, logits, answer)
             step.forget_changes(index)
 
@@ -156,13 +162,15 @@ class PostProcessing:
         process = getattr(shared, "process_batch", shared)
         answers: Any = None
         with self._guarded(sequences, shared):
-            answers = process(
+            call = functools.partial(
+                process,
                 [sequence.request_id for sequence in sequences],
                 list(views),
                 [step.beams(index) for index in members],
                 step.stream,
                 [sequence.client_id for sequence in sequences],
             )
+            answers = self._call(call, step.logits)
             if answers is not None and len(answers) != len(members):
                 raise _WrongAnswer(f"{len(answers)} values for {len(members)} requests")
         for place, index in enumerate(members):
@@ -181,9 +189,18 @@ class PostProcessing:
         rows = Rows(step.logits, index, sequences, lines, lengths, step.tokens)
         errors: Errors = {}
         with self._guarded(sequences, shared):
-            errors = self._session(shared).process(rows)
+            session = self._session(shared)
+            errors = self._call(lambda: session.process(rows), step.logits)
         for place, error in errors.items():
             sequences[place].error = self._told(error, shared)
+
+    def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
+        if self._watch is None:
+            return call()
+        answer, wrong = self._watch.run(call, logits)
+        if wrong:
+            raise _WrongStream(wrong)
+        return answer
 
     def _session(self, shared: RowProcessor) -> RowSession:
         session = self._sessions.get(shared)
@@ -229,6 +246,8 @@ class PostProcessing:
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _WrongAnswer):
             return CallbackError(f"{text} returned {error}")
+        if isinstance(error, _WrongStream):
+            return CallbackError(f"{text} {error}: work within `with stream:`")
         if isinstance(error, RequestError) and isinstance(shared, RowProcessor):
             return type(error)(f"{text}: {error}")
         return CallbackError(f"{text} raised {response_text(error)}")
@@ -267,6 +286,10 @@ class _Guard:
             self._processing.fail(raised, self._sequences, self._shared)
         self._processing.check_budget(taken_s, self._sequences, self._shared)
         return True
+
+
+class _WrongStream(Exception):
+    """A processor worked where the model does not wait for it."""
 
 
 class _WrongAnswer(Exception):

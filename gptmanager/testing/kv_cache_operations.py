@@ -263,7 +263,8 @@ class Trial:
         life.values = [model.values_of(life, 0, num_cached)]
         model.lives[request.request_id] = life
         onboarded = any(model.is_far(block) for block in match.whole)
-        self._prove("add onboarding" if onboarded else "add reusing" if num_cached else "add")
+        kind = "add onboarding" if onboarded else "add reusing" if num_cached else "add"
+        self._prove(kind if len(life.tables) == 1 else f"{kind} with beams")
         self._run_context(life)
 
     def _give(self, life: Life, match: Match) -> None:

@@ -216,11 +216,44 @@ def test_logits_post_processors_see_the_logits_and_the_whole_history(device):
             for i in range(1, 5)
         ]
 
-    found = check_same(device, requests, run_ahead=1)
+    found = check_same(device, requests, run_ahead=1, check_logits_post_processor_streams=True)
     for request_id in (1, 3):
         output = found[request_id - 1].tensors["output_ids"][0, 0].tolist()
         once = [output[:length] for length in range(12, 18)]
         assert histories[request_id] == once * 2  # on the device, then on the CPU
+
+
+def elsewhere_in_torch(logits):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        logits += 1
+
+
+def elsewhere_in_cupy(logits):
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.Stream(non_blocking=True):
+        cupy.from_dlpack(logits.detach())[...] = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("work", [elsewhere_in_torch, elsewhere_in_cupy])
+def test_work_on_another_stream_is_found(work):
+    if not torch.cuda.is_available():
+        skip("there is no CUDA device")
+
+    def wrong(request_id, logits, tokens, stream, client_id):
+        work(logits)
+
+    def right(request_id, logits, tokens, stream, client_id):
+        with stream:
+            logits += 1
+
+    requests = [
+        from_tokens(1, prompt(1, 5), 3, logits_post_processor=right),
+        from_tokens(2, prompt(2, 5), 3, logits_post_processor=wrong),
+    ]
+    found = finals(requests, "cuda", check_logits_post_processor_streams=True)
+    assert not found[0].error
+    assert "on another stream than the model's" in found[1].error
 
 
 def test_reused_blocks_and_the_host_tier(device):
