@@ -84,9 +84,13 @@ def test_a_copy_by_its_state_decides_the_same(hosts):
     kv = KvCacheManager(8, SIZE, enable_block_reuse=True, num_host_blocks=hosts)
     for i in range(20):
         run(kv, 100 * i, 1 + i % 3, priority=[None, 90, 10][i % 3])
+    waiting = LlmRequest(9999, list(range(1900, 1920)), 5, beam_width=2)
+    missing = kv.find_new_context_block(waiting)
+    assert missing is not None
     writer = GraphWriter()
     reference = writer.add(kv)
     copy = read_graph(writer.entries())(reference)
+    assert copy.find_new_context_block(waiting) == missing
     for i in range(20, 40):
         for each in (kv, copy):
             run(each, 100 * i, 1 + i % 3, priority=[None, 40, 60][i % 3])

@@ -619,7 +619,7 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
         ({"num_host_blocks": -1}, "num_host_blocks = -1 must be an integer of at least 0"),
         ({"num_host_blocks": 2.5}, "num_host_blocks = 2.5 must be an integer of at least 0"),
         (
-            {"enable_block_reuse": True, "min_offload_tokens": -1},
+            {"min_offload_tokens": -1},
             "min_offload_tokens = -1 must be an integer of at least 0",
         ),
         (

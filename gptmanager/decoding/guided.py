@@ -123,8 +123,6 @@ class GuidedDecoding(RowProcessor):
 class Grammar(BoundProcessor):
     """A grammar that is being compiled, or has been; any number of requests may bring it."""
 
-    takes_beams = False  # how far a text has come in it does not follow forks
-
     def __init__(self, owner: GuidedDecoding, kind: str, compiled: Future[Any]) -> None:
         super().__init__(owner)
         self.kind = kind
@@ -147,10 +145,13 @@ class _Progress:
 
     __slots__ = ("ended_at", "matcher", "num_tokens")
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, num_tokens: int = 0, ended_at: int | None = None) -> None:
         self.matcher = matcher
-        self.num_tokens = 0
-        self.ended_at: int | None = None
+        self.num_tokens = num_tokens
+        self.ended_at = ended_at
+
+    def copy(self) -> _Progress:
+        return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
         """Take the history's new tokens, or go back to a shorter one after a pause.
@@ -182,6 +183,52 @@ class _Progress:
         if not self.matcher.rollback(self.num_tokens - count):
             raise InvalidRequestError(self.matcher.get_error())
         self.num_tokens = count
+
+
+class _Beams:
+    """Progress of the beams of one request, by what they have generated: they fork as they like.
+
+    None of a beam that is out of the grammar: it was kept without any probability.
+    """
+
+    __slots__ = ("_last", "_length", "_now")
+
+    def __init__(self) -> None:
+        self._length = -1
+        self._last: dict[tuple[int, ...], _Progress | None] = {}
+        self._now: dict[tuple[int, ...], _Progress | None] = {}
+
+    def follow(
+        self, start: Any, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
+    ) -> _Progress | None:
+        """The progress of one beam. `start`: the grammar's matcher, which is left as it is."""
+        text = tuple(generated.tolist())
+        if len(text) != self._length:
+            self._length = len(text)
+            self._last, self._now = self._now, {}
+        if text not in self._now:
+            self._now[text] = self._advanced(start, generated, text, end_ids)
+        return self._now[text]
+
+    def _advanced(
+        self,
+        start: Any,
+        generated: npt.NDArray[np.int32],
+        text: tuple[int, ...],
+        end_ids: frozenset[int],
+    ) -> _Progress | None:
+        """From where the text was a step ago; after a pause from its beginning."""
+        if text and text[:-1] in self._last:
+            parent = self._last[text[:-1]]
+            progress = None if parent is None else parent.copy()
+        else:
+            progress = _Progress(start.deep_copy())
+        try:
+            if progress is not None:
+                progress.follow(generated, end_ids)
+        except InvalidRequestError:
+            return None
+        return progress
 
 
 class _Session(RowSession):
@@ -217,21 +264,31 @@ class _Session(RowSession):
     def _compute(self, mask: Words, sequence: ProcessedSequence, rows: Rows, place: int) -> None:
         """The mask of one row; the tokenizer's words, and none behind them but for the end."""
         progress = self._followed(sequence, rows, place)
+        if progress is None:
+            mask[:] = -1  # nothing comes of this beam, whatever is allowed
+            return
         mask[self._num_words :] = 0
         if progress.ended_at is None:
             progress.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
         self._set_end(mask, sequence.end_id, progress)
-        if not mask.any():
+        if not mask.any() and sequence.beam_width == 1:  # one of several just does not go on
             fault = progress.matcher.get_error() or "the grammar permits no token here"
             raise InvalidRequestError(fault)
 
-    def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress:
-        progress: _Progress | None = sequence.request.kept
+    def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress | None:
+        """How far the row's text has come; None: it is out of the grammar."""
+        request, start = sequence.request, sequence.orig_prompt_len
+        history = rows.tokens[rows.lines[place], start : rows.lengths[place]]
+        ends = self._end_ids | {sequence.end_id}
+        if sequence.beam_width > 1:
+            if request.kept is None:
+                request.kept = _Beams()
+            beams: _Beams = request.kept
+            return beams.follow(sequence.bound.compiled.result(), history, ends)
+        progress: _Progress | None = request.kept
         if progress is None:
             matcher = sequence.bound.compiled.result().deep_copy()
-            progress = sequence.request.kept = _Progress(matcher)
-        history = rows.tokens[rows.lines[place], sequence.orig_prompt_len : rows.lengths[place]]
-        ends = self._end_ids | {sequence.end_id}
+            progress = request.kept = _Progress(matcher)
         progress.follow(history, ends)
         return progress
 

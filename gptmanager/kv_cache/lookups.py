@@ -6,8 +6,7 @@ Schedulers ask for all that wait, again in each iteration. Knows nothing of bloc
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from gptmanager.kv_cache.needs import UNBOUNDED
@@ -30,7 +29,7 @@ class Lookup:
     )  # fmt: skip
 
     def __init__(
-        self, request: LlmRequest, tree: PrefixTree, numbers: defaultdict[Hashable, int]
+        self, request: LlmRequest, tree: PrefixTree, number: Callable[[Hashable], int]
     ) -> None:
         own_root_key = root_key(request)
         self.request = request
@@ -42,9 +41,9 @@ class Lookup:
         self.missing: int | None = None
         if start + size <= end:
             parent = self.blocks[-1] if self.blocks else NO_BLOCK
-            self.missing = numbers[
-                own_root_key, parent, tuple(request.tokens[start : start + size])
-            ]
+            self.missing = number(
+                (own_root_key, parent, tuple(request.tokens[start : start + size]))
+            )
 
     def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
         """Whether a new search for `request` would end where this one did."""
@@ -76,13 +75,14 @@ class _Answer(NamedTuple):
 class Lookups:
     """Lookups by request id. `max_tokens`: requests that may become longer take no part."""
 
-    __slots__ = ("_last", "_lookups", "_max_tokens", "_numbers", "_tree")
+    __slots__ = ("_last", "_lookups", "_max_tokens", "_numbers", "_tree", "_unused")
 
     def __init__(self, tree: PrefixTree, max_tokens: int) -> None:
         self._tree = tree
         self._max_tokens = max_tokens
         self._lookups: dict[int, Lookup] = {}
-        self._numbers: defaultdict[Hashable, int] = defaultdict(itertools.count().__next__)
+        self._numbers: dict[Hashable, int] = {}
+        self._unused = itertools.count()  # numbers, none of which is ever given twice
         self._last = _Answer(-1, [], [], [])
 
     def applies_to(self, request: LlmRequest) -> bool:
@@ -101,7 +101,7 @@ class Lookups:
             if len(self._numbers) >= _MAX_NUMBERS:  # blocks that somebody missed once
                 self._numbers.clear()
                 self._lookups.clear()
-            lookup = Lookup(request, self._tree, self._numbers)
+            lookup = Lookup(request, self._tree, self._number)
             self._lookups[request.request_id] = lookup
         return lookup
 
@@ -133,6 +133,12 @@ class Lookups:
             lookups.append(lookup)
         self._last = _Answer(version, [*requests], lengths, lookups)
         return lookups
+
+    def _number(self, key: Hashable) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = next(self._unused)
+        return number
 
 
 def root_key(request: LlmRequest) -> Hashable:

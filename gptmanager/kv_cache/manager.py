@@ -88,6 +88,7 @@ class KvCacheManager(KvSequences):
         for name, value in flags.items():
             flag(name, value)
         num_host_blocks = at_least(0, "num_host_blocks", num_host_blocks)
+        min_offload_tokens = at_least(0, "min_offload_tokens", min_offload_tokens)
         if num_host_blocks and not enable_block_reuse:
             raise ConfigError(f"num_host_blocks = {num_host_blocks} needs enable_block_reuse")
         least = secondary_offload_min_priority
@@ -98,13 +99,7 @@ class KvCacheManager(KvSequences):
         )
         reuse = None
         if enable_block_reuse:
-            if cross:
-                raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
-            if needs.bubble:
-                raise ConfigError(
-                    f"enable_block_reuse: sink_token_length = {sink_token_length} must be a "
-                    f"multiple of tokens_per_block = {tokens_per_block}"
-                )
+            _check_reuse(needs, sink_token_length)
             reuse = BlockReuse(
                 num_blocks,
                 needs.tokens_per_block,
@@ -113,7 +108,7 @@ class KvCacheManager(KvSequences):
                 copy_on_partial_reuse=copy_on_partial_reuse,
                 num_host_blocks=num_host_blocks,
                 onboard_blocks=onboard_blocks,
-                min_offload_tokens=at_least(0, "min_offload_tokens", min_offload_tokens),
+                min_offload_tokens=min_offload_tokens,
                 min_offload_priority=least or 0,
             )
         super().__init__(num_blocks, needs.tokens_per_block, needs, reuse)
@@ -282,3 +277,13 @@ class KvCacheManager(KvSequences):
             return []
         blocks = reuse.cached_blocks(request)
         return blocks and list(takewhile(is_held, blocks))
+
+
+def _check_reuse(needs: BlockNeeds, sink_token_length: int) -> None:
+    if not needs.grows:
+        raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
+    if needs.bubble:
+        raise ConfigError(
+            f"enable_block_reuse: sink_token_length = {sink_token_length} must be a multiple of "
+            f"tokens_per_block = {needs.tokens_per_block}"
+        )
