@@ -273,7 +273,10 @@ class _Run:
         """What a manager loads; config; weights for the reference, where it knows the model."""
         if self.options.model is not None:
             config, read = read_checkpoint(self.options.model)
-            where = {"dtype": getattr(torch, self._dtype or "", None), "device": self.device}
+            where: dict[str, Any] = {
+                "dtype": getattr(torch, self._dtype or "", None),
+                "device": self.device,
+            }
             weights = {name: weight.to(**where) for name, weight in read.items()}
             return self.options.model, config, None if why_not(config) else weights
         config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
