@@ -68,6 +68,7 @@ class TorchExecutor:
             max_beam_width,
             self._outputs,
             processing or PostProcessing(),
+            self._tables.token_tensor,
         )
         self._starved: dict[int, str] = {}  # by line, why
         self._num_cuts = 0

@@ -60,7 +60,7 @@ class TokenChooser:
 
     Line `slot * max_beam_width + beam` of `token_table` int32 `[lines, max_seq_len]` belongs to a
     beam; a chosen token is written to it. Logits post-processors get the logits where they are, all
-    else has them on the CPU.
+    else has them on the CPU. `token_tensor`: the table where the logits are, None: on the CPU.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class TokenChooser:
         max_beam_width: int,
         outputs: SlotOutputs,
         processing: PostProcessing,
+        token_tensor: Tensor | None = None,
     ) -> None:
         self.max_beam_width = max_beam_width
         self._token_table = token_table
+        self._token_tensor = token_tensor
         self._sampler = sampler
         self._outputs = outputs
         self._processing = processing
@@ -191,6 +193,7 @@ class TokenChooser:
             step.positions,
             self._token_table,
             step.firsts,
+            self._token_tensor,
         )
 
     def _drawn_guesses(

@@ -452,9 +452,7 @@ def test_beams_are_the_best_of_a_choice(byte_guided, tmp_path, run_ahead):
     options = ["red", "a red ball", "a ball", "blue", "sun", "a red kite"]
     widths = {6: options, 3: options, 4: options[:2]}
     requests = [
-        searched(
-            tokenizer, width, byte_guided.choice(texts), width, end_id=END_ID, len_penalty=0.0
-        )
+        searched(tokenizer, width, byte_guided.choice(texts), width, end_id=END_ID, len_penalty=0.0)
         for width, texts in widths.items()
     ]
     host = serve(requests, model, max_beam_width=6, run_ahead=run_ahead)
@@ -479,9 +477,7 @@ def test_neither_pauses_nor_neighbors_show_in_beams(guided, tokenizer, monkeypat
     grammars = [guided.json_schema(SCHEMA), guided.regex("[a-c]{30,50}x?"), None]
 
     def requests():
-        return [
-            searched(tokenizer, i, grammars[i % 3], 3, max_new_tokens=60) for i in range(9)
-        ]
+        return [searched(tokenizer, i, grammars[i % 3], 3, max_new_tokens=60) for i in range(9)]
 
     alone = [serve([request], max_beam_width=3) for request in requests()]
     tight = serve(requests(), max_beam_width=3, max_tokens=240, max_batch_size=4)

@@ -18,6 +18,7 @@ from gptmanager.callbacks import (
 )
 from gptmanager.cuda import compiler, emulator
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.raw_kernel import _Session
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import SamplingParams
@@ -124,6 +125,39 @@ def test_one_launch_a_step_for_all_its_rows():
     host = serve(asked)
     assert launches == [3, 3, 3, 3]
     assert [output(host, one) for one in asked] == [[i] * 4 for i in range(3)]
+
+
+def test_a_recorded_launch_does_the_same_for_other_rows(monkeypatch):
+    """As a CUDA graph does: the very arguments of one step, run again when another is written."""
+    processor = raise_one()
+    launch = processor.prepare("cpu").result()
+    recorded = []
+    monkeypatch.setattr(
+        "gptmanager.decoding.raw_kernel._Session.process",
+        lambda self, rows, process=_Session.process: record(self, rows, process),
+    )
+
+    def record(session, rows, process):
+        session._launch = lambda *arguments: recorded.append(arguments)
+        return process(session, rows)
+
+    bounds = [processor.bind(token=3, added=2.0), None, processor.bind(token=7, added=-1.0)]
+    processing, slots, lengths, tokens = sequences(processor, bounds, np.random.default_rng(1))
+    logits = torch.zeros(3, 300)
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        processing.run(logits, [0, 1, 2], slots[order], lengths[order], tokens)
+        logits.zero_()
+        launch(*recorded[0])
+        for row, place in enumerate(order):
+            expected = np.zeros(300, dtype=np.float32)
+            if bounds[place] is not None:
+                expected[bounds[place].record["token"]] = bounds[place].record["added"]
+            assert np.array_equal(logits[row].numpy(), expected)
+    for grid, block, arguments in recorded:
+        assert (grid, block) == recorded[0][:2]
+        for one, other in zip(arguments, recorded[0][2], strict=True):
+            if isinstance(one, torch.Tensor):
+                assert one.data_ptr() == other.data_ptr()
 
 
 def test_one_kernel_for_all_requests_without_their_own():

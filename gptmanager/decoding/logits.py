@@ -108,17 +108,29 @@ class PostProcessing:
         lengths: Ints,
         tokens: Tokens,
         firsts: Ints | None = None,
+        token_tensor: Tensor | None = None,
     ) -> dict[int, BaseException]:
         """Call the processors of a step's rows; the errors by row.
 
         `logits` float32 `[S, vocab]`, changed in place; `lengths` `[S]`: tokens of each history;
         `tokens` int32 `[num_lines, max_seq_len]`: the histories, which lie in `lines` `[S]`.
         `firsts` `[rows + 1]`: where each row's beams begin among the S; None: each has one.
+        `token_tensor`: `tokens` where the logits are; None: on the CPU.
         """
         groups: dict[int, list[int]] = {}
         rows = logits.view(len(logits), 1, 1, logits.shape[1])
         bounds = range(len(logits) + 1) if firsts is None else firsts.tolist()
-        step = _Step(logits, rows, bounds, lines, lengths, tokens, ModelStream(logits.device), {})
+        step = _Step(
+            logits,
+            rows,
+            bounds,
+            lines,
+            lengths,
+            tokens,
+            ModelStream(logits.device),
+            {},
+            token_tensor,
+        )
         slots = lines[list(bounds[:-1])] // self._max_beam_width
         for index, slot in enumerate(slots.tolist()):
             sequence = self._sequences.get(slot)
@@ -186,7 +198,10 @@ class PostProcessing:
         sequences = [step.sequences[row] for row, _ in places]
         index = np.array([place for _, place in places], dtype=np.int64)
         lines, lengths = step.lines[index], step.lengths[index]
-        rows = Rows(step.logits, index, sequences, lines, lengths, step.tokens)
+        histories = step.token_tensor
+        if histories is None:
+            histories = torch.from_numpy(step.tokens)
+        rows = Rows(step.logits, index, sequences, lines, lengths, step.tokens, histories)
         errors: Errors = {}
         with self._guarded(sequences, shared):
             session = self._session(shared)
@@ -308,6 +323,7 @@ class _Step:
     tokens: Tokens
     stream: ModelStream
     sequences: dict[int, ProcessedSequence]
+    token_tensor: Tensor | None
 
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.post_processor import BoundProcessor
 
+_NUM_BUFFERS = 4  # more than copies are under way
 # (grid, block, arguments): CuPy's and the emulator's kernels are called so
 Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 
@@ -132,7 +134,11 @@ class BoundKernel(BoundProcessor):
 
 
 class _Session(RowSession):
-    """Parameters by slot, on the device."""
+    """Parameters by slot, and the numbers of a step's rows, in device memory that never moves.
+
+    A launch allocates nothing, reads nothing on the host and waits for nothing. It can be recorded
+    in a CUDA graph, and run again for as many other rows when their numbers have been written.
+    """
 
     def __init__(
         self,
@@ -146,6 +152,7 @@ class _Session(RowSession):
         self._block = block
         size = params_dtype.itemsize
         self._params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
+        self._numbers = _Numbers(num_slots, device)
 
     def load(self, slot: int, bound: BoundKernel) -> None:
         raw = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
@@ -153,16 +160,46 @@ class _Session(RowSession):
 
     def process(self, rows: Rows) -> Errors:
         prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
-        numbers = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int32)
-        device = rows.logits.device
-        index, slots, lengths, prompt_lengths = torch.from_numpy(numbers).to(device).unbind()
-        tokens = torch.as_tensor(rows.tokens, device=device)
+        self._numbers.write(rows.index, rows.lines, rows.lengths, prompts)
+        index, slots, lengths, prompt_lengths = self._numbers.on_device
         arguments = (
-            *(rows.logits, index, slots, self._params, lengths, prompt_lengths, tokens),
-            *(np.int32(tokens.shape[1]), np.int32(rows.logits.shape[1])),
+            *(rows.logits, index, slots, self._params, lengths, prompt_lengths, rows.token_tensor),
+            *(np.int32(rows.token_tensor.shape[1]), np.int32(rows.logits.shape[1])),
         )
         self._launch((len(rows.sequences),), (self._block,), arguments)
         return {}
+
+
+class _Numbers:
+    """Four numbers for each row of a step: `on_device`, int32 `[num_slots]` each.
+
+    On a device they travel from pinned memory, by turns: it is written to again when its copy has
+    run, which was steps ago.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        shape, is_host = (4, num_slots), device.type == "cpu"
+        numbers = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._all = numbers
+        self.on_device = numbers.unbind()
+        self._buffers = [
+            (numbers if is_host else torch.empty(shape, dtype=torch.int32, pin_memory=True))
+            for _ in range(1 if is_host else _NUM_BUFFERS)
+        ]
+        self._copied: list[Any] = [None] * len(self._buffers)
+        self._turn = 0
+
+    def write(self, *values: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """`values` for the first rows."""
+        buffer, turn = self._buffers[self._turn], self._turn
+        if self._copied[turn] is not None:
+            self._copied[turn].synchronize()
+        for row, numbers in zip(buffer.numpy(), values, strict=True):
+            row[: len(numbers)] = numbers
+        if buffer is not self._all:
+            self._all.copy_(buffer, non_blocking=True)
+            self._copied[turn] = torch.cuda.current_stream(self._all.device).record_event()
+        self._turn = (turn + 1) % len(self._buffers)
 
 
 def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
@@ -187,10 +224,13 @@ def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str]) -> 
 
 def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-        logits, rows, slots, params, *rest = arguments
-        tensors = (logits.numpy(), rows.numpy(), slots.numpy())
+        logits, rows, slots, params, lengths, prompt_lengths, tokens, *sizes = arguments
         records = params.numpy().view(params_dtype)[:, 0]
-        twin(*tensors, records, *(a.numpy() if isinstance(a, Tensor) else int(a) for a in rest))
+        rows, slots, lengths, prompt_lengths = (
+            numbers.numpy()[: grid[0]] for numbers in (rows, slots, lengths, prompt_lengths)
+        )
+        arrays = logits.numpy(), rows, slots, records, lengths, prompt_lengths, tokens.numpy()
+        twin(*arrays, *map(int, sizes))
 
     return launch
 

@@ -22,6 +22,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda import emulator
 from gptmanager.cuda.kernels import CudaKernels
@@ -221,6 +222,20 @@ def test_logits_post_processors_see_the_logits_and_the_whole_history(device):
         output = found[request_id - 1].tensors["output_ids"][0, 0].tolist()
         once = [output[:length] for length in range(12, 18)]
         assert histories[request_id] == once * 2  # on the device, then on the CPU
+
+
+def test_kernels_as_post_processors_read_the_devices_histories(device):
+    banned, bias = BannedTokens(8), TokenBias(8)
+
+    def requests():
+        bound = {1: banned.bind([3, 10, 17]), 2: bias.bind({5: 3.0, 9: -2.0}), 4: watermark.bind()}
+        return [
+            from_tokens(i, prompt(i, 9 + i), 7, logits_post_processor=bound.get(i))
+            for i in range(1, 5)
+        ]
+
+    watermark = Watermark(5)  # its rule depends on the last token
+    check_same(device, requests, run_ahead=1)
 
 
 def elsewhere_in_torch(logits):
