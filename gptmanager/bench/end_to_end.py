@@ -40,6 +40,7 @@ from gptmanager.config import KvCacheConfig, OptionalParams
 from gptmanager.errors import ConfigError
 
 PARTS = ("check", "steps", "load", "transformers", "saturated")
+_ON_CPU = ("cpu", "emulator")
 _PEER_LIMIT_S = 60.0
 _STEP_GOALS_MS = {1: 4.2, 32: 5.4, 128: 9.0, 256: 15.5}
 _LOAD_GOAL, _PEER_GOAL = 9300, 3.0
@@ -47,7 +48,9 @@ _LOAD_GOAL, _PEER_GOAL = 9300, 3.0
 
 @dataclass(frozen=True, slots=True)
 class EndToEndOptions:
-    """`dtype` None: the checkpoint's, or of random weights bfloat16 on a GPU, float32 on a CPU."""
+    """`device`: as in OptionalParams. `dtype` None: the checkpoint's, or of random weights bfloat16
+    on a GPU, float32 on a CPU. `run_ahead` None: the device's.
+    """
 
     device: str = "cuda"
     model: Path | None = None
@@ -67,7 +70,7 @@ def bench_end_to_end(
     on_part: Callable[[str, Any], None] = lambda name, result: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
-    """The report. ConfigError without a GPU, unless `device` is "cpu", and for unknown parts.
+    """The report. ConfigError without a GPU, where `device` asks for one, and for unknown parts.
 
     A part that fails is told and the others run. Interrupted, the report is of the parts until
     then and has `interrupted`.
@@ -75,7 +78,7 @@ def bench_end_to_end(
     for word in options.only:
         if word not in PARTS:
             raise ConfigError(f"--only {word}: there is no such part; there are {', '.join(PARTS)}")
-    if options.device != "cpu":
+    if options.device not in _ON_CPU:
         find_gpu("--device cpu runs a small model on the CPU")
     run = _Run(options, Budget(None if options.minutes is None else 60 * options.minutes, clock))
     report = header(options.command, run.device)
@@ -99,7 +102,8 @@ class _Run:
     session: Session | None = None
 
     def __post_init__(self) -> None:
-        self.device = torch.device(self.options.device)
+        is_gpu = self.options.device not in _ON_CPU
+        self.device = torch.device(self.options.device if is_gpu else "cpu")
         own = CPU_SCALE if self.device.type == "cpu" else GPU_SCALE
         self.scale = self.options.scale or own
         self.log = IterationLog()
@@ -109,7 +113,7 @@ class _Run:
         self.source, self.config, self.weights = self._model()
         dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
         self.ceilings = self._ceilings(dtype)
-        kv_itemsize = 4 if self.device.type == "cpu" else dtype.itemsize
+        kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
         self.shape = ModelShape.of(self.config, dtype.itemsize, kv_itemsize)
         report["model"] = {
             **{name: self.config.get(name) for name in ("model_type", "hidden_size",
@@ -254,13 +258,12 @@ class _Run:
 
     def _params(self, max_batch_size: int) -> OptionalParams:
         limit = self.config.get("max_position_embeddings") or self.scale.max_seq_len
-        run_ahead = self.options.run_ahead
         return OptionalParams(
             kv_cache_config=KvCacheConfig(max_tokens=self.scale.kv_cache_tokens),
             max_batch_size=max_batch_size,
             max_num_tokens=self.scale.max_num_tokens,
             max_seq_len=min(self.scale.max_seq_len, limit),
-            run_ahead=int(self.device.type == "cuda") if run_ahead is None else run_ahead,
+            run_ahead=self.options.run_ahead,
             device=self.options.device,
             dtype=self._dtype,
             black_box_iterations=0,
@@ -269,7 +272,12 @@ class _Run:
     def _model(self) -> tuple[Source, dict[str, Any], dict[str, Tensor] | None]:
         """What a manager loads; config; weights for the reference, where it knows the model."""
         if self.options.model is not None:
-            config, weights = read_checkpoint(self.options.model)
+            config, read = read_checkpoint(self.options.model)
+            where: dict[str, Any] = {
+                "dtype": getattr(torch, self._dtype or "", None),
+                "device": self.device,
+            }
+            weights = {name: weight.to(**where) for name, weight in read.items()}
             return self.options.model, config, None if why_not(config) else weights
         config = SMALL_LLAMA if self.device.type == "cpu" else LLAMA_8B
         dtype = getattr(torch, self._dtype or "float32")

@@ -49,7 +49,8 @@ def bench(options: BenchOptions) -> dict[str, Any]:
         )
     }
     if options.peer is not None:
-        peer = TransformersPeer(source, options.params)
+        device = options.params.device or "cpu"
+        peer = TransformersPeer(source, options.params, "cpu" if device == "emulator" else device)
         engines["transformers"] = lambda: peer.run(requests)
     runs: dict[str, list[Figures]] = {name: [] for name in engines}
     rounds = [name for _ in range(options.repeats) for name in engines]

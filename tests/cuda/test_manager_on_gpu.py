@@ -300,6 +300,36 @@ def test_several_managers_in_one_process(device):
     assert found == {0: expected, 1: expected}
 
 
+@pytest.mark.parametrize("library", ["torch", "waiting"])
+def test_a_processor_on_another_stream_is_found(device, library):
+    """In debugging: on a GPU its request ends, and says why. There is no other stream elsewhere."""
+
+    def elsewhere(request_id, logits, tokens, stream, client_id):
+        if logits.device.type == "cpu":
+            return
+        other = torch.cuda.Stream()
+        if library == "waiting":  # rightly ordered before; what comes after is not
+            other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            logits[..., 0] = 9.0
+
+    def own(request_id, logits, tokens, stream, client_id):
+        with stream:
+            logits[..., 0] -= 1.0
+
+    requests = [
+        from_tokens(1, prompt(1, 10), 3, logits_post_processor=elsewhere),
+        from_tokens(2, prompt(2, 10), 3, logits_post_processor=own),
+        from_tokens(3, prompt(3, 10), 3),
+    ]
+    watched = {"check_logits_post_processor_streams": True, "logits_post_processor_budget_s": None}
+    served = serve(device, requests, **watched)
+    errors = {response.request_id: response.error for response in served.finals}
+    assert not errors[2] and not errors[3]
+    assert ("on another stream" in errors[1]) is (device == "cuda")
+    assert is_greedy(model(), prompt(3, 10), served.tokens()[3][10:])
+
+
 class Greedy:
     """A planning model that is short of memory for batches of more than `limit` tokens."""
 
