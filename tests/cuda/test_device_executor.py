@@ -178,6 +178,12 @@ def test_families(device, config):
     check_same(device, several, config=config, run_ahead=1)
 
 
+def test_an_attention_window_with_a_sink(device):
+    window = {"max_attention_window": 24, "sink_token_length": 5}
+    cache = KvCacheConfig(max_tokens=400, tokens_per_block=16, **window)
+    check_same(device, several, cache=cache, run_ahead=1)
+
+
 def test_beams(device):
     def requests():
         wide = {"beam_width": 3, "return_log_probs": True}
