@@ -139,6 +139,43 @@ class TokenChooser:
         return tokens, log_probs
 
     def _verify(self, step: TorchStep) -> np.ndarray | None:
+        """Choose tokens as long as the guesses agree with what is chosen; log probabilities."""
+        if (
+            self._drawn
+            or self._processing.serves(step.slots)
+            or self._sampler.adjusts(step.lines)
+            or any(row.beam_width > 1 for row in step.rows)
+        ):
+            return self._verify_in_order(step)
+        return self._verify_at_once(step)
+
+    def _verify_at_once(self, step: TorchStep) -> np.ndarray | None:
+        """Where no choice depends on the ones before it all are made, and the right ones kept."""
+        size = len(step.lines)
+        log_probs = self._outputs.log_probs(step.slots, size)
+        tokens = self._sampler.sample(step.logits.cpu(), step.lines, step.positions, log_probs)
+        guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
+        longest = int(np.diff(step.firsts).max(initial=1))
+        step.tokens = np.zeros((len(step.rows), longest), dtype=np.int32)
+        step.counts = np.ones(len(step.rows), dtype=np.int32)
+        values = None if log_probs is None else np.zeros(step.tokens.shape, dtype=np.float32)
+        for place, (row, first) in enumerate(zip(step.rows, step.firsts.tolist(), strict=False)):
+            chosen, count = tokens[first : first + 1 + row.num_drafts], 1
+            for guess in guesses[row.slot][: row.num_drafts] if row.num_drafts else ():
+                if guess != chosen[count - 1]:
+                    break
+                count += 1
+            step.tokens[place, :count] = chosen[:count]
+            step.counts[place] = count
+            if values is not None and log_probs is not None:
+                values[place, :count] = log_probs[first : first + count]
+            # the last position of a sequence needs no input after it
+            line, position = step.lines[first], step.positions[first]
+            own = self._token_table[line, position : position + count]
+            own[:] = chosen[: len(own)]
+        return values
+
+    def _verify_in_order(self, step: TorchStep) -> np.ndarray | None:
         """Choose one token after the other, as long as the guesses agree with what is chosen.
 
         So each token is chosen once, with the history that it has without guesses.

@@ -118,20 +118,11 @@ class PostProcessing:
         `token_tensor`: `tokens` where the logits are; None: on the CPU.
         """
         groups: dict[int, list[int]] = {}
-        rows = logits.view(len(logits), 1, 1, logits.shape[1])
-        bounds = range(len(logits) + 1) if firsts is None else firsts.tolist()
-        step = _Step(
-            logits,
-            rows,
-            bounds,
-            lines,
-            lengths,
-            tokens,
-            ModelStream(logits.device),
-            {},
-            token_tensor,
-        )
-        slots = lines[list(bounds[:-1])] // self._max_beam_width
+        bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
+        stream = ModelStream(logits.device)
+        step = _Step(logits, bounds, lines, lengths, tokens, stream, {}, token_tensor)
+        heads = lines if len(bounds) == len(lines) + 1 else lines[list(bounds[:-1])]
+        slots = heads // self._max_beam_width
         for index, slot in enumerate(slots.tolist()):
             sequence = self._sequences.get(slot)
             if sequence is not None and not sequence.has_ended:
@@ -316,7 +307,6 @@ class _Step:
     """What a step hands to processors. `sequences` by row."""
 
     logits: Tensor
-    singles: Tensor  # the same, [S, 1, 1, vocab]
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
     lines: Ints
     lengths: Ints
@@ -328,8 +318,6 @@ class _Step:
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""
         places = self.places(index)
-        if len(places) == 1:
-            return self.singles[places[0]]
         return self.logits[places.start : places.stop][None]
 
     def places(self, index: int) -> range:
