@@ -215,6 +215,7 @@ bench.kernels           the kernel benchmark
 bench.dense_reference   a Llama without a cache, whose logits are right
 bench.device_trace      how busy a GPU is
 bench.serving_parts     steps and loads of one manager
+bench.pressure          two policies on a KV cache that is too small
 bench.scale             how large the end-to-end benchmark is
 bench.end_to_end        the end-to-end benchmark
 bench.table             reports as tables
