@@ -108,12 +108,9 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     beams = _read_beams(tensors, sampling, limits)
     if beams is not None:
         _check_pool(len(prompt), max_new_tokens, beams.width, limits)
-        one_text = "draft_input_ids" if drafts else ""
-        if not getattr(request.logits_post_processor, "takes_beams", True):
-            one_text = "logits_post_processor (guided decoding)"
-        if one_text:
+        if drafts:
             raise InvalidRequestError(
-                f"{one_text} is refused with beam_width = {beams.width}: it follows one text"
+                f"draft_input_ids is refused with beam_width = {beams.width}: it follows one text"
             )
     pad_default = max(sampling.end_id, 0)
     return ActiveRequest(

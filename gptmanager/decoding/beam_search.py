@@ -244,6 +244,8 @@ class BeamSearch:
 
     def _is_over(self) -> bool:
         params = self.params
+        if max(self.cum_log_probs) == _DEAD:  # nothing more may come
+            return True
         if len(self.ended) < params.width:
             return False
         if params.early_stopping == 1:

@@ -123,8 +123,6 @@ class GuidedDecoding(RowProcessor):
 class Grammar(BoundProcessor):
     """A grammar that is being compiled, or has been; any number of requests may bring it."""
 
-    takes_beams = False  # how far a text has come in it does not follow forks
-
     def __init__(self, owner: GuidedDecoding, kind: str, compiled: Future[Any]) -> None:
         super().__init__(owner)
         self.kind = kind
@@ -147,10 +145,13 @@ class _Progress:
 
     __slots__ = ("ended_at", "matcher", "num_tokens")
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, num_tokens: int = 0, ended_at: int | None = None) -> None:
         self.matcher = matcher
-        self.num_tokens = 0
-        self.ended_at: int | None = None
+        self.num_tokens = num_tokens
+        self.ended_at = ended_at
+
+    def copy(self) -> _Progress:
+        return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
 
     def follow(self, generated: npt.NDArray[np.int32], end_ids: frozenset[int]) -> None:
         """Take the history's new tokens, or go back to a shorter one after a pause.
@@ -184,6 +185,34 @@ class _Progress:
         self.num_tokens = count
 
 
+class _Beams:
+    """Progress of the beams of one request, by their texts: so they fork as they like.
+
+    A beam goes on from a copy of what its text was a step ago; after a pause, from the start.
+    """
+
+    def __init__(self) -> None:
+        self._length = -1
+        self._last: dict[bytes, _Progress] = {}
+        self._now: dict[bytes, _Progress] = {}
+
+    def follow(
+        self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
+    ) -> _Progress:
+        """Raises InvalidRequestError for a text that is not the grammar's."""
+        if len(generated) != self._length:
+            self._length = len(generated)
+            self._last, self._now = self._now, {}
+        text = generated.tobytes()
+        progress = self._now.get(text)
+        if progress is None:
+            before = self._last.get(text[: -generated.itemsize])
+            progress = _started(bound) if before is None else before.copy()
+            progress.follow(generated, end_ids)
+            self._now[text] = progress
+        return progress
+
+
 class _Session(RowSession):
     """Computes masks on the loop's thread.
 
@@ -211,6 +240,10 @@ class _Session(RowSession):
                 self._compute(masks[place], sequence, rows, place)
             except BaseException as error:  # noqa: B036 - a panic of llguidance, too
                 errors[place] = error
+        if errors:
+            for place in _dead_beams(errors, rows.sequences):
+                masks[place] = 0
+                del errors[place]
         mask_logits(rows.logits, rows.index, masks)
         return errors
 
@@ -226,12 +259,15 @@ class _Session(RowSession):
             raise InvalidRequestError(fault)
 
     def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress:
-        progress: _Progress | None = sequence.request.kept
-        if progress is None:
-            matcher = sequence.bound.compiled.result().deep_copy()
-            progress = sequence.request.kept = _Progress(matcher)
+        kept = sequence.request.kept
         history = rows.tokens[rows.lines[place], sequence.orig_prompt_len : rows.lengths[place]]
         ends = self._end_ids | {sequence.end_id}
+        if sequence.beam_width > 1:
+            beams: _Beams = kept or _Beams()
+            sequence.request.kept = beams
+            return beams.follow(sequence.bound, history, ends)
+        progress: _Progress = kept or _started(sequence.bound)
+        sequence.request.kept = progress
         progress.follow(history, ends)
         return progress
 
@@ -247,6 +283,24 @@ class _Session(RowSession):
             bits[end_id >> 3] &= 255 - bit
             if progress.matcher.is_accepting():
                 bits[end_id >> 3] |= bit
+
+
+def _started(bound: Grammar) -> _Progress:
+    return _Progress(bound.compiled.result().deep_copy())
+
+
+def _dead_beams(
+    errors: Mapping[int, BaseException], sequences: Sequence[ProcessedSequence]
+) -> list[int]:
+    """Places where a search holds a beam of no probability, whose text may be anything.
+
+    A search pads its beams with such where the grammar permits too few texts.
+    """
+    return [
+        place
+        for place, error in errors.items()
+        if sequences[place].is_searched and isinstance(error, InvalidRequestError)
+    ]
 
 
 def _find_llguidance() -> Any:
