@@ -18,6 +18,7 @@ from gptmanager.callbacks import (
 )
 from gptmanager.cuda import compiler, emulator
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import SamplingParams
@@ -124,6 +125,141 @@ def test_one_launch_a_step_for_all_its_rows():
     host = serve(asked)
     assert launches == [3, 3, 3, 3]
     assert [output(host, one) for one in asked] == [[i] * 4 for i in range(3)]
+
+
+# The kernel's buffers -----------------------------------------------------------------------------
+
+WRITES = """
+struct Params { int factor; };
+
+extern "C" __global__ void write_history(
+    float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
+    const int* prompt_lengths, const int* tokens, int max_seq_len, int vocab_size) {
+    const int length = lengths[blockIdx.x], slot = slots[blockIdx.x];
+    float* mine = logits + rows[blockIdx.x] * (long long)vocab_size;
+    for (int i = threadIdx.x; i < vocab_size; i += blockDim.x) {
+        if (i < length) mine[i] = params[slot].factor * tokens[slot * max_seq_len + i];
+        if (i == length) mine[i] = prompt_lengths[blockIdx.x];
+    }
+}
+"""
+WRITTEN = 12  # the vocabulary; more than there are tokens
+
+
+def write_history():
+    return RawKernelLogitsPostProcessor(
+        WRITES, "write_history", np.dtype([("factor", np.int32)], align=True), block=32
+    )
+
+
+def sequence(slot, prompt_len=2, **more):
+    start = SequenceStart(slot, (), prompt_len, SamplingParams(), **more)
+    return ProcessedSequence(start, RequestProcessor(None, "nobody"))
+
+
+def rows_of(logits, tokens, found, one=None):
+    """`found`: (row, line, length) of each; a step's `Rows`."""
+    index, lines, lengths = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    one = one or sequence(0)
+    return Rows(logits, index, [one] * len(found), lines, lengths, tokens)
+
+
+def written(tokens, line, length, factor, prompt_len=2):
+    history = [factor * token for token in tokens[line, :length].tolist()]
+    return [*history, prompt_len, *[0] * (WRITTEN - length - 1)]
+
+
+def test_a_launch_can_be_replayed_with_other_rows():
+    """As a CUDA graph would: the same kernel, grid and pointers, whatever they point to."""
+    captured = []
+    kernel = write_history()
+    session = kernel.open(4, torch.device("cpu"))
+    launch = session._launch
+
+    def capture(grid, block, arguments):
+        pointers = [a.data_ptr() if isinstance(a, torch.Tensor) else int(a) for a in arguments]
+        captured.append(((grid, block, arguments), pointers))
+
+    tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
+    logits = torch.zeros(5, WRITTEN)  # the last row is nobody's
+    for line in range(4):
+        session.load(line, kernel.bind(factor=line + 1))
+    session.update(rows_of(logits, tokens, [(0, 1, 2)]), 4, spare_row=4)
+    session._launch = capture
+    session.launch(logits, 4)
+    for found in (
+        [(0, 1, 2)],
+        [(3, 1, 3), (1, 2, 5), (0, 0, 1), (2, 3, 9)],
+        [(2, 2, 6), (0, 1, 4)],
+        [],
+        [(1, 3, 10)],
+    ):
+        logits.zero_()
+        session.update(rows_of(logits, tokens, found), 4, spare_row=4)
+        launch(*captured[0][0])
+        expected = np.zeros((4, WRITTEN))
+        for row, line, length in found:
+            expected[row] = written(tokens, line, length, line + 1)
+        np.testing.assert_array_equal(logits[:4], expected)
+        tokens[1, 8] += 1  # beyond what was sent
+    session.launch(logits, 4)
+    assert captured[0][1] == captured[1][1]
+    with pytest.raises(ValueError, match="5 blocks for 4 lines"):
+        session.launch(logits, 5)
+
+
+def test_only_what_changed_is_sent():
+    kernel = write_history()
+    session = kernel.open(3, torch.device("cpu"))
+    tokens = np.arange(1, 31, dtype=np.int32).reshape(3, 10)
+    logits = torch.zeros(3, WRITTEN)
+    session.load(1, kernel.bind(factor=1))
+
+    def process(length, one=None):
+        session.process(rows_of(logits, tokens, [(0, 1, length)], one))
+        return logits[0, :length].int().tolist()
+
+    assert process(4) == [11, 12, 13, 14]
+    tokens[1, 0] = 99
+    assert process(5) == [11, 12, 13, 14, 15]
+    assert process(5) == [99, 12, 13, 14, 15]  # once more: nothing is known of what came of it
+    tokens[1, 0] = 98
+    assert process(6, sequence(0, beam_width=3)) == [98, 12, 13, 14, 15, 16]
+    tokens[1, 0] = 97
+    assert process(7, sequence(0, beam_width=3, sampled=True))[0] == 98
+    assert process(4)[0] == 97
+    tokens[1, 0] = 96
+    session.load(1, kernel.bind(factor=2))
+    assert process(5) == [192, 24, 26, 28, 30]
+
+
+def test_histories_are_right_whatever_grows_restarts_or_forks():
+    chance = np.random.default_rng(8)
+    kernel = write_history()
+    session = kernel.open(6, torch.device("cpu"))
+    tokens = chance.integers(0, 1000, (6, 11)).astype(np.int32)
+    lengths, logits = np.ones(6, dtype=np.int64), torch.zeros(6, WRITTEN)
+    for line in range(6):
+        session.load(line, kernel.bind(factor=1))
+    for _ in range(150):
+        lengths = np.minimum(lengths + 1, 11)
+        for line in np.flatnonzero((lengths == 11) | (chance.random(6) < 0.05)).tolist():
+            tokens[line], lengths[line] = chance.integers(0, 1000, 11), chance.integers(1, 5)
+            session.load(line, kernel.bind(factor=1))
+        lines = chance.permutation(6)[: chance.integers(3, 7)]
+        lengths[:3] = lengths[0]
+        if chance.random() < 0.3:
+            tokens[:3] = tokens[chance.integers(0, 3, 3)]
+        one = [sequence(0, beam_width=3) if line < 3 else sequence(line) for line in lines]
+        found = [(row, line, lengths[line]) for row, line in enumerate(lines.tolist())]
+        rows = rows_of(logits.zero_(), tokens, found)
+        rows.sequences = one
+        session.process(rows)
+        for row, line, length in found:
+            assert logits[row].int().tolist() == written(tokens, line, length, 1)
+
+
+# In managers --------------------------------------------------------------------------------------
 
 
 def test_one_kernel_for_all_requests_without_their_own():

@@ -1,7 +1,8 @@
 """A logits post-processor given as CUDA C++ source.
 
-Decides when it is compiled and how it is launched: once a step for all its rows. On a CUDA device
-by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of what the kernel does.
+Decides when it is compiled, what it finds in memory, and how it is launched: once a step for all
+its rows. On a CUDA device by CuPy, on the CPU by the emulator, or by a twin in Python. Knows
+nothing of what the kernel does.
 """
 
 from __future__ import annotations
@@ -98,9 +99,9 @@ class RawKernelLogitsPostProcessor(RowProcessor):
             ).start()
         return future
 
-    def open(self, num_slots: int, device: torch.device) -> RowSession:
+    def open(self, num_lines: int, device: torch.device) -> KernelSession:
         launch = self.prepare(str(device)).result()
-        return _Session(launch, self.block, self.params_dtype, num_slots, device)
+        return KernelSession(launch, self.block, self.params_dtype, num_lines, device)
 
     def _compile(self, kind: str, future: Future[Launch]) -> None:
         compile_for = {"cpu": _compile_for_cpu, "cuda": _compile_for_cuda}[kind]
@@ -131,38 +132,104 @@ class BoundKernel(BoundProcessor):
         return prepared
 
 
-class _Session(RowSession):
-    """Parameters by slot, on the device."""
+class KernelSession(RowSession):
+    """A kernel's buffers on the device, which stay where they are, and its launch.
+
+    `update` copies what has changed to them, `launch` reads nothing else: it allocates nothing,
+    waits for nothing and looks at nothing on the host, so that a CUDA graph may hold it, captured
+    after a first step, and be replayed behind any `update` of as many blocks.
+    """
 
     def __init__(
         self,
         launch: Launch,
         block: int,
         params_dtype: np.dtype[Any],
-        num_slots: int,
+        num_lines: int,
         device: torch.device,
     ) -> None:
         self._launch = launch
         self._block = block
-        size = params_dtype.itemsize
-        self._params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
+        self._params = torch.zeros(
+            (num_lines, params_dtype.itemsize), dtype=torch.uint8, device=device
+        )
+        # rows, slots, lengths, prompt lengths; where there was never a row, a history of one token
+        self._staging = np.zeros((4, num_lines), dtype=np.int32)
+        self._staging[2:] = 1
+        self._numbers = torch.from_numpy(self._staging).to(device, copy=True)
+        self._tokens = torch.zeros((num_lines, 0), dtype=torch.int32, device=device)
+        self._known = np.zeros(num_lines, dtype=np.int64)  # tokens of each line that are there
 
-    def load(self, slot: int, bound: BoundKernel) -> None:
+    def load(self, line: int, bound: BoundKernel) -> None:
         raw = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
-        self._params[slot] = torch.from_numpy(raw.copy())
+        self._send(raw.copy(), self._params[line])
+        self._known[line] = 0
 
     def process(self, rows: Rows) -> Errors:
-        prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
-        numbers = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int32)
-        device = rows.logits.device
-        index, slots, lengths, prompt_lengths = torch.from_numpy(numbers).to(device).unbind()
-        tokens = torch.as_tensor(rows.tokens, device=device)
-        arguments = (
-            *(rows.logits, index, slots, self._params, lengths, prompt_lengths, tokens),
-            *(np.int32(tokens.shape[1]), np.int32(rows.logits.shape[1])),
-        )
-        self._launch((len(rows.sequences),), (self._block,), arguments)
+        self.update(rows)
+        self.launch(rows.logits, len(rows.lines))
         return {}
+
+    def update(self, rows: Rows, num_blocks: int | None = None, spare_row: int = 0) -> None:
+        """What the next launch of `num_blocks` works on; None: as many as there are rows.
+
+        Blocks beyond them do what the first one does, to the logits' row `spare_row`, which should
+        be nobody's.
+        """
+        self._update_tokens(rows)
+        count = len(rows.lines)
+        staging = self._staging[:, : count if num_blocks is None else num_blocks]
+        if count:
+            staging[0, :count], staging[1, :count] = rows.index, rows.lines
+            staging[2, :count] = rows.lengths
+            staging[3, :count] = [sequence.orig_prompt_len for sequence in rows.sequences]
+            staging[1:, count:] = staging[1:, :1]
+        staging[0, count:] = spare_row
+        self._send(self._staging, self._numbers)
+
+    def launch(self, logits: Tensor, num_blocks: int) -> None:
+        """`logits` float32 `[.., vocab]`: those that the rows of `update` are of.
+
+        As many blocks as there are lines at most, else ValueError.
+        """
+        if num_blocks > len(self._known):
+            raise ValueError(f"{num_blocks} blocks for {len(self._known)} lines")
+        rows, slots, lengths, prompt_lengths = self._numbers.unbind()
+        tokens = self._tokens
+        arguments = (
+            *(logits, rows, slots, self._params, lengths, prompt_lengths, tokens),
+            *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
+        )
+        self._launch((num_blocks,), (self._block,), arguments)
+
+    def _update_tokens(self, rows: Rows) -> None:
+        """The last token of each history, or all of one that is new here, or may have forked."""
+        lines, lengths, max_seq_len = rows.lines, rows.lengths, rows.tokens.shape[1]
+        if self._tokens.shape[1] != max_seq_len:  # the first step of a manager
+            self._tokens = self._tokens.new_zeros((len(self._known), max_seq_len))
+        ends = lengths - 1
+        forks = [sequence.is_searched for sequence in rows.sequences]
+        appended = (self._known[lines] == ends) & ~np.array(forks, dtype=bool)
+        for place in np.flatnonzero(~appended).tolist():
+            line, length = lines[place], lengths[place]
+            self._send(rows.tokens[line, :length], self._tokens[line, :length])
+        if appended.any():
+            lines, ends = lines[appended], ends[appended]
+            device = self._tokens.device
+            index = _sendable(lines * max_seq_len + ends, device).to(device, non_blocking=True)
+            values = _sendable(rows.tokens[lines, ends], device).to(device, non_blocking=True)
+            self._tokens.view(-1).index_copy_(0, index, values)
+        self._known[rows.lines] = lengths
+
+    def _send(self, values: np.ndarray, there: Tensor) -> None:
+        there.copy_(_sendable(values, there.device), non_blocking=True)
+
+
+def _sendable(values: np.ndarray, device: torch.device) -> Tensor:
+    """For an asynchronous copy to `device`, during which `values` may change."""
+    tensor = torch.from_numpy(values)
+    # torch takes pinned memory back only when the copies from it have ended
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
@@ -188,9 +255,13 @@ def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str]) -> 
 def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
         logits, rows, slots, params, *rest = arguments
-        tensors = (logits.numpy(), rows.numpy(), slots.numpy())
+        lengths, prompt_lengths, tokens, max_seq_len, vocab_size = rest
         records = params.numpy().view(params_dtype)[:, 0]
-        twin(*tensors, records, *(a.numpy() if isinstance(a, Tensor) else int(a) for a in rest))
+        twin(
+            *(logits.numpy(), rows.numpy()[: grid[0]], slots.numpy()[: grid[0]], records),
+            *(lengths.numpy()[: grid[0]], prompt_lengths.numpy()[: grid[0]], tokens.numpy()),
+            *(int(max_seq_len), int(vocab_size)),
+        )
 
     return launch
 
