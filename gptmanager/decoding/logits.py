@@ -105,10 +105,12 @@ class PostProcessing:
         `firsts` `[rows + 1]`: where each row's beams begin among the S; None: each has one.
         """
         groups: dict[int, list[int]] = {}
-        rows = logits.view(len(logits), 1, 1, logits.shape[1])
-        bounds = range(len(logits) + 1) if firsts is None else firsts.tolist()
-        step = _Step(logits, rows, bounds, lines, lengths, tokens, ModelStream(logits.device), {})
-        slots = lines[list(bounds[:-1])] // self._max_beam_width
+        one_each = firsts is None or len(firsts) == logits.shape[0] + 1
+        bounds = range(logits.shape[0] + 1) if firsts is None or one_each else firsts.tolist()
+        step = _Step(logits, bounds, lines, lengths, tokens, ModelStream(logits.device), {})
+        slots = lines if firsts is None or one_each else lines[firsts[:-1]]
+        if self._max_beam_width > 1:
+            slots = slots // self._max_beam_width
         for index, slot in enumerate(slots.tolist()):
             sequence = self._sequences.get(slot)
             if sequence is not None and not sequence.has_ended:
@@ -168,11 +170,8 @@ class PostProcessing:
             step.forget_changes(index)
 
     def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
-        places = [(row, place) for row in members for place in step.places(row)]
-        sequences = [step.sequences[row] for row, _ in places]
-        index = np.array([place for _, place in places], dtype=np.int64)
-        lines, lengths = step.lines[index], step.lengths[index]
-        rows = Rows(step.logits, index, sequences, lines, lengths, step.tokens)
+        rows = step.rows(members)
+        sequences = rows.sequences
         errors: Errors = {}
         with self._guarded(sequences, shared):
             errors = self._session(shared).process(rows)
@@ -272,18 +271,33 @@ class _Step:
     """What a step hands to processors. `sequences` by row."""
 
     logits: Tensor
-    singles: Tensor  # the same, [S, 1, 1, vocab]
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]
     lines: Ints
     lengths: Ints
     tokens: Tokens
     stream: ModelStream
     sequences: dict[int, ProcessedSequence]
+    singles: Tensor | None = None  # the logits, [S, 1, 1, vocab]
+
+    def rows(self, members: list[int]) -> Rows:
+        """All beams of the rows `members`, ascending."""
+        sequences = [self.sequences[row] for row in members]
+        places, lines, lengths = members, self.lines, self.lengths
+        if not isinstance(self.bounds, range):
+            pairs = [(row, place) for row in members for place in self.places(row)]
+            sequences = [self.sequences[row] for row, _ in pairs]
+            places = [place for _, place in pairs]
+        index = np.array(places, dtype=np.int64)
+        if len(places) < len(lines):
+            lines, lengths = lines[index], lengths[index]
+        return Rows(self.logits, index, sequences, lines, lengths, self.tokens)
 
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""
         places = self.places(index)
         if len(places) == 1:
+            if self.singles is None:
+                self.singles = self.logits.view(-1, 1, 1, self.logits.shape[1])
             return self.singles[places[0]]
         return self.logits[places.start : places.stop][None]
 
