@@ -80,10 +80,10 @@ def context_attention(
     """
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads, tokens_per_block = keys.shape[1:3]
-    num_rows, dtype = len(slots), queries.dtype
-    pages = (len(keys), num_kv_heads, tokens_per_block, head_dim)
+    num_rows, dtype = slots.shape[0], queries.dtype
+    pages = (keys.shape[0], num_kv_heads, tokens_per_block, head_dim)
     check_tensors(
-        out=(out, (len(queries), num_heads, head_dim), dtype),
+        out=(out, (queries.shape[0], num_heads, head_dim), dtype),
         queries=(queries, (None, num_heads, head_dim), dtype),
         keys=(keys, pages, dtype),
         values=(values, pages, dtype),
@@ -94,7 +94,7 @@ def context_attention(
         block_tables=(block_tables, (None, None), torch.int32),
     )
     check_heads(num_heads, num_kv_heads, head_dim)
-    if len(items) == 0:
+    if items.shape[0] == 0:
         return
     arguments: tuple[Argument, ...] = (
         *(out, queries, keys, values, items, row_starts, kv_lengths, slots, block_tables),
@@ -108,7 +108,7 @@ def context_attention(
     else:
         name, shared = f"context_attention_float<{head_dim}>", 0
     kernel = launcher.kernel(PROGRAM, name, shared)
-    kernel((len(items), num_kv_heads), (_THREADS,), arguments, shared)
+    kernel((items.shape[0], num_kv_heads), (_THREADS,), arguments, shared)
 
 
 def _queries(head_dim: int) -> int:

@@ -60,12 +60,12 @@ def generation_attention(
     """
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads, tokens_per_block = keys.shape[1:3]
-    num_rows, dtype = len(slots), queries.dtype
-    pages = (len(keys), num_kv_heads, tokens_per_block, head_dim)
+    num_rows, dtype = slots.shape[0], queries.dtype
+    pages = (keys.shape[0], num_kv_heads, tokens_per_block, head_dim)
     check_tensors(
-        out=(out, (len(queries), num_heads, head_dim), dtype),
+        out=(out, (queries.shape[0], num_heads, head_dim), dtype),
         partial=(partial, (None, num_heads, head_dim), torch.float32),
-        partial_log=(partial_log, (len(partial), num_heads), torch.float32),
+        partial_log=(partial_log, (partial.shape[0], num_heads), torch.float32),
         queries=(queries, (None, num_heads, head_dim), dtype),
         keys=(keys, pages, dtype),
         values=(values, pages, dtype),
@@ -76,7 +76,7 @@ def generation_attention(
         block_tables=(block_tables, (None, None), torch.int32),
     )
     group = check_heads(num_heads, num_kv_heads, head_dim)
-    if len(items) == 0:
+    if items.shape[0] == 0:
         return
     arguments: tuple[Argument, ...] = (
         *(out, partial, partial_log, queries, keys, values),
@@ -90,8 +90,8 @@ def generation_attention(
     else:
         name, shared = f"generation_attention_float<{head_dim}>", 0
     kernel = launcher.kernel(PROGRAM, name, shared)
-    kernel((len(items), num_kv_heads), (_WARPS * 32,), arguments, shared)
-    if len(partial):
+    kernel((items.shape[0], num_kv_heads), (_WARPS * 32,), arguments, shared)
+    if partial.shape[0]:
         merge = launcher.kernel(PROGRAM, f"merge_partials<{NAMES[dtype]}, {head_dim}>")
         parts = (out, partial, partial_log, partial_starts, row_starts)
         merge((num_rows, num_heads), (head_dim,), parts)

@@ -88,3 +88,11 @@ def default_stretch(num_tokens: int, num_kv_heads: int, num_multiprocessors: int
     """Tokens of an item, so that the items of `num_tokens` fill the device some times over."""
     items = max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads)
     return max(1, -(-num_tokens // (items * STRETCH_UNIT))) * STRETCH_UNIT
+
+
+def max_num_items(num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """So many items at most are there of so many rows, whatever their lengths."""
+    if not num_rows:
+        return 0
+    # a row's first and last items may be shorter than its share of the tokens
+    return max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads) + 2 * num_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,8 +75,7 @@ class DeviceLauncher:
         return known
 
 
-@dataclass(frozen=True)
-class _Stream:
+class _Stream(NamedTuple):
     ptr: int  # all that CuPy reads of a stream
 
 
@@ -88,6 +87,7 @@ class DeviceKernel:
         self._module = module
         self._function = function
         self._allowed = 48 << 10
+        self._device = torch.cuda.current_device()
 
     def allow(self, shared_mem: int) -> None:
         """More dynamic shared memory than any kernel has by itself must be asked for, once."""
@@ -102,7 +102,8 @@ class DeviceKernel:
         args: Sequence[Argument],
         shared_mem: int = 0,
     ) -> None:
-        stream = _Stream(torch.cuda.current_stream().cuda_stream)
+        # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
+        stream = _Stream(torch._C._cuda_getCurrentRawStream(self._device))
         self._function(grid, block, tuple(map(_plain, args)), shared_mem, stream)
 
 
@@ -161,18 +162,23 @@ def check_tensors(**tensors: tuple[Tensor | None, tuple[int | None, ...], torch.
 
     ValueError with the tensor's name. Metadata only: no device is waited for.
     """
-    devices = {it.device for it, _, _ in tensors.values() if it is not None}
-    if len(devices) > 1:
-        raise ValueError(f"tensors on several devices: {sorted(map(str, devices))}")
-    for name, (tensor, shape, dtype) in tensors.items():
+    place = None
+    for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch
         if tensor is None:
             continue
-        fits = len(tensor.shape) == len(shape) and all(
-            size in (None, own) for size, own in zip(shape, tensor.shape, strict=True)
-        )
-        if not fits or tensor.dtype is not dtype:
+        own = tensor.shape
+        fits = len(own) == len(shape) and tensor.dtype is dtype
+        for size, expected in zip(own, shape, strict=False):
+            fits = fits and (expected is None or size == expected)
+        if not fits:
             raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
+                f"{name} is {tensor.dtype} {list(own)}, expected {dtype} {list(shape)}"
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous")
+        where = tensor.device
+        if place is None:
+            place = where
+        elif place != where:
+            devices = {str(it.device) for it, _, _ in tensors.values() if it is not None}
+            raise ValueError(f"tensors on several devices: {sorted(devices)}")

@@ -75,6 +75,7 @@ class ActiveRequest(LlmRequest):
         priority: float = 0.5,
         arrival_time: float = 0.0,
         cache_salt: str | int | None = None,
+        retention_priority: int | None = None,
         beams: BeamParams | None = None,
         processor: RequestProcessor | None = None,
         client_id: int | None = None,
@@ -94,6 +95,7 @@ class ActiveRequest(LlmRequest):
             arrival_time=arrival_time,
             # cached blocks of equal ids hold something else with another table
             cache_salt=(cache_salt, prompt_table.digest) if prompt_table else cache_salt,
+            retention_priority=retention_priority,
             state=LlmRequestState.PREPARING if prepares else LlmRequestState.CONTEXT_INIT,
         )
         self.processor = processor

@@ -22,7 +22,7 @@ from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import read_post_processor
-from gptmanager.request import SamplingParams, Wanted
+from gptmanager.request import RETENTION_PRIORITIES, SamplingParams, Wanted
 from gptmanager.tensors import (
     INT32,
     read_bias,
@@ -128,6 +128,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         priority=read_float("priority", request.priority, -math.inf),
         arrival_time=now,
         cache_salt=_salt(request.cache_salt),
+        retention_priority=_retention_priority(request.retention_priority),
         beams=beams,
         processor=read_post_processor(request.logits_post_processor),
         client_id=_client_id(request.client_id),
@@ -343,6 +344,10 @@ def _salt(value: Any) -> str | int | None:
     if value is None or isinstance(value, (str, int)):
         return value
     raise InvalidRequestError(f"cache_salt = {value!r} is neither a str nor an int")
+
+
+def _retention_priority(value: Any) -> int | None:
+    return None if value is None else read_int("retention_priority", value, *RETENTION_PRIORITIES)
 
 
 def _client_id(value: Any) -> int | None:

@@ -104,6 +104,7 @@ _KEYWORDS = (
     "deadline_s",
     "queue_timeout_s",
     "cache_salt",
+    "retention_priority",
 )
 
 
@@ -118,7 +119,8 @@ class InferenceRequest:
     first, equals keep their order. `deadline_s` and `queue_timeout_s` count from the moment Get
     returns the request: the whole life, and the time until its first computation.
     `client_id` is passed to the logits post-processor. `cache_salt` keeps requests with another
-    salt from sharing cached blocks.
+    salt from sharing cached blocks. `retention_priority`, from 0 to 100: of the cached blocks that
+    hold its tokens, those of a lower one are evicted sooner; None leaves it to other requests.
 
     Raises ValueError for an id outside 0..2**64-1, TypeError for one that is no integer.
     """
@@ -130,6 +132,7 @@ class InferenceRequest:
     deadline_s: float | None
     queue_timeout_s: float | None
     cache_salt: Any
+    retention_priority: int | None
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class InferenceRequest:
         deadline_s: float | None = None,
         queue_timeout_s: float | None = None,
         cache_salt: Any = None,
+        retention_priority: int | None = None,
     ) -> None:
         if isinstance(request_id, bool) or not isinstance(request_id, (int, np.integer)):
             raise TypeError(f"request_id must be an integer, got {request_id!r}")
@@ -158,6 +162,7 @@ class InferenceRequest:
         attributes["deadline_s"] = deadline_s
         attributes["queue_timeout_s"] = queue_timeout_s
         attributes["cache_salt"] = cache_salt
+        attributes["retention_priority"] = retention_priority
 
     @classmethod
     def from_tokens(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from gptmanager.admission import Limits
@@ -20,13 +18,10 @@ from gptmanager.config import (
 )
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
-from gptmanager.executor import TorchExecutor
 from gptmanager.host import CallbackHost
-from gptmanager.kernels import CpuKernels
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
-from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.model import Model, load_model
+from gptmanager.placement import place
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.values import from_json, plain_fields
 from gptmanager.roster import Host
@@ -41,7 +36,7 @@ from gptmanager.scheduler import (
     StaticBatchScheduler,
 )
 from gptmanager.sizing import Sizes, size
-from gptmanager.statistics import Laps, LockStepKeys, Memory
+from gptmanager.statistics import Laps, LockStepKeys
 from gptmanager.step import Executor
 
 # guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
@@ -69,10 +64,6 @@ def check_arguments(
         raise ConfigError(
             f"max_beam_width = {max_beam_width} is refused with KvCacheConfig.max_attention_window "
             f"= {window}: beams that share blocks cannot write over them"
-        )
-    if params.device not in (None, "cpu"):
-        raise ConfigError(
-            f"OptionalParams.device = {params.device!r} is refused: only the CPU has landed yet"
         )
 
 
@@ -139,7 +130,7 @@ class Blueprint:
     @property
     def num_slots(self) -> int:
         # under run-ahead a request whose last token is launched keeps its slot for one more step
-        return self.max_num_requests * (1 + self.params.run_ahead)
+        return self.max_num_requests * (1 + (self.params.run_ahead or 0))
 
     def allocator(self) -> Allocator:
         """Empty accounts: nothing is held."""
@@ -170,12 +161,14 @@ def assemble(
     recorder: Recorder,
 ) -> TokenLoop:
     """Load the model, size and allocate the KV cache, build the loop."""
-    model = _model(source, params)
+    placement = place(params)
+    model = placement.load(source, params)
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
         host.scheme_keys = LockStepKeys()
-    sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width)
+    room = placement.room(model, params, max_beam_width)
+    sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
     blueprint = Blueprint(
         params,
         scheduler_config,
@@ -185,30 +178,24 @@ def assemble(
         max_beam_width=max_beam_width,
         hidden_size=getattr(model.spec, "hidden_size", 0),
     )
-    executor = TorchExecutor(
+    executor = placement.executor(
         model,
-        KvPool(
-            model.spec.num_layers,
-            sizes.num_blocks,
-            sizes.tokens_per_block,
-            model.spec.num_kv_heads,
-            model.spec.head_dim,
-            num_host_blocks=sizes.num_host_blocks,
-        ),
+        sizes,
         num_slots=blueprint.num_slots,
-        max_seq_len=sizes.max_seq_len,
+        max_batch_size=params.max_batch_size,
         max_beam_width=max_beam_width,
-        attention_window=sizes.window,
         fused=model_type is not ModelType.INFLIGHT_BATCHING,
         processing=PostProcessing(
             batched=params.logits_post_processor_batched,
             budget_s=params.logits_post_processor_budget_s,
+            watches_streams=params.check_logits_post_processor_streams,
             timer=host.processor_timer,
             num_slots=blueprint.num_slots,
             max_beam_width=max_beam_width,
+            device=str(placement.device),
         ),
     )
-    host.memory = Memory(cpu=model.nbytes + executor.nbytes)
+    host.memory = executor.memory
     host.gil_wait_us = executor.take_gil_wait_us
     weights: Any = getattr(model, "weights", None)
     if hasattr(weights, "version"):
@@ -262,40 +249,9 @@ def build_loop(
         max_active=blueprint.max_num_requests if max_active == "auto" else max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
-        run_ahead=params.run_ahead,
+        run_ahead=params.run_ahead or 0,
         num_micro_batches=blueprint.num_micro_batches,
         laps=laps,
-    )
-
-
-def _model(source: Any, params: OptionalParams) -> Model:
-    if isinstance(source, (str, os.PathLike, tuple)):
-        kernels = CpuKernels(deterministic=params.deterministic)
-        kernels.warm_up()
-        path = source if isinstance(source, tuple) else Path(source)
-        return load_model(
-            path,
-            kernels=kernels,
-            dtype=params.dtype,
-            max_seq_len=params.max_seq_len,
-            attention_window=params.kv_cache_config.max_attention_window,
-            sink=params.kv_cache_config.sink_token_length or 0,
-        )
-    if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
-        if params.kv_cache_config.max_attention_window is not None:
-            raise ConfigError(
-                "KvCacheConfig.max_attention_window has no effect on a Model object: its own "
-                "attention decides"
-            )
-        if params.dtype is not None:
-            raise ConfigError(
-                f"OptionalParams.dtype = {params.dtype!r} has no effect on a Model object"
-            )
-        model: Model = source
-        return model
-    raise ConfigError(
-        f"model_path = {source!r} is neither a checkpoint folder, nor a Model, nor a pair "
-        "(config dict, state dict)"
     )
 
 
@@ -331,7 +287,7 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         params.max_num_tokens,
         max_context_length=sizes.max_context_length,
         context_chunking_policy=chunking if sizes.chunked else None,
-        chunk_unit=_chunk_unit(sizes) if sizes.chunked else None,
+        chunk_unit=sizes.chunk_unit if sizes.chunked else None,
         # a chunk that starts behind what is cached is as long as it was: the rule that counts so
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
@@ -353,14 +309,6 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
             f"SchedulerConfig.create_scheduler returned {scheduler!r}, expected a RequestScheduler"
         )
     return scheduler
-
-
-def _chunk_unit(sizes: Sizes) -> int:
-    """Blocks; behind a window at least 256 tokens, since a context runs there in pieces anyway."""
-    size = sizes.tokens_per_block
-    if sizes.attention_window is None or sizes.attention_window >= sizes.max_input_len:
-        return size
-    return max(1, -(-256 // size)) * size
 
 
 def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacityScheduler:

@@ -17,7 +17,7 @@ import orjson
 import torch
 
 from gptmanager import __version__, picture, replay, simulator
-from gptmanager.bench import BenchOptions, Load, bench
+from gptmanager.bench import BenchOptions, Load, add_commands, bench
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
@@ -66,6 +66,7 @@ exit status: 0 all answered, 1 some failed, 2 the call was wrong, 130 interrupte
 _BENCH_HELP = """\
 Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
 Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096).
+`gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU, with options of their own.
 """
 _BENCH_EXAMPLES = """\
 examples:
@@ -157,7 +158,7 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time a synthetic load, beside a peer",
-        usage="gptmanager bench [options]",
+        usage="gptmanager bench [kernels | e2e] [options]",
         description=_BENCH_HELP,
         epilog=_BENCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -173,6 +174,7 @@ def _add_bench(commands: Any) -> None:
     add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
     add("--json", action="store_true", help="print the report as JSON")
     _add_manager_options(parser)
+    add_commands(parser.add_subparsers(title="on one GPU", metavar="[kernels | e2e]"))
 
 
 def _add_manager_options(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +194,7 @@ def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--batching", choices=schemes, default="inflight_fused", help="(default %(default)s)")
     add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     dtypes = ("float32", "bfloat16", "float16")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1, or emulator (default cpu)")
     add("--dtype", choices=dtypes, help="(default: the checkpoint's)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
     add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
@@ -241,6 +244,7 @@ def optional_params(options: argparse.Namespace) -> OptionalParams:
         max_num_tokens=options.max_num_tokens,
         max_seq_len=options.max_seq_len,
         enable_trt_overlap=options.overlap,
+        device=options.device,
         dtype=options.dtype,
         deterministic=options.deterministic,
         seed=options.seed,

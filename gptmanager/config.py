@@ -127,13 +127,16 @@ class OptionalParams:
 
     Lengths are tokens, times seconds, sizes bytes. `max_seq_len` None: the checkpoint's
     `max_position_embeddings`. `max_active_requests` "auto": `max_batch_size` times the number of
-    micro batches; None: unbounded, Get is then called with -1. `idle_poll_s` None: an idle manager
+    micro batches; None: unbounded, Get is then called with -1. `device` None: the CPU. `run_ahead`
+    None: 0 on the CPU and with `enable_trt_overlap`, else 1. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
 
     `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
     signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
     that takes longer for a call is named in the log; None: none is.
+    `check_logits_post_processor_streams`: for debugging, one that works on another CUDA stream than
+    the model's ends its request; each call then waits for the device.
 
     `speculative_decoding_config`: requests of one beam are guessed ahead by it; None: not.
 
@@ -144,7 +147,7 @@ class OptionalParams:
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     enable_trt_overlap: bool = False
-    run_ahead: int = 0
+    run_ahead: int | None = None
     enable_chunked_context: bool | None = None
     peft_cache_manager_config: PeftCacheManagerConfig = field(
         default_factory=PeftCacheManagerConfig
@@ -165,6 +168,7 @@ class OptionalParams:
     callback_budget_s: float | None = 1.0
     max_get_failures: int = 10
     logits_post_processor_budget_s: float | None = 0.1
+    check_logits_post_processor_streams: bool = False
     recording_path: str | os.PathLike[str] | None = None
     black_box_iterations: int = 64
     black_box_path: str | os.PathLike[str] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from dataclasses import fields
 from enum import IntEnum
 from numbers import Integral, Real
@@ -88,6 +89,7 @@ _UNBOUNDED = (
     "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
 )  # fmt: skip
 
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")
 _DTYPES = (None, "float32", "bfloat16", "float16")
 
 
@@ -166,6 +168,14 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         )
     if params.device is not None:
         params.device = str(params.device)  # a torch.device says the same
+        if not _DEVICE.fullmatch(params.device):
+            raise ConfigError(
+                f"OptionalParams.device = {params.device!r} is none of 'cpu', 'cuda', 'cuda:0' and "
+                "so on, 'emulator'"
+            )
+    if params.run_ahead is None:
+        on_host = params.device in (None, "cpu")
+        params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
     if params.dtype not in _DTYPES:

@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -16,13 +17,20 @@ from torch import Tensor
 
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.sampling import Sampler
+from gptmanager.errors import CapacityError, response_text
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
+from gptmanager.packed_rows import PackedRows, halves, with_drafts
 from gptmanager.prompt_embeddings import PromptEmbeddings
+from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
+from gptmanager.statistics import Memory
 from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
 from gptmanager.token_chooser import TokenChooser, TorchStep
+
+logger = logging.getLogger("gptmanager")
 
 
 class TorchExecutor:
@@ -53,17 +61,17 @@ class TorchExecutor:
         self._outputs = SlotOutputs(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
-        self._token_table = np.zeros((num_lines, max_seq_len), dtype=np.int32)
+        self._tables = self._new_tables(num_lines, max_seq_len, blocks_per_sequence)
         self._chooser = TokenChooser(
-            self._token_table,
-            model.spec.vocab_size,
+            self._tables.tokens,
+            self._new_sampler(model.spec.vocab_size),
             max_beam_width,
             self._outputs,
             processing or PostProcessing(),
+            self._tables.token_tensor,
         )
-        self._block_tables = np.zeros((num_lines, blocks_per_sequence), dtype=np.int32)
-        self._token_table_tensor = torch.from_numpy(self._token_table)
-        self._block_tables_tensor = torch.from_numpy(self._block_tables)
+        self._starved: dict[int, str] = {}  # by line, why
+        self._num_cuts = 0
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> TorchStep:
@@ -84,18 +92,21 @@ class TorchExecutor:
         if schedule.drafts:
             drafts = np.array([row.num_drafts for row in rows])
             widths += drafts
-            lines, positions = _with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
+            lines, positions = with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
         firsts = np.concatenate(([0], np.cumsum(widths)))
         self._stalled_ns += stall.nanoseconds()
-        return TorchStep(schedule, rows, slots, firsts, lines, positions, logits, context_logits)
+        step = TorchStep(schedule, rows, slots, firsts, lines, positions, logits, context_logits)
+        step.starved = self._take_starved(schedule)
+        return step
 
     def sample(self, step: TorchStep) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
         stall = _Stall()
-        self._chooser.choose(step)
+        self._choose(step)
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
+        self._receive(step)
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
         counts = step.counts
@@ -106,8 +117,20 @@ class TorchExecutor:
             failures = tuple(
                 Failure(step.rows[place].request_id, error) for place, error in step.failed.items()
             )
-        now = time.monotonic()
-        return StepResult(step.tokens, now, counts, step.beams, failures, step.extras)
+        if step.starved:
+            lost = {failure.request_id for failure in step.starved}
+            counts = np.ones(len(step.rows), dtype=np.int32) if counts is None else counts
+            counts[[row.request_id in lost for row in step.rows]] = 0
+            failures += step.starved
+        return StepResult(
+            step.tokens,
+            time.monotonic(),
+            counts,
+            step.beams,
+            failures,
+            spoilt=bool(step.starved),
+            extras=step.extras,
+        )
 
     def take_gil_wait_us(self) -> int:
         """Microseconds since the last call in which the loop thread was off the CPU in a step.
@@ -119,33 +142,42 @@ class TorchExecutor:
         return stalled // 1000
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors held beside the weights."""
-        tables = self._token_table.nbytes + self._block_tables.nbytes
-        return self.kv_pool.nbytes + self.kv_pool.host_nbytes + tables
+    def memory(self) -> Memory:
+        """Bytes of the tensors that it holds, the weights among them."""
+        pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
+        return Memory(cpu=self.model.nbytes + pages + self._tables.nbytes)
+
+    def _choose(self, step: TorchStep) -> None:
+        self._chooser.choose(step)
+
+    def _receive(self, step: TorchStep) -> None:
+        """Wait for what was chosen, where it does not come at once."""
+
+    def _new_sampler(self, vocab_size: int) -> Sampler:
+        return Sampler(len(self._tables.tokens), vocab_size, self._tables.tokens)
+
+    def _new_tables(
+        self, num_lines: int, max_seq_len: int, blocks_per_sequence: int
+    ) -> SequenceTables:
+        return SequenceTables(num_lines, max_seq_len, blocks_per_sequence)
 
     def _load(self, schedule: Schedule) -> None:
         """Bring the slots up to date with what the schedule gave out."""
-        width = self.max_beam_width
+        width, tables = self.max_beam_width, self._tables
         for start in schedule.starts:
-            line = start.slot * width
-            self._token_table[line, : len(start.tokens)] = start.tokens
+            tables.write_tokens(start.slot * width, 0, start.tokens)
             self._chooser.load(start)
-            self._embeddings.load(line, start.prompt_table)
+            self._embeddings.load(start.slot * width, start.prompt_table)
         self._outputs.load(schedule.starts)
         for fork in schedule.beam_forks:
-            first, beams = fork.slot * width, len(fork.parents)
-            parents = first + np.array(fork.parents)
-            lines = slice(first, first + beams)
-            self._token_table[lines, : fork.position] = self._token_table[parents, : fork.position]
-            self._token_table[lines, fork.position] = fork.tokens
+            first = fork.slot * width
+            tables.fork(first, fork.parents, fork.position)
+            for beam, token in enumerate(fork.tokens):
+                tables.write_tokens(first + beam, fork.position, (token,))
         for drafts in schedule.drafts:
-            end = drafts.position + len(drafts.tokens)
-            self._token_table[drafts.slot * width, drafts.position : end] = drafts.tokens
+            tables.write_tokens(drafts.slot * width, drafts.position, drafts.tokens)
         for append in schedule.block_appends:
-            end = append.first + len(append.block_ids)
-            line = append.slot * width + append.beam
-            self._block_tables[line, append.first : end] = append.block_ids
+            tables.write_blocks(append.slot * width + append.beam, append.first, append.block_ids)
 
     def _logits(self, schedule: Schedule) -> tuple[Tensor, tuple[ContextLogits, ...]]:
         """Logits of the sequences that yield a token, and those of prompts that a host wants."""
@@ -153,12 +185,12 @@ class TorchExecutor:
         context, early = self._run_early(context)
         parts = self._outputs.context_parts(context)
         if self.fused or not (context and generation):
-            logits = self.model.forward(self._pack(context, generation, parts), self.kv_pool)
+            logits = self._run(self._pack(context, generation, parts))
             logits, context_logits = split_context(logits, parts)
             return logits, early + context_logits
-        logits = self.model.forward(self._pack(context, (), parts), self.kv_pool)
+        logits = self._run(self._pack(context, (), parts))
         first, context_logits = split_context(logits, parts)
-        second = self.model.forward(self._pack((), generation), self.kv_pool)
+        second = self._run(self._pack((), generation))
         return torch.cat([first, second]), early + context_logits
 
     def _run_early(
@@ -177,7 +209,7 @@ class TorchExecutor:
             for first, end in pieces:
                 piece = row._replace(position=first, num_tokens=end - first, samples=False)
                 parts = self._outputs.context_parts((piece,))
-                computed = self.model.forward(self._pack((piece,), (), parts), self.kv_pool)
+                computed = self._run(self._pack((piece,), (), parts))
                 logits += split_context(computed, parts)[1]
             left.append(row._replace(position=rest[0], num_tokens=rest[1] - rest[0]))
         return tuple(left), logits
@@ -207,7 +239,7 @@ class TorchExecutor:
         context: tuple[Row, ...],
         generation: tuple[Row, ...],
         parts: Sequence[ContextPart] = (),
-    ) -> Batch:
+    ) -> PackedRows:
         lines, starts, counts = self._sequences(context, generation)
         ends = np.cumsum(counts)
         row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
@@ -225,36 +257,83 @@ class TorchExecutor:
         drafts += (row.num_drafts for row in generation for _ in range(row.beam_width))
         if any(drafts):
             of_sampled = np.array(drafts)[sample_rows]
-            sample_rows, sample_index = _with_drafts(sample_rows, sample_index, of_sampled)
+            sample_rows, sample_index = with_drafts(sample_rows, sample_index, of_sampled)
         for part in parts:  # behind the rows that sample
             first = ends[part.place] - counts[part.place] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
             sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
-        token_ids = self._token_table[token_lines, positions].astype(np.int64)
-        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, token_lines)
+        return PackedRows(
+            lines,
+            row_starts,
+            (starts + counts).astype(np.int32),
+            positions,
+            token_lines,
+            sample_index,
+            sample_rows,
+            len(context),
+        )
+
+    def _run(self, rows: PackedRows) -> Tensor:
+        """Logits of the sampled tokens of `rows`; of what does not fit into memory at once, in
+        parts. NaN of what does not fit at all, whose lines are noted.
+        """
+        try:
+            return self._compute(rows)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            reason = response_text(error)
+        # here the error is gone, and with it the tensors that its frames held
+        self._relieve()
+        parts = halves(rows)
+        if not parts:
+            self._starved[int(rows.lines[0])] = reason
+            shape = len(rows.sample_index), self.model.spec.vocab_size
+            return torch.full(shape, torch.nan, device=self.kv_pool.keys.device)
+        self._num_cuts += 1
+        if self._num_cuts & (self._num_cuts - 1) == 0:
+            logger.warning(
+                "a batch of %d sequences and %d tokens does not fit into memory and runs in parts; "
+                "it is the %d. one (lower max_num_tokens or max_batch_size): %s",
+                *(len(rows.lines), rows.row_starts[-1], self._num_cuts, reason),
+            )
+        results = [(self._run(part), places) for part, places in parts]
+        order = np.concatenate([places for _, places in results])
+        logits = torch.cat([own for own, _ in results])
+        return logits[torch.from_numpy(np.argsort(order))]
+
+    def _compute(self, rows: PackedRows) -> Tensor:
+        return self.model.forward(self._batch(rows), self.kv_pool)
+
+    def _relieve(self) -> None:
+        """Give back memory that is held for later, where that is done."""
+
+    def _take_starved(self, schedule: Schedule) -> tuple[Failure, ...]:
+        """The requests of what could not be run since the last call."""
+        starved, self._starved = self._starved, {}
+        reasons = {line // self.max_beam_width: reason for line, reason in starved.items()}
+        rows = (*schedule.context_rows, *schedule.generation_rows) if reasons else ()
+        return tuple(
+            Failure(row.request_id, CapacityError(f"no memory for one token: {reasons[row.slot]}"))
+            for row in rows
+            if row.slot in reasons
+        )
+
+    def _batch(self, rows: PackedRows) -> Batch:
+        token_ids = self._tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
+        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, rows.token_lines)
         return Batch(
             token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            row_starts=torch.from_numpy(row_starts),
-            kv_lengths=torch.from_numpy((starts + counts).astype(np.int32)),
-            slots=torch.from_numpy(lines.astype(np.int32)),
-            block_tables=self._block_tables_tensor,
-            token_table=self._token_table_tensor,
-            sample_index=torch.from_numpy(sample_index),
-            sample_rows=torch.from_numpy(sample_rows),
-            num_context_rows=len(context),
+            positions=torch.from_numpy(rows.positions),
+            row_starts=torch.from_numpy(rows.row_starts),
+            kv_lengths=torch.from_numpy(rows.kv_lengths),
+            slots=torch.from_numpy(rows.lines.astype(np.int32)),
+            block_tables=self._tables.block_tensor,
+            token_table=self._tables.token_tensor,
+            sample_index=torch.from_numpy(rows.sample_index),
+            sample_rows=torch.from_numpy(rows.sample_rows),
+            num_context_rows=rows.num_context_rows,
             prompt_index=prompt_index,
             prompt_embeddings=prompt_embeddings,
         )
-
-
-def _with_drafts(
-    sequences: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each sequence as often as it has positions to verify, and where: up to `ends`, ascending."""
-    widths = num_drafts + 1
-    offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
-    return np.repeat(sequences, widths), np.repeat(ends - num_drafts, widths) + offsets
 
 
 class _Stall:

@@ -201,7 +201,10 @@ class TokenLoop(Roster):
             self.outputs.take(self.requests, rows, result.extras)
         counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
         if result.failures:
-            self._hand_on(result.failures, {row.request_id: row.epoch for row in rows})
+            every = (*step.schedule.context_rows, *step.schedule.generation_rows)
+            self._hand_on(result.failures, {row.request_id: row.epoch for row in every})
+        if result.spoilt:
+            self.allocator.kv_cache.clear_cached()
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
             candidates = next(beams) if row.beam_width > 1 else None

@@ -42,6 +42,9 @@ NEXT_STATES: dict[LlmRequestState, frozenset[LlmRequestState]] = {
 }
 
 
+RETENTION_PRIORITIES = (0, 100)  # the lowest and the highest
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a request's tokens are chosen. Counts in tokens.
@@ -142,8 +145,11 @@ class LlmRequest:
         ):
             if value < low:
                 raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
-        if retention_priority is not None and not 0 <= retention_priority <= 100:
-            raise ValueError(f"retention_priority = {retention_priority} must be from 0 to 100")
+        lowest, highest = RETENTION_PRIORITIES
+        if retention_priority is not None and not lowest <= retention_priority <= highest:
+            raise ValueError(
+                f"retention_priority = {retention_priority} must be from {lowest} to {highest}"
+            )
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
         self.max_new_tokens = max_new_tokens

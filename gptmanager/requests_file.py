@@ -21,7 +21,9 @@ from gptmanager.callbacks import GenerationResult, TextStream
 from gptmanager.errors import ConfigError, InvalidRequestError, response_text
 
 # what a line may say beside the names of tensors and their properties
-_KEYWORDS = ("priority", "deadline_s", "queue_timeout_s", "client_id", "cache_salt")
+_KEYWORDS = (
+    "priority", "deadline_s", "queue_timeout_s", "client_id", "cache_salt", "retention_priority",
+)  # fmt: skip
 _ALIASES = {
     **TENSOR_ALIASES,
     **{name: tensor for tensor, name in PROPERTY_OF_TENSOR.items()},

@@ -7,6 +7,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
@@ -19,6 +22,18 @@ logger = logging.getLogger("gptmanager")
 _GIB = 1 << 30
 _CPU_FRACTION = 0.25  # of free memory, when neither max_tokens nor a fraction is given
 _DEFAULT_FRACTION = 0.9
+_WINDOWED_CHUNK = 256  # tokens that a chunk behind an attention window has at least
+_UNBOUNDED = 1 << 62
+
+
+class Room(NamedTuple):
+    """Memory that the KV cache may take of. `shared`: others use it too, so that by default it gets
+    a small part of what is free, and no more than all slots can fill.
+    """
+
+    free_bytes: float
+    dtype: torch.dtype = torch.float32
+    shared: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +58,17 @@ class Sizes:
             return None
         return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
 
+    @property
+    def chunk_unit(self) -> int:
+        """Tokens: a context that is cut ends its chunks on multiples of so many.
+
+        That is a block; behind a window several, since a context runs there in pieces anyway.
+        """
+        size = self.tokens_per_block
+        if self.attention_window is None or self.attention_window >= self.max_input_len:
+            return size
+        return -(-_WINDOWED_CHUNK // size) * size
+
 
 def size(
     params: OptionalParams,
@@ -50,8 +76,9 @@ def size(
     spec: Dimensions,
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
     max_beam_width: int = 1,
+    room: Room | None = None,
 ) -> Sizes:
-    """Sizes for a model on the CPU; raises ConfigError naming the option that leaves no room.
+    """Sizes for a model, by default on the CPU; ConfigError names the option that leaves no room.
 
     V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence.
     """
@@ -65,16 +92,17 @@ def size(
         max_seq_len = params.max_seq_len
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
-    num_blocks = _num_blocks(params, spec, max_seq_len, contiguous, max_beam_width)
+    room = room or Room(free_memory_bytes())
     window = params.kv_cache_config.max_attention_window
     if window is not None and window >= max_seq_len:
         window = None
-    in_pool = (num_blocks - 1) * tokens_per_block + 1
     sink = params.kv_cache_config.sink_token_length or 0
-    longest = max_seq_len
+    longest = max_seq_len  # that one sequence keeps
     if window is not None:
-        longest = AttentionWindow(window, sink, tokens_per_block).num_tokens
-    pool_limited = -(-min(longest, max_seq_len) // tokens_per_block) > num_blocks
+        longest = min(longest, AttentionWindow(window, sink, tokens_per_block).num_tokens)
+    num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width, room)
+    in_pool = (num_blocks - 1) * tokens_per_block + 1
+    pool_limited = -(-longest // tokens_per_block) > num_blocks
     if pool_limited:
         if in_pool < 2:
             raise ConfigError(
@@ -91,10 +119,8 @@ def size(
     max_input_len = max_seq_len - 1
     if not chunked:  # a context runs in one piece
         max_input_len = min(max_input_len, params.max_num_tokens)
-    num_host_blocks = _num_host_blocks(params, spec, tokens_per_block)
-    onboards = bool(num_host_blocks) and params.kv_cache_config.onboard_blocks
-    _log(num_blocks, num_host_blocks, onboards, tokens_per_block, max_seq_len, spec)
-    return Sizes(
+    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
+    sizes = Sizes(
         num_blocks=num_blocks,
         tokens_per_block=tokens_per_block,
         max_seq_len=max_seq_len,
@@ -102,10 +128,13 @@ def size(
         pool_limited=pool_limited,
         chunked=chunked,
         max_context_length=params.max_num_tokens if chunked else max_input_len,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=_num_host_blocks(params, block_bytes),
         attention_window=window,
         sink_token_length=sink,
     )
+    _check_chunks(params.max_num_tokens, sizes)
+    _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
+    return sizes
 
 
 def free_memory_bytes() -> float:
@@ -137,19 +166,21 @@ def _num_blocks(
     params: OptionalParams,
     spec: Dimensions,
     max_seq_len: int,
+    longest: int,
     contiguous: bool,
     max_beam_width: int,
+    room: Room,
 ) -> int:
-    config = params.kv_cache_config
-    free = free_memory_bytes()
+    """`longest`: so many tokens a sequence keeps at most."""
+    config, free = params.kv_cache_config, room.free_bytes
     logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
-    fraction = config.free_gpu_memory_fraction
-    if config.max_tokens is None:
-        max_tokens = params.max_batch_size * max_beam_width * max_seq_len
-        fraction = fraction or _CPU_FRACTION
-    else:
-        max_tokens = config.max_tokens
-        fraction = fraction or _DEFAULT_FRACTION
+    max_tokens, default_fraction = config.max_tokens, _DEFAULT_FRACTION
+    if max_tokens is None and room.shared:
+        max_tokens = params.max_batch_size * max_beam_width * longest
+        default_fraction = _CPU_FRACTION
+    elif max_tokens is None:
+        max_tokens = _UNBOUNDED
+    fraction = config.free_gpu_memory_fraction or default_fraction
     tokens_per_block = config.tokens_per_block
     num_blocks = -(-max_tokens // tokens_per_block)
     if contiguous:
@@ -159,7 +190,7 @@ def _num_blocks(
                 f"KvCacheConfig.max_tokens = {max_tokens} is less than one sequence of "
                 f"max_seq_len = {max_seq_len} tokens, and V1 has one block for each"
             )
-    block_bytes = _block_bytes(spec, tokens_per_block)
+    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
     if block_bytes:
         num_blocks = min(num_blocks, int(free * fraction) // block_bytes)
     if num_blocks < 1:
@@ -170,9 +201,8 @@ def _num_blocks(
     return num_blocks
 
 
-def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block: int) -> int:
+def _num_host_blocks(params: OptionalParams, block_bytes: int) -> int:
     size = params.kv_cache_config.host_cache_size or 0
-    block_bytes = _block_bytes(spec, tokens_per_block)
     if size and size < block_bytes:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {size} bytes hold no block of {block_bytes} bytes"
@@ -181,7 +211,7 @@ def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block:
         return 0
     config = params.kv_cache_config
     moving_s = 2 * block_bytes / config.host_bytes_per_s
-    computing_s = tokens_per_block / config.recompute_tokens_per_s
+    computing_s = config.tokens_per_block / config.recompute_tokens_per_s
     if config.host_swap == "auto" and moving_s >= computing_s:
         logger.warning(
             "host_cache_size is not used: to move a block to the host and back takes %.3g s, to "
@@ -192,9 +222,9 @@ def _num_host_blocks(params: OptionalParams, spec: Dimensions, tokens_per_block:
     return size // block_bytes
 
 
-def _block_bytes(spec: Dimensions, tokens_per_block: int) -> int:
+def _block_bytes(spec: Dimensions, tokens_per_block: int, dtype: torch.dtype) -> int:
     return KvPool.bytes_per_block(
-        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim
+        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim, dtype
     )
 
 
@@ -209,32 +239,40 @@ def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
             f"{scheduler.context_chunking_policy.name} has no effect without "
             "OptionalParams.enable_chunked_context"
         )
-    unit = params.kv_cache_config.tokens_per_block
-    if chunked and params.max_num_tokens < unit:
-        raise ConfigError(
-            f"OptionalParams.max_num_tokens = {params.max_num_tokens} is less than one context "
-            f"chunk of tokens_per_block = {unit} tokens"
-        )
     return chunked
 
 
-def _log(
-    num_blocks: int,
-    num_host_blocks: int,
-    onboards: bool,
-    tokens_per_block: int,
-    max_seq_len: int,
-    spec: Dimensions,
-) -> None:
+def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
+    """A context that does not fit into a step must be able to run in chunks."""
+    unit, size = sizes.chunk_unit, sizes.tokens_per_block
+    if not sizes.chunked or max_num_tokens >= min(unit, sizes.max_input_len):
+        return
+    reason = f"tokens_per_block = {size} tokens"
+    if unit > size:
+        reason = (
+            f"{unit} tokens: with KvCacheConfig.max_attention_window = {sizes.attention_window} "
+            f"chunks are blocks of {size} tokens that come to {_WINDOWED_CHUNK} or more"
+        )
+    raise ConfigError(
+        f"OptionalParams.max_num_tokens = {max_num_tokens} is less than one context chunk of "
+        f"{reason}"
+    )
+
+
+def _log(sizes: Sizes, onboards: bool, block_bytes: int) -> None:
+    num_blocks, size = sizes.num_blocks, sizes.tokens_per_block
+    longest = -(-sizes.max_seq_len // size)
+    if sizes.window is not None:
+        longest = min(longest, sizes.window.num_blocks)
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
     logger.info(
         "number of blocks in the KV cache secondary pool: %d, onboard blocks: %s",
-        *(num_host_blocks, "yes" if onboards else "no"),
+        *(sizes.num_host_blocks, "yes" if sizes.num_host_blocks and onboards else "no"),
     )
-    logger.info("max KV cache blocks per sequence: %d", -(-max_seq_len // tokens_per_block))
-    logger.info("number of tokens per block: %d", tokens_per_block)
+    logger.info("max KV cache blocks per sequence: %d", longest)
+    logger.info("number of tokens per block: %d", size)
     logger.info(
         "allocated %.2f GiB for %d tokens in the paged KV cache",
-        num_blocks * _block_bytes(spec, tokens_per_block) / _GIB,
-        num_blocks * tokens_per_block,
+        num_blocks * block_bytes / _GIB,
+        num_blocks * size,
     )

@@ -55,6 +55,9 @@ class SlotOutputs:
                 parts.append(ContextPart(place, row, row.position, end - row.position))
         return parts
 
+    def wants_generation_logits(self, slots: np.ndarray) -> bool:
+        return self._any_generation and bool(self._generation[slots].any())
+
     def generation_logits(
         self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor
     ) -> tuple[tuple[int, Tensor], ...]:
@@ -66,7 +69,9 @@ class SlotOutputs:
         if not self._any_generation:
             return ()
         rows = np.flatnonzero(self._generation[slots]).tolist()
-        return tuple((row, logits[firsts[row] : firsts[row + 1]].clone()) for row in rows)
+        return tuple(
+            (row, logits[firsts[row] : firsts[row + 1]].to("cpu", copy=True)) for row in rows
+        )
 
     def log_probs(self, slots: np.ndarray, count: int) -> np.ndarray | None:
         """Room for `count` log probabilities, None if none of these slots wants any."""
@@ -84,6 +89,6 @@ def split_context(
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(
-        ContextLogits(part.row.request_id, part.row.epoch, part.first, piece)
+        ContextLogits(part.row.request_id, part.row.epoch, part.first, piece.cpu())
         for part, piece in zip(parts, pieces, strict=True)
     )

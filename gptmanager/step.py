@@ -185,7 +185,8 @@ class StepResult:
     `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]` says how many of the n count, None:
     all. `now`: when the result was there, in seconds of the clock of `Intake.now`. `beams`: one
     for each row of several beams, whose token does not count. `failures`: requests whose logits
-    post-processor failed; none of the tokens of their rows count. `extras` is not recorded: a
+    post-processor failed, or whose rows could not be run; none of the tokens of their rows count.
+    `spoilt`: something was not computed that blocks now stand for. `extras` is not recorded: a
     replay has none.
     """
 
@@ -194,6 +195,7 @@ class StepResult:
     num_tokens: np.ndarray | None = None
     beams: tuple[BeamCandidates, ...] = ()
     failures: tuple[Failure, ...] = ()
+    spoilt: bool = False
     extras: Extras | None = None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from gptmanager.step import (
     BeamCandidates,
     ContextLogits,
     Extras,
+    Failure,
     Row,
     Schedule,
     SequenceStart,
@@ -46,8 +48,10 @@ class TorchStep:
     context_logits: tuple[ContextLogits, ...] = ()
     tokens: np.ndarray | None = None  # int32 [rows, n]
     counts: np.ndarray | None = None  # int32 [rows], None: all of them count
+    arrival: Any = None  # of tokens that are on their way from a device
     beams: tuple[BeamCandidates, ...] = ()
     failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
+    starved: tuple[Failure, ...] = ()  # what could not be run
     extras: Extras | None = None
 
 
@@ -55,20 +59,23 @@ class TokenChooser:
     """Chooses for slots of up to `max_beam_width` beams, whose histories lie in `token_table`.
 
     Line `slot * max_beam_width + beam` of `token_table` int32 `[lines, max_seq_len]` belongs to a
-    beam; a chosen token is written to it.
+    beam; a chosen token is written to it. Logits post-processors get the logits where they are, all
+    else has them on the CPU. `token_tensor`: the table where the logits are, None: on the CPU.
     """
 
     def __init__(
         self,
         token_table: np.ndarray,
-        vocab_size: int,
+        sampler: Sampler,
         max_beam_width: int,
         outputs: SlotOutputs,
         processing: PostProcessing,
+        token_tensor: Tensor | None = None,
     ) -> None:
         self.max_beam_width = max_beam_width
         self._token_table = token_table
-        self._sampler = Sampler(len(token_table), vocab_size, token_table)
+        self._token_tensor = token_tensor
+        self._sampler = sampler
         self._outputs = outputs
         self._processing = processing
         self._drawn: dict[int, DrawnGuesses] = {}  # by slot
@@ -89,6 +96,14 @@ class TokenChooser:
             self._drawn[start.slot] = start.sampling, start.draft_logits.numbers
         elif self._drawn:
             self._drawn.pop(start.slot, None)
+
+    def sees(self, step: TorchStep) -> bool:
+        """More is done with these logits than to sample from them, one token a row."""
+        return bool(
+            step.schedule.drafts
+            or self._outputs.wants_generation_logits(step.slots)
+            or self._processing.serves(step.slots)
+        )
 
     def choose(self, step: TorchStep) -> None:
         """Tokens of each row, and what else its request wants."""
@@ -113,16 +128,54 @@ class TokenChooser:
     def _pick(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
         """As `_choose`, behind the logits post-processors."""
         log_probs = self._outputs.log_probs(step.slots, len(step.lines))
+        logits = step.logits.cpu()
         if self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows):
-            tokens = self._search(step, log_probs)
+            tokens = self._search(step, logits, log_probs)
         else:
-            tokens = self._sampler.sample(step.logits, step.lines, step.positions, log_probs)
+            tokens = self._sampler.sample(logits, step.lines, step.positions, log_probs)
         # the last position of a sequence needs no input after it
         fits = step.positions < self._token_table.shape[1]
         self._token_table[step.lines[fits], step.positions[fits]] = tokens[fits]
         return tokens, log_probs
 
     def _verify(self, step: TorchStep) -> np.ndarray | None:
+        """Choose tokens as long as the guesses agree with what is chosen; log probabilities."""
+        if (
+            self._drawn
+            or self._processing.serves(step.slots)
+            or self._sampler.adjusts(step.lines)
+            or any(row.beam_width > 1 for row in step.rows)
+        ):
+            return self._verify_in_order(step)
+        return self._verify_at_once(step)
+
+    def _verify_at_once(self, step: TorchStep) -> np.ndarray | None:
+        """Where no choice depends on the ones before it all are made, and the right ones kept."""
+        size = len(step.lines)
+        log_probs = self._outputs.log_probs(step.slots, size)
+        tokens = self._sampler.sample(step.logits.cpu(), step.lines, step.positions, log_probs)
+        guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
+        longest = int(np.diff(step.firsts).max(initial=1))
+        step.tokens = np.zeros((len(step.rows), longest), dtype=np.int32)
+        step.counts = np.ones(len(step.rows), dtype=np.int32)
+        values = None if log_probs is None else np.zeros(step.tokens.shape, dtype=np.float32)
+        for place, (row, first) in enumerate(zip(step.rows, step.firsts.tolist(), strict=False)):
+            chosen, count = tokens[first : first + 1 + row.num_drafts], 1
+            for guess in guesses[row.slot][: row.num_drafts] if row.num_drafts else ():
+                if guess != chosen[count - 1]:
+                    break
+                count += 1
+            step.tokens[place, :count] = chosen[:count]
+            step.counts[place] = count
+            if values is not None and log_probs is not None:
+                values[place, :count] = log_probs[first : first + count]
+            # the last position of a sequence needs no input after it
+            line, position = step.lines[first], step.positions[first]
+            own = self._token_table[line, position : position + count]
+            own[:] = chosen[: len(own)]
+        return values
+
+    def _verify_in_order(self, step: TorchStep) -> np.ndarray | None:
         """Choose one token after the other, as long as the guesses agree with what is chosen.
 
         So each token is chosen once, with the history that it has without guesses.
@@ -177,6 +230,7 @@ class TokenChooser:
             step.positions,
             self._token_table,
             step.firsts,
+            self._token_tensor,
         )
 
     def _drawn_guesses(
@@ -189,26 +243,25 @@ class TokenChooser:
             if drawn is not None and offset < row.num_drafts:
                 place, mine = first, slice(first, first + 1)
                 scores = self._sampler.log_probs(
-                    part.logits[mine].clone(), part.lines[mine], part.positions[mine]
+                    part.logits[mine].to("cpu", copy=True), part.lines[mine], part.positions[mine]
                 )
                 found.append((place, (drawn[0], drawn[1][offset]), scores[0].numpy()))
         return found
 
-    def _search(self, step: TorchStep, log_probs: np.ndarray | None) -> np.ndarray:
+    def _search(self, step: TorchStep, logits: Tensor, log_probs: np.ndarray | None) -> np.ndarray:
         """Tokens of the sequences of one beam; candidates of the beams, whose tokens stay 0."""
         rows, firsts = step.rows, step.firsts
         widths = np.array([row.beam_width for row in rows], dtype=np.int64)
         searched = np.repeat(widths > 1, np.diff(firsts))
         tokens = np.zeros(len(step.lines), dtype=np.int32)
         single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
-        logits = step.logits[torch.from_numpy(single)]
         values = None if log_probs is None else log_probs[single]
         tokens[single] = self._sampler.sample(
-            logits, step.lines[single], step.positions[single], values
+            logits[torch.from_numpy(single)], step.lines[single], step.positions[single], values
         )
         if log_probs is not None:
             log_probs[single] = values
-        logits = step.logits[torch.from_numpy(beams)]
+        logits = logits[torch.from_numpy(beams)]
         lines, positions = step.lines[beams], step.positions[beams]
         found, first = [], 0
         for row, count in zip(rows, np.diff(firsts).tolist(), strict=True):

@@ -150,6 +150,8 @@ def random_request(chance: np.random.Generator, request_id: int) -> InferenceReq
         more["queue_timeout_s"] = 0.001
     if chance.random() < 0.2:
         more["beam_width"] = int(chance.integers(2, 4))
+    if request_id % 3 == 0:
+        more["retention_priority"] = request_id * 37 % 101
     prompt_len, output_len = chance.integers(1, 28), chance.integers(1, 24)
     shared = [7] * int(prompt_len)
     if chance.random() < 0.5:

@@ -81,8 +81,7 @@ class ObservedMemory(oracle.Memory):
 
     def cached_prefix(self, request: oracle.Request) -> list[tuple[Hashable, ...]]:
         """Names of the leading cached full blocks of prompt[:-1]: the prefix that each ends."""
-        if request.beams > 1:
-            return []  # "Beam > 1 has no reuse."
+        # "Beam > 1 has no reuse" was so upstream: here beams share the blocks of their prompt
         cached = self.num_cached(request, request.prompt[:-1])
         ends = range(self.block, (cached + 1) * self.block, self.block)
         return [(request.task, request.salt, *request.prompt[:end]) for end in ends]

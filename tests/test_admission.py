@@ -147,6 +147,25 @@ def test_a_logits_post_processor_that_nobody_could_call_is_refused():
         )
 
 
+@pytest.mark.parametrize("priority", [-1, 101, 1.0, "high", True, [1, 2]])
+def test_a_retention_priority_that_is_none_is_refused(priority):
+    with pytest.raises(InvalidRequestError, match="retention_priority"):
+        admit(InferenceRequest.from_tokens(1, [1], 1, retention_priority=priority), LIMITS, 0.0)
+
+
+def test_a_retention_priority_reaches_the_request_and_its_limits_are_named():
+    def admitted(priority):
+        request = InferenceRequest.from_tokens(1, [1], 1)
+        request.retention_priority = priority
+        return admit(request, LIMITS, 0.0).retention_priority
+
+    assert [admitted(priority) for priority in (None, 0, 100, np.int8(7))] == [None, 0, 100, 7]
+    with pytest.raises(
+        InvalidRequestError, match=r"^retention_priority = 101 is outside 0\.\.100$"
+    ):
+        admitted(101)
+
+
 @pytest.mark.parametrize("client_id", [-1, 2**64, 1.5, "me"])
 def test_a_client_id_that_is_none_is_refused(client_id):
     with pytest.raises(InvalidRequestError, match="client_id"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from gptmanager.scheduler import (
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
     RequestList,
+    ReuseCredit,
     StaticBatchScheduler,
 )
 
@@ -365,6 +367,44 @@ def test_limits_are_checked(policy: Callable[..., CapacityScheduler]) -> None:
         MaxUtilizationScheduler(1, kv, resume_headroom_blocks=-1)
     with pytest.raises(ConfigError, match="start_headroom_steps = -1"):
         MaxUtilizationScheduler(1, kv, start_headroom_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_num_requests": 1.5}, "max_num_requests = 1.5 must be an integer of at least 1"),
+        ({"max_num_requests": True}, "max_num_requests = True must be an integer of at least 1"),
+        ({"kv_cache_manager": None}, "kv_cache_manager = None: MaxRequestsScheduler needs no"),
+        ({"kv_cache_manager": 100}, "kv_cache_manager = 100 is no KvCacheManager"),
+        ({"cross_kv_cache_manager": 7}, "cross_kv_cache_manager = 7 is no KvCacheManager"),
+        ({"peft_cache_manager": "on"}, "peft_cache_manager = 'on' is no adapter cache"),
+        ({"two_step_lookahead": 1}, "two_step_lookahead = 1 is neither True nor False"),
+    ],
+)
+@pytest.mark.parametrize(
+    "policy", [GuaranteedNoEvictScheduler, StaticBatchScheduler, MaxUtilizationScheduler]
+)
+def test_every_argument_is_checked_by_name(
+    policy: Callable[..., CapacityScheduler], options: dict[str, Any], text: str
+) -> None:
+    good: dict[str, Any] = {"max_num_requests": 1, "kv_cache_manager": KvCacheManager(1)}
+    with pytest.raises(ConfigError, match=text):
+        policy(**{**good, **options})
+
+
+def test_arguments_of_single_policies_are_checked_by_name() -> None:
+    kv = KvCacheManager(1)
+    with pytest.raises(ConfigError, match="max_num_requests = 0 must be an integer of at least 1"):
+        MaxRequestsScheduler(0)
+    with pytest.raises(ConfigError, match="started_contexts_first = None is neither"):
+        GuaranteedNoEvictScheduler(1, kv, started_contexts_first=None)  # type: ignore[arg-type]
+    for name in ("max_pauses", "resume_headroom_blocks", "start_headroom_steps"):
+        with pytest.raises(ConfigError, match=f"{name} = 0.5 must be an integer of at least 0"):
+            MaxUtilizationScheduler(1, kv, **{name: 0.5})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="capacity_scheduler = None is no CapacityScheduler"):
+        ReuseCredit(None, kv)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="kv_cache_manager = 5 is no KvCacheManager"):
+        ReuseCredit(MaxRequestsScheduler(1), 5)  # type: ignore[arg-type]
 
 
 def test_the_base_class_is_abstract() -> None:

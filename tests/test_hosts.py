@@ -156,6 +156,8 @@ def test_requests_and_options_are_copied_and_pickled_whole(clone):
     given = request(5, [1, 2], 3, temperature=0.5, is_streaming=True, client_id=9, cache_salt="x")
     copied = clone(given)
     assert (copied.request_id, copied.is_streaming, copied.client_id) == (5, True, 9)
+    copied.retention_priority = 3
+    assert given.retention_priority is None
     assert copied.cache_salt == "x" and copied.tensors.keys() == given.tensors.keys()
     copied.temperature = np.array([2.0])
     assert float(given.temperature) == 0.5

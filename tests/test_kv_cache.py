@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -594,11 +595,37 @@ def test_a_cross_cache_counts_the_encoders_positions_once() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
-        ({"tokens_per_block": 0}, "tokens_per_block must be at least 1, got 0"),
-        ({"max_attention_window": 0}, "max_attention_window must be at least 1, got 0"),
-        ({"sink_token_length": -1}, "sink_token_length must be 0 or more"),
-        ({"sink_token_length": 8, "max_attention_window": 8}, r"sink_token_length .* got 8"),
+        ({"num_blocks": 0}, "num_blocks = 0 must be an integer of at least 1"),
+        ({"num_blocks": -3}, "num_blocks = -3 must be an integer of at least 1"),
+        ({"num_blocks": 1.5}, "num_blocks = 1.5 must be an integer of at least 1"),
+        ({"num_blocks": True}, "num_blocks = True must be an integer of at least 1"),
+        ({"num_blocks": None}, "num_blocks = None must be an integer of at least 1"),
+        ({"tokens_per_block": 0}, "tokens_per_block = 0 must be an integer of at least 1"),
+        ({"tokens_per_block": 8.0}, "tokens_per_block = 8.0 must be an integer of at least 1"),
+        ({"max_attention_window": 0}, "max_attention_window = 0 must be an integer of at least 1"),
+        ({"max_attention_window": "8"}, "max_attention_window = '8' must be an integer of"),
+        ({"sink_token_length": -1}, "sink_token_length = -1 must be an integer of at least 0"),
+        ({"sink_token_length": None}, "sink_token_length = None must be an integer of at least 0"),
+        (
+            {"sink_token_length": 8, "max_attention_window": 8},
+            "sink_token_length = 8 must be less than max_attention_window = 8",
+        ),
+        ({"enable_block_reuse": 1}, "enable_block_reuse = 1 is neither True nor False"),
+        ({"enable_partial_reuse": None}, "enable_partial_reuse = None is neither"),
+        ({"copy_on_partial_reuse": "no"}, "copy_on_partial_reuse = 'no' is neither"),
+        ({"cross": 0}, "cross = 0 is neither"),
+        ({"onboard_blocks": 0}, "onboard_blocks = 0 is neither"),
+        ({"num_host_blocks": 3}, "num_host_blocks = 3 needs enable_block_reuse"),
+        ({"num_host_blocks": -1}, "num_host_blocks = -1 must be an integer of at least 0"),
+        ({"num_host_blocks": 2.5}, "num_host_blocks = 2.5 must be an integer of at least 0"),
+        (
+            {"min_offload_tokens": -1},
+            "min_offload_tokens = -1 must be an integer of at least 0",
+        ),
+        (
+            {"secondary_offload_min_priority": 101},
+            "secondary_offload_min_priority = 101 must be an integer from 0 to 100",
+        ),
         ({"enable_block_reuse": True, "cross": True}, "enable_block_reuse: a cross KV cache"),
         (
             {"enable_block_reuse": True, "sink_token_length": 4, "max_attention_window": 40},
@@ -612,6 +639,12 @@ def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, Any], 
     good: dict[str, Any] = {"num_blocks": 10, "tokens_per_block": 8}
     with pytest.raises(ConfigError, match=named):
         KvCacheManager(**{**good, **options})
+
+
+def test_whole_numbers_of_numpy_are_taken_as_ints() -> None:
+    kv = KvCacheManager(np.int64(10), np.uint8(8), max_attention_window=np.int32(40))
+    assert [type(n) for n in (kv.num_blocks, kv.tokens_per_block)] == [int, int]
+    assert kv.get_max_resource_count() == 10
 
 
 def spoiled(spoil: Callable[[KvCacheManager], object]) -> KvCacheManager:

@@ -142,10 +142,8 @@ def test_a_pause_and_a_resume_find_everything_but_the_last_token():
     kv.check()
 
 
-@pytest.mark.parametrize(
-    "more", [{"cache_salt": "a"}, {"cache_salt": 1}, {"lora_task_id": 1}, {"beam_width": 2}]
-)
-def test_another_salt_adapter_or_beam_width_finds_nothing(more):
+@pytest.mark.parametrize("more", [{"cache_salt": "a"}, {"cache_salt": 1}, {"lora_task_id": 1}])
+def test_another_salt_or_adapter_finds_nothing(more):
     kv = caching()
     left_behind(kv, tokens(35))
     request = LlmRequest(2, tokens(35), 10, **more)
@@ -155,10 +153,8 @@ def test_another_salt_adapter_or_beam_width_finds_nothing(more):
     kv.store_context(request)
     kv.check()
     kv.remove(2)
-    same = LlmRequest(3, tokens(35), 10, **more)
-    found = 0 if "beam_width" in more else 34
-    kv.add_sequence(same)
-    assert kv.num_cached_tokens(3) == found
+    kv.add_sequence(LlmRequest(3, tokens(35), 10, **more))
+    assert kv.num_cached_tokens(3) == 34
 
 
 def test_salts_of_different_types_are_different():
@@ -353,6 +349,22 @@ def test_a_rewind_into_a_cached_block_takes_it_out_of_the_cache():
     kv.check()
 
 
+@pytest.mark.parametrize("priority", [None, 0, 90])
+def test_what_a_rewind_makes_impossible_to_find_goes_first(priority):
+    kv = caching(num_blocks=4)
+    left_behind(kv, tokens(10, 500), retention_priority=priority)
+    request = LlmRequest(1, tokens(11), 10)
+    run_context(kv, request)
+    left_behind(kv, [*tokens(10), *tokens(10, 50)])  # a block behind the first of request 1
+    assert kv.audit().cached == 3
+    kv.rewind(1, 5)
+    kv.check()
+    assert kv.audit().cached == 1
+    kv.add_sequence(LlmRequest(2, tokens(20, 700), 10))
+    assert kv.audit().cached == 1  # not the one that can be found, though it is older
+    kv.check()
+
+
 # What schedulers ask ----------------------------------------------------------------------------
 
 
@@ -523,8 +535,11 @@ class ReuseMachine(RuleBasedStateMachine):
         if block in self.content:
             root, prefix = self.content.pop(block)
             if not len(prefix) % self.size:
-                for other in self.behind(root, prefix):
+                for other in sorted(self.behind(root, prefix)):
                     del self.content[other]
+                    if other in self.free:  # the first to go: it holds nothing to be found
+                        self.free.remove(other)
+                        self.free.insert(0, other)
 
     def hand_out(self) -> int:
         def rank(block: int) -> int:
@@ -585,7 +600,7 @@ class ReuseMachine(RuleBasedStateMachine):
                 self.priority[held[0] if held else block] = request.retention_priority
 
     def write(self, request_id: int, start: int, end: int) -> None:
-        request, (table,) = self.requests[request_id], self.kv.block_ids(request_id)
+        request, table = self.requests[request_id], self.kv.block_ids(request_id)[0]
         for position in range(start, end):
             place = table[position // self.size], position % self.size
             assert place[0] not in self.content, "a findable block is written to"
@@ -626,7 +641,7 @@ class ReuseMachine(RuleBasedStateMachine):
         kv, request_id, size = self.kv, request.request_id, self.size
         beams = request.beam_width
         length = -(-request.prompt_len // size)
-        full = self.full_match(request) if beams == 1 else []
+        full = self.full_match(request)
         assert kv.get_reusable_tokens(request) == len(full) * size
         shared = [block for block in full if block not in self.free]
         leading = next((i for i, b in enumerate(full) if b in self.free), len(full))
@@ -640,16 +655,15 @@ class ReuseMachine(RuleBasedStateMachine):
                 kv.add_sequence(request)
             assert kv.audit() == before and request.context_current_position == 0
             return
-        num_partial, candidates = 0, set[int]()
-        if beams == 1:
-            num_partial, candidates = self.partial_match(request, len(full) * size)
+        num_partial, candidates = self.partial_match(request, len(full) * size)
         copies = kv.add_sequence(request)
         tables = kv.block_ids(request_id)
         num_cached = len(full) * size + num_partial
         assert tables[0][: len(full)] == full
         assert kv.num_cached_tokens(request_id) == num_cached == request.context_current_position
         self.free = [block for block in self.free if block not in full]
-        new = tables[0][len(full) :]
+        assert all(table[: len(full)] == full for table in tables)
+        new = [*dict.fromkeys(block for table in tables for block in table[len(full) :])]
         if num_partial:
             if copies:
                 ((source, destination, count),) = copies
@@ -662,12 +676,7 @@ class ReuseMachine(RuleBasedStateMachine):
                 self.forget(new.pop(0))
         else:
             assert not copies
-        if beams == 1:
-            assert new == [self.hand_out() for _ in new]
-        else:
-            for block in dict.fromkeys(block for table in tables for block in table):
-                self.free.remove(block)
-                self.forget(block)
+        assert new == [self.hand_out() for _ in new]
         for source, destination, count in copies:
             for offset in range(count):
                 self.memory[destination, offset] = self.memory[source, offset]
@@ -678,12 +687,11 @@ class ReuseMachine(RuleBasedStateMachine):
     def step_context(self, request: LlmRequest) -> None:
         start = request.context_current_position
         request.move_to_next_context_chunk()
-        if request.beam_width == 1:
-            self.write(request.request_id, start, request.context_current_position)
+        self.write(request.request_id, start, request.context_current_position)
         if request.state is not CONTEXT_INIT:
             self.kv.store_context(request)
             full = request.prompt_len - request.prompt_len % self.size
-            if request.beam_width == 1 and request.request_id not in self.stale:
+            if request.request_id not in self.stale:
                 self.put(request, full, self.kv.block_ids(request.request_id)[0])
             request.add_token(self.random.choice([1, 1, 2]))
 
@@ -703,8 +711,7 @@ class ReuseMachine(RuleBasedStateMachine):
                 return
             new = self.kv.add_token(request.request_id)
             assert list(new) == [self.hand_out() for _ in range(need)]
-            if request.beam_width == 1:
-                self.write(request.request_id, request.num_tokens - 1, request.num_tokens)
+            self.write(request.request_id, request.num_tokens - 1, request.num_tokens)
             request.add_token(self.random.choice([1, 1, 2]))
 
     @precondition(lambda self: self.requests)
@@ -713,24 +720,25 @@ class ReuseMachine(RuleBasedStateMachine):
         request_id = self.some_id(data)
         request, tables = self.requests.pop(request_id), self.kv.block_ids(request_id)
         end = min(self.stored.pop(request_id), len(request.tokens) - 1)
+        if len(tables) > 1:  # what is common to all
+            end = min(end, request.prompt_len)
         self.kv.remove(request_id, store)
-        if store and request.beam_width == 1 and request_id not in self.stale:
+        if store and request_id not in self.stale:
             self.put(request, end, tables[0])
         held = {b for i in self.requests for t in self.kv.block_ids(i) for b in t}
-        for block in dict.fromkeys(b for table in tables for b in reversed(table)):
+        blocks = [b for table in tables for b in reversed(table)]
+        for block in reversed(dict.fromkeys(blocks[::-1])):  # free with the last that has it
             if block in held:
                 continue
             if block in self.content:
                 self.free.append(block)
             else:
                 self.free.insert(0, block)
-        if request.beam_width > 1:  # blocks that beams share are freed with the last of them
-            self.free = list(self.kv._pool.free)
-        if resume and request.num_generated < request.max_new_tokens and request.beam_width == 1:
+        if resume and request.num_generated < request.max_new_tokens:
             request.pause(10**6)
             self.start(request)
 
-    @precondition(lambda self: any(r.beam_width == 1 for r in self.requests.values()))
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def hold(self, data) -> None:
         """What is held for others leaves everything as it was, but for the order of the freed."""
@@ -772,11 +780,10 @@ class ReuseMachine(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_history(self) -> None:
         for request_id, request in getattr(self, "requests", {}).items():
-            if request.beam_width == 1:
-                (table,) = self.kv.block_ids(request_id)
-                for position in range(self.stored[request_id]):
-                    place = table[position // self.size], position % self.size
-                    assert self.memory[place] == self.value(request, position)
+            table = self.kv.block_ids(request_id)[0]  # in which a context is computed
+            for position in range(self.stored[request_id]):
+                place = table[position // self.size], position % self.size
+                assert self.memory[place] == self.value(request, position)
 
     @invariant()
     def what_is_findable_is_there(self) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager.kv_cache import KvCacheManager, reuse, tiers
-from gptmanager.kv_cache.block import BlockPool
+from gptmanager.kv_cache import KvCacheManager, lookups, reuse, tiers
+from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request import LlmRequest
 from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Options
 from gptmanager.testing.kv_cache_trial import main, run_episode, run_trial
@@ -26,7 +26,8 @@ def test_a_sample_of_the_operations_diverges_nowhere():
     assert {"add refused", "add token refused", "fork refused", "rewind refused"} <= set(share)
     for kind in ("add", "add reusing", "remove", "fork", "rewind", "what if"):
         assert share[kind] > (0.005 if kind == "add reusing" else 0.01), share
-    assert done["add onboarding"] > 5, done
+    assert done["add onboarding"] > 5 and done["add onboarding with beams"], done
+    assert done["add reusing with beams"] > 0.003 * done.total(), done
     assert 0.3 < share["add token"] + share["context"] < 0.7, share
 
 
@@ -90,7 +91,20 @@ def unmoved(right, self, *args):
     return None
 
 
+def for_one_beam(right, self, blocks, references=1):
+    return right(self, blocks)
+
+
+def first_beam_whole(right, self, sequence, store):
+    """What only one of several beams has generated is left to be found."""
+    first = BlockTables(sequence.request_id, sequence.num_slots, sequence.tables[:1])
+    first.num_cached = sequence.num_cached
+    return right(self, first, store)
+
+
 MISTAKES = [
+    (reuse.CachingBlockPool, "share", for_one_beam, r"counts 1 references, but \d tables hold it"),
+    (reuse.BlockReuse, "end", first_beam_whole, "goes before|blocks for|tokens found|not of"),
     (tiers.HostTier, "__init__", greedy_host, "copies|the copy"),
     (tiers.CachingBlockPool, "onboard", uncopied, "no copy of|is not of"),
     (tiers.CachingBlockPool, "_offload", unmoved, "no copy of"),
@@ -120,7 +134,8 @@ def test_a_mistake_in_the_kv_cache_is_found(monkeypatch, owner, name, mistake, t
 
 
 def test_a_salt_that_is_overlooked_is_found(monkeypatch):
-    monkeypatch.setattr(reuse, "_root_key", lambda request: request.lora_task_id)
+    for module in (reuse, lookups):
+        monkeypatch.setattr(module, "root_key", lambda request: request.lora_task_id)
     with pytest.raises(Divergence, match="goes before|tokens found|blocks for"):
         run_trial(20_000)
 

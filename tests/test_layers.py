@@ -13,6 +13,7 @@ import pytest
 
 LAYERS = """
 errors                  every error, in one tree
+arguments               arguments of constructors, checked by name (no torch)
 config                  what a host configures, and the enums of the contract (no torch)
 attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
@@ -25,8 +26,10 @@ tensors                 one typed value out of whatever a host put under a name
 
 kv_cache.block          blocks and who owns them (no torch)
 kv_cache.prefix_tree    blocks found again by the tokens they hold (no torch)
+kv_cache.eviction       which of the blocks that nobody holds goes first (no torch)
 kv_cache.tiers          free blocks keep what they hold, here and then on the host (no torch)
 kv_cache.needs          how many blocks a request will want (no torch)
+kv_cache.lookups        what of the prompts that wait is cached (no torch)
 kv_cache.reuse          what a new sequence finds, and what one that ends leaves (no torch)
 kv_cache.sequences      which sequence holds which block (no torch)
 kv_cache.manager        whether there are blocks for what a scheduler wants (no torch)
@@ -35,6 +38,7 @@ scheduler.adapter_pages whether the adapters of several requests fit together (n
 scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
 scheduler.start_headroom whether a request may start beside others (no torch)
 scheduler.capacity      which active requests get memory (no torch)
+scheduler.max_utilization  the same where requests may be paused for others (no torch)
 scheduler.reuse_credit  how much of a context that begins is cached (no torch)
 scheduler.micro_batch   which of those run now, and how much of their context (no torch)
 scheduler.simple        the two as one (no torch)
@@ -61,6 +65,7 @@ cuda.emulator.module    CUDA C++ as kernels that run on the CPU (no torch)
 cuda.emulator           kernels on a CPU, run thread by thread, checked (no torch)
 cuda.compiler           CUDA C++ to machine code, with what its kernels use (no torch)
 cuda.launch             where kernels run: a GPU, or the emulator
+cuda.streams            where work is enqueued: a CUDA stream, or the emulator
 cuda.norms              residual add, RMSNorm, LayerNorm
 cuda.activations        SiLU times up, GELU
 cuda.cache_write        rotation, QK norm, and keys and values to their pages
@@ -69,6 +74,7 @@ cuda.generation_plan    how the work of generation attention is cut (no torch)
 cuda.generation_attention  attention of rows with one token, by a plan
 cuda.context_attention  attention of rows with several tokens
 cuda.sampling           one token from each row of logits
+cuda.kernels            the override for CUDA: which kernel serves which op
 cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 
@@ -87,6 +93,7 @@ models
 decoding.stop_words     where an output ends
 decoding.drafting       tokens guessed ahead
 decoding.rows           what a step gives to logits post-processors
+decoding.stream_watch   who works on another stream than the model's
 decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.guided         grammars as masks
 decoding.raw_kernel     a logits post-processor given as CUDA source
@@ -94,6 +101,7 @@ decoding.random_numbers functions of seed and position
 decoding.adjustments    bias, penalties, bans: what changes a row first
 decoding.choice         the best token of a row, or a drawn one
 decoding.sampling       one token from each row
+decoding.device_sampling  rows that a device can choose alone
 decoding.rejection      a guess that was sampled, accepted or replaced
 decoding.beam_search    beams and their parents
 decoding.parallel_sampling several texts of one prompt
@@ -102,11 +110,16 @@ decoding
 prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
 token_chooser           from the logits of a step to its tokens
-executor                one step, on a device
+packed_rows             a batch as the host knows it, padded or cut (no torch)
+sequence_tables         tokens and blocks of each sequence, by line, and what a device has of them
+staging                 arrays of a step, to the device in one copy
+generation_graphs       generation steps, recorded and run again
+statistics              what an iteration tells of itself
+executor                one step, in torch
+device_executor         one step, enqueued on a device
 active                  a request from its admission to its final response
 admission               whether a request can be taken at all
 allocation              a decision with its blocks, frozen as a Schedule
-statistics              what an iteration tells of itself
 recorder.values         values of a recording, as JSON and back
 recorder.object_graph   the state of objects, as JSON and back
 recorder.recording      a recording as frozen values, and its file
@@ -123,6 +136,7 @@ host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 progress                when steps ended, and who waits although none does
 sizing                  how large the KV cache is, and how long a sequence may be
+placement               where a model and its KV cache lie, and what runs them there
 assembly                from checked options and a model to a loop
 manager                 GptManager: a thread, and a life around the loop
 gptmanager              the public names, as hosts import them
@@ -183,7 +197,29 @@ picture                 a schedule, seen
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager
-bench                   how fast it is, beside a peer
+bench.timing            how long one call takes, and how much time is left
+bench.roofline          what a device can do at best, and the floors of a model
+bench.machine           what a figure was measured on
+bench.load              requests of random tokens, and models of random weights
+bench.engine            a load through a manager, with the clock outside
+bench.transformers_peer the same load through transformers
+bench.throughput        a load on this machine, beside the peer
+bench.cases             what is known of a case: least work, contenders, what is right
+bench.paged_rows        sequences over pages, for attention cases
+bench.attention_peers   others' attention on the same pages
+bench.attention_cases   attention over pages
+bench.token_cases       kernels that take tokens or blocks
+bench.sampling_cases    sampling
+bench.kernel_runs       cases run beside their peers, right before fast
+bench.kernels           the kernel benchmark
+bench.dense_reference   a Llama without a cache, whose logits are right
+bench.device_trace      how busy a GPU is
+bench.serving_parts     steps and loads of one manager
+bench.scale             how large the end-to-end benchmark is
+bench.end_to_end        the end-to-end benchmark
+bench.table             reports as tables
+bench.command           bench kernels and bench e2e, on the command line
+bench                   how fast it is
 cli                     the command line
 __main__
 """

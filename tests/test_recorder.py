@@ -112,13 +112,16 @@ def test_a_tensor_keeps_kind_dtype_shape_and_values(value):
 def test_a_request_keeps_its_attributes_and_defaults_are_left_out():
     whole = InferenceRequest(
         3, {"end_id": [4]}, is_streaming=True, client_id=8, priority=0.25, deadline_s=1.5,
-        queue_timeout_s=float("inf"), cache_salt="tenant",
+        queue_timeout_s=float("inf"), cache_salt="tenant", retention_priority=0,
     )  # fmt: skip
     back = request_from_plain(orjson.loads(to_json(whole)))
     for name in ("is_streaming", "client_id", "priority", "deadline_s", "queue_timeout_s"):
         assert getattr(back, name) == getattr(whole, name)
-    assert back.cache_salt == "tenant" and back.end_id == [4]
+    assert back.cache_salt == "tenant" and back.retention_priority == 0 and back.end_id == [4]
     assert plain_request(InferenceRequest(0)) == {"request_id": 0, "tensors": {}}
+    odd = InferenceRequest(4, cache_salt=False, client_id=False, is_streaming=0)
+    back = request_from_plain(orjson.loads(to_json(odd)))
+    assert (back.cache_salt, back.client_id) == (False, False) and back.is_streaming is not False
 
 
 def test_what_no_json_can_hold_stands_as_opaque():

@@ -75,6 +75,11 @@ def test_inputs_by_their_names(name, tensor, value):
     assert tensors(line)[tensor] == value
 
 
+def test_what_is_no_tensor_by_its_name():
+    (line,) = read({"input_ids": [1], "cache_salt": "a", "retention_priority": 80})
+    assert (line.request.cache_salt, line.request.retention_priority) == ("a", 80)
+
+
 def test_null_stands_for_not_given():
     (line,) = read({"prompt": None, "input_ids": [1], "end_id": None, "streaming": None})
     assert tensors(line).keys() == {"input_ids", "request_output_len"}

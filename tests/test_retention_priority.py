@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from gptmanager import (
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
 from gptmanager.kv_cache import KvCacheManager
+from gptmanager.recorder.recording import read_recording
+from gptmanager.replay import replay
 from gptmanager.request import LlmRequest
+from gptmanager.responses import REQUEST_METRICS
+from gptmanager.simulator.load import RecordedLoad
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 SIZE = 4
 
@@ -141,3 +155,52 @@ def test_the_lowest_priority_on_the_host_goes_first():
     assert kv.audit().host_used == 2
     run(kv, 300, priority=70)  # 200 moves to the place of 100, which came later than 0
     assert [found(kv, start) for start in (0, 100, 200, 300)] == [1, 0, 1, 1]
+
+
+# A host's name for it ------------------------------------------------------------------------
+
+
+def cached_tokens(priority, **options):
+    """What a second turn finds when others have come between, in a pool that is too small."""
+    prompt, chance = list(range(40)), np.random.default_rng(3)
+    turns = [InferenceRequest.from_tokens(0, prompt, 1, retention_priority=priority)]
+    turns += [
+        InferenceRequest.from_tokens(i, chance.integers(0, 50, 40).tolist(), 1) for i in (1, 2, 3)
+    ]
+    turns += [InferenceRequest.from_tokens(4, prompt, 1)]
+    host = RecordingCallbacks()
+    with GptManager(
+        ScriptedModel(lambda history: 7, vocab_size=50),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        1,
+        SchedulerConfig(),
+        optional_params=OptionalParams(
+            max_seq_len=64,
+            kv_cache_config=KvCacheConfig(
+                max_tokens=128, tokens_per_block=8, enable_block_reuse=True
+            ),
+            **options,
+        ),
+        **host.keywords(),
+    ) as manager:
+        host.manager = manager
+        for turn in turns:
+            host.submit(turn)
+            assert manager.wait_idle(30)
+    metrics = host.final(4).tensors["request_metrics"]
+    return int(metrics[REQUEST_METRICS.index("cached_tokens")])
+
+
+def test_a_host_keeps_what_it_will_need_again():
+    assert [cached_tokens(priority) for priority in (None, 35, 36, 100)] == [8, 8, 39, 39]
+
+
+def test_a_recording_its_replay_and_its_simulation_know_it(tmp_path):
+    assert cached_tokens(80, recording_path=tmp_path / "run.jsonl") == 39
+    recording = read_recording(tmp_path / "run.jsonl")
+    assert replay(recording).divergence is None
+    assert RecordedLoad(recording).request(0).retention_priority == 80
+    for iteration in recording.iterations:
+        for request in iteration.intake.requests:
+            request.retention_priority = None
+    assert replay(recording).divergence is not None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptmanager.config import ContextChunkingPolicy
-from gptmanager.errors import CapacityError
+from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -418,3 +418,11 @@ def test_every_request_ends(
 def test_a_request_made_by_hand_is_checked(values: dict[str, int], text: str) -> None:
     with pytest.raises(ValueError, match=f"request 7: {text}"):
         LlmRequest(7, **{"tokens": 4, "max_new_tokens": 4, **values})
+
+
+def test_the_two_steps_are_not_taken_for_each_other() -> None:
+    capacity, micro_batch = MaxRequestsScheduler(4), MicroBatchScheduler(4)
+    with pytest.raises(ConfigError, match="^capacity_scheduler = .* is no CapacityScheduler"):
+        SimpleScheduler(micro_batch, capacity)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="^micro_batch_scheduler = None is no MicroBatchSched"):
+        SimpleScheduler(capacity, None)  # type: ignore[arg-type]

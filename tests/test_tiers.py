@@ -194,7 +194,7 @@ class Lives:
         return request.cache_salt
 
     def write(self, request, end):
-        (table,) = self.kv.block_ids(request.request_id)
+        table = self.kv.block_ids(request.request_id)[0]  # in which a context is computed
         for position in range(self.stored[request.request_id], end):
             place = table[position // self.size], position % self.size
             self.memory[place] = self.root(request), tuple(request.tokens[: position + 1])
@@ -263,6 +263,7 @@ class Lives:
                         self.chance.randint(1, 8),
                         cache_salt=self.chance.choice([None, None, "a"]),
                         retention_priority=self.chance.choice([None, None, 0, 90]),
+                        beam_width=self.chance.choice([1, 1, 1, 2]),
                     )
                     for i in range(self.chance.randint(1, 3))
                 ]
@@ -281,7 +282,7 @@ class Lives:
         assert report.free + report.used == report.total
         assert report.host_free + report.host_used == report.host_total
         for request_id, request in self.live.items():
-            (table,) = kv.block_ids(request_id)
+            table = kv.block_ids(request_id)[0]
             assert max(table) < self.num_blocks
             for position in range(self.stored[request_id]):
                 place = table[position // self.size], position % self.size

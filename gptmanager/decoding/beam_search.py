@@ -244,7 +244,7 @@ class BeamSearch:
 
     def _is_over(self) -> bool:
         params = self.params
-        if max(self.cum_log_probs) == _DEAD:  # nothing more may come
+        if max(self.cum_log_probs) == _DEAD:  # whoever changed the logits lets none go on
             return True
         if len(self.ended) < params.width:
             return False

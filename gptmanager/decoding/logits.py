@@ -9,6 +9,7 @@ for all rows that share it; a `RowProcessor` likewise, on the rows where they li
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from gptmanager.decoding.rows import (
     RowSession,
     Tokens,
 )
+from gptmanager.decoding.stream_watch import StreamWatch
 from gptmanager.errors import CallbackError, RequestError, response_text
 from gptmanager.post_processor import BoundProcessor, RequestProcessor, name_of
 from gptmanager.step import SequenceStart
@@ -42,7 +44,8 @@ class PostProcessing:
     """The processors of started sequences, and what they do to a step.
 
     `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
-    is named in the log, the 1st, 2nd, 4th, 8th ... time.
+    is named in the log, the 1st, 2nd, 4th, 8th ... time. `watches_streams`: one that works on
+    another stream than the model's ends its requests, at the price of waiting for the device.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class PostProcessing:
         num_slots: int = 0,
         max_beam_width: int = 1,
         device: str = "cpu",
+        watches_streams: bool = False,
     ) -> None:
         self._batched = batched
         self._budget_s = budget_s
@@ -61,6 +65,7 @@ class PostProcessing:
         self._max_beam_width = max_beam_width
         self._num_lines = num_slots * max_beam_width
         self._device = torch.device(device)
+        self._watch = StreamWatch(self._device) if watches_streams else None
         self._sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
@@ -71,6 +76,12 @@ class PostProcessing:
     @property
     def is_on(self) -> bool:
         return bool(self._sequences)
+
+    def serves(self, slots: Ints) -> bool:
+        """One of these slots has a processor."""
+        if self._sequences:
+            self._forget_ended()
+        return any(slot in self._sequences for slot in slots.tolist())
 
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot, and what was there is gone."""
@@ -97,18 +108,20 @@ class PostProcessing:
         lengths: Ints,
         tokens: Tokens,
         firsts: Ints | None = None,
+        token_tensor: Tensor | None = None,
     ) -> dict[int, BaseException]:
         """Call the processors of a step's rows; the errors by row.
 
         `logits` float32 `[S, vocab]`, changed in place; `lengths` `[S]`: tokens of each history;
         `tokens` int32 `[num_lines, max_seq_len]`: the histories, which lie in `lines` `[S]`.
         `firsts` `[rows + 1]`: where each row's beams begin among the S; None: each has one.
+        `token_tensor`: `tokens` where the logits are; None: on the CPU.
         """
         groups: dict[int, list[int]] = {}
-        one_each = firsts is None or len(firsts) == logits.shape[0] + 1
-        bounds = range(logits.shape[0] + 1) if firsts is None or one_each else firsts.tolist()
-        step = _Step(logits, bounds, lines, lengths, tokens, ModelStream(logits.device), {})
-        slots = lines if firsts is None or one_each else lines[firsts[:-1]]
+        bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
+        stream = ModelStream(logits.device)
+        step = _Step(logits, bounds, lines, lengths, tokens, stream, {}, token_tensor)
+        slots = lines if len(bounds) == len(lines) + 1 else lines[list(bounds[:-1])]
         if self._max_beam_width > 1:
             slots = slots // self._max_beam_width
         for index, slot in enumerate(slots.tolist()):
@@ -142,7 +155,8 @@ class PostProcessing:
             logits, beams = step.view(index), step.beams(index)
             with self._guarded([sequence], shared):
                 ids = sequence.request_id, sequence.client_id
-                answer = shared(ids[0], logits, beams, step.stream, ids[1])
+                call = functools.partial(shared, ids[0], logits, beams, step.stream, ids[1])
+                answer = self._call(call, logits)
                 step.replace(index, logits, answer)
             step.forget_changes(index)
 
@@ -152,13 +166,15 @@ class PostProcessing:
         process = getattr(shared, "process_batch", shared)
         answers: Any = None
         with self._guarded(sequences, shared):
-            answers = process(
+            call = functools.partial(
+                process,
                 [sequence.request_id for sequence in sequences],
                 list(views),
                 [step.beams(index) for index in members],
                 step.stream,
                 [sequence.client_id for sequence in sequences],
             )
+            answers = self._call(call, step.logits)
             if answers is not None and len(answers) != len(members):
                 raise _WrongAnswer(f"{len(answers)} values for {len(members)} requests")
         for place, index in enumerate(members):
@@ -174,9 +190,18 @@ class PostProcessing:
         sequences = rows.sequences
         errors: Errors = {}
         with self._guarded(sequences, shared):
-            errors = self._session(shared).process(rows)
+            session = self._session(shared)
+            errors = self._call(lambda: session.process(rows), step.logits)
         for place, error in errors.items():
             sequences[place].error = self._told(error, shared)
+
+    def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
+        if self._watch is None:
+            return call()
+        answer, wrong = self._watch.run(call, logits)
+        if wrong:
+            raise _WrongStream(wrong)
+        return answer
 
     def _session(self, shared: RowProcessor) -> RowSession:
         session = self._sessions.get(shared)
@@ -222,6 +247,8 @@ class PostProcessing:
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _WrongAnswer):
             return CallbackError(f"{text} returned {error}")
+        if isinstance(error, _WrongStream):
+            return CallbackError(f"{text} {error}: work within `with stream:`")
         if isinstance(error, RequestError) and isinstance(shared, RowProcessor):
             return type(error)(f"{text}: {error}")
         return CallbackError(f"{text} raised {response_text(error)}")
@@ -262,6 +289,10 @@ class _Guard:
         return True
 
 
+class _WrongStream(Exception):
+    """A processor worked where the model does not wait for it."""
+
+
 class _WrongAnswer(Exception):
     """A processor returned what it must not."""
 
@@ -277,28 +308,27 @@ class _Step:
     tokens: Tokens
     stream: ModelStream
     sequences: dict[int, ProcessedSequence]
-    singles: Tensor | None = None  # the logits, [S, 1, 1, vocab]
+    token_tensor: Tensor | None
 
     def rows(self, members: list[int]) -> Rows:
         """All beams of the rows `members`, ascending."""
         sequences = [self.sequences[row] for row in members]
         places, lines, lengths = members, self.lines, self.lengths
-        if not isinstance(self.bounds, range):
+        if len(self.bounds) < len(lines) + 1:
             pairs = [(row, place) for row in members for place in self.places(row)]
             sequences = [self.sequences[row] for row, _ in pairs]
             places = [place for _, place in pairs]
         index = np.array(places, dtype=np.int64)
         if len(places) < len(lines):
             lines, lengths = lines[index], lengths[index]
-        return Rows(self.logits, index, sequences, lines, lengths, self.tokens)
+        histories = self.token_tensor
+        if histories is None:
+            histories = torch.from_numpy(self.tokens)
+        return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""
         places = self.places(index)
-        if len(places) == 1:
-            if self.singles is None:
-                self.singles = self.logits.view(-1, 1, 1, self.logits.shape[1])
-            return self.singles[places[0]]
         return self.logits[places.start : places.stop][None]
 
     def places(self, index: int) -> range:

@@ -1,8 +1,7 @@
 """A logits post-processor given as CUDA C++ source.
 
-Decides when it is compiled, what it finds in memory, and how it is launched: once a step for all
-its rows. On a CUDA device by CuPy, on the CPU by the emulator, or by a twin in Python. Knows
-nothing of what the kernel does.
+Decides when it is compiled and how it is launched: once a step for all its rows. On a CUDA device
+by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of what the kernel does.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.post_processor import BoundProcessor
 
+_NUM_BUFFERS = 4  # more than copies are under way
 # (grid, block, arguments): CuPy's and the emulator's kernels are called so
 Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 
@@ -99,9 +100,9 @@ class RawKernelLogitsPostProcessor(RowProcessor):
             ).start()
         return future
 
-    def open(self, num_lines: int, device: torch.device) -> KernelSession:
+    def open(self, num_slots: int, device: torch.device) -> RowSession:
         launch = self.prepare(str(device)).result()
-        return KernelSession(launch, self.block, self.params_dtype, num_lines, device)
+        return _Session(launch, self.block, self.params_dtype, num_slots, device)
 
     def _compile(self, kind: str, future: Future[Launch]) -> None:
         compile_for = {"cpu": _compile_for_cpu, "cuda": _compile_for_cuda}[kind]
@@ -132,12 +133,11 @@ class BoundKernel(BoundProcessor):
         return prepared
 
 
-class KernelSession(RowSession):
-    """A kernel's buffers on the device, which stay where they are, and its launch.
+class _Session(RowSession):
+    """Parameters by slot, and the numbers of a step's rows, in device memory that never moves.
 
-    `update` copies what has changed to them, `launch` reads nothing else: it allocates nothing,
-    waits for nothing and looks at nothing on the host, so that a CUDA graph may hold it, captured
-    after a first step, and be replayed behind any `update` of as many blocks.
+    `launch` allocates nothing, reads nothing on the host and waits for nothing. It can be recorded
+    in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
     """
 
     def __init__(
@@ -145,91 +145,82 @@ class KernelSession(RowSession):
         launch: Launch,
         block: int,
         params_dtype: np.dtype[Any],
-        num_lines: int,
+        num_slots: int,
         device: torch.device,
     ) -> None:
         self._launch = launch
         self._block = block
-        self._params = torch.zeros(
-            (num_lines, params_dtype.itemsize), dtype=torch.uint8, device=device
-        )
-        # rows, slots, lengths, prompt lengths; where there was never a row, a history of one token
-        self._staging = np.zeros((4, num_lines), dtype=np.int32)
-        self._staging[2:] = 1
-        self._numbers = torch.from_numpy(self._staging).to(device, copy=True)
-        self._tokens = torch.zeros((num_lines, 0), dtype=torch.int32, device=device)
-        self._known = np.zeros(num_lines, dtype=np.int64)  # tokens of each line that are there
+        size = params_dtype.itemsize
+        self._params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
+        self._numbers = _Numbers(num_slots, device)
 
-    def load(self, line: int, bound: BoundKernel) -> None:
+    def load(self, slot: int, bound: BoundKernel) -> None:
         raw = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
-        self._send(raw.copy(), self._params[line])
-        self._known[line] = 0
+        values = torch.from_numpy(raw.copy())
+        if self._params.is_cuda:  # torch uses it again only when the copy has run
+            values = values.pin_memory()
+        self._params[slot].copy_(values, non_blocking=True)
 
     def process(self, rows: Rows) -> Errors:
         self.update(rows)
-        self.launch(rows.logits, len(rows.lines))
+        self.launch(rows.logits, rows.token_tensor, len(rows.sequences))
         return {}
 
     def update(self, rows: Rows, num_blocks: int | None = None, spare_row: int = 0) -> None:
-        """What the next launch of `num_blocks` works on; None: as many as there are rows.
+        """Write down what the next launch of `num_blocks` works on; None: as many as rows.
 
-        Blocks beyond them do what the first one does, to the logits' row `spare_row`, which should
-        be nobody's.
+        Blocks beyond the rows do what the first one does, to the logits' row `spare_row`, which
+        should be nobody's.
         """
-        self._update_tokens(rows)
-        count = len(rows.lines)
-        staging = self._staging[:, : count if num_blocks is None else num_blocks]
-        if count:
-            staging[0, :count], staging[1, :count] = rows.index, rows.lines
-            staging[2, :count] = rows.lengths
-            staging[3, :count] = [sequence.orig_prompt_len for sequence in rows.sequences]
-            staging[1:, count:] = staging[1:, :1]
-        staging[0, count:] = spare_row
-        self._send(self._staging, self._numbers)
+        prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
+        numbers = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int64)
+        missing = 0 if num_blocks is None else num_blocks - len(prompts)
+        if missing > 0:
+            more = numbers[:, :1] if prompts else np.array([[0], [0], [1], [1]])
+            numbers = np.concatenate([numbers, more.repeat(missing, axis=1)], axis=1)
+            numbers[0, len(prompts) :] = spare_row
+        self._numbers.write(*numbers)
 
-    def launch(self, logits: Tensor, num_blocks: int) -> None:
-        """`logits` float32 `[.., vocab]`: those that the rows of `update` are of.
-
-        As many blocks as there are lines at most, else ValueError.
-        """
-        if num_blocks > len(self._known):
-            raise ValueError(f"{num_blocks} blocks for {len(self._known)} lines")
-        rows, slots, lengths, prompt_lengths = self._numbers.unbind()
-        tokens = self._tokens
+    def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
+        """For the rows of the last `update`, with the tensors that it was for."""
+        index, slots, lengths, prompt_lengths = self._numbers.on_device
         arguments = (
-            *(logits, rows, slots, self._params, lengths, prompt_lengths, tokens),
+            *(logits, index, slots, self._params, lengths, prompt_lengths, tokens),
             *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
         )
         self._launch((num_blocks,), (self._block,), arguments)
 
-    def _update_tokens(self, rows: Rows) -> None:
-        """The last token of each history, or all of one that is new here, or may have forked."""
-        lines, lengths, max_seq_len = rows.lines, rows.lengths, rows.tokens.shape[1]
-        if self._tokens.shape[1] != max_seq_len:  # the first step of a manager
-            self._tokens = self._tokens.new_zeros((len(self._known), max_seq_len))
-        ends = lengths - 1
-        forks = [sequence.is_searched for sequence in rows.sequences]
-        appended = (self._known[lines] == ends) & ~np.array(forks, dtype=bool)
-        for place in np.flatnonzero(~appended).tolist():
-            line, length = lines[place], lengths[place]
-            self._send(rows.tokens[line, :length], self._tokens[line, :length])
-        if appended.any():
-            lines, ends = lines[appended], ends[appended]
-            device = self._tokens.device
-            index = _sendable(lines * max_seq_len + ends, device).to(device, non_blocking=True)
-            values = _sendable(rows.tokens[lines, ends], device).to(device, non_blocking=True)
-            self._tokens.view(-1).index_copy_(0, index, values)
-        self._known[rows.lines] = lengths
 
-    def _send(self, values: np.ndarray, there: Tensor) -> None:
-        there.copy_(_sendable(values, there.device), non_blocking=True)
+class _Numbers:
+    """Four numbers for each row of a step: `on_device`, int32 `[num_slots]` each.
 
+    On a device they travel from pinned memory, by turns: it is written to again when its copy has
+    run, which was steps ago.
+    """
 
-def _sendable(values: np.ndarray, device: torch.device) -> Tensor:
-    """For an asynchronous copy to `device`, during which `values` may change."""
-    tensor = torch.from_numpy(values)
-    # torch takes pinned memory back only when the copies from it have ended
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        shape, is_host = (4, num_slots), device.type == "cpu"
+        numbers = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._all = numbers
+        self.on_device = numbers.unbind()
+        self._buffers = [
+            (numbers if is_host else torch.empty(shape, dtype=torch.int32, pin_memory=True))
+            for _ in range(1 if is_host else _NUM_BUFFERS)
+        ]
+        self._copied: list[Any] = [None] * len(self._buffers)
+        self._turn = 0
+
+    def write(self, *values: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """`values` for the first rows."""
+        buffer, turn = self._buffers[self._turn], self._turn
+        if self._copied[turn] is not None:
+            self._copied[turn].synchronize()
+        for row, numbers in zip(buffer.numpy(), values, strict=True):
+            row[: len(numbers)] = numbers
+        if buffer is not self._all:
+            self._all.copy_(buffer, non_blocking=True)
+            self._copied[turn] = torch.cuda.current_stream(self._all.device).record_event()
+        self._turn = (turn + 1) % len(self._buffers)
 
 
 def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
@@ -254,14 +245,13 @@ def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str]) -> 
 
 def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-        logits, rows, slots, params, *rest = arguments
-        lengths, prompt_lengths, tokens, max_seq_len, vocab_size = rest
+        logits, rows, slots, params, lengths, prompt_lengths, tokens, *sizes = arguments
         records = params.numpy().view(params_dtype)[:, 0]
-        twin(
-            *(logits.numpy(), rows.numpy()[: grid[0]], slots.numpy()[: grid[0]], records),
-            *(lengths.numpy()[: grid[0]], prompt_lengths.numpy()[: grid[0]], tokens.numpy()),
-            *(int(max_seq_len), int(vocab_size)),
+        rows, slots, lengths, prompt_lengths = (
+            numbers.numpy()[: grid[0]] for numbers in (rows, slots, lengths, prompt_lengths)
         )
+        arrays = logits.numpy(), rows, slots, records, lengths, prompt_lengths, tokens.numpy()
+        twin(*arrays, *map(int, sizes))
 
     return launch
 

@@ -105,7 +105,8 @@ class Rows:
 
     Each beam has a row. `logits` float32 `[S, vocab]`, the whole step's, to be changed in place in
     the rows `index` `[n]`; `lines` `[n]`: each row's in `tokens` int32 `[num_lines, max_seq_len]`,
-    the histories; `lengths` `[n]`: how many tokens they have.
+    the histories; `lengths` `[n]`: how many tokens they have. `token_tensor`: the same histories
+    where the logits are.
     """
 
     logits: Tensor
@@ -114,6 +115,7 @@ class Rows:
     lines: Ints
     lengths: Ints
     tokens: Tokens
+    token_tensor: Tensor
 
 
 Errors = Mapping[int, BaseException]  # by place in `Rows.index`

@@ -255,6 +255,10 @@ class Sampler:
         self._run(logits, slots, positions, tokens, log_probs)
         return tokens
 
+    def adjusts(self, slots: Ints) -> bool:
+        """The choice for one of these slots depends on its tokens before it, or on how many."""
+        return bool(self._params["adjusts"][slots].any())
+
     def log_probs(self, logits: Tensor, slots: Ints, positions: Ints) -> Tensor:
         """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
 

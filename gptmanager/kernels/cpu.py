@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from numba import cfunc, types
@@ -207,6 +207,7 @@ class CpuKernels(Kernels):
         kv_lengths: Tensor,
         slots: Tensor,
         block_tables: Tensor,
+        plan: Any = None,
     ) -> Tensor:
         num_tokens, head_dim = qkv.shape[0], keys.shape[2]
         num_heads = qkv.shape[1] // head_dim - 2 * keys.shape[1]
@@ -243,6 +244,7 @@ class CpuKernels(Kernels):
         window: int | None = None,
         sink: int = 0,
         num_context_rows: int = 0,
+        plan: Any = None,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q.shape
         wide, size = _wide(q), self._team.max_size

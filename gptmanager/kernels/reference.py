@@ -11,14 +11,29 @@ positions. Arithmetic is float32 inside an op, rounded once to the result's dtyp
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
+
+Ints = npt.NDArray[np.int32]
+
+
+class AttentionShape(NamedTuple):
+    """What the attention of all layers of a model has in common; `windows`: those there are."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...] = (None,)
+    sink: int = 0
 
 
 class Kernels:
@@ -33,6 +48,39 @@ class Kernels:
 
     def warm_up(self) -> None:
         """Compile or load now whatever the first calls would otherwise wait for."""
+
+    def plan(
+        self,
+        shape: AttentionShape,
+        row_starts: Ints,
+        kv_lengths: Ints,
+        num_context_rows: int,
+        fixed: bool = False,
+    ) -> tuple[Ints, ...]:
+        """What the ops want to know of a step's rows besides: int32 arrays, for `begin`.
+
+        The numbers are those of the batch, on the host, before anything runs. `fixed`: as many
+        arrays, of the same sizes, for every batch of so many rows with at most one token each, so
+        that what was recorded for one batch can be run for another.
+        """
+        return ()
+
+    def begin(
+        self,
+        shape: AttentionShape,
+        plan: Sequence[Tensor],
+        row_starts: Tensor,
+        kv_lengths: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        num_tokens: int,
+        tokens_per_block: int,
+    ) -> Any:
+        """Once a step, before the first layer, with the arrays of `plan` on the device.
+
+        Returns what `rope_and_write` and `attention` of each layer take as `plan`.
+        """
+        return None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x [T, I] @ weight [O, I]^T + bias [O]` -> `[T, O]`, in the weight's dtype."""
@@ -102,6 +150,7 @@ class Kernels:
         kv_lengths: Tensor,
         slots: Tensor,
         block_tables: Tensor,
+        plan: Any = None,
     ) -> Tensor:
         """Rotates queries and keys, writes keys and values to their pages, returns the queries.
 
@@ -149,6 +198,7 @@ class Kernels:
         window: int | None = None,
         sink: int = 0,
         num_context_rows: int = 0,
+        plan: Any = None,
     ) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
@@ -156,7 +206,7 @@ class Kernels:
         the positions 0 to there; with `window`, only the last `window` of them, its own included,
         and the first `sink`. Pages as in `rope_and_write`; those that hold neither may be gone
         (their block ids are not read). The first `num_context_rows` rows may have several tokens, a
-        hint.
+        hint. `plan`: what `begin` returned, or None.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         tokens_per_block, starts = keys.shape[-1], row_starts.tolist()

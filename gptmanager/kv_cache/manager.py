@@ -5,18 +5,19 @@ Decides nothing: it answers, from the accounts of the sequences and from what re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
 
+from gptmanager.arguments import at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import KvCacheReport, LedgerError, WhatIf, audit
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.kv_cache.tiers import HostCounts
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request import RETENTION_PRIORITIES, LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
@@ -76,36 +77,41 @@ class KvCacheManager(KvSequences):
         min_offload_tokens: int = 1,
         secondary_offload_min_priority: int | None = None,
     ) -> None:
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
-        if num_host_blocks < 0 or (num_host_blocks and not enable_block_reuse):
-            raise ConfigError(
-                f"num_host_blocks = {num_host_blocks} needs enable_block_reuse, or is 0"
-            )
+        num_blocks = at_least(1, "num_blocks", num_blocks)
+        flags = {
+            "enable_block_reuse": enable_block_reuse,
+            "enable_partial_reuse": enable_partial_reuse,
+            "copy_on_partial_reuse": copy_on_partial_reuse,
+            "cross": cross,
+            "onboard_blocks": onboard_blocks,
+        }
+        for name, value in flags.items():
+            flag(name, value)
+        num_host_blocks = at_least(0, "num_host_blocks", num_host_blocks)
+        min_offload_tokens = at_least(0, "min_offload_tokens", min_offload_tokens)
+        if num_host_blocks and not enable_block_reuse:
+            raise ConfigError(f"num_host_blocks = {num_host_blocks} needs enable_block_reuse")
+        least = secondary_offload_min_priority
+        if least is not None:
+            least = at_least(0, "secondary_offload_min_priority", least, RETENTION_PRIORITIES[1])
         needs = (CrossBlockNeeds if cross else BlockNeeds)(
             tokens_per_block, max_attention_window, sink_token_length
         )
         reuse = None
         if enable_block_reuse:
-            if cross:
-                raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
-            if needs.bubble:
-                raise ConfigError(
-                    f"enable_block_reuse: sink_token_length = {sink_token_length} must be a "
-                    f"multiple of tokens_per_block = {tokens_per_block}"
-                )
+            _check_reuse(needs, sink_token_length)
             reuse = BlockReuse(
                 num_blocks,
-                tokens_per_block,
+                needs.tokens_per_block,
                 max_tokens=needs.window,
                 enable_partial_reuse=enable_partial_reuse,
                 copy_on_partial_reuse=copy_on_partial_reuse,
                 num_host_blocks=num_host_blocks,
                 onboard_blocks=onboard_blocks,
                 min_offload_tokens=min_offload_tokens,
-                min_offload_priority=secondary_offload_min_priority or 0,
+                min_offload_priority=least or 0,
             )
-        super().__init__(num_blocks, tokens_per_block, needs, reuse)
+        super().__init__(num_blocks, needs.tokens_per_block, needs, reuse)
         self.start_scheduling()
 
     # Proof ------------------------------------------------------------------------------------
@@ -190,6 +196,16 @@ class KvCacheManager(KvSequences):
         """The sum of `get_needed_blocks_one_step` over generating `requests`, in one go."""
         return self._needs.sum_one_step(requests, two_step_lookahead)
 
+    def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        """No less than `get_remaining_blocks_to_completion` of all of `requests`; much faster."""
+        return self._needs.most_to_completion(requests)
+
+    def most_blocks_one_step(
+        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
+    ) -> int:
+        """No less than `get_needed_blocks_one_step` of all of `requests`; much faster."""
+        return self._needs.most_in_one_step(requests, two_step_lookahead)
+
     # What if --------------------------------------------------------------------------------
 
     def start_scheduling(self) -> None:
@@ -230,12 +246,25 @@ class KvCacheManager(KvSequences):
             return 0
         return len(self._reuse.cached_blocks(request)) * self.tokens_per_block
 
+    def get_all_reusable_tokens(self, requests: Sequence[LlmRequest]) -> list[int]:
+        """`get_reusable_tokens` of each, in one go."""
+        if self._reuse is None:
+            return [0] * len(requests)
+        return [count * self.tokens_per_block for count in self._reuse.all_cached(requests)]
+
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
         """The prompt up to and including its first full block that is not cached; None: all are.
 
-        An opaque key, to be compared with those of other requests before anything changes.
+        An opaque key, to be compared with those of other requests before anything changes. None
+        also for a request that takes no part in reuse.
         """
-        return None if self._reuse is None else self._reuse.first_missing(request)
+        if self._reuse is None or not self._reuse.applies_to(request):
+            return None
+        return self._reuse.first_missing(request)
+
+    def find_new_context_blocks(self, requests: Sequence[LlmRequest]) -> list[Hashable | None]:
+        """`find_new_context_block` of each, in one go."""
+        return [None] * len(requests) if self._reuse is None else self._reuse.all_missing(requests)
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
         """While one of `requests` starts, what `get_reusable_tokens` said of the others holds."""
@@ -248,3 +277,13 @@ class KvCacheManager(KvSequences):
             return []
         blocks = reuse.cached_blocks(request)
         return blocks and list(takewhile(is_held, blocks))
+
+
+def _check_reuse(needs: BlockNeeds, sink_token_length: int) -> None:
+    if not needs.grows:
+        raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
+    if needs.bubble:
+        raise ConfigError(
+            f"enable_block_reuse: sink_token_length = {sink_token_length} must be a multiple of "
+            f"tokens_per_block = {needs.tokens_per_block}"
+        )

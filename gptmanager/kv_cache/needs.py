@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
-_UNBOUNDED = 1 << 62
+UNBOUNDED = 1 << 62
 
 
 class BlockNeeds:
@@ -29,17 +31,17 @@ class BlockNeeds:
     def __init__(
         self, tokens_per_block: int, max_attention_window: int | None, sink_token_length: int
     ) -> None:
-        window = _UNBOUNDED if max_attention_window is None else max_attention_window
-        if tokens_per_block < 1:
-            raise ConfigError(f"tokens_per_block must be at least 1, got {tokens_per_block}")
-        if window < 1:
-            raise ConfigError(f"max_attention_window must be at least 1, got {window}")
-        if not 0 <= sink_token_length < window:
-            limit = f"0 or more and less than max_attention_window ({max_attention_window})"
-            raise ConfigError(f"sink_token_length must be {limit}, got {sink_token_length}")
-        self.tokens_per_block = tokens_per_block
+        self.tokens_per_block = at_least(1, "tokens_per_block", tokens_per_block)
+        window = UNBOUNDED
+        if max_attention_window is not None:
+            window = at_least(1, "max_attention_window", max_attention_window)
+        sink = at_least(0, "sink_token_length", sink_token_length)
+        if sink >= window:
+            raise ConfigError(
+                f"sink_token_length = {sink} must be less than max_attention_window = {window}"
+            )
         self.window = window
-        self.bubble = -sink_token_length % tokens_per_block
+        self.bubble = -sink % self.tokens_per_block
         self.max_slots = window + self.bubble
         self.max_table_length = self.table_length(self.max_slots)
 
@@ -131,6 +133,28 @@ class BlockNeeds:
                 total += self.one_step(request, two_step_lookahead)
         return total
 
+    def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        """No less than `remaining` of all of `requests`, whatever they hold; fast."""
+        size, more = self.tokens_per_block, self.bubble + self.tokens_per_block - 1
+        return sum(
+            [
+                (request.prompt_len + request.max_new_tokens + more) // size * request.beam_width
+                for request in requests
+            ]
+        )
+
+    def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
+        """No less than `one_step` of all of `requests`; fast."""
+        size, bubble, steps = self.tokens_per_block, self.bubble, 1 + two_step_lookahead
+        total = 0
+        for request in requests:
+            drafts, state = request.num_draft_tokens, request.state
+            if state is _IN_PROGRESS or state is _TO_COMPLETE:
+                total += ((drafts + 1) * steps // size + 1) * request.beam_width
+            else:
+                total += (request.prompt_len + drafts + bubble) // size + request.beam_width
+        return total
+
 
 class CrossBlockNeeds(BlockNeeds):
     """Needs of cross attention: the encoder's positions, shared by all beams, never more."""
@@ -169,3 +193,9 @@ class CrossBlockNeeds(BlockNeeds):
 
     def sum_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
         return sum(self.one_step(request, two_step_lookahead) for request in requests)
+
+    def most_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        return sum(self.table_length(request.encoder_len) for request in requests)
+
+    def most_in_one_step(self, requests: Iterable[LlmRequest], two_step_lookahead: bool) -> int:
+        return self.most_to_completion(requests)

@@ -7,7 +7,7 @@ of when one is handed out; whoever hands it out, to be written to, tells the tre
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 Tokens = tuple[int, ...]
@@ -60,12 +60,14 @@ class PrefixTree:
     after each change, `num_moves` after each move of a block that is cached already. Blocks from
     `num_primary` on lie where nobody can read them before they are moved; None: there are none.
     What lies behind a block from `end_findable` on is not found, nor is the block itself.
-    `num_prioritized` of the blocks have another priority than the default.
+    `num_prioritized` of the blocks have another priority than the default; `priority_era` is
+    another one each time that there are some again. As long as there are, `take_touched` tells
+    which blocks may go sooner than they might before.
     """
 
     __slots__ = (
-        "end_findable", "num_moves", "num_primary", "num_prioritized", "tokens_per_block",
-        "version", "_nodes", "_roots",
+        "end_findable", "num_moves", "num_primary", "num_prioritized", "priority_era",
+        "tokens_per_block", "version", "_nodes", "_roots", "_touched",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +79,8 @@ class PrefixTree:
         self.tokens_per_block = tokens_per_block
         self.num_primary = UNBOUNDED if num_primary is None else num_primary
         self.end_findable = UNBOUNDED if end_findable is None else end_findable
-        self.version = self.num_moves = self.num_prioritized = 0
+        self.version = self.num_moves = self.num_prioritized = self.priority_era = 0
+        self._touched: dict[int, None] = {}
         self._nodes: dict[int, Node] = {}  # by block
         self._roots: dict[Hashable, Node] = {}
 
@@ -224,6 +227,7 @@ class PrefixTree:
     def move(self, block: int, destination: int) -> None:
         """What `block` holds lies in `destination` from now on, and there alone."""
         node = self._nodes.pop(block)
+        self._touch(node.parent)
         node.block = destination
         self._nodes[destination] = node
         self.version += 1
@@ -256,14 +260,31 @@ class PrefixTree:
         self._nodes.clear()
         self._roots.clear()
 
+    def take_touched(self) -> Iterable[int]:
+        """Blocks whose priority has changed since the last call, or that have lost one behind them,
+        perhaps the last; NO_BLOCK may be among them."""
+        touched, self._touched = self._touched, {}
+        return touched
+
+    def _touch(self, node: Node | None) -> None:
+        if self.num_prioritized and node is not None:
+            self._touched[node.block] = None
+
     def _prioritize(self, node: Node, priority: int) -> None:
+        if node.priority == priority:
+            return
+        if not self.num_prioritized:
+            self.priority_era += 1
+            self._touched.clear()
         self.num_prioritized += priority != DEFAULT_PRIORITY
         self.num_prioritized -= node.priority != DEFAULT_PRIORITY
         node.priority = priority
+        self._touch(node)
 
     def _detach(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None  # only a root has none, and a root holds no block
+        self._touch(parent)
         del parent.children[node.tokens]
         del parent.ordered[bisect_left(parent.ordered, node.tokens)]
         if not parent.children and parent.parent is None:

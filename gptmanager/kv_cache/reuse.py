@@ -1,8 +1,8 @@
 """Block reuse: which blocks of a prompt are found in the cache, and which go into it.
 
 Decides what a new sequence shares, takes over or copies, and what stays to be found when one ends.
-Knows nothing of beams and windows beyond that sequences with several beams, or that pass the
-window, take no part; nor of what a scheduler does with the answers.
+Of beams it knows that the prompt is common to all; of windows, that sequences which may pass theirs
+take no part. Knows nothing of what a scheduler does with the answers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
-from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.kv_cache.lookups import Lookups, root_key
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Match, PrefixTree
 from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
 from gptmanager.request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
-_MAX_LOOKUPS = 10_000
 
 
 class ReuseCounts(NamedTuple):
@@ -36,65 +36,6 @@ class ReuseCounts(NamedTuple):
     host_blocks: int = 0
 
 
-class MissingBlock:
-    """The first block that a prompt does not find: compared often, so that its hash is kept."""
-
-    __slots__ = ("_hash", "key")
-
-    def __init__(self, root_key: Hashable, parent: int, tokens: tuple[int, ...]) -> None:
-        self.key = root_key, parent, tokens
-        self._hash = hash(self.key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MissingBlock) and self.key == other.key
-
-
-class _Lookup:
-    """The cached full blocks of a prompt, and the first that is missing, while `node` stands.
-
-    `node` is the last block's, which had stored `num_stored` children when the search ended.
-    """
-
-    __slots__ = (
-        "blocks", "missing", "node", "num_moves", "num_stored", "prompt_len", "request", "version",
-    )  # fmt: skip
-
-    def __init__(self, request: LlmRequest, tree: PrefixTree) -> None:
-        root_key = _root_key(request)
-        self.request = request
-        self.version, self.num_moves = tree.version, tree.num_moves
-        self.prompt_len = end = request.prompt_len
-        self.blocks, self.node = tree.full_blocks(root_key, request.tokens, end)
-        self.num_stored = 0 if self.node is None else self.node.num_stored
-        start, size = len(self.blocks) * tree.tokens_per_block, tree.tokens_per_block
-        self.missing: MissingBlock | None = None
-        if start + size <= end:
-            parent = self.blocks[-1] if self.blocks else NO_BLOCK
-            self.missing = MissingBlock(
-                root_key, parent, tuple(request.tokens[start : start + size])
-            )
-
-    def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
-        """Whether a new search for `request` would end where this one did."""
-        if self.request is not request or self.prompt_len != request.prompt_len:
-            return False
-        if self.version == tree.version:
-            return True
-        if self.num_moves != tree.num_moves:
-            return False
-        node = self.node
-        if node is None:
-            stands = not tree.has_root(_root_key(request))
-        else:
-            stands = self.num_stored == node.num_stored and tree.holds(node)
-        if stands:
-            self.version = tree.version
-        return stands
-
-
 class BlockReuse:
     """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
 
@@ -110,7 +51,7 @@ class BlockReuse:
     """
 
     __slots__ = (
-        "pool", "tree", "_onboards", "_copies_partial", "_lookups", "_max_tokens", "_missed_blocks",
+        "pool", "tree", "_onboards", "_copies_partial", "_lookups", "_missed_blocks",
         "_partial", "_reused_blocks", "_reused_tokens", "_storing",
     )  # fmt: skip
 
@@ -127,25 +68,22 @@ class BlockReuse:
         min_offload_tokens: int = 1,
         min_offload_priority: int = 0,
     ) -> None:
+        end_findable = None if onboard_blocks else num_blocks
+        tree = self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
         host = None
         if num_host_blocks:
-            host = HostTier(num_blocks, num_host_blocks, min_offload_tokens, min_offload_priority)
-        end_findable = None if onboard_blocks else num_blocks
-        self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
+            least = min_offload_tokens, min_offload_priority
+            host = HostTier(tree, num_blocks, num_host_blocks, *least)
         self.pool = CachingBlockPool(num_blocks, self.tree, host)
         self._onboards = onboard_blocks
-        self._max_tokens = max_tokens
         self._partial = enable_partial_reuse
         self._copies_partial = copy_on_partial_reuse
         self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
-        self._lookups: dict[int, _Lookup] = {}  # of those that wait
+        self._lookups = Lookups(self.tree, max_tokens)
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def applies_to(self, request: LlmRequest) -> bool:
-        return (
-            request.beam_width == 1
-            and request.prompt_len + request.max_new_tokens <= self._max_tokens
-        )
+        return self._lookups.applies_to(request)
 
     @property
     def counts(self) -> ReuseCounts:
@@ -167,41 +105,50 @@ class BlockReuse:
     # What sequences do ------------------------------------------------------------------------
 
     def start(
-        self, request: LlmRequest, length: int, require: Callable[[int, int], None]
-    ) -> tuple[list[int], int, tuple[BlockCopy, ...]]:
-        """A table of `length` blocks, how many tokens lie in it already, and what to copy first.
+        self,
+        request: LlmRequest,
+        num_shared: int,
+        num_private: int,
+        require: Callable[[int, int], None],
+    ) -> tuple[list[list[int]], int, tuple[BlockCopy, ...]]:
+        """Its block tables, how many tokens lie in the first of them already, what to copy first.
 
-        That includes what blocks handed out before have to be rid of first. `require(request_id,
-        count)` raises unless so many blocks are free.
+        A table for each beam: `num_shared` blocks that all have, and of `num_private` more one for
+        each. If part of such a last block is found, the first beam alone begins with it: that is
+        where the context is computed, and what the others are forked from. What to copy includes
+        what blocks handed out before have to be rid of first. `require(request_id, count)` raises
+        unless so many blocks are free.
         """
         match = self.tree.match(
-            _root_key(request),
+            root_key(request),
             request.tokens,
             request.prompt_len - 1 if request.reads_cache else 0,
             self._may_be_partial if self._partial else None,
         )
-        pool, table = self.pool, match.blocks
-        num_blocks = pool.num_blocks
-        held = sum(1 for block in table if block < num_blocks and pool.ref_counts[block])
-        require(request.request_id, length - held)
-        pool.share(table)
-        num_cached = len(table) * self.tree.tokens_per_block + match.num_partial
-        num_found = len(table) + (match.partial != NO_BLOCK)
-        begun = []  # first, while what it begins with is where it was found
-        if match.partial != NO_BLOCK:
-            if self._can_take_over(match.partial):
-                pool.claim(match.partial)
-                begun.append(match.partial)
-            else:
-                begun.append(pool.copy_beginning(match.partial, match.num_partial))
-        table = [block if block < num_blocks else pool.onboard(block) for block in table] + begun
-        table += pool.take(length - len(table))
+        pool, found, beams = self.pool, match.blocks, request.beam_width
+        num_blocks, ref_counts = pool.num_blocks, pool.ref_counts
+        held = sum(1 for block in found if block < num_blocks and ref_counts[block])
+        require(request.request_id, num_shared + num_private - held)
+        pool.share(found, beams)
+        tails: list[int] = []
+        begun: list[int] = []
+        if match.partial != NO_BLOCK:  # first, while what it begins with is where it was found
+            is_shared = len(found) < num_shared
+            block = self._begin(match, beams if is_shared else 1)
+            (begun if is_shared else tails).append(block)
+        common = [block if block < num_blocks else pool.onboard(block) for block in found]
+        common += begun
+        common += pool.take(num_shared - len(common), beams)
+        tails += pool.take(num_private - len(tails))
         self._storing[request.request_id] = request
-        self._lookups.pop(request.request_id, None)
+        self._lookups.forget(request.request_id)
+        num_found = len(found) + (match.partial != NO_BLOCK)
+        num_cached = len(found) * self.tree.tokens_per_block + match.num_partial
         self._reused_blocks += num_found
-        self._missed_blocks += length - num_found
+        self._missed_blocks += num_shared + (num_private > 0) - num_found
         self._reused_tokens += num_cached
-        return table, num_cached, pool.take_copies()
+        tables = [common + tails[beam : beam + 1] for beam in range(beams)]
+        return tables, num_cached, pool.take_copies()
 
     def store_context(self, sequence: BlockTables, request: LlmRequest) -> None:
         """The context is computed: its full blocks can be found from now on."""
@@ -210,11 +157,16 @@ class BlockReuse:
             self._store(request, end, sequence.tables[0])
 
     def end(self, sequence: BlockTables, store: bool) -> None:
-        """The sequence ends; with `store` all of it can be found but for the newest token."""
+        """The sequence ends; with `store` all of it can be found but for the newest token.
+
+        Of several beams the prompt: what they have in common, and what `tokens` knows of them.
+        """
         request = self._storing.pop(sequence.request_id, None)
         if request is None or not store:
             return
         end = min(sequence.num_slots, len(request.tokens) - 1)
+        if len(sequence.tables) > 1:
+            end = min(end, request.prompt_len)
         if (
             request.state is _CONTEXT_INIT
             and sequence.num_cached < request.context_current_position < request.prompt_len
@@ -242,7 +194,7 @@ class BlockReuse:
     def _store(self, request: LlmRequest, end: int, blocks: Sequence[int]) -> None:
         host = self.pool.host
         replaced_blocks = self.tree.store(
-            _root_key(request), request.tokens, end, blocks, request.retention_priority
+            root_key(request), request.tokens, end, blocks, request.retention_priority
         )
         for replaced in replaced_blocks:
             assert host is not None  # whose blocks they are
@@ -257,6 +209,13 @@ class BlockReuse:
                 )
         for block in blocks:
             self.pool.forget(block)
+
+    def _begin(self, match: Match, references: int) -> int:
+        """A block with so many holders, to be written to, that begins with what was found."""
+        if self._can_take_over(match.partial):
+            self.pool.claim(match.partial, references)
+            return match.partial
+        return self.pool.copy_beginning(match.partial, match.num_partial, references)
 
     def _may_be_partial(self, block: int) -> bool:
         if block >= self.pool.num_blocks:
@@ -273,7 +232,7 @@ class BlockReuse:
         """The full blocks of the prompt that a new sequence would share, in order."""
         if not request.reads_cache:
             return []
-        blocks = self._lookup(request).blocks
+        blocks = self._lookups.find(request).blocks
         return blocks and blocks[: (request.prompt_len - 1) // self.tree.tokens_per_block]
 
     def first_missing(self, request: LlmRequest) -> Hashable | None:
@@ -281,7 +240,18 @@ class BlockReuse:
 
         Equal for two requests, while nothing changes, if and only if these tokens are.
         """
-        return self._lookup(request).missing
+        return self._lookups.find(request).missing
+
+    def all_missing(self, requests: Sequence[LlmRequest]) -> list[Hashable | None]:
+        """`first_missing` of each; None of those that take no part."""
+        return [None if it is None else it.missing for it in self._lookups.find_all(requests)]
+
+    def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
+        """How many `cached_blocks` each has; 0 of those that take no part."""
+        return [
+            0 if it is None or not it.blocks else len(self.cached_blocks(request))
+            for request, it in zip(requests, self._lookups.find_all(requests), strict=True)
+        ]
 
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
@@ -290,22 +260,13 @@ class BlockReuse:
             node
             for request in requests
             if self.applies_to(request) and (num_blocks := len(self.cached_blocks(request)))
-            for node in self.tree.path(self._lookup(request).node)[:num_blocks]
+            for node in self.tree.path(self._lookups.find(request).node)[:num_blocks]
         ]
         self.pool.share(node.block for node in held)
         try:
             yield
         finally:  # a node's block is another one if it moved meanwhile
             self.pool.release(node.block for node in reversed(held))
-
-    def _lookup(self, request: LlmRequest) -> _Lookup:
-        """What is cached of the prompt. Schedulers ask again and again while it waits."""
-        lookup = self._lookups.get(request.request_id)
-        if lookup is None or not lookup.stands(request, self.tree):
-            if len(self._lookups) >= _MAX_LOOKUPS:  # requests that ended while they waited
-                self._lookups.clear()
-            lookup = self._lookups[request.request_id] = _Lookup(request, self.tree)
-        return lookup
 
     # Proof --------------------------------------------------------------------------------------
 
@@ -319,17 +280,12 @@ class BlockReuse:
             request = self._storing.get(sequence.request_id)
             if request is None:
                 continue
-            path = self.tree.all_blocks(_root_key(request), request.tokens, request.prompt_len)
-            for index, block in enumerate(sequence.tables[0]):
-                if block in self.tree and path[index : index + 1] != [block]:
-                    return (
-                        f"block {block} is cached with other tokens than request "
-                        f"{sequence.request_id} holds it for"
-                    )
+            path = self.tree.all_blocks(root_key(request), request.tokens, request.prompt_len)
+            for table in sequence.tables:
+                for index, block in enumerate(table):
+                    if block in self.tree and path[index : index + 1] != [block]:
+                        return (
+                            f"block {block} is cached with other tokens than request "
+                            f"{sequence.request_id} holds it for"
+                        )
         return problem
-
-
-def _root_key(request: LlmRequest) -> Hashable:
-    salt = request.cache_salt
-    # 1 and True are equal, and not the same salt
-    return request.lora_task_id, type(salt).__name__, salt

@@ -43,7 +43,8 @@ class KvSequences:
         """Take the blocks of the whole prompt, also when only its first chunk runs now.
 
         All beams share them but for a last, partial block, which each beam has for itself. With
-        block reuse the context of `request` moves on to behind what is cached; the copies that
+        block reuse the context of `request` moves on to behind what is cached: in the first beam,
+        so that the context must be computed there, and the others forked from it. The copies that
         are returned must be made, in order, before anything is written, after those of earlier
         calls; those that `add_token` left to be made are among them. Raises
         DuplicateRequestIdError, or CapacityError when there are not enough free blocks.
@@ -53,19 +54,14 @@ class KvSequences:
             raise DuplicateRequestIdError(f"request {request_id} already holds KV cache blocks")
         shared, private = self._needs.context(request)
         if self._reuse is not None and self._reuse.applies_to(request):
-            return self._add_reusing(self._reuse, request, shared + private)
+            return self._add_reusing(self._reuse, request, shared, private)
         self._require(request_id, shared + private)
         common = self._pool.take(shared, beam_width)
         tables = [common, *(common.copy() for _ in range(beam_width - 1))]
         if private:
             for table, block in zip(tables, self._pool.take(private), strict=True):
                 table.append(block)
-        sequence = BlockTables(request_id, self._needs.context_slots(request), tables)
-        if beam_width == 1 and self._needs.grows:
-            sequence.life_tokens = request.prompt_len + request.max_new_tokens
-            sequence.total_blocks = self._needs.whole_life(request)
-        self._sequences[request_id] = sequence
-        self._table_changed(sequence)
+        self._hold(BlockTables(request_id, self._needs.context_slots(request), tables), request)
         return self.take_moves()
 
     def add_token(self, request_id: int) -> tuple[int, ...]:
@@ -206,18 +202,22 @@ class KvSequences:
     # Inside ---------------------------------------------------------------------------------
 
     def _add_reusing(
-        self, reuse: BlockReuse, request: LlmRequest, length: int
+        self, reuse: BlockReuse, request: LlmRequest, shared: int, private: int
     ) -> tuple[BlockCopy, ...]:
-        table, num_cached, copies = reuse.start(request, length, self._require)
-        sequence = BlockTables(request.request_id, request.prompt_len, [table])
-        sequence.life_tokens = request.prompt_len + request.max_new_tokens
-        sequence.total_blocks = self._needs.whole_life(request)
+        tables, num_cached, copies = reuse.start(request, shared, private, self._require)
+        sequence = BlockTables(request.request_id, request.prompt_len, tables)
         sequence.num_cached, sequence.may_share = num_cached, True
-        self._sequences[request.request_id] = sequence
-        self._table_changed(sequence)
+        self._hold(sequence, request)
         if request.state is _CONTEXT_INIT and request.context_current_position < num_cached:
             request.skip_cached_context(num_cached, self.tokens_per_block)
         return copies
+
+    def _hold(self, sequence: BlockTables, request: LlmRequest) -> None:
+        if request.beam_width == 1 and self._needs.grows:
+            sequence.life_tokens = request.prompt_len + request.max_new_tokens
+            sequence.total_blocks = self._needs.whole_life(request)
+        self._sequences[request.request_id] = sequence
+        self._table_changed(sequence)
 
     def _sequence(self, request_id: int) -> BlockTables:
         try:

@@ -7,11 +7,12 @@ copying costs: it is told from how many tokens on it is worth while.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockPool
-from gptmanager.kv_cache.prefix_tree import PrefixTree
+from gptmanager.kv_cache.eviction import EvictionQueue
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 
 
 class HostCounts(NamedTuple):
@@ -29,22 +30,31 @@ class HostCounts(NamedTuple):
 class HostTier:
     """Blocks `first..first + num_blocks - 1`, for cached content that the pool has no room for.
 
-    `evictable`: those in use that nobody is about to read, the least recently used first. What has
-    fewer than `min_tokens`, or a priority below `min_priority`, does not come here.
+    `evictable`: those in use that nobody is about to read, the least recently used first; `queue`
+    tells which of them goes first. What has fewer than `min_tokens`, or a priority below
+    `min_priority`, does not come here.
     """
 
     __slots__ = (
         "evictable", "first", "free", "min_priority", "min_tokens", "num_blocks", "offloaded",
-        "onboarded",
+        "onboarded", "queue",
     )  # fmt: skip
 
-    def __init__(self, first: int, num_blocks: int, min_tokens: int, min_priority: int = 0) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        first: int,
+        num_blocks: int,
+        min_tokens: int,
+        min_priority: int = 0,
+    ) -> None:
         self.first = first
         self.num_blocks = num_blocks
         self.min_tokens = min_tokens
         self.min_priority = min_priority
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + num_blocks))
-        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.queue = EvictionQueue(tree)
+        self.evictable = self.queue.blocks
         self.offloaded = self.onboarded = 0
 
     @property
@@ -85,11 +95,13 @@ class CachingBlockPool(BlockPool):
     it.
     """
 
-    __slots__ = ("copies", "host", "tree")
+    __slots__ = ("copies", "host", "queue", "tree")
 
     def __init__(self, num_blocks: int, tree: PrefixTree, host: HostTier | None = None) -> None:
         super().__init__(num_blocks)
         self.tree = tree
+        self.queue = EvictionQueue(tree, self.free)
+        self.free = self.queue.blocks
         self.host = host
         self.copies: list[BlockCopy] = []
         if host is not None:
@@ -99,10 +111,9 @@ class CachingBlockPool(BlockPool):
         blocks = []
         may_go = self.tree.is_leaf if self.host is None else self.tree.ends_primary
         for _ in range(count):
-            block = self._first(filter(may_go, self.free))
-            if block is None:
-                block = self._first(self.free)
-            assert block is not None  # the caller knows that enough are free
+            block = self._first(self.queue, may_go)
+            if block is None:  # the caller knows that enough are free
+                block = min(self.free, key=self.tree.priority)
             if self.host is not None:
                 self._offload(block, self.host)
             self.claim(block, references)
@@ -115,29 +126,28 @@ class CachingBlockPool(BlockPool):
         self.forget(block)
         self.ref_counts[block] = references
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for each, free ones among them."""
+    def share(self, blocks: Iterable[int], references: int = 1) -> None:
+        """So many holders more for each, free ones among them."""
         ref_counts = self.ref_counts
         for block in blocks:
             if not ref_counts[block]:
-                del self._unheld(block)[block]
-            ref_counts[block] += 1
+                del self._unheld(block).blocks[block]
+            ref_counts[block] += references
 
     def release(self, blocks: Iterable[int]) -> None:
         ref_counts = self.ref_counts
         for block in blocks:
             ref_counts[block] -= 1
             if not ref_counts[block]:
-                unheld = self._unheld(block)
-                unheld[block] = None
-                if block not in self.tree:
-                    unheld.move_to_end(block, last=False)
+                self._unheld(block).add(block)
 
     def forget(self, block: int) -> None:
         """What the block holds cannot be found any more, nor what lies behind it."""
-        for gone in self.tree.forget(block):
+        for gone in sorted(self.tree.forget(block)):
             if self.host is not None and gone >= self.num_blocks:
                 self.host.drop(gone)
+            elif gone in self.free:
+                self.queue.add(gone)
 
     def onboard(self, block: int) -> int:
         """The primary block that a host block which the caller shares moves to, with its holders.
@@ -153,15 +163,15 @@ class CachingBlockPool(BlockPool):
         self.host.onboarded += 1
         return new
 
-    def copy_beginning(self, block: int, num_tokens: int) -> int:
+    def copy_beginning(self, block: int, num_tokens: int, references: int = 1) -> int:
         """A block for the caller to write to that begins as a cached one does."""
         if self.host is None or block < self.num_blocks:
-            new = self.take(1)[0]
+            new = self.take(1, references)[0]
             if new != block:
                 self.copies.append(BlockCopy(block, new, num_tokens))
             return new
         self.share([block])  # the tier must not give it away meanwhile
-        new = self.take(1)[0]
+        new = self.take(1, references)[0]
         self.copies.append(BlockCopy(block, new, num_tokens))
         self.release([block])
         self.host.onboarded += 1
@@ -182,23 +192,23 @@ class CachingBlockPool(BlockPool):
         if num_tokens < max(1, host.min_tokens) or priority < host.min_priority:
             return
         if not host.free:
-            oldest = self._first(filter(self.tree.is_leaf, host.evictable))
+            oldest = self._first(host.queue, self.tree.is_leaf)
             if oldest is None or self.tree.priority(oldest) > priority:
                 return
             self.forget(oldest)
         destination = host.free.popitem(last=False)[0]
         self.copies.append(BlockCopy(block, destination, num_tokens))
         self.tree.move(block, destination)
-        host.evictable[destination] = None
+        host.queue.add(destination)
         host.offloaded += 1
 
-    def _first(self, blocks: Iterable[int]) -> int | None:
-        """The first of the lowest priority; None of none."""
-        if self.tree.num_prioritized:
-            return min(blocks, key=self.tree.priority, default=None)
-        return next(iter(blocks), None)
+    def _first(self, queue: EvictionQueue, may_go: Callable[[int], bool]) -> int | None:
+        for block in self.tree.take_touched():
+            if block != NO_BLOCK:
+                self._unheld(block).push(block)
+        return queue.first(may_go)
 
-    def _unheld(self, block: int) -> OrderedDict[int, None]:
+    def _unheld(self, block: int) -> EvictionQueue:
         if self.host is None or block < self.num_blocks:
-            return self.free
-        return self.host.evictable
+            return self.queue
+        return self.host.queue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ class KvPool:
     `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`: transposed inside a block, so
     that the scores of one query against a block run along contiguous memory.
     `values` `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
-    On the CPU pages are float32 whatever the model's dtype.
+    On the CPU pages are float32 whatever the model's dtype. `token_major`: keys lie in memory as
+    values do, and `keys` shows them transposed; CUDA kernels read whole tokens.
 
     `num_host_blocks` more lie in host memory, with the ids from `num_blocks` on: they are copied
     to and from, and never computed with.
@@ -31,28 +33,27 @@ class KvPool:
         head_dim: int,
         *,
         num_host_blocks: int = 0,
+        token_major: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.tokens_per_block = tokens_per_block
-        shape = (num_layers, num_blocks, num_kv_heads)
-        self.keys: Tensor = torch.empty(
-            (*shape, head_dim, tokens_per_block), dtype=dtype, device=device
-        )
-        self.values: Tensor = torch.empty(
-            (*shape, tokens_per_block, head_dim), dtype=dtype, device=device
-        )
-
-        pinned = self.keys.device.type != "cpu"
+        own = (num_layers, num_blocks, num_kv_heads)
         host = (num_layers, num_host_blocks, num_kv_heads)
-        self._host_keys = torch.empty(
-            (*host, head_dim, tokens_per_block), dtype=dtype, pin_memory=pinned
-        )
-        self._host_values = torch.empty(
-            (*host, tokens_per_block, head_dim), dtype=dtype, pin_memory=pinned
-        )
+        pinned = torch.device(device).type != "cpu"
+
+        def pages(shape: tuple[int, int, int], is_keys: bool, **where: Any) -> Tensor:
+            if is_keys and not token_major:
+                return torch.empty((*shape, head_dim, tokens_per_block), dtype=dtype, **where)
+            tokens = torch.empty((*shape, tokens_per_block, head_dim), dtype=dtype, **where)
+            return tokens.mT if is_keys else tokens
+
+        self.keys = pages(own, is_keys=True, device=device)
+        self.values = pages(own, is_keys=False, device=device)
+        self._host_keys = pages(host, is_keys=True, pin_memory=pinned)
+        self._host_values = pages(host, is_keys=False, pin_memory=pinned)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Carry out copies of the beginnings of blocks, one after the other."""

@@ -20,6 +20,7 @@ class Batch:
     row, then prompts' whose logits a host asked for. `sample_rows` int64 `[S]`: their rows.
     `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens
     `prompt_index` int64 `[n]`, whose `token_ids` mean nothing; None: of none.
+    `plan`: what the model planned for these rows, int32 each (`PlanningModel`).
     """
 
     token_ids: Tensor
@@ -34,3 +35,4 @@ class Batch:
     num_context_rows: int
     prompt_index: Tensor | None = None
     prompt_embeddings: Tensor | None = None
+    plan: tuple[Tensor, ...] = ()

@@ -7,12 +7,12 @@ Knows nothing of families, config files and tensor names in checkpoints.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.reference import Kernels
+from gptmanager.kernels.reference import AttentionShape, Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
@@ -120,6 +120,13 @@ class Decoder:
         self._spec = spec
         self._kernels = kernels
         self._layers = [_resolve_layer(spec, weights, i) for i in range(spec.num_layers)]
+        self._shape = AttentionShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            tuple(dict.fromkeys(spec.windows)),
+            spec.sink,
+        )
         self._gelu: Literal["none", "tanh"] = "tanh" if spec.activation == "gelu_tanh" else "none"
         self._first_norm = _affine(weights, "layers.0.attention_norm")
         self._embedding = weights["embedding.weight"]
@@ -129,15 +136,28 @@ class Decoder:
             rope_table(spec.rope, spec.head_dim, spec.max_seq_len, device) if spec.rope else None
         )
 
+    def plan(
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
+    ) -> tuple[Ints, ...]:
+        """A batch's `plan`, of its rows' numbers on the host; `fixed` as in `Kernels.plan`."""
+        return self._kernels.plan(self._shape, row_starts, kv_lengths, num_context_rows, fixed)
+
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values to the pool; float32 logits `[S, vocab]`."""
+        plan = self._kernels.begin(
+            self._shape,
+            batch.plan,
+            *(batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables),
+            num_tokens=len(batch.token_ids),
+            tokens_per_block=kv_pool.tokens_per_block,
+        )
         residual = self._embed(batch)
         hidden = self._norm(residual, self._first_norm)
         last = self._layers[-1]
         for layer, keys, values in zip(
             self._layers, kv_pool.keys.unbind(), kv_pool.values.unbind(), strict=True
         ):
-            hidden = self._attend(layer, hidden, keys, values, batch)
+            hidden = self._attend(layer, hidden, keys, values, batch, plan)
             if layer is last:  # nothing reads the other tokens from here on
                 hidden = hidden.index_select(0, batch.sample_index)
                 residual = residual.index_select(0, batch.sample_index)
@@ -154,7 +174,13 @@ class Decoder:
         return embedded
 
     def _attend(
-        self, layer: _Layer, hidden: Tensor, keys: Tensor, values: Tensor, batch: Batch
+        self,
+        layer: _Layer,
+        hidden: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        plan: Any,
     ) -> Tensor:
         """`[T, C]` normalized -> `[T, H * D]`: the mixed values, before the output projection."""
         rows = (batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables)
@@ -168,6 +194,7 @@ class Decoder:
             keys,
             values,
             *rows,
+            plan,
         )
         return self._kernels.attention(
             queries,
@@ -178,6 +205,7 @@ class Decoder:
             window=layer.window,
             sink=self._spec.sink,
             num_context_rows=batch.num_context_rows,
+            plan=plan,
         )
 
     def _feed_forward(self, layer: _Layer, attended: Tensor, residual: Tensor) -> Tensor:

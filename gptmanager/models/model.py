@@ -10,13 +10,13 @@ import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.reference import Kernels
+from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import SafetensorsFolder, Weights
 from gptmanager.models.batch import Batch
@@ -65,8 +65,23 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class PlanningModel(Model, Protocol):
+    """A model whose step can be recorded on a device, and run again for another batch.
+
+    It does nothing in `forward` that waits for the device or that depends on the batch but through
+    the tensors of it.
+    """
+
+    def plan(
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
+    ) -> tuple[Ints, ...]:
+        """What the batch of these rows has as `plan`; arguments as of `Kernels.plan`."""
+        ...
+
+
 class CheckpointModel:
-    """A `Model` with weights of a checkpoint.
+    """A `PlanningModel` with weights of a checkpoint.
 
     `weights.load(tensors)` replaces them in place, by the checkpoint's tensor names; what was
     computed with the old ones, the KV cache included, is then stale.
@@ -82,6 +97,11 @@ class CheckpointModel:
     @property
     def nbytes(self) -> int:
         return self.weights.nbytes
+
+    def plan(
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
+    ) -> tuple[Ints, ...]:
+        return self._decoder.plan(row_starts, kv_lengths, num_context_rows, fixed)
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         with torch.inference_mode():

@@ -27,10 +27,16 @@ from gptmanager.post_processor import RequestProcessor, is_post_processor, read_
 
 _T = TypeVar("_T")
 
-_ATTRIBUTES = (
-    "is_streaming", "logits_post_processor", "client_id", "priority", "deadline_s",
-    "queue_timeout_s", "cache_salt",
-)  # fmt: skip
+_DEFAULTS = {  # of a request's attributes
+    "is_streaming": False,
+    "logits_post_processor": None,
+    "client_id": None,
+    "priority": 0.5,
+    "deadline_s": None,
+    "queue_timeout_s": None,
+    "cache_salt": None,
+    "retention_priority": None,
+}
 _UNIONS = (typing.Union, types.UnionType)
 
 
@@ -196,9 +202,9 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
     plain["tensors"] = {
         str(name): plain_tensor(value) for name, value in list(request.tensors.items())
     }
-    for name in _ATTRIBUTES:
+    for name, default in _DEFAULTS.items():
         value = getattr(request, name)
-        if value is not None and value is not False and (name, value) != ("priority", 0.5):
+        if type(value) is not type(default) or value != default:
             plain[name] = _plain_value(value)
     processor = request.logits_post_processor
     if is_post_processor(processor):
@@ -207,7 +213,7 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
 
 
 def request_from_plain(plain: Mapping[str, Any]) -> InferenceRequest:
-    attributes = {name: _value_of(plain[name]) for name in _ATTRIBUTES if name in plain}
+    attributes = {name: _value_of(plain[name]) for name in _DEFAULTS if name in plain}
     tensors = {name: tensor_from_plain(value) for name, value in plain["tensors"].items()}
     return InferenceRequest(plain["request_id"], tensors, **attributes)
 

@@ -6,9 +6,9 @@ from gptmanager.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
-    MaxUtilizationScheduler,
     StaticBatchScheduler,
 )
+from gptmanager.scheduler.max_utilization import MaxUtilizationScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
 from gptmanager.scheduler.reuse_credit import ReuseCredit
 from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput, SimpleScheduler

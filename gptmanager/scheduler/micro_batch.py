@@ -11,10 +11,10 @@ from collections.abc import Set
 from operator import attrgetter
 from typing import ClassVar, Literal, NamedTuple
 
+from gptmanager.arguments import at_least, flag
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
-from gptmanager.scheduler.capacity import at_least
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -65,23 +65,19 @@ class MicroBatchScheduler:
         reuse_credit_rule: Literal["prefix", "shift"] = "prefix",
         mixed_beam_widths: bool = False,
     ) -> None:
-        limits = {"max_num_tokens": max_num_tokens, "max_context_length": max_context_length}
-        for name, limit in limits.items():
-            if limit is not None:
-                at_least(1, name, limit)
         if draft_rule not in ("reserve", "kept"):
             raise ConfigError(f"draft_rule = {draft_rule!r} must be 'reserve' or 'kept'")
         if reuse_credit_rule not in ("prefix", "shift"):
             raise ConfigError(f"reuse_credit_rule = {reuse_credit_rule!r}: 'prefix' or 'shift'")
         chunk_unit = 1 if chunk_unit is None else at_least(1, "chunk_unit", chunk_unit)
         self.max_batch_size = at_least(1, "max_batch_size", max_batch_size)
-        self.max_num_tokens = max_num_tokens
-        self.max_context_length = max_context_length
+        self.max_num_tokens = _limit("max_num_tokens", max_num_tokens)
+        self.max_context_length = _limit("max_context_length", max_context_length)
         self.context_chunking_policy = context_chunking_policy
         self.chunk_unit = chunk_unit
         self.draft_rule = draft_rule
         self.reuse_credit_rule = reuse_credit_rule
-        self.mixed_beam_widths = mixed_beam_widths
+        self.mixed_beam_widths = flag("mixed_beam_widths", mixed_beam_widths)
         if context_chunking_policy is not None:
             _check_policy(context_chunking_policy, chunk_unit, max_context_length)
 
@@ -137,6 +133,12 @@ class MicroBatchScheduler:
         encoder_init, context_init, in_progress, to_complete = self._open_states()
         limit = _UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
+        if chunking and context_init and len(requests) <= self.max_batch_size:
+            # contexts that may be cut are charged later: what is left to look at one by one?
+            contexts = [request for request in requests if request.state is context_init]
+            if len(contexts) == len(requests):
+                has_adapters = any([r.lora_task_id is not None for r in contexts])
+                return _Scan([], contexts, [], 0, has_adapters)
         slots_left, has_adapters = self.max_batch_size, False
         num_tokens = batch_beam_width = 0
         whole: RequestList = []
@@ -201,33 +203,37 @@ class MicroBatchScheduler:
         if capacity is not None:
             capacity -= num_tokens
         fits = policy is not ContextChunkingPolicy.FORCE_CHUNK
-        total = 0
-        for request in contexts:
-            cost = request.prompt_len - request.context_current_position + request.num_draft_tokens
-            if request.estimated_reusable_tokens and request.is_first_context_chunk:
-                cost -= min(request.estimated_reusable_tokens, request.context_remaining_length)
-            total += cost
-            if longest is not None and cost > longest:
-                fits = False
-        if not fits or (capacity is not None and total > capacity):
+        costs = [
+            request.prompt_len
+            - request.context_current_position
+            + request.num_draft_tokens
+            - (request.estimated_reusable_tokens and _first_credit(request))
+            for request in contexts
+        ]
+        if longest is not None and max(costs) > longest:
+            fits = False
+        if not fits or (capacity is not None and sum(costs) > capacity):
             self.set_chunk_sizes(contexts, policy, capacity, self.chunk_unit, longest)
             return True
         for request in contexts:
-            request.context_chunk_size = request.context_remaining_length
+            size = request.prompt_len - request.context_current_position
+            if request.context_chunk_size != size:
+                request.context_chunk_size = size
         return False
 
     def _share_equally(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
         """Rounds of one unit each. Who cannot grow once never can again, and leaves the rounds."""
         prefix = self.reuse_credit_rule == "prefix"
         sizes = [0] * len(requests)
-        needs = [(request.context_remaining_length, _credit(request)) for request in requests]
+        lengths = [r.prompt_len - r.context_current_position for r in requests]
+        credits = [r.estimated_reusable_tokens and _credit(r) for r in requests]
         growing = list(range(len(requests)))
-        charged = 0
+        size = charged = 0  # all that grow are equally large
         while growing and charged < room:
-            grown = []
+            grown, next_size = [], size + unit
             for index in growing:
-                size, (remaining, credit) = sizes[index], needs[index]
-                larger = size + unit if size + unit < remaining else remaining
+                remaining, credit = lengths[index], credits[index]
+                larger = next_size if next_size < remaining else remaining
                 cost = larger - size
                 if credit and prefix:
                     cost = max(0, larger - credit) - max(0, size - credit)
@@ -237,7 +243,7 @@ class MicroBatchScheduler:
                     sizes[index] = larger
                     charged += cost
                     grown.append(index)
-            growing = grown
+            growing, size = grown, next_size
         for request, size in zip(requests, sizes, strict=True):
             if request.context_chunk_size != size:
                 request.context_chunk_size = size
@@ -285,11 +291,22 @@ def _share_units(requests: RequestList, room: int, unit: int) -> None:
         room -= size
 
 
+def _first_credit(request: LlmRequest) -> int:
+    """Reusable tokens of a context whose first chunk is still to come."""
+    if not request.is_first_context_chunk:
+        return 0
+    return min(request.estimated_reusable_tokens, request.context_remaining_length)
+
+
 def _credit(request: LlmRequest) -> int:
     """Tokens at the beginning of the context that need no computation, while nothing of it ran."""
     if request.context_current_position:
         return 0
     return min(request.estimated_reusable_tokens, request.prompt_len)
+
+
+def _limit(name: str, value: int | None) -> int | None:
+    return None if value is None else at_least(1, name, value)
 
 
 def _check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:

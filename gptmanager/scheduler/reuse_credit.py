@@ -6,6 +6,7 @@ a manager sets them. Bare schedulers leave them to whoever steps them.
 
 from __future__ import annotations
 
+from gptmanager.arguments import able
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequestState, RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
@@ -23,13 +24,23 @@ class ReuseCredit(CapacityScheduler):
     def __init__(
         self, capacity_scheduler: CapacityScheduler, kv_cache_manager: KvCacheManager
     ) -> None:
-        self.capacity_scheduler = capacity_scheduler
-        self.kv_cache_manager = kv_cache_manager
+        self.capacity_scheduler = able(
+            "capacity_scheduler", capacity_scheduler, "schedule_request", "CapacityScheduler"
+        )
+        self.kv_cache_manager = able(
+            "kv_cache_manager", kv_cache_manager, "get_reusable_tokens", "KvCacheManager"
+        )
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
-        for request in fitting:
-            if request.state is _CONTEXT_INIT and not request.context_current_position:
-                reusable = self.kv_cache_manager.get_reusable_tokens(request)
-                request.estimated_reusable_tokens = reusable
+        beginning = [
+            request
+            for request in fitting
+            if request.state is _CONTEXT_INIT and not request.context_current_position
+        ]
+        if beginning:
+            reusable = self.kv_cache_manager.get_all_reusable_tokens(beginning)
+            for request, num_tokens in zip(beginning, reusable, strict=True):
+                if request.estimated_reusable_tokens != num_tokens:
+                    request.estimated_reusable_tokens = num_tokens
         return fitting, paused

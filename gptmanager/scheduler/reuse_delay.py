@@ -21,26 +21,47 @@ class ReuseDelay:
     waits: soon it can have those blocks for nothing.
     """
 
-    __slots__ = ("_contributed", "_find_new_context_block")
+    __slots__ = ("_contributed", "_kv_cache_manager")
 
     def __init__(self, kv_cache_manager: KvCacheManager, active_requests: RequestList) -> None:
-        self._find_new_context_block = kv_cache_manager.find_new_context_block
+        self._kv_cache_manager = kv_cache_manager
         self._contributed: set[Hashable] = set()
         for request in active_requests:
-            if request.state is _CONTEXT_INIT and not request.is_first_context_chunk:
-                self._contributed.add(self._find_new_context_block(request))
+            if (
+                request.context_current_position
+                and request.state is _CONTEXT_INIT
+                and not request.is_first_context_chunk
+            ):
+                self._contributed.add(kv_cache_manager.find_new_context_block(request))
         self._contributed.discard(None)  # all of it is cached
 
     def delays(self, request: LlmRequest) -> bool:
         """Whether the request waits. If it does not, what it contributes is recorded."""
         if request.state is not _CONTEXT_INIT or not request.is_first_context_chunk:
             return False
-        contribution = self._find_new_context_block(request)
+        contribution = self._kv_cache_manager.find_new_context_block(request)
         if contribution in self._contributed:
             return True
         if contribution is not None:
             self._contributed.add(contribution)
         return False
+
+    def undelayed(self, requests: RequestList) -> RequestList:
+        """Those of `requests`, asked for one after the other, that do not wait."""
+        contributed, add = self._contributed, self._contributed.add
+        contributions = self._kv_cache_manager.find_new_context_blocks(requests)
+        result: RequestList = []
+        for request, contribution in zip(requests, contributions, strict=True):
+            if (
+                contribution is not None
+                and not request.context_current_position
+                and request.state is _CONTEXT_INIT
+            ):
+                if contribution in contributed:
+                    continue
+                add(contribution)
+            result.append(request)
+        return result
 
 
 def reuse_delay(

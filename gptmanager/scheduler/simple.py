@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from typing import NamedTuple
 
+from gptmanager.arguments import able
 from gptmanager.request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
@@ -42,8 +43,12 @@ class SimpleScheduler(RequestScheduler):
     def __init__(
         self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
     ) -> None:
-        self.capacity_scheduler = capacity_scheduler
-        self.micro_batch_scheduler = micro_batch_scheduler
+        self.capacity_scheduler = able(
+            "capacity_scheduler", capacity_scheduler, "schedule_request", "CapacityScheduler"
+        )
+        self.micro_batch_scheduler = able(
+            "micro_batch_scheduler", micro_batch_scheduler, "schedule", "MicroBatchScheduler"
+        )
 
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]

@@ -98,7 +98,7 @@ def _sized(
         enable_chunked_context=params.enable_chunked_context if chunked is None else chunked,
         max_batch_size=given(machine.max_batch_size, params.max_batch_size),
         max_num_tokens=given(machine.max_num_tokens, params.max_num_tokens),
-        run_ahead=given(machine.run_ahead, params.run_ahead),
+        run_ahead=params.run_ahead if machine.run_ahead is None else machine.run_ahead,
         max_seq_len=max_seq_len,
     )
     params = checked_optional_params(params)

@@ -43,7 +43,8 @@ class Options(NamedTuple):
 class Life:
     """One sequence. A value stands for a token and all before it; `values` are those stored.
 
-    `tokens` has one more in generation: the newest, which no block holds yet.
+    `tokens` has one more in generation: the newest, which no block holds yet. The context is
+    computed in the first beam: until they fork the others have no values.
     """
 
     request: LlmRequest
@@ -57,6 +58,11 @@ class Life:
     @property
     def stored(self) -> int:
         return len(self.values[0])
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether all beams are computed."""
+        return len(self.values) == len(self.tables)
 
 
 class Match(NamedTuple):
@@ -119,16 +125,13 @@ class KvCacheModel:
     def new_life(self, request: LlmRequest) -> Life:
         reuses = (
             self.options.reuse != "off"
-            and request.beam_width == 1
             and request.prompt_len + request.max_new_tokens <= self.window
         )
         # what takes no part in reuse has values that nothing else has
         root = (request.lora_task_id, request.cache_salt) if reuses else ("alone", self.now)
         beams = request.beam_width
         prompt = request.tokens[: request.prompt_len]
-        return Life(
-            request, reuses, self._value(root), [prompt[:] for _ in range(beams)], [[]] * beams
-        )
+        return Life(request, reuses, self._value(root), [prompt[:] for _ in range(beams)], [[]])
 
     def values_of(self, life: Life, beam: int, end: int) -> list[int]:
         values = life.values[beam][:end]
@@ -146,9 +149,9 @@ class KvCacheModel:
 
     def write(self, life: Life, end: int) -> None:
         """Compute the tokens up to `end`."""
-        for beam, table in enumerate(life.tables):
+        for beam, table in enumerate(life.tables[: len(life.values)]):
             values = self.values_of(life, beam, end)
-            for position in range(life.stored if beam == 0 else len(life.values[beam]), end):
+            for position in range(len(life.values[beam]), end):
                 place = self.place(table, position)
                 if place[0] in self.contents:
                     raise Divergence(f"block {place[0]} can be found and is written to")
@@ -167,7 +170,7 @@ class KvCacheModel:
         # what the next token will see: the window's last place is its own
         oldest = max(self.sink, stored + 1 - (self.window - self.sink))
         positions = [*range(min(self.sink, stored)), *range(oldest, stored)]
-        for beam, table in enumerate(life.tables):
+        for beam, table in enumerate(life.tables[: len(life.values)]):
             values = life.values[beam]
             for position in positions:
                 if memory.get(self.place(table, position)) != values[position]:

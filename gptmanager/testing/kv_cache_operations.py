@@ -121,6 +121,8 @@ class Trial:
             request.context_chunk_size = self.chance.randint(1, request.context_remaining_length)
             self._run_context(life)
             return
+        if not life.is_forked:
+            self._fork(life, [0] * len(life.tables))
         for _ in range(self.chance.randint(1, 8)):
             if request.num_generated >= request.max_new_tokens:
                 return
@@ -148,8 +150,11 @@ class Trial:
         if life.stored > self.model.window:
             self._refused("fork", ValueError, lambda: kv.fork(request_id, parents))
             return
-        if life.request.state is _CONTEXT_INIT:
-            return
+        if life.request.state is not _CONTEXT_INIT:
+            self._fork(life, parents if life.is_forked else [0] * beams)
+
+    def _fork(self, life: Life, parents: list[int]) -> None:
+        kv, request_id = self.kv, life.request.request_id
         copies = list(kv.fork(request_id, parents))
         old, new = life.tables, kv.block_ids(request_id)
         whole = (life.stored + self.model.padding) // self.model.size
@@ -255,10 +260,11 @@ class Trial:
         self._expect("chunk", request.context_chunk_size, _moved(request, chunk, model.size))
         self._told(copies)
         self._give(life, match)
-        life.values = [model.values_of(life, beam, num_cached) for beam in range(len(life.tables))]
+        life.values = [model.values_of(life, 0, num_cached)]
         model.lives[request.request_id] = life
         onboarded = any(model.is_far(block) for block in match.whole)
-        self._prove("add onboarding" if onboarded else "add reusing" if num_cached else "add")
+        kind = "add onboarding" if onboarded else "add reusing" if num_cached else "add"
+        self._prove(kind if len(life.tables) == 1 else f"{kind} with beams")
         self._run_context(life)
 
     def _give(self, life: Life, match: Match) -> None:
@@ -326,7 +332,10 @@ class Trial:
         self.kv.remove(request_id, store)
         del self.model.lives[request_id]
         if store:
-            self.model.store(life, min(life.stored, len(life.tokens[0]) - 1))
+            end = min(life.stored, len(life.tokens[0]) - 1)
+            if len(life.tables) > 1:  # what is common to all
+                end = min(end, life.request.prompt_len)
+            self.model.store(life, end)
         self.model.free(block for table in life.tables for block in table)
         self._prove("remove")
 

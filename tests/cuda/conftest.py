@@ -86,3 +86,9 @@ def machine(request):
 def checked_machine(request):
     """Runs kernels and reports races, and reads of what nothing was written to."""
     return find(request.param, request)
+
+
+@pytest.fixture
+def device_machine(request):
+    """The GPU, for tests that are marked `gpu`."""
+    return find("gpu", request)

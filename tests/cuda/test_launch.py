@@ -41,8 +41,9 @@ def calls(monkeypatch):
     monkeypatch.setattr(compiler, "compile", compile)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
-    stream = SimpleNamespace(cuda_stream=5)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    raw_stream = "_cuda_getCurrentRawStream"  # absent without CUDA
+    monkeypatch.setattr(torch._C, raw_stream, lambda device: 5 + device, raising=False)
     return calls
 
 

@@ -1,0 +1,138 @@
+"""Others' attention on the same pages: FlashInfer where it is installed, and torch's own.
+
+Whatever a peer needs laid out differently is laid out before the clock starts; plans that are made
+once a step are, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptmanager.bench.cases import Absent, Contender
+from gptmanager.bench.paged_rows import PagedRows
+
+_WORKSPACE = 128 << 20
+
+
+def flashinfer() -> Any:
+    """The module; Absent without it."""
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise Absent("not installed") from error
+    return flashinfer
+
+
+def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
+    """Its paged decode kernel, on tensor cores."""
+    library = flashinfer()
+    wrappers = []
+    workspace = _workspace(sets)
+    for rows in sets:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, kv_layout="HND", use_tensor_cores=True
+        )
+        heads = (rows.queries.shape[1], rows.keys.shape[1], rows.queries.shape[2])
+        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": rows.keys.dtype}
+        wrapper.plan(*_page_lists(rows), *heads, rows.tokens_per_block, **dtypes)
+        wrappers.append(wrapper)
+    return lambda number: _tensor(
+        wrappers[number].run(sets[number].queries, (sets[number].keys, sets[number].values))
+    )
+
+
+def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
+    """Its paged prefill kernel: `fa2` or `fa3`."""
+    library = flashinfer()
+    wrappers = []
+    workspace = _workspace(sets)
+    for rows in sets:
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
+        heads = (rows.queries.shape[1], rows.keys.shape[1], rows.queries.shape[2])
+        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": rows.keys.dtype}
+        lists = (rows.row_starts, *_page_lists(rows))
+        wrapper.plan(*lists, *heads, rows.tokens_per_block, causal=True, **dtypes)
+        wrappers.append(wrapper)
+    return lambda number: _tensor(
+        wrappers[number].run(sets[number].queries, (sets[number].keys, sets[number].values))
+    )
+
+
+def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
+    """`scaled_dot_product_attention` over dense keys and values; rows of one shape only."""
+    first = sets[0]
+    new, length = int(first.num_new[0]), int(first.lengths[0])
+    alike = (first.num_new == new).all() and (first.lengths == length).all()
+    if not alike or new not in (1, length):
+        raise Absent("needs rows of one length, without earlier blocks")
+    dense = []
+    for rows in sets:
+        queries = rows.queries.view(-1, new, *rows.queries.shape[1:]).transpose(1, 2).contiguous()
+        pairs = [rows.history(row) for row in range(len(rows.lengths))]
+        keys, values = (
+            torch.stack(it).transpose(1, 2).contiguous() for it in zip(*pairs, strict=True)
+        )
+        dense.append((queries, keys, values))
+
+    def run(number: int) -> Tensor:
+        attended = F.scaled_dot_product_attention(
+            *dense[number], is_causal=new > 1, scale=first.scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2).flatten(0, 1)
+
+    return run
+
+
+def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
+    """`varlen_attn` over packed dense keys and values: torch's FlashAttention, for any lengths."""
+    attend = _find_varlen()
+    names = inspect.signature(attend).parameters
+    missing = {"scale", "enable_gqa", "window_size"} - names.keys()
+    if missing:
+        raise Absent(f"torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(missing))}")
+    packed = []
+    for rows in sets:
+        pairs = [rows.history(row) for row in range(len(rows.lengths))]
+        keys, values = (torch.cat(it) for it in zip(*pairs, strict=True))
+        starts = F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = (int(rows.num_new.max()), int(rows.lengths.max()))
+        packed.append((rows.queries, keys, values, rows.row_starts, starts, *longest))
+
+    def run(number: int) -> Tensor:
+        options = {"window_size": (-1, 0), "scale": sets[number].scale, "enable_gqa": True}
+        return _tensor(attend(*packed[number], **options))
+
+    return run
+
+
+def _find_varlen() -> Callable[..., Any]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise Absent(f"torch {torch.__version__} has no varlen_attn") from error
+    attend: Callable[..., Any] = varlen_attn
+    return attend
+
+
+def _workspace(sets: Sequence[PagedRows]) -> Tensor:
+    """One for all sets: they run one by one."""
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=sets[0].queries.device)
+
+
+def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each row's pages begin in the list of all, that list, tokens in each last page."""
+    counts = -(-rows.kv_lengths // rows.tokens_per_block)
+    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    pages = torch.cat([rows.block_tables[row, :count] for row, count in enumerate(counts.tolist())])
+    return starts, pages, (rows.kv_lengths - 1) % rows.tokens_per_block + 1
+
+
+def _tensor(value: Any) -> Tensor:
+    result: Tensor = value
+    return result

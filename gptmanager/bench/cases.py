@@ -1,0 +1,148 @@
+"""What the kernel benchmark knows of a case: its least work, who runs it, and what is right.
+
+Knows no kernel. A case is prepared on a `Bed`: several sets of inputs, so that together they are
+larger than the cache, and for each contender a function that runs on one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gptmanager.bench.roofline import Ceilings
+from gptmanager.bench.timing import Spread
+from gptmanager.cuda.launch import Launcher
+
+OURS = "gptmanager"
+Contender = Callable[[int], Tensor]
+_MAX_SETS = 64
+
+
+class Absent(Exception):
+    """A peer that cannot take part, with the reason: not installed, or too old for this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of all cases; the defaults are those of Llama-3.1-8B on a large GPU."""
+
+    dtype: torch.dtype = torch.bfloat16
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    hidden: int = 4096
+    ffn: int = 14336
+    vocab_size: int = 128256
+    rows: int = 256  # sequences of a large generation step
+    tokens: int = 8192  # of a large context step
+    batch: int = 32
+    context: int = 4096
+    chunk: int = 512
+    tokens_per_block: int = 64
+    other_blocks: tuple[int, ...] = (16, 32)
+    copied_blocks: int = 32
+    num_layers: int = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Bed:
+    """Where cases run. `cache_bytes`: what the device may still hold of the call before."""
+
+    device: torch.device
+    launcher: Launcher
+    sizes: Sizes = field(default_factory=Sizes)
+    cache_bytes: int = 60 << 20
+    seed: int = 0
+
+    def num_sets(self, set_bytes: int) -> int:
+        """Sets of inputs that are used in turn."""
+        if self.cache_bytes == 0:
+            return 1
+        return max(2, min(_MAX_SETS, -(-3 * self.cache_bytes // max(1, set_bytes))))
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
+        """Numbers of the cases' dtype; as random as one generator of this device makes them."""
+        values = torch.randn(shape, device=self.device) * scale
+        return values.to(dtype or self.sizes.dtype)
+
+    def ints(self, values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`copy`: at least this share of the copies' bandwidth; `tflops`: at least so many; `ms`: at
+    most; `times`: at most so many times as long as the case `of`.
+    """
+
+    kind: Literal["copy", "tflops", "ms", "times"]
+    value: float
+    of: str = ""
+
+    @property
+    def text(self) -> str:
+        return {
+            "copy": f">= {self.value:.0%} of copy",
+            "tflops": f">= {self.value:g} TFLOP/s",
+            "ms": f"<= {self.value:g} ms",
+            "times": f"<= {self.value:g} x {self.of}",
+        }[self.kind]
+
+    def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
+        if self.kind == "copy":
+            return case.num_bytes / spread.median >= self.value * ceilings.copy_bytes_per_s
+        if self.kind == "tflops":
+            return case.flops / spread.median >= self.value * 1e12
+        if self.kind == "ms":
+            return spread.median * 1e3 <= self.value
+        return other_s is not None and spread.median <= self.value * other_s
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A case on its bed. Each contender works on inputs of its own wherever it writes to them.
+
+    `error` of a result of the set 0: 0 is right, above `tolerance` is wrong. `peers` are made when
+    their turn comes: one that raises, Absent or else, takes no part.
+    """
+
+    num_sets: int
+    ours: Contender
+    error: Callable[[Tensor], float]
+    tolerance: float
+    peers: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """`num_bytes` that must at least be read and written, `flops` that must be done."""
+
+    part: str
+    name: str
+    num_bytes: int
+    prepare: Callable[[Bed], Prepared]
+    flops: int = 0
+    goal: Goal | None = None
+    quick: bool = True  # also runs with --quick
+
+
+def largest_error(expected: Tensor) -> Callable[[Tensor], float]:
+    """The largest difference in a row, as a share of the largest number of that row."""
+    rows = expected.flatten(1).float()
+    scale = rows.abs().amax(1).clamp_min(1e-20)
+
+    def error(result: Tensor) -> float:
+        difference = (result.flatten(1).float() - rows).abs().amax(1)
+        worst = (difference / scale).max().item()
+        return float(worst) if worst == worst else float("inf")
+
+    return error
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """What roundings of inputs, weights and results to `dtype` may come to, in `largest_error`."""
+    return {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6}[dtype]

@@ -1,0 +1,135 @@
+"""A Llama in plain torch, without a cache: what a manager's logits are compared with.
+
+Products are in the weights' dtype, norms, rotation and softmax in float32. It knows plain rotation
+only, and nothing of families, pages and batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptmanager.bench.cases import largest_error
+from gptmanager.bench.engine import Session
+from gptmanager.bench.load import Request
+
+# of the largest logit of a position, by what the layers round to
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def why_not(config: Mapping[str, Any]) -> str:
+    """What of a config this reference does not know; empty: nothing."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if config.get("model_type") != "llama" or kind != "default":
+        return f"no reference for {config.get('model_type')} with {kind} rotation"
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        return "no reference for biases"
+    return ""
+
+
+@torch.inference_mode()
+def dense_logits(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], tokens: Sequence[int]
+) -> Tensor:
+    """Float32 `[T, vocab]` of one sequence; weights by Hugging Face's names."""
+    eps = config.get("rms_norm_eps", 1e-6)
+    x = weights["model.embed_tokens.weight"][torch.tensor(tokens).to(_device(weights))]
+    cos, sin = _rotation(config, len(tokens), x.device)
+    for index in range(config["num_hidden_layers"]):
+        layer = _Layer(weights, f"model.layers.{index}.")
+        hidden = _norm(x, layer["input_layernorm"], eps)
+        x = x + _attend(config, layer, hidden, cos, sin)
+        hidden = _norm(x, layer["post_attention_layernorm"], eps)
+        gate, up = F.linear(hidden, layer["mlp.gate_proj"]), F.linear(hidden, layer["mlp.up_proj"])
+        x = x + F.linear(F.silu(gate) * up, layer["mlp.down_proj"])
+    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    return F.linear(_norm(x, weights["model.norm.weight"], eps), weights[head]).float()
+
+
+def compare(
+    session: Session,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    requests: Sequence[Request],
+) -> dict[str, Any]:
+    """A manager's logits, token by token, and whether the reference would take its tokens.
+
+    Near-ties may go either way, so that logits decide, and tokens are told only.
+    """
+    worst, same, total = 0.0, 0, 0
+    results = session.results(requests, return_generation_logits=True)
+    for result in results:
+        prompt, generated = result.prompt_ids, result.generated_ids[0]
+        logits = dense_logits(config, weights, prompt + generated)[len(prompt) - 1 : -1]
+        got = result.tensors["generation_logits"][0, 0].to(logits.device)
+        worst = max(worst, largest_error(logits)(got))
+        same += int((logits.argmax(-1).cpu() == torch.tensor(generated)).sum())
+        total += len(generated)
+    allowed = _TOLERANCE[weights["lm_head.weight"].dtype if "lm_head.weight" in weights
+                         else weights["model.norm.weight"].dtype]  # fmt: skip
+    return {
+        "status": "ok" if worst <= allowed else "wrong",
+        "error": float(f"{worst:.3g}"),
+        "tolerance": allowed,
+        "same_tokens": f"{same} of {total}",
+    }
+
+
+class _Layer:
+    def __init__(self, weights: Mapping[str, Tensor], prefix: str) -> None:
+        self._weights = weights
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[f"{self._prefix}{name}.weight"]
+
+
+def _attend(
+    config: Mapping[str, Any], layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    queries, keys, values = (
+        F.linear(hidden, layer[f"self_attn.{name}_proj"]).view(len(hidden), -1, head_dim)
+        for name in "qkv"
+    )
+    queries, keys = _rotate(queries, cos, sin), _rotate(keys, cos, sin)
+    group = heads // keys.shape[1]
+    keys, values = (it.repeat_interleave(group, 1).float() for it in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * head_dim**-0.5
+    hidden_ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden_ones, -torch.inf).softmax(-1),
+                         values)  # fmt: skip
+    return F.linear(mixed.flatten(1).to(hidden.dtype), layer["self_attn.o_proj"])
+
+
+def _rotation(
+    config: Mapping[str, Any], length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.arange(length)[:, None] * frequencies
+    return angles.cos()[:, None].to(device), angles.sin()[:, None].to(device)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(
+        x.dtype
+    )
+
+
+def _device(weights: Mapping[str, Tensor]) -> torch.device:
+    return weights["model.norm.weight"].device

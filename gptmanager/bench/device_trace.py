@@ -1,0 +1,43 @@
+"""How busy a GPU is meanwhile, by torch's profiler; knows nothing of what keeps it busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Interval = tuple[float, float]  # begin, end, in seconds
+_GAP_S = 10e-6  # shorter ones lie between the kernels of one recorded step
+
+
+def watch(seconds: float) -> list[Interval]:
+    """When anything ran on the device in the next `seconds`."""
+    profiler: Any = torch.profiler
+    device_type: Any = torch.autograd
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+        time.sleep(seconds)
+    return [
+        (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profile.events()
+        if event.device_type == device_type.DeviceType.CUDA
+    ]
+
+
+def idle_share(intervals: Sequence[Interval], gap_s: float = _GAP_S) -> tuple[float, float]:
+    """Of the time from the first interval to the last: the share in which nothing ran, and the
+    share of gaps longer than `gap_s`, in which the device waited for the host.
+    """
+    idle = waited = 0.0
+    ordered = sorted(intervals)
+    if not ordered:
+        raise ValueError("nothing ran on the device")
+    begin, end = ordered[0]
+    for start, stop in ordered[1:]:
+        gap = max(0.0, start - end)
+        idle += gap
+        waited += gap if gap > gap_s else 0.0
+        end = max(end, stop)
+    total = end - begin
+    return (idle / total, waited / total) if total > 0 else (0.0, 0.0)

@@ -1,0 +1,176 @@
+"""A load through a manager, as any host would run it, with the clock outside."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+from gptmanager.bench.load import Request, Source
+from gptmanager.callbacks import RequestQueue
+from gptmanager.callbacks.generation import Generation
+from gptmanager.callbacks.result import GenerationResult
+from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ConfigError, RequestError
+from gptmanager.manager import GptManager
+from gptmanager.run import FetchTimes, latencies
+
+WARM_UP = [0] * 16  # a prompt before the first timed one
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run of one engine."""
+
+    seconds: float
+    outputs: tuple[tuple[int, ...], ...]
+    latencies: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds
+
+
+class IterationLog:
+    """A ReturnBatchManagerStats callback: when iterations ended, and what they ran."""
+
+    def __init__(self) -> None:
+        self._records: list[tuple[float, str]] = []
+
+    def __call__(self, record: str) -> None:
+        self._records.append((time.perf_counter(), record))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def restart(self) -> None:
+        self._records = []
+
+    def since(self, start: int = 0) -> list[tuple[float, Mapping[str, Any]]]:
+        """(seconds, statistics record) of each iteration from the `start`-th on."""
+        return [(at, orjson.loads(record)) for at, record in self._records[start:]]
+
+    def step_seconds(self, batch_size: int, start: int = 0) -> list[float]:
+        """Time from one iteration to the next where both were of `batch_size` sequences in
+        generation, and of nothing else.
+        """
+        plain = [
+            (at, record["Generation Requests"] == batch_size and not record["Context Requests"])
+            for at, record in self.since(start)
+        ]
+        return [
+            now - before
+            for (before, was_plain), (now, is_plain) in zip(plain, plain[1:], strict=False)
+            if was_plain and is_plain
+        ]
+
+    def host_milliseconds(self) -> float | None:
+        """Median time of the loop's thread in an iteration, without the wait for its result."""
+        laps = [record["gptmanager"]["iteration_latency_us"] for _, record in self.since()]
+        own = [lap["total"] - lap.get("result", 0) for lap in laps]
+        return statistics.median(own) / 1e3 if own else None
+
+
+class Session:
+    """A manager with a queue in front of it, for one load after the other.
+
+    `log`: gets every iteration's statistics; without one they are not made.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        params: OptionalParams,
+        scheduler: SchedulerConfig | None = None,
+        model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
+        *,
+        log: IterationLog | None = None,
+    ) -> None:
+        self.queue = RequestQueue(max_pending=None)
+        self._fetched_at = FetchTimes(self.queue.get_inference_requests)
+        self._manager = GptManager(
+            source,
+            model_type,
+            1,
+            scheduler or SchedulerConfig(),
+            self._fetched_at,
+            self.queue.send_response,
+            self.queue.poll_stop_signal,
+            log,
+            params,
+        )
+        self.queue.attach(self._manager)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._manager.__exit__(kind, error, traceback)
+        finally:
+            self.queue.close()
+
+    def close(self) -> None:
+        """Abort what runs."""
+        try:
+            self._manager.shutdown(drain=False)
+        finally:
+            self.queue.close()
+
+    def warm_up(self) -> None:
+        """What is compiled or touched once is no figure."""
+        self.queue.submit(WARM_UP, 2).result()
+
+    def start(self, requests: Sequence[Request], **by_name: Any) -> list[Generation]:
+        """Submit all at once: greedy, none ends early."""
+        return [self.queue.submit(prompt, new_tokens, **by_name) for prompt, new_tokens in requests]
+
+    def results(self, requests: Sequence[Request], **by_name: Any) -> list[GenerationResult]:
+        """Wait for all; ConfigError where they do not fit the model."""
+        try:
+            results = [generation.result() for generation in self.start(requests, **by_name)]
+        except RequestError as error:
+            raise ConfigError(f"the load does not fit the model: {error}") from error
+        for result, (prompt, new_tokens) in zip(results, requests, strict=True):
+            if len(result.generated_ids[0]) < new_tokens:
+                total = f"{len(prompt)} + {new_tokens} tokens exceed max_seq_len"
+                raise ConfigError(f"the load does not fit the model: {total}")
+        return results
+
+    def run(self, requests: Sequence[Request], **by_name: Any) -> Figures:
+        """From the first submit to the last final response."""
+        started = time.monotonic()
+        results = self.results(requests, **by_name)
+        seconds = time.monotonic() - started
+        waits = [self._fetched_at.by_id[result.request_id] - started for result in results]
+        return Figures(
+            seconds,
+            tuple(result.generated_ids[0] for result in results),
+            latencies([result.metrics for result in results], waits),
+        )
+
+
+def run_manager(
+    source: Source,
+    requests: Sequence[Request],
+    params: OptionalParams,
+    scheduler: SchedulerConfig,
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
+) -> Figures:
+    """All requests at once through a manager of their own."""
+    with Session(source, params, scheduler, model_type) as session:
+        try:
+            session.warm_up()
+        except RequestError as error:
+            raise ConfigError(f"the load does not fit the model: {error}") from error
+        return session.run(requests)

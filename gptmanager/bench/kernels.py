@@ -1,0 +1,167 @@
+"""`gptmanager bench kernels`: which cases there are, and the report they make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptmanager.bench.attention_cases import attention_cases
+from gptmanager.bench.cases import OURS, Bed, Case, Sizes
+from gptmanager.bench.kernel_runs import CaseResult, report, run_cases
+from gptmanager.bench.machine import cache_bytes, find_gpu, header
+from gptmanager.bench.roofline import measure_ceilings
+from gptmanager.bench.sampling_cases import sampling_cases
+from gptmanager.bench.timing import Budget, DeviceTimer, Timer
+from gptmanager.bench.token_cases import token_cases
+from gptmanager.cuda.launch import DeviceLauncher
+from gptmanager.cuda.norms import rms_norm
+from gptmanager.errors import ConfigError
+
+_ROUNDS, _QUICK_ROUNDS = 20, 5
+_COPY_BYTES, _PRODUCT_WIDTH = 4 << 30, 8192
+_LAUNCHES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """`only`: words, of which a part's or a case's name has one. `peers`: beginnings of names."""
+
+    only: tuple[str, ...] = ()
+    peers: tuple[str, ...] | None = None
+    quick: bool = False
+    minutes: float | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Ground:
+    """What the benchmark stands on; `bench_kernels` makes that of the GPU."""
+
+    bed: Bed
+    timer: Timer
+    copy_bytes: int = _COPY_BYTES
+    product_width: int = _PRODUCT_WIDTH
+    launch_us: Callable[[Bed], dict[str, float]] = field(default=lambda bed: {})
+    clock: Callable[[], float] = time.monotonic
+
+
+def bench_kernels(
+    options: KernelOptions,
+    ground: Ground | None = None,
+    *,
+    on_result: Callable[[CaseResult], None] = lambda result: None,
+) -> dict[str, Any]:
+    """The report; ConfigError without a GPU, and for an `only` that nothing has.
+
+    Interrupted, the report is of what was measured until then and has `interrupted`.
+    """
+    cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
+    if ground is None:
+        find_gpu("the kernel benchmark needs one")
+        ground = gpu()
+    bed, budget = ground.bed, Budget(_seconds(options), ground.clock)
+    started = header(options.command, bed.device)
+    ceilings = measure_ceilings(
+        ground.timer, bed.device, bed.sizes.dtype, ground.copy_bytes, ground.product_width
+    )
+    launch_us = ground.launch_us(bed)
+    rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
+    results: list[CaseResult] = []
+    notes: list[str] = []
+    interrupted = False
+    try:
+        for result in run_cases(
+            cases, bed, ground.timer, rounds=rounds, budget=budget, peers=options.peers
+        ):
+            results.append(result)
+            on_result(result)
+    except KeyboardInterrupt:
+        interrupted = True
+        notes.append(f"interrupted after {len(results)} of {len(cases)} cases")
+    skipped = [it.case.name for it in results if it.ours.status == "skipped"]
+    if skipped:
+        notes.append(f"time limit of {options.minutes:g} minutes: {len(skipped)} cases skipped")
+    return {
+        **started,
+        "seconds": round(budget.used, 1),
+        "ceilings": ceilings.report(),
+        "launch_us": launch_us,
+        "kernels": report(results, ceilings),
+        "notes": [*notes, *_missing_peers(results)],
+        **({"interrupted": True} if interrupted else {}),
+    }
+
+
+def all_cases(sizes: Sizes) -> list[Case]:
+    return [*attention_cases(sizes), *token_cases(sizes), *sampling_cases(sizes)]
+
+
+def selected(cases: Sequence[Case], options: KernelOptions) -> list[Case]:
+    chosen = [case for case in cases if case.quick or not options.quick]
+    for word in options.only:
+        if not any(_has(case, word) for case in cases):
+            parts = ", ".join(dict.fromkeys(case.part for case in cases))
+            raise ConfigError(f"--only {word}: no kernel is called so; there are {parts}")
+    if options.only:
+        chosen = [case for case in chosen if any(_has(case, word) for word in options.only)]
+    return chosen
+
+
+def gpu() -> Ground:
+    """The current CUDA device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    bed = Bed(device, DeviceLauncher(), cache_bytes=cache_bytes())
+    return Ground(bed, DeviceTimer(), launch_us=launch_costs)
+
+
+def launch_costs(bed: Bed) -> dict[str, float]:
+    """Host microseconds of one launch: a kernel of ours, an op of torch, a recorded kernel."""
+    x = torch.zeros(1, 64, dtype=bed.sizes.dtype, device=bed.device)
+    out = torch.empty_like(x)
+
+    def kernel() -> None:
+        rms_norm(bed.launcher, out, x, x[0], 1e-5)
+
+    kernel()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel()
+    work = {"kernel": kernel, "torch op": lambda: torch.neg(x, out=out), "graph": graph.replay}
+    return {name: _host_us(run) for name, run in work.items()}
+
+
+def _host_us(run: Callable[[], object]) -> float:
+    """Median of batches so short that no queue fills."""
+    costs = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(_LAUNCHES // 20):
+            run()
+        costs.append((time.perf_counter() - started) / (_LAUNCHES // 20))
+    torch.cuda.synchronize()
+    return round(float(np.median(costs)) * 1e6, 2)
+
+
+def _has(case: Case, word: str) -> bool:
+    return word.lower() in case.part or word.lower() in case.name.lower()
+
+
+def _seconds(options: KernelOptions) -> float | None:
+    return None if options.minutes is None else 60 * options.minutes
+
+
+def _missing_peers(results: Sequence[CaseResult]) -> list[str]:
+    """A line for each peer that took no part anywhere."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        for name, entry in result.entries.items():
+            if name != OURS:
+                found.setdefault(name, []).append(entry.note if entry.spread is None else "")
+    return [f"{name}: {notes[0]}" for name, notes in found.items() if all(notes)]

@@ -1,0 +1,142 @@
+"""What engines are timed on: requests of random tokens, and models of random weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+
+# the model that CPU figures are compared on when no checkpoint is given
+SMALL_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+# what figures of one large GPU are compared on
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+Request = tuple[list[int], int]  # prompt, new tokens
+Source = Path | tuple[Mapping[str, Any], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Lengths are drawn uniformly from ranges, both ends included."""
+
+    num_requests: int = 64
+    prompt_len: tuple[int, int] = (16, 256)
+    output_len: tuple[int, int] = (16, 128)
+    seed: int = 7
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        chance = np.random.default_rng(self.seed)
+        draw = chance.integers
+        return [
+            (
+                draw(0, vocab_size, draw(*self.prompt_len, endpoint=True)).tolist(),
+                int(draw(*self.output_len, endpoint=True)),
+            )
+            for _ in range(self.num_requests)
+        ]
+
+
+def uniform_requests(
+    num_requests: int, prompt_len: tuple[int, int], output_len: tuple[int, int], vocab_size: int
+) -> list[Request]:
+    """The load that others' figures are of: all prompts drawn, then all lengths, with seed 0.
+
+    256 requests of 100..1024 tokens each way have 142,827 tokens in and 133,966 out.
+    """
+    draw = random.Random(0).randint
+    highest = min(10000, vocab_size - 1)
+    prompts = [[draw(0, highest) for _ in range(draw(*prompt_len))] for _ in range(num_requests)]
+    return [(prompt, draw(*output_len)) for prompt in prompts]
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a folder. ConfigError for what cannot be read."""
+    config = read_config(folder)
+    state: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            state |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"--model {folder}: {file.name}: {error}") from error
+    return config, state
+
+
+def random_llama(
+    config: Mapping[str, Any],
+    seed: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """A state dict by Hugging Face's names: normal(0, 0.02), norms 1. Drawn on `device`."""
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    table = (config["vocab_size"], hidden)
+    shapes = {"model.embed_tokens": table, "lm_head": table, "model.norm": (hidden,)}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {
+        f"{name}.weight": torch.ones(shape, dtype=dtype, device=device)
+        for name, shape in shapes.items()
+    }
+    for weight in weights.values():
+        if weight.ndim == 2:
+            weight.normal_(0, 0.02, generator=generator)
+    return weights
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {folder}: config.json: {error}") from error
+    if "vocab_size" not in config:
+        raise ConfigError(f"--model {folder}: config.json names no vocab_size")
+    return config

@@ -1,0 +1,101 @@
+"""What a figure was measured on and with, and whether there is a GPU to measure at all."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from gptmanager.cuda.device import find_cupy
+from gptmanager.errors import ConfigError
+
+REPORT_VERSION = 1
+_PACKAGES = ("torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python",
+             "transformers")  # fmt: skip
+_SMI = {"driver_version": "driver_version", "clocks.max.sm": "clock", "power.limit": "power_limit"}
+
+
+def find_gpu(instead: str) -> Any:
+    """CuPy, where it and torch find a device. ConfigError in one line; `instead`: what to do."""
+    if not torch.cuda.is_available():
+        raise ConfigError(f"no CUDA device: torch {torch.__version__} finds none; {instead}")
+    try:
+        return find_cupy()
+    except ConfigError as error:
+        raise ConfigError(f"no CUDA device for kernels: {error}; {instead}") from error
+
+
+def header(command: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """The beginning of every report."""
+    return {
+        "version": REPORT_VERSION,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(command),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "device": card() if device.type == "cuda" else {"name": "cpu"},
+        "versions": versions(),
+    }
+
+
+def card() -> dict[str, Any]:
+    properties: Any = torch.cuda.get_device_properties()
+    runtime = find_cupy().cuda.runtime
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "architecture": f"sm_{properties.major}{properties.minor}",
+        "cache_bytes": cache_bytes(),
+        "driver_cuda": _dotted(runtime.driverGetVersion()),
+        "cuda_runtime": _dotted(runtime.runtimeGetVersion()),
+        "torch_cuda": torch.version.cuda,
+        **_smi(),
+    }
+
+
+def _smi() -> dict[str, str]:
+    """What `nvidia-smi` tells of the first card; nothing where it is not there."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    query = f"--query-gpu={','.join(_SMI)}"
+    command = [program, query, "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    values = done.stdout.strip().partition("\n")[0].split(", ")
+    return dict(zip(_SMI.values(), values, strict=True)) if len(values) == len(_SMI) else {}
+
+
+def cache_bytes() -> int:
+    """Of the device's last level."""
+    properties: Any = torch.cuda.get_device_properties()
+    return int(getattr(properties, "L2_cache_size", 60 << 20))
+
+
+def versions() -> Mapping[str, str]:
+    found = {"python": platform.python_version(), "gptmanager": _version("gptmanager")}
+    found |= {name: _version(name) for name in _PACKAGES}
+    return {name: number for name, number in found.items() if number}
+
+
+def command_line() -> list[str]:
+    return ["gptmanager", *sys.argv[1:]]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _dotted(number: int) -> str:
+    """13000 is 13.0."""
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,132 @@
+"""Sampling as the kernel benchmark times it. Right is a token that the limits allow.
+
+Random weights give flat logits, of which top-p keeps most: the worst case. Peaked ones, of which it
+keeps few, are what models give.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.bench.attention_peers import flashinfer
+from gptmanager.bench.cases import Bed, Case, Contender, Goal, Prepared, Sizes
+from gptmanager.cuda.sampling import PARAMS, pack, sample
+from gptmanager.request import SamplingParams
+
+_TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
+_PEAKED = 6.0  # times a flat row
+_SLACK = 1e-4  # of the mass: sums in another order may put a token on the other side
+
+
+def sampling_cases(sizes: Sizes) -> list[Case]:
+    limited = SamplingParams(
+        greedy=False, temperature=_TEMPERATURE, top_k=_TOP_K, top_p=_TOP_P, seed=1
+    )
+    nucleus = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_p=_TOP_P, seed=1)
+    goal = Goal("ms", 0.25)
+    case = functools.partial(_case, sizes)
+    return [
+        case(f"top-k {_TOP_K}, top-p {_TOP_P}, peaked", limited, _PEAKED, goal=goal),
+        case(f"top-p {_TOP_P}, peaked", nucleus, _PEAKED, goal=goal),
+        case(f"top-p {_TOP_P}, flat", nucleus, 1.0, goal=goal),
+        case("greedy", SamplingParams(), 1.0, quick=False),
+    ]
+
+
+def _case(
+    sizes: Sizes,
+    name: str,
+    params: SamplingParams,
+    scale: float,
+    *,
+    goal: Goal | None = None,
+    quick: bool = True,
+) -> Case:
+    num_bytes = sizes.rows * sizes.vocab_size * 4
+    return Case(
+        part="sampling",
+        name=f"{name}, {sizes.rows} x {sizes.vocab_size}",
+        num_bytes=num_bytes,
+        prepare=functools.partial(_prepare, params, scale, num_bytes),
+        goal=goal,
+        quick=quick,
+    )
+
+
+def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> Prepared:
+    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
+    sets = [
+        bed.randn(rows, vocab_size, dtype=torch.float32, scale=scale)
+        for _ in range(bed.num_sets(num_bytes))
+    ]
+    table = np.array([pack(params, 8, vocab_size)] * rows, dtype=PARAMS)
+    packed = torch.from_numpy(table.view(np.uint8).reshape(rows, -1)).to(bed.device)
+    slots = bed.ints(np.arange(rows))
+    positions = torch.arange(8, 8 + rows, device=bed.device)
+    tokens = torch.empty(rows, dtype=torch.int32, device=bed.device)
+
+    def ours(number: int) -> Tensor:
+        sample(bed.launcher, tokens, sets[number], packed, slots, positions)
+        return tokens
+
+    peers = {} if params.greedy else {
+        "flashinfer": lambda: _flashinfer(sets, params),
+        "torch sort": lambda: _torch_sort(sets, params),
+    }  # fmt: skip
+    return Prepared(len(sets), ours, functools.partial(refused_share, sets[0], params), 0.0, peers)
+
+
+def refused_share(logits: Tensor, params: SamplingParams, tokens: Tensor) -> float:
+    """Rows whose token the limits do not allow, as a share of all."""
+    in_range = (tokens >= 0) & (tokens < logits.shape[1])
+    chosen = logits.gather(1, tokens.long().clamp(0, logits.shape[1] - 1)[:, None])
+    higher = logits > chosen
+    if params.greedy:
+        is_allowed = ~higher.any(1)
+    else:
+        is_allowed = torch.ones_like(in_range)
+        if params.top_k:
+            is_allowed &= higher.sum(1) < params.top_k
+            kth = logits.topk(min(params.top_k, logits.shape[1]), dim=1).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        weights = (logits / params.temperature).softmax(-1)
+        above = torch.where(higher, weights, 0.0).sum(1)
+        is_allowed &= above < params.top_p + _SLACK
+    return 1 - (is_allowed & in_range).float().mean().item()
+
+
+def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
+    """Softmax, then rejection with a moving pivot."""
+    sampling = flashinfer().sampling
+
+    def run(number: int) -> Tensor:
+        probs = torch.softmax(sets[number] / params.temperature, dim=-1)
+        if params.top_k:
+            chosen: Tensor = sampling.top_k_top_p_sampling_from_probs(
+                probs, params.top_k, params.top_p, filter_apply_order="top_k_first"
+            )
+            return chosen
+        chosen = sampling.top_p_sampling_from_probs(probs, params.top_p)
+        return chosen
+
+    return run
+
+
+def _torch_sort(sets: list[Tensor], params: SamplingParams) -> Contender:
+    """What is commonly written in torch: a sort of each row."""
+
+    def run(number: int) -> Tensor:
+        logits, order = (sets[number] / params.temperature).sort(dim=-1, descending=True)
+        if params.top_k:
+            logits, order = logits[:, : params.top_k], order[:, : params.top_k]
+        probs = logits.softmax(-1)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= params.top_p, 0.0)
+        # the exponential race: argmax of probs / noise draws from probs, without a wait
+        place = (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True)
+        return order.gather(1, place)[:, 0]
+
+    return run

@@ -1,0 +1,101 @@
+"""`gptmanager bench`: a synthetic load through the public interface, beside a peer in one run.
+
+Timed from the first submit to the last final response. Engines run in alternation, so that what
+else the machine does hits both; the best of the repeats counts, and a ratio is made of two figures
+of the same run only.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from gptmanager.bench.engine import Figures, run_manager
+from gptmanager.bench.load import SMALL_LLAMA, Load, Request, random_llama, read_config
+from gptmanager.bench.transformers_peer import TransformersPeer
+from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    model: Path | None = None  # None: random weights of `SMALL_LLAMA`
+    load: Load = field(default_factory=Load)
+    repeats: int = 3
+    peer: Literal["transformers"] | None = None
+    params: OptionalParams = field(default_factory=OptionalParams)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
+
+
+def bench(options: BenchOptions) -> dict[str, Any]:
+    """Run the load on each engine; ConfigError if it does not fit the model."""
+    source = options.model or (SMALL_LLAMA, random_llama(SMALL_LLAMA, options.load.seed))
+    config = source[0] if isinstance(source, tuple) else read_config(source)
+    requests = options.load.requests(config["vocab_size"])
+    engines: dict[str, Callable[[], Figures]] = {
+        "gptmanager": lambda: run_manager(
+            source, requests, options.params, options.scheduler, options.model_type
+        )
+    }
+    if options.peer is not None:
+        device = options.params.device or "cpu"
+        peer = TransformersPeer(source, options.params, "cpu" if device == "emulator" else device)
+        engines["transformers"] = lambda: peer.run(requests)
+    runs: dict[str, list[Figures]] = {name: [] for name in engines}
+    rounds = [name for _ in range(options.repeats) for name in engines]
+    with tqdm(rounds, unit="run", leave=False, disable=None) as bar:
+        for name in bar:
+            bar.set_description(name)
+            runs[name].append(engines[name]())
+            speed = runs[name][-1].tokens_per_second
+            bar.write(f"{name:12} {speed:10,.1f} output tokens/s", file=sys.stderr)
+    return _report(options, config, requests, runs)
+
+
+def _report(
+    options: BenchOptions,
+    config: Mapping[str, Any],
+    requests: Sequence[Request],
+    runs: Mapping[str, Sequence[Figures]],
+) -> dict[str, Any]:
+    speed = operator.attrgetter("tokens_per_second")
+    best = {name: max(figures, key=speed) for name, figures in runs.items()}
+    load = options.load
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "versions": {name: version(name) for name in ("torch", "numpy", "numba")},
+        "threads": torch.get_num_threads(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),
+        "model": {key: config.get(key) for key in ("model_type", "hidden_size", "vocab_size")},
+        "requests": len(requests),
+        "prompt_len": "{}:{}".format(*load.prompt_len),
+        "output_len": "{}:{}".format(*load.output_len),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
+        "output_tokens": sum(new_tokens for _, new_tokens in requests),
+        "engines": {
+            name: {
+                "output_tokens_per_second": round(speed(best[name]), 1),
+                "of_every_run": [round(speed(figure), 1) for figure in figures],
+                **best[name].latencies,
+            }
+            for name, figures in runs.items()
+        },
+    }
+    if "transformers" in runs:
+        ours, theirs = best["gptmanager"], best["transformers"]
+        same = sum(a == b for a, b in zip(ours.outputs, theirs.outputs, strict=True))
+        report["ratio_to_transformers"] = round(speed(ours) / speed(theirs), 2)
+        report["same_outputs"] = f"{same} of {len(requests)}"
+    return report

@@ -1,0 +1,96 @@
+"""transformers' continuous batching on the weights and requests that a manager gets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gptmanager.bench.engine import WARM_UP, Figures
+from gptmanager.bench.load import Request, Source
+from gptmanager.config import OptionalParams
+from gptmanager.errors import ConfigError, GptManagerError
+
+_BLOCK = 256  # tokens in a block of transformers' KV cache, its default
+_BATCH_TOKENS = 512  # in an iteration of transformers: the dense mask grows with it
+
+
+class TooSlow(GptManagerError):
+    """The peer did not get through in its time."""
+
+
+class TransformersPeer:
+    """transformers' continuous batching (paged attention through SDPA) on the same weights."""
+
+    def __init__(
+        self, source: Source, params: OptionalParams, device: torch.device | str = "cpu"
+    ) -> None:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError("--peer transformers needs `pip install transformers`") from error
+        library: Any = transformers
+        library.logging.set_verbosity_error()
+        library.logging.disable_progress_bar()
+        auto = library.AutoModelForCausalLM
+        if isinstance(source, tuple):
+            config = library.AutoConfig.for_model(**source[0])
+            dtype = getattr(torch, params.dtype or "float32")
+            with torch.device(device):
+                self._model = auto.from_config(config, dtype=dtype)
+            self._model.load_state_dict(source[1])
+        else:
+            self._model = auto.from_pretrained(source, dtype=params.dtype or "auto").to(device)
+        self._model.eval().set_attn_implementation("paged|sdpa")
+        self._configure = library.ContinuousBatchingConfig
+        self._generation = library.GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1 << 20
+        )
+
+    def run(self, requests: Sequence[Request], limit_s: float | None = None) -> Figures:
+        """TooSlow where they take longer than `limit_s`."""
+        needed = sum(-(-(len(prompt) + new_tokens) // _BLOCK) for prompt, new_tokens in requests)
+        batching = self._configure(
+            block_size=_BLOCK, num_blocks=2 * needed + 2, max_batch_tokens=_BATCH_TOKENS
+        )
+        with (
+            torch.inference_mode(),
+            self._model.continuous_batching_context_manager(
+                generation_config=self._generation,
+                continuous_batching_config=batching,
+                timeout=10,
+                warmup=False,  # of CUDA graphs
+            ) as engine,
+        ):
+            try:
+                _collect(engine, [(WARM_UP, 2)])
+                started = time.monotonic()
+                outputs = _collect(engine, requests, limit_s)
+                seconds = time.monotonic() - started
+            except BaseException:
+                engine.stop(hard_stop=True)  # without it, leaving waits for what still runs
+                raise
+        return Figures(seconds, outputs)
+
+
+def _collect(
+    engine: Any, requests: Sequence[Request], limit_s: float | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Run requests through transformers' manager; their outputs in the same order."""
+    started = time.monotonic()
+    for index, (prompt, new_tokens) in enumerate(requests):
+        engine.add_request(prompt, request_id=str(index), max_new_tokens=new_tokens)
+    outputs: dict[int, tuple[int, ...]] = {}
+    while len(outputs) < len(requests):
+        if limit_s is not None and time.monotonic() - started > limit_s:
+            raise TooSlow(f"{len(outputs)} of {len(requests)} requests done after {limit_s:g} s")
+        result = engine.get_result(timeout=1)
+        if result is not None and result.error is not None:
+            raise GptManagerError(f"transformers failed: {result.error}")
+        if result is not None and result.is_finished():
+            outputs[int(result.request_id)] = tuple(result.generated_tokens)
+        elif result is None and not engine.is_running():
+            raise GptManagerError("transformers' generation loop has ended early")
+    return tuple(outputs[index] for index in range(len(requests)))

@@ -1,0 +1,84 @@
+"""`EvictionQueue`: which of the blocks that nobody holds goes first.
+
+Decides by priority, then by age. Knows nothing of tiers, nor why a block may not go.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush
+
+from gptmanager.kv_cache.prefix_tree import PrefixTree
+
+
+class EvictionQueue:
+    """Goes with `blocks`, the least recently freed first, which `tree` gives priorities.
+
+    While no priority is another than the default, `blocks` alone is the order. Otherwise a heap
+    has (priority, place in the order, block) of each that may go, and of some that may not: they
+    leave it when they come up. Who lets one go again, or changes its priority, says `push`.
+    """
+
+    __slots__ = ("blocks", "_back", "_era", "_front", "_heap", "_places", "_tree")
+
+    def __init__(self, tree: PrefixTree, blocks: Iterable[int] = ()) -> None:
+        self.blocks: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
+        self._tree = tree
+        self._era = 0  # of the tree's priorities, which the heap is of
+        self._heap: list[tuple[int, int, int]] = []
+        self._places: dict[int, int] = {}
+        self._front = self._back = 0
+
+    def add(self, block: int) -> None:
+        """Nobody holds it any more. What holds nothing to be found stands in front."""
+        blocks, in_front = self.blocks, block not in self._tree
+        blocks[block] = None
+        if in_front:
+            blocks.move_to_end(block, last=False)
+        if not self._has_heap:
+            return
+        if in_front:
+            self._front -= 1
+            self._places[block] = self._front
+        else:
+            self._back += 1
+            self._places[block] = self._back
+        self.push(block)
+
+    def push(self, block: int) -> None:
+        """It may go now, perhaps, or has another priority; nothing if somebody holds it."""
+        if not self._has_heap or block not in self.blocks:
+            return
+        if len(self._heap) > 2 * len(self.blocks) + 64:
+            self._build()
+        else:
+            place = self._places[block]
+            heappush(self._heap, (self._tree.priority(block), place, block))
+
+    def first(self, may_go: Callable[[int], bool]) -> int | None:
+        """The first of the lowest priority among those that may go; it stays. None of none."""
+        if not self._tree.num_prioritized:
+            return next(filter(may_go, self.blocks), None)
+        if not self._has_heap:
+            self._era = self._tree.priority_era
+            self._build()
+        heap, priority = self._heap, self._tree.priority
+        while heap:
+            level, place, block = heap[0]
+            is_current = block in self.blocks and self._places[block] == place
+            if is_current and priority(block) == level and may_go(block):
+                return block
+            heappop(heap)
+        return None
+
+    @property
+    def _has_heap(self) -> bool:
+        return self._tree.num_prioritized > 0 and self._era == self._tree.priority_era
+
+    def _build(self) -> None:
+        priority = self._tree.priority
+        self._places = {block: place for place, block in enumerate(self.blocks)}
+        self._heap = [(priority(block), place, block) for block, place in self._places.items()]
+        heapify(self._heap)
+        self._front, self._back = 0, len(self._heap)

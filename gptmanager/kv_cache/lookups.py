@@ -1,0 +1,147 @@
+"""`Lookups`: what of the prompts that wait is cached, remembered until it may have changed.
+
+Schedulers ask for all that wait, again in each iteration. Knows nothing of blocks in use.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from gptmanager.kv_cache.needs import UNBOUNDED
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.request import LlmRequest
+
+_MAX_LOOKUPS = 10_000
+_MAX_NUMBERS = 100_000
+
+
+class Lookup:
+    """The cached full blocks of a prompt, and the first that is missing, while `node` stands.
+
+    `node` is the last block's, which had stored `num_stored` children when the search ended. What
+    is missing is a number, the same for who misses the same: it is compared often.
+    """
+
+    __slots__ = (
+        "blocks", "missing", "node", "num_moves", "num_stored", "prompt_len", "request", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: LlmRequest, tree: PrefixTree, number: Callable[[Hashable], int]
+    ) -> None:
+        own_root_key = root_key(request)
+        self.request = request
+        self.version, self.num_moves = tree.version, tree.num_moves
+        self.prompt_len = end = request.prompt_len
+        self.blocks, self.node = tree.full_blocks(own_root_key, request.tokens, end)
+        self.num_stored = 0 if self.node is None else self.node.num_stored
+        start, size = len(self.blocks) * tree.tokens_per_block, tree.tokens_per_block
+        self.missing: int | None = None
+        if start + size <= end:
+            parent = self.blocks[-1] if self.blocks else NO_BLOCK
+            self.missing = number(
+                (own_root_key, parent, tuple(request.tokens[start : start + size]))
+            )
+
+    def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
+        """Whether a new search for `request` would end where this one did."""
+        if self.request is not request or self.prompt_len != request.prompt_len:
+            return False
+        if self.version == tree.version:
+            return True
+        if self.num_moves != tree.num_moves:
+            return False
+        node = self.node
+        if node is None:
+            stands = not tree.has_root(root_key(request))
+        else:
+            stands = self.num_stored == node.num_stored and tree.holds(node)
+        if stands:
+            self.version = tree.version
+        return stands
+
+
+class _Answer(NamedTuple):
+    """What was found for several requests, while the tree and they are as they were."""
+
+    version: int
+    requests: list[LlmRequest]
+    prompt_lens: list[int]
+    lookups: list[Lookup | None]
+
+
+class Lookups:
+    """Lookups by request id. `max_tokens`: requests that may become longer take no part."""
+
+    __slots__ = ("_last", "_lookups", "_max_tokens", "_numbers", "_tree", "_unused")
+
+    def __init__(self, tree: PrefixTree, max_tokens: int) -> None:
+        self._tree = tree
+        self._max_tokens = max_tokens
+        self._lookups: dict[int, Lookup] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._unused = itertools.count()  # numbers, none of which is ever given twice
+        self._last = _Answer(-1, [], [], [])
+
+    def applies_to(self, request: LlmRequest) -> bool:
+        return request.prompt_len + request.max_new_tokens <= self._max_tokens
+
+    def forget(self, request_id: int) -> None:
+        """The request waits no more."""
+        self._lookups.pop(request_id, None)
+
+    def find(self, request: LlmRequest) -> Lookup:
+        """What is cached of the prompt."""
+        lookup = self._lookups.get(request.request_id)
+        if lookup is None or not lookup.stands(request, self._tree):
+            if len(self._lookups) >= _MAX_LOOKUPS:  # requests that ended while they waited
+                self._lookups.clear()
+            if len(self._numbers) >= _MAX_NUMBERS:  # blocks that somebody missed once
+                self._numbers.clear()
+                self._lookups.clear()
+            lookup = Lookup(request, self._tree, self._number)
+            self._lookups[request.request_id] = lookup
+        return lookup
+
+    def find_all(self, requests: Sequence[LlmRequest]) -> list[Lookup | None]:
+        """`find` for each that takes part, in one go: most have waited before."""
+        if self._max_tokens < UNBOUNDED:
+            return [
+                self.find(request) if self.applies_to(request) else None for request in requests
+            ]
+        tree, last = self._tree, self._last
+        lengths = [request.prompt_len for request in requests]
+        if (
+            last.version == tree.version
+            and last.prompt_lens == lengths
+            and last.requests == requests
+        ):  # a decision asks twice
+            return last.lookups
+        version, find = tree.version, self._lookups.get
+        lookups: list[Lookup | None] = []
+        for request, length in zip(requests, lengths, strict=True):
+            lookup = find(request.request_id)
+            if (
+                lookup is None
+                or lookup.version != version
+                or lookup.request is not request
+                or lookup.prompt_len != length
+            ):
+                lookup = self.find(request)
+            lookups.append(lookup)
+        self._last = _Answer(version, [*requests], lengths, lookups)
+        return lookups
+
+    def _number(self, key: Hashable) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = next(self._unused)
+        return number
+
+
+def root_key(request: LlmRequest) -> Hashable:
+    salt = request.cache_salt
+    # 1 and True are equal, and not the same salt
+    return request.lora_task_id, type(salt).__name__, salt

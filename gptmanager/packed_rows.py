@@ -1,0 +1,94 @@
+"""`PackedRows`: a batch as the host knows it, and the batches that it can be padded or cut to.
+
+Pure arithmetic of rows and positions. Knows no tensor, and nothing of schedules.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class PackedRows(NamedTuple):
+    """A batch as the host knows it, R sequences of T tokens.
+
+    int64 but for `row_starts` `[R + 1]` and `kv_lengths` `[R]`, int32: `lines` `[R]`, `positions`
+    and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
+    """
+
+    lines: np.ndarray
+    row_starts: np.ndarray
+    kv_lengths: np.ndarray
+    positions: np.ndarray
+    token_lines: np.ndarray
+    sample_index: np.ndarray
+    sample_rows: np.ndarray
+    num_context_rows: int
+
+
+def with_drafts(
+    sequences: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each sequence as often as it has positions to verify, and where: up to `ends`, ascending."""
+    widths = num_drafts + 1
+    offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
+    return np.repeat(sequences, widths), np.repeat(ends - num_drafts, widths) + offsets
+
+
+def padded(rows: PackedRows, num_rows: int) -> PackedRows:
+    """With rows without a token, which have logits of no meaning."""
+    missing = num_rows - len(rows.lines)
+
+    def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
+        return np.pad(array, (0, missing), constant_values=value)
+
+    every = np.arange(num_rows, dtype=np.int64)
+    return PackedRows(
+        lines=pad(rows.lines),
+        row_starts=pad(rows.row_starts, int(rows.row_starts[-1])),
+        kv_lengths=pad(rows.kv_lengths),
+        positions=pad(rows.positions),
+        token_lines=pad(rows.token_lines),
+        sample_index=every,
+        sample_rows=every,
+        num_context_rows=0,
+    )
+
+
+def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
+    """Two batches that do the same one after the other, each with its places among the samples.
+
+    Of one row only the tokens are cut in two; () of one with a single token.
+    """
+    num_rows, num_tokens = len(rows.lines), int(rows.row_starts[-1])
+    if num_rows > 1:
+        middle = num_rows // 2
+        cut = int(rows.row_starts[middle])
+        return _part(rows, slice(0, middle), 0, cut), _part(
+            rows, slice(middle, num_rows), cut, num_tokens
+        )
+    if num_tokens < 2:
+        return ()
+    cut, whole = num_tokens // 2, slice(0, 1)
+    first, places = _part(rows, whole, 0, cut)
+    shorter = first._replace(kv_lengths=rows.kv_lengths - np.int32(num_tokens - cut))
+    return (shorter, places), _part(rows, whole, cut, num_tokens)
+
+
+def _part(rows: PackedRows, own: slice, first: int, last: int) -> tuple[PackedRows, np.ndarray]:
+    """The packed tokens `first` to `last` (excluded), of the rows `own`."""
+    ends = np.clip(rows.row_starts[own.start : own.stop + 1] - first, 0, last - first)
+    places = np.flatnonzero((rows.sample_index >= first) & (rows.sample_index < last))
+    tokens = slice(first, last)
+    part = PackedRows(
+        lines=rows.lines[own],
+        row_starts=ends.astype(np.int32),
+        kv_lengths=rows.kv_lengths[own],
+        positions=rows.positions[tokens],
+        token_lines=rows.token_lines[tokens],
+        sample_index=rows.sample_index[places] - first,
+        sample_rows=rows.sample_rows[places] - own.start,
+        num_context_rows=min(max(rows.num_context_rows - own.start, 0), own.stop - own.start),
+    )
+    return part, places

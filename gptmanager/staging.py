@@ -1,0 +1,83 @@
+"""`Staging`: arrays of a step brought to the device in one copy.
+
+Knows nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.cuda.streams import Event, Stream
+
+_ALIGNMENT = 16
+_NUM_BUFFERS = 4  # more than copies are under way when a host is ahead of its device by a step
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+
+
+class Layout:
+    """Where arrays of these dtypes and shapes lie in one piece of memory."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.fields = []
+        self.num_bytes = 0
+        for name, array in arrays.items():
+            self.fields.append((name, self.num_bytes, array.nbytes, array.dtype, array.shape))
+            self.num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The arrays as tensors in `memory`, uint8 `[at least num_bytes]`."""
+        return {
+            name: memory[start : start + size].view(_DTYPES[dtype]).view(shape)
+            for name, start, size, dtype, shape in self.fields
+        }
+
+
+class Staging:
+    """Host memory, used in turns: a buffer is written to again when its copy has run."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._buffers = [_Buffer(stream) for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        """The arrays (int32 or int64) on the device, in memory of their own."""
+        layout = Layout(arrays)
+        memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
+        self.fill(memory, layout, arrays)
+        return layout.views(memory)
+
+    def fill(self, memory: Tensor, layout: Layout, arrays: Mapping[str, np.ndarray]) -> None:
+        """Enqueue a copy of the arrays to `memory` of the device, where they lie by `layout`."""
+        buffer = self._buffers[self._turn]
+        self._turn = (self._turn + 1) % len(self._buffers)
+        bytes_of = buffer.reserve(layout.num_bytes)
+        for name, start, size, _, _ in layout.fields:
+            if size:
+                piece = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+                bytes_of[start : start + size] = piece
+        memory[: layout.num_bytes].copy_(buffer.memory[: layout.num_bytes], non_blocking=True)
+        buffer.copied.record()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+
+class _Buffer:
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.memory = stream.staging(1 << 16)
+        self.copied: Event = stream.event()
+
+    def reserve(self, num_bytes: int) -> np.ndarray:
+        """The memory as an array, at least so large, when nothing reads it any more."""
+        self.copied.synchronize()
+        if len(self.memory) < num_bytes:
+            self.memory = self._stream.staging(2 * num_bytes)
+        array: np.ndarray = self.memory.numpy()
+        return array

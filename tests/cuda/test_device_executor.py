@@ -1,0 +1,439 @@
+"""Managers whose every kernel is a CUDA kernel, beside those of the CPU: the same responses.
+
+On the emulator always; on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import CONFIGS, random_model
+from requirements import skip
+
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
+from gptmanager.config import PromptLookup
+from gptmanager.cuda import emulator
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.device_executor import DeviceExecutor
+from gptmanager.errors import ConfigError
+from gptmanager.generation_graphs import GenerationGraphs, ladder
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import load_model
+from gptmanager.sequence_tables import DeviceTables
+from gptmanager.staging import Staging
+from gptmanager.testing import ContractChecker, RecordingCallbacks
+
+WIDE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+LLAMA = {**CONFIGS["llama"], **WIDE}
+NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+from_tokens = InferenceRequest.from_tokens
+
+
+@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    try:
+        if request.param == "cuda":
+            DeviceStream("cuda")
+        else:
+            emulator.Toolchain()
+    except ConfigError as error:
+        skip(str(error))
+    return request.param
+
+
+def finals(
+    requests,
+    device,
+    config=LLAMA,
+    max_beam_width=1,
+    policy=NO_EVICT,
+    model_type=ModelType.INFLIGHT_FUSED_BATCHING,
+    cache=None,
+    **options,
+):
+    """The last responses, in the order of the requests, of a manager under a tight pool."""
+    host = RecordingCallbacks(requests)
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    with GptManager(
+        (config, checkpoint(tuple(sorted(config.items(), key=str)))),
+        model_type,
+        max_beam_width,
+        SchedulerConfig(policy),
+        checker.get_inference_requests,
+        checker.send_response,
+        host.poll_stop_signal,
+        host.return_batch_manager_stats,
+        OptionalParams(
+            cache or KvCacheConfig(max_tokens=256, tokens_per_block=16),
+            max_batch_size=4,
+            device=device,
+            **options,
+        ),
+    ) as manager:
+        assert manager.wait_idle(120), manager.exception
+        assert manager.audit().ok
+    checker.check()
+    return [host.final(request.request_id) for request in requests]
+
+
+@functools.cache
+def checkpoint(config):
+    return random_model(dict(config)).state_dict()
+
+
+def check_same(device, requests, **options):
+    """Both give the same tokens, and numbers that differ by rounding; returns the device's."""
+    found, expected = (finals(requests(), where, **options) for where in (device, "cpu"))
+    for one, other in zip(found, expected, strict=True):
+        assert not one.error and not other.error, (one.error, other.error)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in other.tensors.items():
+            assert one.tensors[name].device.type == "cpu"
+            if name == "request_metrics":
+                continue
+            torch.testing.assert_close(one.tensors[name], tensor, atol=2e-4, rtol=2e-4, msg=name)
+    return found
+
+
+def prompt(start, length):
+    return [(start + 7 * i) % 90 for i in range(length)]
+
+
+def several(**by_name):
+    return [from_tokens(i, prompt(i, 5 + 11 * i), 5 + 2 * i, **by_name) for i in range(1, 7)]
+
+
+def sampled():
+    given = {"temperature": 0.8, "runtime_top_k": 20, "runtime_top_p": 0.9, "random_seed": 7}
+    return several(**given)
+
+
+def mixed():
+    """Rows that the device chooses alone beside others, in one batch."""
+    return [
+        from_tokens(1, prompt(1, 20), 9),
+        from_tokens(2, prompt(2, 33), 9, repetition_penalty=1.4, frequency_penalty=0.3),
+        from_tokens(3, prompt(3, 8), 9, temperature=0.7, random_seed=3, return_log_probs=True),
+        from_tokens(4, prompt(4, 25), 9, bad_words_list=[[5], [6, 7]], embedding_bias=None),
+        from_tokens(5, prompt(5, 17), 9, return_generation_logits=True),
+        from_tokens(6, prompt(6, 17), 9, return_context_logits=True, min_length=4, end_id=3),
+    ]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("requests", [several, sampled, mixed])
+def test_requests_of_all_kinds(device, requests, run_ahead):
+    check_same(device, requests, run_ahead=run_ahead)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": MAX_UTILIZATION, "run_ahead": 1},
+        {"policy": MAX_UTILIZATION, "max_num_tokens": 32},
+        {"enable_chunked_context": True, "max_num_tokens": 32, "run_ahead": 1},
+        {"enable_trt_overlap": True},
+        {"model_type": ModelType.INFLIGHT_BATCHING},
+        {"model_type": ModelType.V1, "cache": KvCacheConfig(max_tokens=640)},
+        {"deterministic": True, "run_ahead": 1},
+    ],
+    ids=str,
+)
+def test_schedules(device, options):
+    check_same(device, sampled, **options)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**CONFIGS["qwen3"], **WIDE},
+        {**CONFIGS["gpt2"], "n_embd": 128, "n_head": 2},
+        {**CONFIGS["mistral"], **WIDE, "sliding_window": 20},
+        {**CONFIGS["qwen2_windows"], **WIDE, "sliding_window": 20},
+        {**CONFIGS["llama"]},  # no kernel has heads of 8: the reference computes attention
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_families(device, config):
+    check_same(device, several, config=config, run_ahead=1)
+
+
+def test_beams(device):
+    def requests():
+        wide = {"beam_width": 3, "return_log_probs": True}
+        return [
+            from_tokens(1, prompt(1, 20), 8, **wide),
+            from_tokens(2, prompt(2, 9), 8),
+            from_tokens(3, prompt(3, 30), 8, beam_width=2, len_penalty=0.5),
+        ]
+
+    check_same(device, requests, max_beam_width=3, run_ahead=1)
+
+
+def test_guesses(device):
+    def requests():
+        text = prompt(4, 12)
+        return [from_tokens(i, text * 3 + text[: 4 + i], 12) for i in range(3)]
+
+    check_same(
+        device, requests, speculative_decoding_config=PromptLookup(max_draft_tokens=4), run_ahead=1
+    )
+
+
+def test_logits_post_processors_see_the_logits_and_the_whole_history(device):
+    histories = {}
+
+    def forbid(request_id, logits, tokens, stream, client_id):
+        with stream:
+            histories.setdefault(request_id, []).append(list(tokens[0]))
+            assert logits.device.type == ("cuda" if device == "cuda" else "cpu")
+            logits[..., tokens[0][-1]] = -torch.inf
+
+    def requests():
+        return [
+            InferenceRequest.from_tokens(
+                i, prompt(i, 12), 6, logits_post_processor=forbid if i % 2 else None
+            )
+            for i in range(1, 5)
+        ]
+
+    found = check_same(device, requests, run_ahead=1, check_logits_post_processor_streams=True)
+    for request_id in (1, 3):
+        output = found[request_id - 1].tensors["output_ids"][0, 0].tolist()
+        once = [output[:length] for length in range(12, 18)]
+        assert histories[request_id] == once * 2  # on the device, then on the CPU
+
+
+def test_kernels_as_post_processors_read_the_devices_histories(device):
+    banned, bias = BannedTokens(8), TokenBias(8)
+
+    def requests():
+        bound = {1: banned.bind([3, 10, 17]), 2: bias.bind({5: 3.0, 9: -2.0}), 4: watermark.bind()}
+        return [
+            from_tokens(i, prompt(i, 9 + i), 7, logits_post_processor=bound.get(i))
+            for i in range(1, 5)
+        ]
+
+    watermark = Watermark(5)  # its rule depends on the last token
+    check_same(device, requests, run_ahead=1)
+
+
+def elsewhere_in_torch(logits):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        logits += 1
+
+
+def elsewhere_in_cupy(logits):
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.Stream(non_blocking=True):
+        cupy.from_dlpack(logits.detach())[...] = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("work", [elsewhere_in_torch, elsewhere_in_cupy])
+def test_work_on_another_stream_is_found(work):
+    if not torch.cuda.is_available():
+        skip("there is no CUDA device")
+
+    def wrong(request_id, logits, tokens, stream, client_id):
+        work(logits)
+
+    def right(request_id, logits, tokens, stream, client_id):
+        with stream:
+            logits += 1
+
+    requests = [
+        from_tokens(1, prompt(1, 5), 3, logits_post_processor=right),
+        from_tokens(2, prompt(2, 5), 3, logits_post_processor=wrong),
+    ]
+    found = finals(requests, "cuda", check_logits_post_processor_streams=True)
+    assert not found[0].error
+    assert "on another stream than the model's" in found[1].error
+
+
+def test_reused_blocks_and_the_host_tier(device):
+    def requests():
+        shared = [prompt(4, 40), prompt(9, 40), prompt(2, 40)]
+        return [from_tokens(i, shared[i % 3] + prompt(i, 5), 6) for i in range(9)]
+
+    block_bytes = 2 * 2 * 16 * 64 * 4
+    cache = KvCacheConfig(
+        max_tokens=128,
+        tokens_per_block=16,
+        enable_block_reuse=True,
+        host_cache_size=8 * block_bytes,
+        host_swap="always",
+    )
+    check_same(device, requests, cache=cache, run_ahead=1)
+
+
+def test_virtual_tokens(device):
+    table = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+
+    def requests():
+        tokens = [96, 97, 98, *prompt(3, 9), 99, 4]
+        own = {"prompt_embedding_table": table, "prompt_vocab_size": 6}
+        return [from_tokens(1, tokens, 6, **own), from_tokens(2, prompt(2, 9), 6)]
+
+    check_same(device, requests, run_ahead=1)
+
+
+def test_stops_and_cancelled_requests_leave_nothing_behind(device):
+    """A slot is given away while the tokens of who had it are still on their way."""
+
+    def requests():
+        return [
+            from_tokens(i, prompt(i, 6 + i), 3 + i, stop_words_list=[[w] for w in range(0, 90, 4)])
+            for i in range(12)
+        ]
+
+    check_same(device, requests, run_ahead=1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_models_run(device, dtype):
+    for final in finals(several(), device, dtype=dtype, run_ahead=1):
+        assert not final.error
+        assert final.tensors["finish_reasons"].tolist() == [[3]]
+
+
+def test_outputs_are_bitwise_the_same_under_any_schedule(device):
+    """With `deterministic`, log probabilities tell the last bit."""
+
+    def requests():
+        return several(temperature=1.0, random_seed=5, return_log_probs=True)
+
+    alone = finals(requests(), device, deterministic=True)
+    tight = KvCacheConfig(max_tokens=160, tokens_per_block=16)
+    other = finals(
+        requests(),
+        device,
+        deterministic=True,
+        cache=tight,
+        policy=MAX_UTILIZATION,
+        max_num_tokens=48,
+        run_ahead=1,
+    )
+    for one, two in zip(alone, other, strict=True):
+        for name in ("output_ids", "output_log_probs", "cum_log_probs"):
+            assert torch.equal(one.tensors[name], two.tensors[name])
+
+
+# The parts ----------------------------------------------------------------------------------------
+
+
+def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeypatch):
+    replays, chosen = [], []
+    run, enqueue = GenerationGraphs.run, DeviceExecutor._enqueue_choice
+
+    def spy(self, size, arrays):
+        replays.append(size)
+        return run(self, size, arrays)
+
+    def spy_on_choice(self, step):
+        chosen.append(len(step.rows))
+        enqueue(self, step)
+
+    monkeypatch.setattr(GenerationGraphs, "run", spy)
+    monkeypatch.setattr(DeviceExecutor, "_enqueue_choice", spy_on_choice)
+    finals([from_tokens(i, prompt(i, 9), 5) for i in range(3)], device)
+    assert replays == [4] * 4 and chosen == [3] * 5
+    replays.clear()
+    finals([from_tokens(1, prompt(1, 9), 5, repetition_penalty=1.5)], device)
+    assert replays == [1] * 4
+
+
+def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():
+    assert ladder(1) == (1, 2, 4, 8) and ladder(20) == (1, 2, 4, 8, 16, 24)
+    for most in range(1, 300):
+        steps = ladder(most)
+        assert most <= steps[-1] < most + 8
+        assert all(b - a <= 8 for a, b in zip(steps, steps[1:], strict=False))
+
+
+def test_tables_on_the_device_follow_those_of_the_host():
+    stream = EmulatedStream()
+    staging = Staging(stream)
+    tables = DeviceTables(4, 10, 3, stream.device)
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        for _ in range(random.integers(0, 4)):
+            line, first = random.integers(0, 4), random.integers(0, 8)
+            tables.write_tokens(line, first, random.integers(1, 99, 10 - first).tolist())
+            tables.write_blocks(line, first % 3, random.integers(1, 99, 1).tolist())
+        tables.flush(staging.upload)
+        if random.random() < 0.3:
+            tables.fork(1, random.integers(0, 3, 3).tolist(), 10)
+            tables.write_tokens(2, 9, [5])
+            tables.flush(staging.upload)
+        assert np.array_equal(tables.token_tensor.numpy(), tables.tokens)
+        assert np.array_equal(tables.block_tensor.numpy(), tables.blocks)
+    lines, positions = np.array([0, 3, 3]), np.array([2, 9, 10])
+    assert tables.cells(lines, positions).tolist() == [2, 39, 40]  # 40: nobody's
+
+
+def test_a_staging_buffer_is_written_to_again_when_its_copy_has_run():
+    class SlowEvent:
+        waits = 0
+
+        def record(self):
+            pass
+
+        def synchronize(self):
+            SlowEvent.waits += 1
+
+    stream = EmulatedStream()
+    stream.event = SlowEvent
+    staging = Staging(stream)
+    for i in range(50):
+        arrays = {
+            "a": np.arange(i, dtype=np.int32),
+            "b": np.full((2, i % 3), i, dtype=np.int64),
+            "c": np.zeros((0, 4), dtype=np.int32),
+        }
+        for name, tensor in staging.upload(arrays).items():
+            assert np.array_equal(tensor.numpy(), arrays[name])
+    large = np.arange(100_000)
+    assert np.array_equal(staging.upload({"a": large})["a"].numpy(), large)
+    assert SlowEvent.waits == 51
+
+
+def test_the_largest_step_runs_with_one_block(device):
+    stream = DeviceStream("cuda") if device == "cuda" else EmulatedStream()
+    model = load_model(
+        (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str)))),
+        kernels=CudaKernels(stream.launcher),
+        device=stream.device,
+    )
+    pool = KvPool(2, 1, 16, 1, 64, token_major=True, device=stream.device)
+    executor = DeviceExecutor(model, pool, stream=stream, num_slots=1, max_seq_len=160)
+    executor.run_largest(350, 4)
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda0", ""])
+def test_a_device_that_there_is_not_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match="OptionalParams.device"):
+        GptManager(
+            None, ModelType.V1, 1, None, list, print, optional_params=OptionalParams(device=name)
+        )

@@ -1,0 +1,69 @@
+"""The end-to-end benchmark with CUDA kernels: on the emulator, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from checkpoints import CONFIGS, checkpoint, random_model
+from requirements import skip
+from safetensors.torch import save_file
+from test_bench_end_to_end import SMALL
+
+from gptmanager.bench import EndToEndOptions, bench_end_to_end
+from gptmanager.bench.table import end_to_end_lines
+from gptmanager.cuda import emulator
+from gptmanager.cuda.streams import DeviceStream
+from gptmanager.errors import ConfigError
+
+CONFIG = {
+    **CONFIGS["llama"],
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+SCALE = replace(SMALL, requests=2, lengths=(2, 4), batches=(2,), contexts=(12,), max_batch_size=2)
+
+
+@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    try:
+        if request.param == "cuda":
+            DeviceStream("cuda")
+        else:
+            emulator.Toolchain()
+    except ConfigError as error:
+        skip(str(error))
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config, state = checkpoint(random_model(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_all_that_a_manager_does_on_a_gpu(device, folder, dtype):
+    options = EndToEndOptions(device, folder, SCALE, ("check", "steps", "load"), dtype, quick=True)
+    report = bench_end_to_end(options)
+    assert report["check"]["status"] == "ok" and report["notes"] == []
+    steps, load = report["steps"], report["load"]
+    assert steps[0]["status"] == load[0]["status"] == "ok"
+    assert list(end_to_end_lines(report))
+    if device == "cuda":
+        assert steps[-1]["trace"]["status"] == "ok" and load[0]["host_ms_per_iteration"] > 0
+
+
+@pytest.mark.gpu
+def test_the_peer_on_a_gpu(device, folder):
+    if device != "cuda":
+        pytest.skip("transformers has no emulator")
+    report = bench_end_to_end(EndToEndOptions(device, folder, SCALE, ("transformers",)))
+    assert report["transformers"]["status"] == "ok", report["transformers"]

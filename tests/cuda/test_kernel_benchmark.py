@@ -1,0 +1,354 @@
+"""The kernel benchmark on the emulator: its cases are right, and it tells when they are not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_ground import TINY, FakeTimer, ground
+
+from gptmanager import cli
+from gptmanager.bench import KernelOptions, bench_kernels, command, kernels
+from gptmanager.bench.attention_peers import torch_varlen
+from gptmanager.bench.cases import OURS, Absent, Bed, Case, Goal, Prepared, largest_error
+from gptmanager.bench.kernel_runs import run_cases
+from gptmanager.bench.kernels import all_cases
+from gptmanager.bench.machine import find_gpu
+from gptmanager.bench.paged_rows import attention_flops, paged_rows
+from gptmanager.bench.roofline import Ceilings
+from gptmanager.bench.sampling_cases import refused_share
+from gptmanager.bench.table import kernel_lines
+from gptmanager.bench.timing import Budget, DeviceTimer, Spread
+from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.errors import ConfigError
+from gptmanager.request import SamplingParams
+
+
+class SpoilingLauncher(EmulatorLauncher):
+    """Kernels whose first result is off."""
+
+    def kernel(self, program, name, shared_mem=0):
+        launch = super().kernel(program, name, shared_mem)
+
+        def spoiled(grid, block, args, shared_mem=0):
+            launch(grid, block, args, shared_mem)
+            args[0].view(-1)[:1] += 1
+
+        return spoiled
+
+
+@pytest.fixture(scope="module")
+def launcher(request):
+    request.getfixturevalue("toolchain")
+    return EmulatorLauncher()
+
+
+@pytest.fixture(scope="module")
+def report(launcher):
+    own = ground(launcher, timer=FakeTimer(1e-3, 2e-3, 3e-3), launch_us=lambda bed: {"graph": 9.0})
+    return bench_kernels(KernelOptions(command=("gptmanager", "bench", "kernels")), own)
+
+
+def test_every_kernel_is_right(report):
+    assert [row["case"] for row in report["kernels"]] == [case.name for case in all_cases(TINY)]
+    for row in report["kernels"]:
+        ours = row["engines"][OURS]
+        assert ours["status"] == "ok" and 0 <= ours["error"] <= row["tolerance"], row
+        assert ours["median_us"] == 2000 and ours["quartiles_us"] == [1000, 3000]
+        assert ours["best_us"] == 1000 and ours["rounds"] == 20
+
+
+def test_every_peer_in_torch_is_right(report):
+    peers = {}
+    for row in report["kernels"]:
+        for name, engine in row["engines"].items():
+            peers.setdefault(name, []).append(engine)
+    assert {it["status"] for name in ("torch", "torch sort") for it in peers[name]} == {"ok"}
+    statuses = [it["status"] for it in peers["torch sdpa, dense"]]
+    assert statuses.count("ok") >= 4 and set(statuses) == {"ok", "absent"}
+    assert all(it["times_ours"] == 1 for it in peers["torch"])
+
+
+def test_a_peer_that_is_not_there_is_told_once(report):
+    lines = [note for note in report["notes"] if note.startswith("flashinfer")]
+    assert "flashinfer: not installed: skipped" in lines and len(lines) == len(set(lines))
+    assert not any(note.startswith("torch sdpa") for note in report["notes"])
+
+
+def test_shares_are_of_what_was_measured(report):
+    ceilings, row = report["ceilings"], report["kernels"][0]
+    ours = row["engines"][OURS]
+    # 4096 bytes read and written in a millisecond at best, 2 * 16^3 operations
+    assert ceilings["copy_tb_per_s"] == round(8192 / 1e-3 / 1e12, 4)
+    assert ours["share_of_copy"] == pytest.approx(row["bytes"] / 2e-3 / (8192 / 1e-3), abs=1e-4)
+    floor_s = max(row["bytes"] / (8192 / 1e-3), row["flops"] / (8192 / 1e-3))
+    assert ours["share_of_roofline"] == pytest.approx(floor_s / 2e-3, abs=1e-4)
+    assert row["floor_us"] == pytest.approx(floor_s * 1e6, rel=1e-3)
+
+
+def test_what_a_report_is_of(report):
+    assert report["version"] == 1
+    assert report["command"] == ["gptmanager", "bench", "kernels"]
+    assert report.keys() >= {"date", "machine", "device", "versions", "seconds"}
+    assert report["launch_us"] == {"graph": 9.0}
+    json.dumps(report)
+
+
+def test_the_table(report):
+    lines = list(kernel_lines(report))
+    assert "host time of a launch: graph 9.0 us" in lines
+    assert any(line.startswith(f"    {OURS}  ") and "2,000.0" in line for line in lines)
+    assert any("[<= 1.2 x 3 x 40: goal met]" in line for line in lines)
+    assert lines.index("\nnorms") < lines.index("\nsampling")
+    assert all(len(line) < 180 for line in lines)
+    count = len(report["kernels"])
+    assert any(line.startswith(f"{count} cases: {count} ok; ") for line in lines)
+
+
+def test_a_fast_wrong_kernel_is_wrong(toolchain):
+    options = KernelOptions(only=("norms", "generation"), quick=True)
+    report = bench_kernels(options, ground(SpoilingLauncher()))
+    for row in report["kernels"]:
+        ours = row["engines"][OURS]
+        assert ours["status"] == "wrong" and ours["error"] > row["tolerance"]
+        assert not row.get("goal", {"met": False})["met"]
+        assert not any("times_ours" in it for it in row["engines"].values())
+    assert any("WRONG: error" in line for line in kernel_lines(report))
+
+
+def test_selection(launcher):
+    def names(**options):
+        return [case.part for case in kernels.selected(all_cases(TINY), KernelOptions(**options))]
+
+    assert set(names(only=("attention",))) == {"generation_attention", "context_attention"}
+    assert set(names(only=("RoPE", "block_copy"))) == {"cache_write", "block_copy"}
+    assert len(names(quick=True)) < len(names())
+    with pytest.raises(ConfigError, match="--only norm,atention|--only atention: no kernel"):
+        names(only=("atention",))
+
+
+def test_the_time_limit_skips_what_is_left(launcher):
+    times = iter(range(0, 10**6, 60))
+    own = ground(launcher, clock=lambda: next(times))
+    report = bench_kernels(KernelOptions(minutes=5, only=("norms", "silu", "rope")), own)
+    statuses = [row["engines"][OURS]["status"] for row in report["kernels"]]
+    assert statuses[0] == "ok" and statuses[-1] == "skipped"
+    assert statuses == sorted(statuses)
+    note = f"time limit of 5 minutes: {statuses.count('skipped')} cases skipped"
+    assert note in report["notes"]
+    assert any("skipped" in line for line in kernel_lines(report))
+
+
+def test_an_interrupted_run_tells_what_it_has(launcher):
+    def interrupt(result):
+        raise KeyboardInterrupt
+
+    own = ground(launcher)
+    report = bench_kernels(KernelOptions(only=("norms",)), own, on_result=interrupt)
+    assert report["interrupted"] and len(report["kernels"]) == 1
+    assert "interrupted after 1 of 2 cases" in report["notes"]
+
+
+def case_of(ours, peers=None, **options):
+    """A case whose right result is [[1, 2]]."""
+    expected = torch.tensor([[1.0, 2.0]])
+    prepared = Prepared(2, ours, largest_error(expected), 0.01, peers or {})
+    return Case("part", "case", 80, lambda bed: prepared, flops=10, **options)
+
+
+def run_one(case, bed=None, **options):
+    bed = bed or Bed(torch.device("cpu"), None, TINY)
+    options = {"rounds": 3, "budget": Budget(), **options}
+    (result,) = run_cases([case], bed, FakeTimer(), **options)
+    return result
+
+
+def right(number):
+    return torch.tensor([[1.0, 2.0]])
+
+
+def test_whatever_a_peer_does_the_others_run():
+    def absent():
+        raise Absent("too old")
+
+    def failing():
+        raise OSError("no such file\nand more")
+
+    def wrong(number):
+        return torch.tensor([[1.0, math.nan]])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    peers = {"a": absent, "b": failing, "c": lambda: wrong, "d": lambda: right}
+    entries = run_one(case_of(right, peers)).entries
+    told = {name: (entry.status, entry.note) for name, entry in entries.items()}
+    assert told[OURS] == told["d"] == ("ok", "")
+    assert told["a"] == ("absent", "too old: skipped")
+    assert told["b"] == ("failed", "OSError: no such file")
+    assert told["c"] == ("wrong", "error inf, allowed 0.01")
+    assert set(run_one(case_of(right, peers), peers=("d",)).entries) == {OURS, "d"}
+    with pytest.raises(KeyboardInterrupt):
+        run_one(case_of(right, {"e": interrupted}))
+
+
+def test_ours_may_fail():
+    def fails(number):
+        raise RuntimeError("illegal address")
+
+    result = run_one(case_of(fails, {"d": lambda: right}))
+    assert result.ours.status == "failed" and result.ours.spread is None
+    assert result.entries["d"].status == "ok" and result.times("d") is None
+
+    def unprepared(bed):
+        raise MemoryError("out of memory")
+
+    result = run_one(replace(case_of(right), prepare=unprepared))
+    assert result.ours.note == "MemoryError: out of memory"
+
+
+def test_goals():
+    ceilings, spread = Ceilings(1e5, 1e4, "float32"), Spread(1e-3, 1e-3, (1e-3, 1e-3), 1)
+    case = case_of(right)  # 80 bytes and 10 operations in a millisecond: 80 % of a copy
+    for goal, is_met in [
+        (Goal("copy", 0.8), True),
+        (Goal("copy", 0.81), False),
+        (Goal("tflops", 1e-8), True),
+        (Goal("tflops", 1.1e-8), False),
+        (Goal("ms", 1.0), True),
+        (Goal("ms", 0.9), False),
+        (Goal("times", 1.2, "other"), True),
+        (Goal("times", 0.9, "other"), False),
+    ]:
+        assert goal.is_met(case, spread, ceilings, 1e-3) is is_met, goal
+
+
+def test_a_goal_beside_a_case_that_did_not_run_is_not_judged(launcher):
+    report = bench_kernels(KernelOptions(only=("3 x 40", "1, 2 x 79")), ground(launcher))
+    rows = {row["case"]: row for row in report["kernels"]}
+    assert "goal" in rows["1 x 1, 2 x 79"]
+    report = bench_kernels(KernelOptions(only=("1, 2 x 79",)), ground(launcher))
+    assert "goal" not in report["kernels"][0]
+
+
+def test_the_largest_error_is_of_each_row():
+    error = largest_error(torch.tensor([[100.0, 0.0], [0.01, 0.0]]))
+    assert error(torch.tensor([[100.0, 0.0], [0.01, 0.0]])) == 0
+    assert error(torch.tensor([[101.0, 0.0], [0.01, 0.0]])) == pytest.approx(0.01)
+    assert error(torch.tensor([[100.0, 0.0], [0.02, 0.0]])) == pytest.approx(1)
+    assert error(torch.tensor([[100.0, math.nan], [0.01, 0.0]])) == math.inf
+
+
+def test_flops_count_pairs_that_are_seen():
+    assert attention_flops(2, 8, [(1, 10)]) == 4 * 2 * 8 * 10
+    assert attention_flops(2, 8, [(3, 3)]) == 4 * 2 * 8 * 6
+    assert attention_flops(2, 8, [(2, 5)]) == 4 * 2 * 8 * (4 + 5)
+
+
+def test_sets_of_inputs_are_larger_than_the_cache():
+    bed = Bed(torch.device("cpu"), None, TINY, cache_bytes=100)
+    assert bed.num_sets(1000) == 2
+    assert bed.num_sets(30) == 10
+    assert bed.num_sets(1) == 64
+    assert replace(bed, cache_bytes=0).num_sets(1) == 1
+    pages = [paged_rows(bed, [(1, 40)], 16, number).block_tables.tolist() for number in range(8)]
+    assert len(set(map(str, pages))) > 1
+
+
+def test_tokens_that_limits_refuse():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4, 1)
+    tokens = torch.arange(4, dtype=torch.int32)
+    limits = SamplingParams(greedy=False, top_k=2)
+    assert refused_share(logits, limits, tokens) == 0.5
+    limits = SamplingParams(greedy=False, top_p=0.6)  # the first alone has 0.64
+    assert refused_share(logits, limits, tokens) == 0.75
+    assert refused_share(logits, SamplingParams(), tokens) == 0.75
+    assert refused_share(logits, SamplingParams(), tokens - 1) == 0.75
+    assert refused_share(logits, SamplingParams(greedy=False), tokens + 9) == 1
+
+
+def test_an_older_torch_is_told(monkeypatch):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
+        raise AssertionError("called")
+
+    monkeypatch.setattr("gptmanager.bench.attention_peers._find_varlen", lambda: varlen_attn)
+    with pytest.raises(Absent, match="varlen_attn has no enable_gqa, window_size"):
+        torch_varlen([])
+
+
+def test_the_command(launcher, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(
+        command, "bench_kernels", lambda options: bench_kernels(options, ground(launcher))
+    )
+    file = tmp_path / "report.json"
+    arguments = ["bench", "kernels", "--only", "norms,silu", "--peers", "torch"]
+    assert cli.main([*arguments, "--minutes", "3", "--output", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "norms" in lines and "activations" in lines and "sampling" not in lines
+    kept = json.loads(file.read_text())
+    assert {name for row in kept["kernels"] for name in row["engines"]} == {OURS, "torch"}
+    assert cli.main([*arguments, "--json", "--quick"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["kernels"][0]["engines"][OURS]["rounds"] == 5
+
+
+def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsys):
+    monkeypatch.setattr(
+        command, "bench_kernels", lambda options: bench_kernels(options, ground(SpoilingLauncher()))
+    )
+    assert cli.main(["bench", "kernels", "--only", "norms"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_prints_what_it_has(launcher, monkeypatch, capsys):
+    def interrupt(result):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        command,
+        "bench_kernels",
+        lambda options: bench_kernels(options, ground(launcher), on_result=interrupt),
+    )
+    assert cli.main(["bench", "kernels", "--only", "norms"]) == 130
+    out, err = capsys.readouterr()
+    assert "note: interrupted after 1 of 2 cases" in out
+    assert err.splitlines()[-1] == "gptmanager: interrupted"
+
+
+@pytest.mark.parametrize("name", ["kernels", "e2e"])
+def test_without_a_gpu_one_line_says_so(name, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", name]) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1
+    assert err.startswith(f"gptmanager: no CUDA device: torch {torch.__version__} finds none; ")
+
+
+def test_a_device_that_cupy_does_not_find(monkeypatch):
+    def find_cupy():
+        raise ConfigError("CuPy is not there")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("gptmanager.bench.machine.find_cupy", find_cupy)
+    with pytest.raises(
+        ConfigError, match="^no CUDA device for kernels: CuPy is not there; buy one"
+    ):
+        find_gpu("buy one")
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(device_machine):
+    bed = Bed(torch.device("cuda"), device_machine.launcher, TINY, cache_bytes=1 << 20)
+    own = kernels.Ground(bed, DeviceTimer(1e-4), 1 << 20, 64, kernels.launch_costs)
+    report = bench_kernels(KernelOptions(), own)
+    for row in report["kernels"]:
+        ours = row["engines"][OURS]
+        assert ours["status"] == "ok" and ours["timed_by"] == "graph", row
+    assert report["device"]["name"] and report["launch_us"].keys() == {
+        "kernel",
+        "torch op",
+        "graph",
+    }
