@@ -21,7 +21,7 @@ from numba import cfunc, types
 from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.paged_attention import AttentionTask, scratch_floats
+from gptmanager.kernels.paged_attention import AttentionTask, page_of, scratch_floats
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
@@ -76,14 +76,24 @@ def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
 
 
 def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`."""
-    _, num_kv_heads, head_dim, tokens_per_block = keys.shape
+    """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`.
+
+    What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
+    apart, at equal distances for keys and values.
+    """
+    num_blocks, num_kv_heads, head_dim, tokens_per_block = keys.shape
+    strides = keys.stride(0), values.stride(0)
+    if num_blocks > 1 and strides[0] != strides[1]:
+        raise TypeError(f"keys and values of equal strides expected, got {strides}")
+    token_major = not keys[:1].is_contiguous()
     return {
-        "keys": _address(keys),
-        "values": _address(values),
+        "keys": _address(keys[:1].mT if token_major else keys[:1]),
+        "values": _address(values[:1]),
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "tokens_per_block": tokens_per_block,
+        "block_stride": strides[0],
+        "token_major": token_major,
     }
 
 
@@ -249,10 +259,14 @@ class CpuKernels(Kernels):
         num_tokens, num_heads, head_dim = q.shape
         wide, size = _wide(q), self._team.max_size
         result = wide.new_empty(num_tokens, num_heads * head_dim)
-        floats = scratch_floats(num_heads // keys.shape[1], head_dim, keys.shape[3])
+        pages = _pages(keys, values)
+        token_major = bool(pages["token_major"])
+        page_tokens = page_of(keys.shape[3], token_major, block_tables.shape[1])
+        floats = scratch_floats(num_heads // keys.shape[1], head_dim, page_tokens, token_major)
         scratch = wide.new_empty(size, floats)
         task = AttentionTask(
-            **_pages(keys, values),
+            **pages,
+            page_tokens=page_tokens,
             **_rows(row_starts, kv_lengths, slots, block_tables),
             num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
             q=_address(wide),
