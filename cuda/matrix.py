@@ -18,10 +18,13 @@ from tqdm import tqdm
 
 from gptmanager.cuda import (
     activations,
+    adjustments,
+    beam_step,
     block_copy,
     cache_write,
     context_attention,
     generation_attention,
+    log_probs,
     norms,
     sampling,
 )
@@ -35,7 +38,10 @@ PROGRAMS: tuple[Program, ...] = (
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
     context_attention.PROGRAM,
+    adjustments.PROGRAM,
     sampling.PROGRAM,
+    log_probs.PROGRAM,
+    beam_step.PROGRAM,
 )
 _BATCH = 24  # kernels that one call of the compiler gets
 

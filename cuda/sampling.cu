@@ -4,9 +4,9 @@
 // Nothing is sorted. A draw inverts the cumulative distribution over ascending ids; a token outside of
 // the nucleus is replaced by one of those that rank above it. The k-th best logit comes from the few
 // that reach the k-th best of the threads' own best ones.
-#include "numerics.cuh"
+#include "choice.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, CANDIDATES = 4 * THREADS;
+constexpr int CANDIDATES = 4 * THREADS;
 
 // Blocks that run at the same time on a multiprocessor, as far as registers go.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
@@ -14,15 +14,6 @@ constexpr int RESIDENT = 1;
 #else
 constexpr int RESIDENT = 2;
 #endif
-
-struct Params {  // PARAMS of sampling.py
-    unsigned long long seed;
-    long long top_k;  // 0: all
-    double top_p, min_p;
-    long long end_id, first_end;  // end_id is allowed from position first_end on
-    float temperature;
-    bool greedy;
-};
 
 // 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
 __device__ inline double uniform(unsigned long long seed, unsigned long long position, unsigned draw) {
@@ -37,15 +28,6 @@ __device__ inline double uniform(unsigned long long seed, unsigned long long pos
         k1 += 0xBB67AE85u;
     }
     return double(((unsigned long long)c0 << 32 | c1) >> 11) * 1.1102230246251565e-16;
-}
-
-// Integers in the order of the floats.
-__device__ inline unsigned to_key(float x) {
-    unsigned bits = __float_as_uint(x);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-__device__ inline float from_key(unsigned key) {
-    return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
 struct Token {
@@ -112,15 +94,6 @@ __device__ inline double block_sums(double (&sums)[WARPS], double x) {
     double total = 0;
     for (int warp = 0; warp < WARPS; warp++) total += sums[warp];
     return total;
-}
-
-// The largest key that at least k of what `count(key)` counts in the block reach.
-template <class F> __device__ unsigned kth_key(long long k, F count) {
-    unsigned key = 0;
-    for (unsigned bit = 1u << 31; bit; bit >>= 1) {
-        if (count(key | bit) >= k) key |= bit;
-    }
-    return key;
 }
 
 // The k-th best of the logits divided by the temperature.
