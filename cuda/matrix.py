@@ -27,6 +27,7 @@ from gptmanager.cuda import (
     log_probs,
     norms,
     sampling,
+    token_masks,
 )
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
 from gptmanager.cuda.launch import NAMES, Program
@@ -38,6 +39,7 @@ PROGRAMS: tuple[Program, ...] = (
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
     context_attention.PROGRAM,
+    token_masks.PROGRAM,
     adjustments.PROGRAM,
     sampling.PROGRAM,
     log_probs.PROGRAM,
