@@ -14,9 +14,9 @@ struct Params {  // PARAMS of sampling.py
     bool greedy;
 };
 
-// Integers in the order of the floats.
+// Integers in the order of the floats, the same for both zeros.
 __device__ inline unsigned to_key(float x) {
-    unsigned bits = __float_as_uint(x);
+    unsigned bits = __float_as_uint(__fadd_rn(x, 0.0f));
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 __device__ inline float from_key(unsigned key) {
