@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda import sampling
-from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS, _MERGE_THREADS = 512, 128
 MAX_COUNT = _THREADS  # continuations of one row
@@ -53,7 +53,15 @@ def best_of_rows(
     if num_rows == 0:
         return
     name = "best_of_rows<4>" if vocab_size % 4 == 0 else "best_of_rows<1>"
-    arguments = (tokens, log_probs, logits, params, slots, counts, *ints(vocab_size, most))
+    arguments: tuple[Argument, ...] = (
+        tokens,
+        log_probs,
+        logits,
+        params,
+        slots,
+        counts,
+        *ints(vocab_size, most),
+    )
     launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)
 
 

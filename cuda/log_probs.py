@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda import sampling
-from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS = 512
 NOTHING, LOGIT, LOG_PROB = range(3)  # what a slot wants
@@ -44,5 +44,13 @@ def log_probs(
     if num_rows == 0:
         return
     name = "log_probs<4>" if vocab_size % 4 == 0 else "log_probs<1>"
-    arguments = (values, logits, tokens, params, wanted, slots, *ints(vocab_size))
+    arguments: tuple[Argument, ...] = (
+        values,
+        logits,
+        tokens,
+        params,
+        wanted,
+        slots,
+        *ints(vocab_size),
+    )
     launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)

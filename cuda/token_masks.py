@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS = 256
 _STRETCH = 1024 * _THREADS // 32  # tokens that a block takes at a time
@@ -29,5 +29,5 @@ def mask_logits(launcher: Launcher, logits: Tensor, rows: Tensor, masks: Tensor)
     if num_masks == 0:
         return
     grid = num_masks, -(-vocab_size // _STRETCH)
-    arguments = (logits, rows, masks, *ints(vocab_size, num_words))
+    arguments: tuple[Argument, ...] = (logits, rows, masks, *ints(vocab_size, num_words))
     launcher.kernel(PROGRAM, "mask_logits")(grid, (_THREADS,), arguments)
