@@ -135,12 +135,12 @@ def test_dead_beams_rank_last(machine):
 
 
 def test_equal_sums_rank_by_beam_then_token(machine):
-    lists = [torch.tensor([[5, 7], [3, 4], [1, 9]], dtype=torch.int32), torch.zeros(3, 2)]
+    lists = [torch.tensor([[5, 7], [4, 3], [1, 9]], dtype=torch.int32), torch.zeros(3, 2)]
     lists[1][1] = torch.tensor([1.0, 1.0 - 2.0**-24])  # equal once the total is added
     lists[0][1] = torch.tensor([4, 3])
     totals = np.array([16.0, 15.0, 16.0], dtype=np.float32)
-    tokens, beams, sums, _ = merge(machine, lists, [4] * 3, totals, [0, 3], 6, 10)
-    assert beams.tolist() == [[0, 0, 1, 1, 2, 2]] and tokens.tolist() == [[5, 7, 3, 4, 1, 9]]
+    tokens, beams, sums, _ = merge(machine, lists, [2] * 3, totals, [0, 3], 4, 10)
+    assert beams.tolist() == [[0, 0, 1, 1]] and tokens.tolist() == [[5, 7, 3, 4]]
     assert (sums == 16.0).all()
 
 
