@@ -73,7 +73,11 @@ cuda.block_copy         beginnings of blocks, copied
 cuda.generation_plan    how the work of generation attention is cut (no torch)
 cuda.generation_attention  attention of rows with one token, by a plan
 cuda.context_attention  attention of rows with several tokens
+cuda.token_masks        bits for tokens that may come, on rows of logits
+cuda.adjustments        bias, penalties and bans on rows of logits
 cuda.sampling           one token from each row of logits
+cuda.log_probs          log probabilities of given tokens
+cuda.beam_step          the best continuations of beams
 cuda.kernels            the override for CUDA: which kernel serves which op
 cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
