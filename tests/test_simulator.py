@@ -20,7 +20,7 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import KvCacheConfig, ModelType
+from gptmanager import KvCacheConfig, ModelType, PromptLookup
 from gptmanager.assembly import Blueprint
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.recorder import Recorder
@@ -34,6 +34,7 @@ from gptmanager.simulator.comparison import Machine, hypothetical, plain, table,
 from gptmanager.simulator.cost_model import CostModel, fit, quantities
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
 from gptmanager.step import Intake, Row, Schedule, StepResult
+from gptmanager.testing import ScriptedModel
 
 
 def all_at_once():
@@ -116,23 +117,60 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
     assert replay(recorded).divergence is None
 
 
-def test_which_beams_live_on_is_not_simulated_but_who_runs_is(tmp_path):
-    requests = [request(i, 3 + i % 5, 5 + i, beam_width=1 + i % 3) for i in range(9)]
-    recorded = record(tmp_path / "r.jsonl", ScheduledHost([requests]))
+def searched():
+    return [request(i, 3 + i % 5, 5 + i, beam_width=1 + i % 3, end_id=i) for i in range(12)]
+
+
+def sampled_texts():
+    return [request(i, 3 + i, 9, num_return_sequences=1 + i % 3, temperature=1.0) for i in range(9)]
+
+
+def guessed():
+    guesses = [{"draft_input_ids": [next_token([4] * 9)] * 3}, {}]
+    return [request(i, 9 + i, 20 + i, **guesses[i % 2]) for i in range(9)]
+
+
+def next_of_five(history):
+    """Comes round, so that guesses are right; now and then it skips one."""
+    return (history[-1] + 1 + (len(history) % 13 == 0)) % 5
+
+
+def looked_up():
+    model = ScriptedModel(next_of_five, vocab_size=VOCAB_SIZE)
+    return {"speculative_decoding_config": PromptLookup(), "model": model}
+
+
+@pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [(searched, dict), (sampled_texts, dict), (guessed, looked_up), (guessed, dict)],
+    ids=["searched", "sampled", "looked up", "given"],
+)
+def test_beams_and_guesses_are_simulated_as_they_were_recorded(tmp_path, requests, options, policy):
+    recorded = record(tmp_path / "r.jsonl", ScheduledHost([requests()]), policy, **options())
+    schedules = [turn.schedule for turn in recorded.iterations if turn.schedule is not None]
+    rows = [row for schedule in schedules for row in schedule.sampling_rows]
+    assert any(row.beam_width > 1 or row.num_drafts for row in rows)
     blueprint = Blueprint.from_plain(recorded.header.blueprint)
     load = RecordedLoad(recorded, "at_once")
-    simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
-    runs = recorded, read_recording(tmp_path / "s.jsonl")
-    rows = [
-        [
-            (t.schedule.context_rows, t.schedule.generation_rows)
-            for t in run.iterations
-            if t.schedule
-        ]
-        for run in runs
-    ]
-    assert rows[0] == rows[1] and len(rows[0]) > 13
-    assert replay(runs[1]).divergence is None
+    figures = simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
+    simulated = read_recording(tmp_path / "s.jsonl")
+    assert [turn.schedule for turn in simulated.iterations if turn.schedule] == schedules
+    assert figures.iterations == len(schedules)
+    ends = [end for turn in recorded.iterations for end in turn.ends]
+    assert [end for turn in simulated.iterations for end in turn.ends] == ends
+    assert replay(simulated).divergence is None
+
+
+@pytest.mark.parametrize("by_name", [{"beam_width": 2}, {"num_return_sequences": 2}], ids=str)
+def test_beams_of_which_nothing_is_known_run_to_their_last_token(by_name):
+    class Wide(SyntheticLoad):
+        def request(self, number):
+            return request(number, 4, 6, **by_name)
+
+    blueprint = dataclasses.replace(hypothetical(Machine(), 64), max_beam_width=2)
+    figures = simulate(blueprint, Wide(3), COST)
+    assert (figures.requests, figures.failed, figures.iterations) == (3, 0, 6)
 
 
 def test_two_passes_cost_two_fixed_parts():

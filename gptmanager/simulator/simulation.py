@@ -7,7 +7,7 @@ nothing but how long a step would take. Knows no model, no device, and no real t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,10 +23,12 @@ from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.load import Load
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import BeamCandidates, Failure, Intake, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, StepResult
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
+_BEAM_TENSORS = frozenset(("beam_width", "num_return_sequences"))
+_NO_BEAMS: Mapping[int, BeamCandidates] = {}
 _NO_TOKEN = -2  # behind the end of a known output: no end_id, no part of a stop word
 
 
@@ -84,12 +86,15 @@ class SimulatedLoop(TokenLoop):
 class _Step:
     """A step under way, and when it will be done."""
 
-    __slots__ = ("end", "schedule", "tokens")
+    __slots__ = ("counts", "end", "schedule", "tokens")
 
-    def __init__(self, schedule: Schedule, end: float, tokens: np.ndarray) -> None:
+    def __init__(
+        self, schedule: Schedule, end: float, tokens: np.ndarray, counts: np.ndarray | None
+    ) -> None:
         self.schedule = schedule
         self.end = end
         self.tokens = tokens
+        self.counts = counts
 
 
 class World:
@@ -112,7 +117,7 @@ class World:
         self._device_free_at = 0.0
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
-        self._has_beams = False
+        self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}  # by id: if sampled
         self._ready: list[int] = []
 
     @property
@@ -157,7 +162,12 @@ class World:
     def _arrive(self, number: int) -> InferenceRequest:
         request = self._load.request(number)
         request_id = request.request_id
-        self._has_beams = self._has_beams or "beam_width" in request.tensors
+        if request_id not in self._beams and not _BEAM_TENSORS.isdisjoint(request.tensors):
+            known = self._load.beams(number)
+            sampled = "beam_width" not in request.tensors
+            if known:  # texts that are sampled have one candidate, the token that was drawn
+                sampled = len(next(iter(known.values())).tokens[0]) == 1
+            self._beams[request_id] = sampled, known
         when = self.now if self._load.by_turns else self._arrivals[number]
         self.tally.arrived(request_id, when)
         output = self._load.output(number)
@@ -176,6 +186,7 @@ class World:
             self.tally.failed(request_id, was_duplicate=was_duplicate)
         if not was_duplicate:
             self._outputs.pop(request_id, None)
+            self._beams.pop(request_id, None)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Nothing will be called, so it is ready."""
@@ -198,7 +209,9 @@ class World:
         self.tally.scheduled(schedule)
         begin = max(self.now, self._device_free_at)
         end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)
-        return _Step(schedule, end, self._tokens(schedule))
+        if schedule.drafts and self._outputs:
+            return _Step(schedule, end, *self._accepted(schedule))
+        return _Step(schedule, end, self._tokens(schedule), None)
 
     def _tokens(self, schedule: Schedule) -> np.ndarray:
         if not self._outputs:
@@ -214,20 +227,42 @@ class World:
             tokens.append(output[place] if 0 <= place < len(output) else _NO_TOKEN)
         return np.array(tokens, dtype=np.int32).reshape(-1, 1)
 
+    def _accepted(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and their numbers: a guess is right if the request generates it there."""
+        guesses = {draft.slot: draft.tokens for draft in schedule.drafts}
+        rows = schedule.sampling_rows
+        tokens = np.full((len(rows), 1 + max(map(len, guesses.values()))), _NO_TOKEN, np.int32)
+        counts = np.ones(len(rows), dtype=np.int32)
+        for place, row in enumerate(rows):
+            prompt_len, output = self._outputs.get(row.request_id, (0, ()))
+            first = row.position + row.num_tokens - row.num_drafts - prompt_len
+            if 0 <= first < len(output):
+                guessed = guesses[row.slot][: row.num_drafts] if row.num_drafts else ()
+                known = output[first : first + len(guessed) + 1]
+                pairs = enumerate(zip(guessed, known, strict=False))
+                right = next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(known)))
+                tokens[place, : len(known)] = known
+                counts[place] = right + 1
+        return tokens, counts
+
     def sample(self, step: _Step) -> None:
         """The tokens are given."""
 
     def result(self, step: _Step) -> StepResult:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
-        rows = step.schedule.sampling_rows if self._has_beams else ()
-        beams = tuple(_candidates(row.beam_width) for row in rows if row.beam_width > 1)
-        return StepResult(step.tokens, self.now, beams=beams)
+        rows = step.schedule.sampling_rows if self._beams else ()
+        beams = tuple(self._candidates(row) for row in rows if row.beam_width > 1)
+        return StepResult(step.tokens, self.now, step.counts, beams)
+
+    def _candidates(self, row: Row) -> BeamCandidates:
+        sampled, known = self._beams.get(row.request_id, (False, _NO_BEAMS))
+        position = row.position + row.num_tokens
+        return known.get(position) or _endless(row.beam_width, 1 if sampled else 2 * row.beam_width)
 
 
 @functools.cache
-def _candidates(beam_width: int) -> BeamCandidates:
-    """Continuations that never end a beam: a simulated search runs to its last token."""
-    count = 2 * beam_width
+def _endless(beam_width: int, count: int) -> BeamCandidates:
+    """So many continuations of each beam that never end it: it runs to its last token."""
     tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
     return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)
