@@ -83,6 +83,7 @@ cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 
 memory.kv_pool          the tensors that blocks stand for
+memory.device_kv_pool   the same on a device, whose blocks a kernel copies
 memory.weights          tensors loaded by name into storage the executor owns
 memory.lora             adapters, cached
 memory
