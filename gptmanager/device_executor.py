@@ -6,7 +6,7 @@ it does not do there it leaves to the `TorchExecutor`, at the price of waiting f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.streams import Event, Stream
-from gptmanager.decoding.device_sampling import DeviceSampler
+from gptmanager.decoding.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
 from gptmanager.executor import TorchExecutor
 from gptmanager.generation_graphs import GenerationGraphs
 from gptmanager.memory.kv_pool import KvPool
@@ -25,7 +25,7 @@ from gptmanager.packed_rows import PackedRows, padded
 from gptmanager.sequence_tables import DeviceTables
 from gptmanager.staging import Staging
 from gptmanager.statistics import Memory
-from gptmanager.step import Extras, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Extras, Schedule, StepResult
 from gptmanager.token_chooser import TorchStep
 
 _NUM_ARRIVALS = 4  # buffers for tokens: more than steps are under way
@@ -33,11 +33,13 @@ _NUM_ARRIVALS = 4  # buffers for tokens: more than steps are under way
 
 @dataclass(frozen=True, eq=False)
 class _Arrival:
-    """Tokens on their way to the host. `starts`: what started in their lines, when they left."""
+    """A choice on its way to the host. Of its rows those that are `is_single` are sequences of one
+    beam; `starts`: what had started in their lines when it left.
+    """
 
-    tokens: Tensor
-    log_probs: Tensor | None
+    choice: Choice
     copied: Event
+    is_single: np.ndarray
     starts: np.ndarray
 
 
@@ -45,9 +47,10 @@ class DeviceExecutor(TorchExecutor):
     """Runs schedules on `stream`. `graph_sizes`: numbers of rows for which a generation step of a
     `PlanningModel` is recorded at the start; steps of so many rows at most run as a recording.
 
-    A step of single sequences is adjusted and chosen on the device, and nothing waits for it before
-    `result`. Steps with beams, guesses, logits post-processors, or logits that a host wants bring
-    their logits to the host, behind the processors, which work on the device's.
+    A step is adjusted, chosen, and its beams' continuations found, on the device, and nothing waits
+    for it before `result`. Steps with guesses, sampled beams, logits post-processors, or logits
+    that a host wants bring their logits to the host, behind the processors, which work on the
+    device's.
     """
 
     def __init__(
@@ -235,47 +238,78 @@ class DeviceExecutor(TorchExecutor):
         self._device_tables.token_cells.index_copy_(0, sent["cells"], sent["tokens"])
 
     def _is_plain(self, step: TorchStep) -> bool:
-        """Its rows are single sequences, and nothing else is done with their logits."""
-        has_beams = self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows)
-        return not has_beams and not self._chooser.sees(step)
+        """Nothing else is done with its logits than what the device does."""
+        return 2 * self.max_beam_width <= MAX_CONTINUATIONS and not self._chooser.sees(step)
 
     def _enqueue_choice(self, step: TorchStep) -> None:
         tables, upload = self._device_tables, self._staging.upload
-        places = upload(
-            {
-                "lines": step.lines.astype(np.int32),
-                "positions": step.positions,
-                "cells": tables.cells(step.lines, step.positions),
-            }
+        widths = np.ones(len(step.lines), dtype=np.int64)
+        if self.max_beam_width > 1:
+            widths = np.array([row.beam_width for row in step.rows]).repeat(np.diff(step.firsts))
+        searched = widths > 1
+        arrays = {
+            "lines": step.lines.astype(np.int32),
+            "positions": step.positions,
+            "cells": tables.cells(step.lines, step.positions),
+        }
+        most = 0
+        if searched.any():  # whose next tokens a fork will bring
+            arrays["cells"][searched] = tables.tokens.size
+            arrays["counts"] = np.where(searched, 2 * widths, 0).astype(np.int32)
+            most = int(arrays["counts"].max())
+        places = upload(arrays)
+        choice = self._sampler.enqueue(
+            step.logits, places, step.lines, tables.token_tensor, upload, most
         )
-        tokens, log_probs = self._sampler.enqueue(
-            step.logits, places, step.lines, tables.token_tensor, upload
-        )
-        tables.token_cells.index_copy_(0, places["cells"], tokens)
+        tables.token_cells.index_copy_(0, places["cells"], choice.tokens)
+        step.arrival = self._send(choice, ~searched, self._num_starts[step.lines])
+
+    def _send(self, choice: Choice, is_single: np.ndarray, starts: np.ndarray) -> _Arrival:
+        """Enqueue the way of a choice to the host."""
         memory, copied = self._arrivals[self._turn]
         self._turn = (self._turn + 1) % len(self._arrivals)
-        size = 4 * len(step.lines)
-        arriving = memory[:size].view(torch.int32)
-        arriving.copy_(tokens, non_blocking=True)
-        values = None
-        if log_probs is not None:
-            values = memory[size : 2 * size].view(torch.float32)
-            values.copy_(log_probs, non_blocking=True)
+        num_bytes = sum(tensor.nbytes for tensor in choice if tensor is not None)
+        if num_bytes > len(memory):  # beams: 8 bytes for each continuation
+            memory = self._stream.staging(num_bytes)
+        arriving: list[Tensor | None] = []
+        start = 0
+        for tensor in choice:
+            if tensor is not None:
+                own = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                own.copy_(tensor, non_blocking=True)
+                start += tensor.nbytes
+            arriving.append(None if tensor is None else own)
         copied.record()
-        step.arrival = _Arrival(arriving, values, copied, self._num_starts[step.lines])
+        return _Arrival(Choice(*arriving), copied, is_single, starts)  # type: ignore[arg-type]
 
     def _receive(self, step: TorchStep) -> None:
         arrival, step.arrival = step.arrival, None
         if arrival is None:
             return
         arrival.copied.synchronize()
-        tokens = arrival.tokens.numpy().copy()
-        step.tokens = tokens[:, None]
-        values = arrival.log_probs
-        if values is not None or step.context_logits:
-            own_values = None if values is None else values.numpy().copy()[:, None]
-            step.extras = Extras(own_values, context_logits=step.context_logits)
+        choice = arrival.choice
+        tokens = choice.tokens.numpy().copy()
+        heads = step.firsts[:-1]
+        step.tokens = tokens[heads, None]
+        if choice.log_probs is not None or step.context_logits:
+            values = None if choice.log_probs is None else choice.log_probs.numpy()[heads, None]
+            step.extras = Extras(values, context_logits=step.context_logits)
+        if choice.best_tokens is not None and choice.best_log_probs is not None:
+            best = choice.best_tokens.numpy(), choice.best_log_probs.numpy()
+            step.beams = tuple(self._candidates(step, *best))
         # another sequence may have started in a line meanwhile
-        own = arrival.starts == self._num_starts[step.lines]
+        own = arrival.is_single & (arrival.starts == self._num_starts[step.lines])
         own &= step.positions < self._tables.tokens.shape[1]
         self._tables.tokens[step.lines[own], step.positions[own]] = tokens[own]
+
+    def _candidates(
+        self, step: TorchStep, tokens: np.ndarray, log_probs: np.ndarray
+    ) -> Iterator[BeamCandidates]:
+        """Those of each row of several beams."""
+        for row, first, end in zip(
+            step.rows, step.firsts.tolist(), step.firsts[1:].tolist(), strict=False
+        ):
+            if row.beam_width > 1:
+                count = min(2 * row.beam_width, self.model.spec.vocab_size)
+                own = tokens[first:end, :count], log_probs[first:end, :count]
+                yield BeamCandidates(*(tuple(map(tuple, part.tolist())) for part in own))

@@ -98,11 +98,12 @@ class TokenChooser:
             self._drawn.pop(start.slot, None)
 
     def sees(self, step: TorchStep) -> bool:
-        """More is done with these logits than to sample from them, one token a row."""
+        """More is done with these logits than to sample from them, or to search beams."""
         return bool(
             step.schedule.drafts
             or self._outputs.wants_generation_logits(step.slots)
             or self._processing.serves(step.slots)
+            or (self._sampled and not self._sampled.isdisjoint(step.slots.tolist()))
         )
 
     def choose(self, step: TorchStep) -> None:

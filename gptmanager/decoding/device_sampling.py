@@ -6,18 +6,33 @@ Keeps there what rows are adjusted and chosen by. Knows nothing of steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import adjustments, log_probs, sampling
+from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
 from gptmanager.cuda.launch import Launcher
 from gptmanager.decoding.sampling import Ints, Sampler
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
+MAX_CONTINUATIONS = beam_step.MAX_COUNT
 Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
+
+
+class Choice(NamedTuple):
+    """What is chosen for S rows, on the device.
+
+    `tokens` int32 and `log_probs` float32 `[S]`, of meaning where a slot wants them; None: nowhere.
+    `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best continuations of beams.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor | None
+    best_tokens: Tensor | None
+    best_log_probs: Tensor | None
 
 
 class DeviceSampler(Sampler):
@@ -78,13 +93,14 @@ class DeviceSampler(Sampler):
         slots: Ints,
         histories: Tensor,
         upload: Upload,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The next tokens of S rows, int32 `[S]`, and log probabilities, float32 `[S]`, of meaning
-        where a slot wants them; None: nowhere.
+        most: int = 0,
+    ) -> Choice:
+        """The next tokens of S rows, and the best continuations of beams, at most `most` of each.
 
-        `logits` float32 `[S, vocab_size]` may be changed; `places`: "lines" int32 and "positions"
-        int64 `[S]`, all on the device, as `histories` int32 `[num_slots, length]`. `slots`: the
-        lines as the host knows them. What changed since the last call travels by `upload`.
+        `logits` float32 `[S, vocab_size]` may be changed; `places`: "lines" int32, "positions"
+        int64 and, with `most`, "counts" int32 `[S]`: how many continuations each row wants; all on
+        the device, as `histories` int32 `[num_slots, length]`. `slots`: the lines as the host
+        knows them. What changed since the last call travels by `upload`.
         """
         self._flush(upload)
         lines, positions = places["lines"], places["positions"]
@@ -99,13 +115,21 @@ class DeviceSampler(Sampler):
         tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         choice = self._tables["choice"]
         sampling.sample(self._launcher, tokens, logits, choice, lines, positions)
-        if not self._wanted[slots].any():
-            return tokens, None
-        values = torch.zeros(len(slots), device=logits.device)
-        log_probs.log_probs(
-            self._launcher, values, logits, tokens, choice, self._wanted_table, lines
-        )
-        return tokens, values
+        values = best_tokens = best_log_probs = None
+        if self._wanted[slots].any():
+            values = torch.zeros(len(slots), device=logits.device)
+            log_probs.log_probs(
+                self._launcher, values, logits, tokens, choice, self._wanted_table, lines
+            )
+        if most:
+            shape = len(slots), most
+            best_tokens = torch.empty(shape, dtype=torch.int32, device=logits.device)
+            best_log_probs = torch.empty(shape, device=logits.device)
+            beam_step.best_of_rows(
+                self._launcher,
+                *(best_tokens, best_log_probs, logits, choice, lines, places["counts"]),
+            )
+        return Choice(tokens, values, best_tokens, best_log_probs)
 
     def _flush(self, upload: Upload) -> None:
         if not self._changed:

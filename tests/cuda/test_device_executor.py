@@ -209,6 +209,8 @@ def test_beams(device):
             from_tokens(1, prompt(1, 20), 8, **wide),
             from_tokens(2, prompt(2, 9), 8),
             from_tokens(3, prompt(3, 30), 8, beam_width=2, len_penalty=0.5),
+            from_tokens(4, prompt(4, 12), 8, beam_width=3, repetition_penalty=1.3, temperature=0.7),
+            from_tokens(5, prompt(5, 12), 8, num_return_sequences=2, temperature=1.0),
         ]
 
     check_same(device, requests, max_beam_width=3, run_ahead=1)
@@ -389,7 +391,11 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
     replays.clear()
     chosen.clear()
     finals([from_tokens(1, prompt(1, 9), 5, beam_width=2)], device, max_beam_width=2)
-    assert not chosen  # beams are searched on the host
+    assert chosen == [1] * 5 and replays == [2] * 4
+    replays.clear()
+    chosen.clear()
+    finals([from_tokens(1, prompt(1, 9), 5, return_generation_logits=True)], device)
+    assert not chosen  # the host wants the logits
 
 
 def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():
