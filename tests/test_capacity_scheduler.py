@@ -331,6 +331,17 @@ def test_the_headroom_ends_with_the_outputs() -> None:
     assert decide(MaxUtilizationScheduler(2, kv, start_headroom_steps=99), active) == ([0], [])
 
 
+def test_the_headroom_ends_with_the_attention_window() -> None:
+    def active(kv: KvCacheManager) -> list[LlmRequest]:
+        return [generating(kv, 0, prompt_len=15, max_new_tokens=90), waiting(1, 9, 90)]
+
+    scheduler = MaxUtilizationScheduler
+    kv = KvCacheManager(4, 10, max_attention_window=20)  # two blocks each, however long they get
+    assert decide(scheduler(2, kv, start_headroom_steps=99), active(kv)) == ([0, 1], [])
+    kv = KvCacheManager(4, 10)
+    assert decide(scheduler(2, kv, start_headroom_steps=99), active(kv)) == ([0], [])
+
+
 def test_the_headroom_takes_no_rights_from_a_higher_rank() -> None:
     kv = KvCacheManager(3, 10)
     lowest = generating(kv, 2)

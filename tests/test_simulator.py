@@ -162,6 +162,28 @@ def test_beams_and_guesses_are_simulated_as_they_were_recorded(tmp_path, request
     assert replay(simulated).divergence is None
 
 
+def test_another_policy_or_machine_keeps_the_beams_and_the_host_tier(tmp_path):
+    kv_cache = KvCacheConfig(max_tokens=96, tokens_per_block=4, enable_block_reuse=True)
+    host = ScheduledHost([searched()])
+    recorded = record(tmp_path / "r.jsonl", host, MAX_UTILIZATION, kv_cache=kv_cache)
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = dataclasses.replace(
+        blueprint,
+        sizes=dataclasses.replace(blueprint.sizes, num_host_blocks=10),
+        hidden_size=8,
+    )
+    for policy, machine, num_host_blocks in (
+        (NO_EVICT, Machine(), 10),
+        (MAX_UTILIZATION, Machine(max_batch_size=2), 10),
+        (MAX_UTILIZATION, Machine(tokens_per_block=8), 5),
+    ):
+        other = variant(blueprint, policy, machine)
+        assert (other.max_beam_width, other.hidden_size) == (3, 8)
+        assert other.sizes.num_host_blocks == num_host_blocks
+        figures = simulate(other, RecordedLoad(recorded, "at_once"), CostModel())
+        assert (figures.requests, figures.failed) == (12, 0)
+
+
 @pytest.mark.parametrize("by_name", [{"beam_width": 2}, {"num_return_sequences": 2}], ids=str)
 def test_beams_of_which_nothing_is_known_run_to_their_last_token(by_name):
     class Wide(SyntheticLoad):

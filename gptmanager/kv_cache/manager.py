@@ -150,6 +150,11 @@ class KvCacheManager(KvSequences):
         """Blocks of the pool, free or not."""
         return self.num_blocks
 
+    @property
+    def max_kept_tokens(self) -> int:
+        """Tokens of a sequence that have a place: from there on a new one takes no block."""
+        return self._needs.window
+
     def get_num_free_blocks(self) -> int:
         return len(self._pool.free)
 

@@ -52,10 +52,14 @@ class StartHeadroom:
     def _growth_of(self, requests: RequestList) -> int:
         """Blocks that they take in the steps after this one, or until their ends."""
         steps, size = self._steps, self._kv_cache_manager.tokens_per_block
-        growth = 0
+        growth, kept = 0, self._kv_cache_manager.max_kept_tokens
         for request in requests:
             stored = request.num_tokens
+            if stored >= kept:
+                continue
             end = request.prompt_len + request.max_new_tokens - 1
+            if end > kept:
+                end = kept
             last = stored + steps
             if last > end:
                 last = end

@@ -71,7 +71,18 @@ def variant(
     model_type = blueprint.model_type
     if model_type is ModelType.V1 and policy is not CapacitySchedulerPolicy.STATIC_BATCH:
         model_type = ModelType.INFLIGHT_FUSED_BATCHING
-    return _sized(params, scheduler, blueprint.vocab_size, sizes.max_seq_len, machine, model_type)
+    resized = _sized(
+        *(params, scheduler, blueprint.vocab_size, sizes.max_seq_len, machine, model_type),
+        blueprint.max_beam_width,
+    )
+    # the bytes of a block are the recorded model's, so that the host tier is taken over in tokens
+    host_tokens = sizes.num_host_blocks * sizes.tokens_per_block
+    num_host_blocks = host_tokens // resized.sizes.tokens_per_block
+    return dataclasses.replace(
+        resized,
+        sizes=dataclasses.replace(resized.sizes, num_host_blocks=num_host_blocks),
+        hidden_size=blueprint.hidden_size,
+    )
 
 
 def _sized(
@@ -81,6 +92,7 @@ def _sized(
     max_seq_len: int,
     machine: Machine,
     model_type: ModelType,
+    max_beam_width: int = 1,
 ) -> Blueprint:
     def given(value: int | None, default: int) -> int:
         return default if value is None else value
@@ -103,8 +115,12 @@ def _sized(
     )
     params = checked_optional_params(params)
     spec = ScriptedSpec(vocab_size, max_seq_len)
-    sizes = size(params, scheduler, spec, model_type)
-    return Blueprint(params, scheduler, sizes, vocab_size, model_type=model_type)
+    sizes = size(params, scheduler, spec, model_type, max_beam_width)
+    return Blueprint(
+        *(params, scheduler, sizes, vocab_size),
+        model_type=model_type,
+        max_beam_width=max_beam_width,
+    )
 
 
 def table(columns: Mapping[str, Figures]) -> str:
