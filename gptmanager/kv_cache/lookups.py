@@ -63,13 +63,18 @@ class Lookup:
         return stands
 
 
-class _Answer(NamedTuple):
-    """What was found for several requests, while the tree and they are as they were."""
+class Answer(NamedTuple):
+    """What was found for several requests, while the tree and they are as they were.
+
+    Of each the number of its first missing block, None if there is none, and how many blocks are
+    cached before it; None and 0 of those that take no part.
+    """
 
     version: int
     requests: list[LlmRequest]
     prompt_lens: list[int]
-    lookups: list[Lookup | None]
+    missing: list[int | None]
+    num_found: list[int]
 
 
 class Lookups:
@@ -83,7 +88,7 @@ class Lookups:
         self._lookups: dict[int, Lookup] = {}
         self._numbers: dict[Hashable, int] = {}
         self._unused = itertools.count()  # numbers, none of which is ever given twice
-        self._last = _Answer(-1, [], [], [])
+        self._last = Answer(-1, [], [], [], [])
 
     def applies_to(self, request: LlmRequest) -> bool:
         return request.prompt_len + request.max_new_tokens <= self._max_tokens
@@ -105,23 +110,26 @@ class Lookups:
             self._lookups[request.request_id] = lookup
         return lookup
 
-    def find_all(self, requests: Sequence[LlmRequest]) -> list[Lookup | None]:
-        """`find` for each that takes part, in one go: most have waited before."""
-        if self._max_tokens < UNBOUNDED:
-            return [
-                self.find(request) if self.applies_to(request) else None for request in requests
-            ]
+    def find_all(self, requests: Sequence[LlmRequest]) -> Answer:
+        """What was found for each, in one go: most have waited before."""
         tree, last = self._tree, self._last
         lengths = [request.prompt_len for request in requests]
+        bounded = self._max_tokens < UNBOUNDED
         if (
             last.version == tree.version
             and last.prompt_lens == lengths
             and last.requests == requests
-        ):  # a decision asks twice
-            return last.lookups
+            and not bounded
+        ):  # a decision asks twice, and the next one again
+            return last
         version, find = tree.version, self._lookups.get
-        lookups: list[Lookup | None] = []
+        missing: list[int | None] = []
+        num_found: list[int] = []
         for request, length in zip(requests, lengths, strict=True):
+            if bounded and not self.applies_to(request):
+                missing.append(None)
+                num_found.append(0)
+                continue
             lookup = find(request.request_id)
             if (
                 lookup is None
@@ -130,9 +138,10 @@ class Lookups:
                 or lookup.prompt_len != length
             ):
                 lookup = self.find(request)
-            lookups.append(lookup)
-        self._last = _Answer(version, [*requests], lengths, lookups)
-        return lookups
+            missing.append(lookup.missing)
+            num_found.append(len(lookup.blocks))
+        self._last = Answer(version, [*requests], lengths, missing, num_found)
+        return self._last
 
     def _number(self, key: Hashable) -> int:
         number = self._numbers.get(key)

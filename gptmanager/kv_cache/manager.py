@@ -267,7 +267,7 @@ class KvCacheManager(KvSequences):
             return None
         return self._reuse.first_missing(request)
 
-    def find_new_context_blocks(self, requests: Sequence[LlmRequest]) -> list[Hashable | None]:
+    def find_new_context_blocks(self, requests: Sequence[LlmRequest]) -> Sequence[Hashable | None]:
         """`find_new_context_block` of each, in one go."""
         return [None] * len(requests) if self._reuse is None else self._reuse.all_missing(requests)
 

@@ -242,15 +242,18 @@ class BlockReuse:
         """
         return self._lookups.find(request).missing
 
-    def all_missing(self, requests: Sequence[LlmRequest]) -> list[Hashable | None]:
+    def all_missing(self, requests: Sequence[LlmRequest]) -> Sequence[Hashable | None]:
         """`first_missing` of each; None of those that take no part."""
-        return [None if it is None else it.missing for it in self._lookups.find_all(requests)]
+        return self._lookups.find_all(requests).missing
 
     def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
         """How many `cached_blocks` each has; 0 of those that take no part."""
+        num_found = self._lookups.find_all(requests).num_found
+        if not any(num_found):
+            return num_found
         return [
-            0 if it is None or not it.blocks else len(self.cached_blocks(request))
-            for request, it in zip(requests, self._lookups.find_all(requests), strict=True)
+            count and len(self.cached_blocks(request))
+            for request, count in zip(requests, num_found, strict=True)
         ]
 
     @contextmanager

@@ -40,6 +40,8 @@ class ReuseCredit(CapacityScheduler):
         ]
         if beginning:
             reusable = self.kv_cache_manager.get_all_reusable_tokens(beginning)
+            if not any(reusable) and not any([r.estimated_reusable_tokens for r in beginning]):
+                return fitting, paused
             for request, num_tokens in zip(beginning, reusable, strict=True):
                 if request.estimated_reusable_tokens != num_tokens:
                     request.estimated_reusable_tokens = num_tokens

@@ -50,6 +50,14 @@ class ReuseDelay:
         """Those of `requests`, asked for one after the other, that do not wait."""
         contributed, add = self._contributed, self._contributed.add
         contributions = self._kv_cache_manager.find_new_context_blocks(requests)
+        distinct = {*contributions}
+        if (
+            len(distinct) == len(contributions)
+            and None not in distinct
+            and contributed.isdisjoint(distinct)
+        ):  # mostly: nobody is about to compute what another wants
+            contributed |= distinct
+            return requests
         result: RequestList = []
         for request, contribution in zip(requests, contributions, strict=True):
             if (
