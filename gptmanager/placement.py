@@ -89,7 +89,7 @@ class HostPlacement(Placement):
     ) -> TorchExecutor:
         return TorchExecutor(
             model,
-            _pool(model.spec, sizes),
+            _pool(model.spec, sizes, contiguous=sizes.contiguous),
             max_seq_len=sizes.max_seq_len,
             attention_window=sizes.window,
             **options,

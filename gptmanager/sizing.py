@@ -38,7 +38,10 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence."""
+    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence.
+
+    `contiguous`: a block is as long as any sequence.
+    """
 
     num_blocks: int
     tokens_per_block: int
@@ -50,6 +53,7 @@ class Sizes:
     num_host_blocks: int = 0
     attention_window: int | None = None
     sink_token_length: int = 0
+    contiguous: bool = False
 
     @property
     def window(self) -> AttentionWindow | None:
@@ -131,6 +135,7 @@ def size(
         num_host_blocks=_num_host_blocks(params, block_bytes),
         attention_window=window,
         sink_token_length=sink,
+        contiguous=contiguous,
     )
     _check_chunks(params.max_num_tokens, sizes)
     _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)

@@ -182,6 +182,34 @@ def test_v1_runs_one_batch_after_the_other_and_counts_its_empty_slots(source):
         validator.validate(record)
 
 
+def test_v1_keeps_each_beam_of_a_sequence_in_one_piece(llama, source, alone, monkeypatch):
+    """`[max_batch_size * max_beam_width, 2, kv heads, max_seq_len, head dim]` a layer."""
+    pools = set()
+    forward = CheckpointModel.forward
+
+    def followed(self, batch, kv_pool):
+        pools.add(kv_pool)
+        return forward(self, batch, kv_pool)
+
+    monkeypatch.setattr(CheckpointModel, "forward", followed)
+    beams = InferenceRequest.from_tokens(99, [3, 1, 4], 9, beam_width=3)
+    host = RecordingCallbacks([beams, *mixed_requests()])
+    options = OptionalParams(max_batch_size=2, max_seq_len=80, deterministic=True)
+    keywords = host.keywords()
+    with GptManager(source, ModelType.V1, 3, optional_params=options, **keywords) as manager:
+        assert manager.wait_idle(60)
+    assert {i: host.output(i) for i in alone} == alone
+    config = llama.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    shape = (config.num_hidden_layers, 2 * 3, 2, config.num_key_value_heads, 80, head_dim)
+    (pool,) = pools
+    assert pool.sequences.shape == shape and pool.sequences.is_contiguous()
+    assert pool.nbytes == pool.sequences.nbytes
+    keys, values = pool.sequences.nan_to_num().unbind(2)
+    assert torch.equal(pool.keys.nan_to_num(), keys.mT)
+    assert torch.equal(pool.values.nan_to_num(), values)
+
+
 def max_positions(source):
     return source[0]["max_position_embeddings"]
 

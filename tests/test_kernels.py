@@ -495,10 +495,35 @@ def test_machine_code_of_other_sources_is_never_loaded(
     assert cpu._stamped(body).__qualname__ != first
 
 
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_keys_and_values_of_one_tensor_give_the_same_bits(sizes: Sizes) -> None:
+    pages = new_pages(sizes, ROWS)
+    expected = pages.attend_all(CPU)
+    together = torch.stack((pages.keys.mT, pages.values), dim=1)
+    pages.keys, pages.values = together[:, 0].mT, together[:, 1]
+    assert not pages.keys.is_contiguous() and not pages.values.is_contiguous()
+    assert torch.equal(pages.attend_all(CPU), expected)
+
+
+@pytest.mark.parametrize("dim", [16, 20, 64])
+def test_keys_and_values_are_written_into_one_tensor(dim: int) -> None:
+    arguments = list(rope_arguments(Sizes(4, 2, dim, 16), dim, True, [(5, 40), (1, 20)]))
+    together = torch.stack((arguments[6].mT, arguments[7]), dim=1)
+    q = CPU.rope_and_write(*arguments)
+    apart = torch.stack((arguments[6].mT, arguments[7]), dim=1)
+    arguments[6], arguments[7] = together[:, 0].mT, together[:, 1]
+    assert torch.equal(CPU.rope_and_write(*arguments), q)
+    assert torch.equal(together.nan_to_num(), apart.nan_to_num())
+
+
 def test_memory_laid_out_otherwise_is_refused() -> None:
     pages = new_pages(SHAPES[0], ROWS)
-    pages.keys = pages.keys.transpose(2, 3).contiguous().transpose(2, 3)
+    pages.values = pages.values.mT.contiguous().mT
     with pytest.raises(TypeError, match="contiguous torch.float32 tensor, got a strided"):
+        pages.attend_all(CPU)
+    pages = new_pages(SHAPES[0], ROWS)
+    pages.keys = pages.keys.repeat_interleave(2, 0)[::2]
+    with pytest.raises(TypeError, match="blocks lie .* keys apart, but .* values"):
         pages.attend_all(CPU)
     pages = new_pages(SHAPES[0], ROWS)
     pages.block_tables = pages.block_tables.long()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -52,7 +52,6 @@ CONFIG = {
 }
 FUSED, STATIC_BATCH = ModelType.INFLIGHT_FUSED_BATCHING, CapacitySchedulerPolicy.STATIC_BATCH
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-BATCHING_SCHEMES = "model_type" in {field.name for field in fields(Blueprint)}
 
 
 def is_accepted(**options):
@@ -97,11 +96,10 @@ class Schedule:
     model_type: ModelType = FUSED
 
     def loop(self, host):
-        scheme = {"model_type": self.model_type} if BATCHING_SCHEMES else {}
         network = model()
         params = checked_optional_params(self.params)
-        sizes = size(params, self.config, network.spec, **scheme)
-        blueprint = Blueprint(params, self.config, sizes, VOCAB_SIZE, **scheme)
+        sizes = size(params, self.config, network.spec, self.model_type)
+        blueprint = Blueprint(params, self.config, sizes, VOCAB_SIZE, model_type=self.model_type)
         spec = network.spec
         pool = KvPool(
             spec.num_layers,
@@ -109,14 +107,14 @@ class Schedule:
             sizes.tokens_per_block,
             spec.num_kv_heads,
             spec.head_dim,
+            contiguous=sizes.contiguous,
         )
-        fused = {"fused": self.model_type is not ModelType.INFLIGHT_BATCHING} if scheme else {}
         executor = TorchExecutor(
             network,
             pool,
             num_slots=blueprint.num_slots,
             max_seq_len=sizes.max_seq_len,
-            **fused,
+            fused=self.model_type is not ModelType.INFLIGHT_BATCHING,
         )
         return build_loop(blueprint, host, executor, laps=Laps(lambda: 0))
 
@@ -182,9 +180,7 @@ def expected():
 
 def random_schedule(chance):
     """Policy, limits, pool and overlap. A pool of blocks for one request, or for many."""
-    model_type = FUSED
-    if BATCHING_SCHEMES:
-        model_type = chance.choice([FUSED, FUSED, FUSED, ModelType.INFLIGHT_BATCHING, ModelType.V1])
+    model_type = chance.choice([FUSED, FUSED, FUSED, ModelType.INFLIGHT_BATCHING, ModelType.V1])
     is_v1 = model_type is ModelType.V1
     policy = STATIC_BATCH if is_v1 else chance.choice([*CapacitySchedulerPolicy, MAX_UTILIZATION])
     chunked = not is_v1 and chance.random() < 0.6
@@ -339,11 +335,11 @@ AT_LEAST = {
     "STOP_WORDS": 60,
     "LENGTH": 200,
     "CANCELLED": 10,
+    "V1": 12,
+    "INFLIGHT_BATCHING": 12,
 }
 if OVERLAP:
     AT_LEAST |= {"overlap": 20, "second micro batches": 80}
-if BATCHING_SCHEMES:
-    AT_LEAST |= {"V1": 12, "INFLIGHT_BATCHING": 12}
 
 
 @pytest.mark.timeout(240)

@@ -76,11 +76,20 @@ def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
 
 
 def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`."""
+    """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`.
+
+    A block's keys and its values are each contiguous, the keys as they are or as `[K, B, D]`; blocks
+    may lie apart. TypeError for any other layout.
+    """
     _, num_kv_heads, head_dim, tokens_per_block = keys.shape
+    token_major = not keys[0].is_contiguous()
+    if keys.stride(0) != values.stride(0):
+        raise TypeError(f"blocks lie {keys.stride(0)} keys apart, but {values.stride(0)} values")
     return {
-        "keys": _address(keys),
-        "values": _address(values),
+        "keys": _address(keys[:1].mT if token_major else keys[:1]),
+        "values": _address(values[:1]),
+        "block_stride": values.stride(0),
+        "token_major": token_major,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "tokens_per_block": tokens_per_block,

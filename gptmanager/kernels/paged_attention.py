@@ -35,6 +35,7 @@ from gptmanager.kernels.lanes import (
     store_part,
     sum_lanes,
     task_at,
+    transpose,
 )
 from gptmanager.kernels.products import multiply
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
@@ -49,12 +50,15 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
 
-    `sink`: so many positions from 0 on are seen whatever the window.
+    `sink`: so many positions from 0 on are seen whatever the window. `block_stride`: elements from
+    a block to the next, of keys and of values. `token_major`: a page of keys is `[B, D]`, as one of
+    values is, and not `[D, B]`; what is computed with them is the same, bit for bit.
     """
 
     _fields_ = task_fields(
         "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
-        " num_heads num_kv_heads head_dim tokens_per_block window sink scratch scratch_bytes",
+        " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major window sink"
+        " scratch scratch_bytes",
         "scale",
     )
 
@@ -80,7 +84,7 @@ def span_of(tokens_per_block: int) -> int:
 def scratch_floats(group: int, head_dim: int, tokens_per_block: int) -> int:
     """What `_areas` lays out."""
     row = 2 * padded(head_dim) + LANES + padded(span_of(tokens_per_block)) + LANES + 3
-    return padded(tile_tokens(group) * group) * row
+    return padded(tile_tokens(group) * group) * row + head_dim * SPAN
 
 
 _padded, _tile_tokens, _span_of = loop(padded), loop(tile_tokens), loop(span_of)
@@ -88,14 +92,16 @@ _padded, _tile_tokens, _span_of = loop(padded), loop(tile_tokens), loop(span_of)
 
 @loop
 def _areas(t: Any, scratch: int) -> tuple[int, ...]:
-    """Addresses of queries, outputs and lane sums by row; scores; three numbers for each row."""
+    """Addresses of queries, outputs, lane sums and three numbers by row; scores; turned keys."""
     group = t.num_heads // t.num_kv_heads
     room, wide = _padded(_tile_tokens(group) * group), _padded(t.head_dim)
     mixed = scratch + 4 * room * wide
     sums = mixed + 4 * room * wide
     highest = sums + 4 * room * LANES
     risen, shrink = highest + 4 * room, highest + 8 * room
-    return scratch, mixed, sums, highest, risen, shrink, shrink + 4 * room
+    scores = shrink + 4 * room
+    turned = scores + 4 * room * (_padded(_span_of(t.tokens_per_block)) + LANES)
+    return scratch, mixed, sums, highest, risen, shrink, scores, turned
 
 
 @loop
@@ -142,7 +148,7 @@ def _softmax(
 ) -> None:
     """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
     compact()
-    _, mixed, sums, highest, risen, shrink, scores = areas
+    _, mixed, sums, highest, risen, shrink, scores = areas[:7]
     group, wide = t.num_heads // t.num_kv_heads, _padded(t.head_dim)
     stride = _padded(_span_of(t.tokens_per_block)) + LANES
     for row in range(rows):
@@ -167,7 +173,7 @@ def _softmax(
 def _page(t: Any, table: int, position: int, kv_head: int) -> int:
     """Index of the first element of a page, the same for keys and values."""
     block = get_int(table, position // t.tokens_per_block)
-    return int((block * t.num_kv_heads + kv_head) * t.head_dim * t.tokens_per_block)
+    return int(block * t.block_stride + kv_head * t.head_dim * t.tokens_per_block)
 
 
 @loop
@@ -176,6 +182,10 @@ def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> N
     size = t.tokens_per_block
     for at in range(start, stop, size):
         page = _page(t, table, at, kv_head)
+        if t.token_major:
+            for index in range(0, min(size, stop - at) * t.head_dim, LANES):
+                prefetch(t.keys, page + index)
+            continue
         for d in range(t.head_dim):
             for column in range(0, min(size, stop - at), LANES):
                 prefetch(t.keys, page + d * size + column)
@@ -189,6 +199,38 @@ def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) ->
         page = _page(t, table, at, kv_head)
         for index in range(0, min(size, stop - at) * t.head_dim, LANES):
             prefetch(t.values, page + index)
+
+
+@loop
+def _turn(turned: int, keys: int, columns: int, dim: int) -> None:
+    """Keys `[columns, dim]` to `[dim, SPAN]`."""
+    compact()
+    for column in range(0, columns, LANES):
+        for d in range(0, dim, LANES):
+            to, source = turned + 4 * (d * SPAN + column), keys + 4 * (column * dim + d)
+            if columns - column >= LANES and dim - d >= LANES:
+                transpose(to, SPAN, source, dim)
+            else:
+                for i in range(min(LANES, columns - column)):
+                    for j in range(min(LANES, dim - d)):
+                        put(to, j * SPAN + i, get(source, i * dim + j))
+
+
+@loop
+def _score(
+    t: Any, to: int, stride: int, queries: int, keys: int, turned: int, rows: int, columns: int
+) -> None:
+    """Products of queries with the keys of the first `columns` positions of a page."""
+    compact()
+    dim, wide = t.head_dim, _padded(t.head_dim)
+    if not t.token_major:
+        multiply(to, stride, queries, wide, keys, t.tokens_per_block, rows, columns, dim, False)
+        return
+    for column in range(0, columns, SPAN):
+        count = min(SPAN, columns - column)
+        _turn(turned, keys + 4 * column * dim, count, dim)
+        place = to + 4 * column
+        multiply(place, stride, queries, wide, turned, SPAN, rows, count, dim, False)
 
 
 @loop
@@ -233,7 +275,7 @@ def _mix(
 ) -> None:
     """What rows from `position` on see of the positions `seen_from` to `end`. `until`: `_seen`."""
     compact()
-    queries, mixed, scores = areas[0], areas[1], areas[6]
+    queries, mixed, scores, turned = areas[0], areas[1], areas[6], areas[7]
     dim, size, wide = t.head_dim, t.tokens_per_block, _padded(t.head_dim)
     span = _span_of(size)
     stride = _padded(span) + LANES
@@ -246,7 +288,7 @@ def _mix(
         for here in range(start, stop, size):
             keys = t.keys + 4 * _page(t, table, here, kv_head)
             to, columns = scores + 4 * (here - at), min(size, _padded(stop - here))
-            multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
+            _score(t, to, stride, queries, keys, turned, rows, columns)
         _softmax(t, areas, rows, position, at, stop - at, until)
         if stop < end:
             _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)

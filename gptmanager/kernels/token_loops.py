@@ -43,11 +43,15 @@ HALF_ROOT = np.float32(0.7071067811865476)
 
 
 class RopeTask(ctypes.Structure):
-    """Addresses (0: none) and sizes; `q` has room for one more head for each token."""
+    """Addresses (0: none) and sizes; `q` has room for one more head for each token.
+
+    Pages as in `AttentionTask`.
+    """
 
     _fields_ = task_fields(
         "qkv q keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots block_tables"
-        " num_tokens table_width num_heads num_kv_heads head_dim rotary_dim tokens_per_block",
+        " num_tokens table_width num_heads num_kv_heads head_dim rotary_dim tokens_per_block"
+        " block_stride token_major",
         "eps",
     )
 
@@ -113,10 +117,15 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
     for kv_head in range(kv_heads):
         key = source + 4 * (heads + kv_head) * dim
         value = key + 4 * kv_heads * dim
-        page = (block * kv_heads + kv_head) * dim * size
+        page = block * t.block_stride + kv_head * dim * size
         _turn_head(t, key, turned, t.k_norm, cos_sin)
-        for d in range(dim):
-            put(t.keys, page + d * size + offset, get(turned, d))
+        if t.token_major:
+            for d in range(0, dim, LANES):
+                item = load_part(turned, d, dim - d)
+                store_part(t.keys, page + offset * dim + d, item, dim - d)
+        else:
+            for d in range(dim):
+                put(t.keys, page + d * size + offset, get(turned, d))
         for d in range(0, dim, LANES):
             item = load_part(value, d, dim - d)
             store_part(t.values, page + offset * dim + d, item, dim - d)

@@ -20,6 +20,10 @@ class KvPool:
     On the CPU pages are float32 whatever the model's dtype. `token_major`: keys lie in memory as
     values do, and `keys` shows them transposed; CUDA kernels read whole tokens.
 
+    `contiguous`: a block holds one whole sequence, and `sequences`
+    `[layers, blocks, 2, kv_heads, tokens, head_dim]` is all the memory there is: keys, then values
+    of each sequence, of which `keys` and `values` are views. Elsewhere `sequences` is None.
+
     `num_host_blocks` more lie in host memory, with the ids from `num_blocks` on: they are copied
     to and from, and never computed with.
     """
@@ -34,6 +38,7 @@ class KvPool:
         *,
         num_host_blocks: int = 0,
         token_major: bool = False,
+        contiguous: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -50,8 +55,14 @@ class KvPool:
             tokens = torch.empty((*shape, tokens_per_block, head_dim), dtype=dtype, **where)
             return tokens.mT if is_keys else tokens
 
-        self.keys = pages(own, is_keys=True, device=device)
-        self.values = pages(own, is_keys=False, device=device)
+        self.sequences: Tensor | None = None
+        if contiguous:
+            shape = (num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_dim)
+            self.sequences = torch.empty(shape, dtype=dtype, device=device)
+            self.keys, self.values = self.sequences[:, :, 0].mT, self.sequences[:, :, 1]
+        else:
+            self.keys = pages(own, is_keys=True, device=device)
+            self.values = pages(own, is_keys=False, device=device)
         self._host_keys = pages(host, is_keys=True, pin_memory=pinned)
         self._host_values = pages(host, is_keys=False, pin_memory=pinned)
 
