@@ -75,6 +75,10 @@ def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _wide(tensor)
 
 
+def _layout(tensor: Tensor) -> str:
+    return f"{tensor.dtype}, strides {tensor.stride()}"
+
+
 def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
     """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`.
 
@@ -82,14 +86,23 @@ def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
     may lie apart. TypeError for any other layout.
     """
     _, num_kv_heads, head_dim, tokens_per_block = keys.shape
-    token_major = not keys[0].is_contiguous()
-    if keys.stride(0) != values.stride(0):
-        raise TypeError(f"blocks lie {keys.stride(0)} keys apart, but {values.stride(0)} values")
+    block, *inside = values.stride()
+    page = head_dim * tokens_per_block
+    if inside != [page, head_dim, 1] or values.dtype is not torch.float32:
+        raise TypeError(
+            f"expected contiguous torch.float32 values of a block, got {_layout(values)}"
+        )
+    layouts = [(block, page, tokens_per_block, 1), (block, page, 1, head_dim)]
+    if keys.stride() not in layouts or keys.dtype is not torch.float32:
+        raise TypeError(
+            f"expected contiguous torch.float32 keys of a block, blocks {block} apart, "
+            f"got {_layout(keys)}"
+        )
     return {
-        "keys": _address(keys[:1].mT if token_major else keys[:1]),
-        "values": _address(values[:1]),
-        "block_stride": values.stride(0),
-        "token_major": token_major,
+        "keys": keys.data_ptr(),
+        "values": values.data_ptr(),
+        "block_stride": block,
+        "token_major": keys.stride() != layouts[0],
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "tokens_per_block": tokens_per_block,
