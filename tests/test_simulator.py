@@ -22,6 +22,7 @@ from recorded_runs import (
 
 from gptmanager import KvCacheConfig, ModelType
 from gptmanager.assembly import Blueprint
+from gptmanager.config import PromptLookup
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
@@ -34,6 +35,7 @@ from gptmanager.simulator.comparison import Machine, hypothetical, plain, table,
 from gptmanager.simulator.cost_model import CostModel, fit, quantities
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
 from gptmanager.step import Intake, Row, Schedule, StepResult
+from gptmanager.testing import ScriptedModel
 
 
 def all_at_once():
@@ -116,23 +118,48 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
     assert replay(recorded).divergence is None
 
 
-def test_which_beams_live_on_is_not_simulated_but_who_runs_is(tmp_path):
-    requests = [request(i, 3 + i % 5, 5 + i, beam_width=1 + i % 3) for i in range(9)]
-    recorded = record(tmp_path / "r.jsonl", ScheduledHost([requests]))
+def simulated(recorded, path, arrivals="turns"):
+    """The schedules and ends of a recorded run, simulated as it was."""
     blueprint = Blueprint.from_plain(recorded.header.blueprint)
-    load = RecordedLoad(recorded, "at_once")
-    simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
-    runs = recorded, read_recording(tmp_path / "s.jsonl")
-    rows = [
-        [
-            (t.schedule.context_rows, t.schedule.generation_rows)
-            for t in run.iterations
-            if t.schedule
-        ]
-        for run in runs
+    load = RecordedLoad(recorded, arrivals)
+    simulate(blueprint, load, CostModel(), recorder=Recorder(path))
+    run = read_recording(path)
+    assert replay(run).divergence is None
+    return run
+
+
+def decided(run):
+    schedules = [turn.schedule for turn in run.iterations if turn.schedule]
+    return schedules, [end for turn in run.iterations for end in turn.ends]
+
+
+@pytest.mark.parametrize("batching", [{}, {"model_type": ModelType.V1}], ids=str)
+def test_beams_that_were_recorded_live_on_and_end_as_they_did(tmp_path, batching):
+    requests = [
+        request(i, 3 + i % 5, 12 + i, beam_width=1 + i % 3, end_id=i * 5 % VOCAB_SIZE)
+        for i in range(12)
     ]
-    assert rows[0] == rows[1] and len(rows[0]) > 13
-    assert replay(runs[1]).divergence is None
+    cache = KvCacheConfig(max_tokens=400)
+    host = ScheduledHost([requests[:7], requests[7:]])
+    recorded = record(tmp_path / "r.jsonl", host, kv_cache=cache, **batching)
+    assert {end.reason for end in decided(recorded)[1]} == {"END_ID", "LENGTH"}
+    assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
+
+
+def test_guesses_are_accepted_as_they_were_recorded(tmp_path):
+    def rounds(history):
+        return (history[-1] + (1 if len(history) % 11 else 3)) % 6
+
+    requests = [request(i, 4, 24, end_id=40 if i % 2 else i) for i in range(6)]
+    recorded = record(
+        tmp_path / "r.jsonl",
+        ScheduledHost([requests]),
+        speculative_decoding_config=PromptLookup(max_draft_tokens=3, max_ngram=1, min_ngram=1),
+        model=ScriptedModel(rounds, vocab_size=VOCAB_SIZE),
+    )
+    counts = [turn.result.num_tokens for turn in recorded.iterations if turn.result]
+    assert {1, 2, 3} <= set(np.concatenate([of for of in counts if of is not None]).tolist())
+    assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
 
 
 def test_two_passes_cost_two_fixed_parts():

@@ -6,7 +6,7 @@ their numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from gptmanager.api import InferenceRequest
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import Iteration, Recording
 from gptmanager.recorder.values import RecordingError, plain_request, request_from_plain
-from gptmanager.step import Schedule, StepResult
+from gptmanager.step import BeamCandidates, Schedule, StepResult
 
 VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
 
@@ -39,6 +39,9 @@ class Load(Protocol):
 
     def output(self, number: int) -> Sequence[int] | None:
         """The tokens that the request generates; None: any, and none of them ends it."""
+
+    def beams(self, number: int) -> Mapping[int, BeamCandidates]:
+        """By position, what its beam search may go on with; where it is unknown, nothing ends it."""
 
 
 @dataclass
@@ -78,6 +81,9 @@ class SyntheticLoad:
     def output(self, number: int) -> None:
         return None
 
+    def beams(self, number: int) -> Mapping[int, BeamCandidates]:
+        return {}
+
 
 class RecordedLoad:
     """The requests of a recording, with what they generated there.
@@ -97,6 +103,7 @@ class RecordedLoad:
         self.by_turns = arrivals == "turns"
         self._requests: list[InferenceRequest] = []
         self._outputs: list[dict[int, int]] = []  # position -> token
+        self._beams: list[dict[int, BeamCandidates]] = []  # the same
         first = recording.iterations[0].intake.now
         times: list[float] = []
         stops: list[Stop] = []
@@ -124,6 +131,9 @@ class RecordedLoad:
         tokens = self._outputs[number]
         return [tokens[position] for position in sorted(tokens)]
 
+    def beams(self, number: int) -> Mapping[int, BeamCandidates]:
+        return self._beams[number]
+
     def _take_requests(self, iteration: Iteration, live: dict[int, int]) -> None:
         refused = {
             end.request_id
@@ -137,13 +147,17 @@ class RecordedLoad:
             copy.is_streaming = False  # how it is answered never changes a schedule
             self._requests.append(copy)
             self._outputs.append({})
+            self._beams.append({})
 
     def _take_tokens(self, schedule: Schedule, result: StepResult, live: dict[int, int]) -> None:
-        counts = result.num_tokens
+        counts, beams = result.num_tokens, iter(result.beams)
         for place, row in enumerate(schedule.sampling_rows):
             tokens = result.tokens[place, : None if counts is None else counts[place]]
+            candidates = next(beams) if row.beam_width > 1 else None
             if row.request_id in live:
-                output = self._outputs[live[row.request_id]]
-                start = row.position + row.num_tokens
+                number = live[row.request_id]
+                output, start = self._outputs[number], row.first_new_position
+                if candidates is not None:
+                    self._beams[number].setdefault(start, candidates)
                 for offset, token in enumerate(tokens.tolist()):
                     output.setdefault(start + offset, token)

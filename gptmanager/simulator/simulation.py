@@ -7,7 +7,7 @@ nothing but how long a step would take. Knows no model, no device, and no real t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.load import Load
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import BeamCandidates, Failure, Intake, Schedule, StepResult
+from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, StepResult
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
@@ -81,15 +81,19 @@ class SimulatedLoop(TokenLoop):
         self.on_finish(request)
 
 
+# tokens of each sampling row, and how many of a row count (None: all), as in StepResult
+Yield = tuple[np.ndarray, np.ndarray | None]
+
+
 class _Step:
     """A step under way, and when it will be done."""
 
-    __slots__ = ("end", "schedule", "tokens")
+    __slots__ = ("counts", "end", "schedule", "tokens")
 
-    def __init__(self, schedule: Schedule, end: float, tokens: np.ndarray) -> None:
+    def __init__(self, schedule: Schedule, end: float, yielded: Yield) -> None:
         self.schedule = schedule
         self.end = end
-        self.tokens = tokens
+        self.tokens, self.counts = yielded
 
 
 class World:
@@ -112,6 +116,7 @@ class World:
         self._device_free_at = 0.0
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
+        self._searches: dict[int, Mapping[int, BeamCandidates]] = {}  # by id
         self._has_beams = False
         self._ready: list[int] = []
 
@@ -164,6 +169,7 @@ class World:
         if output is not None and request_id not in self._outputs:
             prompt_len = int(np.size(request.tensors.get("input_ids", ())))
             self._outputs[request_id] = prompt_len, output
+            self._searches[request_id] = self._load.beams(number)
         return request
 
     def respond(
@@ -176,6 +182,7 @@ class World:
             self.tally.failed(request_id, was_duplicate=was_duplicate)
         if not was_duplicate:
             self._outputs.pop(request_id, None)
+            self._searches.pop(request_id, None)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Nothing will be called, so it is ready."""
@@ -200,19 +207,32 @@ class World:
         end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)
         return _Step(schedule, end, self._tokens(schedule))
 
-    def _tokens(self, schedule: Schedule) -> np.ndarray:
+    def _tokens(self, schedule: Schedule) -> Yield:
         if not self._outputs:
             rows = sum(row.samples for row in schedule.context_rows)
             rows += len(schedule.generation_rows)
             if rows > len(self._zeros):
                 self._zeros = np.zeros((rows, 1), dtype=np.int32)
-            return self._zeros[:rows]
+            return self._zeros[:rows], None
+        guesses = {drafts.slot: drafts.tokens for drafts in schedule.drafts}
         tokens = []
         for row in schedule.sampling_rows:
             prompt_len, output = self._outputs.get(row.request_id, (0, ()))
-            place = row.position + row.num_tokens - prompt_len
-            tokens.append(output[place] if 0 <= place < len(output) else _NO_TOKEN)
-        return np.array(tokens, dtype=np.int32).reshape(-1, 1)
+            place = row.first_new_position - prompt_len
+            token = output[place] if 0 <= place < len(output) else _NO_TOKEN
+            tokens.append([token])
+            for guess in guesses.get(row.slot, ()) if row.num_drafts else ():
+                place += 1
+                if guess != token or place >= len(output):
+                    break
+                token = output[place]
+                tokens[-1].append(token)
+        counts = [len(row_tokens) for row_tokens in tokens]
+        width = max(counts, default=1)
+        table = np.full((len(tokens), width), _NO_TOKEN, dtype=np.int32)
+        for place, row_tokens in enumerate(tokens):
+            table[place, : len(row_tokens)] = row_tokens
+        return table, np.array(counts, dtype=np.int32) if schedule.drafts else None
 
     def sample(self, step: _Step) -> None:
         """The tokens are given."""
@@ -221,13 +241,17 @@ class World:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
         rows = step.schedule.sampling_rows if self._has_beams else ()
-        beams = tuple(_candidates(row.beam_width) for row in rows if row.beam_width > 1)
-        return StepResult(step.tokens, self.now, beams=beams)
+        beams = tuple(self._candidates(row) for row in rows if row.beam_width > 1)
+        return StepResult(step.tokens, self.now, step.counts, beams=beams)
+
+    def _candidates(self, row: Row) -> BeamCandidates:
+        known = self._searches.get(row.request_id, {}).get(row.first_new_position)
+        return _candidates(row.beam_width) if known is None else known
 
 
 @functools.cache
 def _candidates(beam_width: int) -> BeamCandidates:
-    """Continuations that never end a beam: a simulated search runs to its last token."""
+    """Continuations that never end a beam: a search that was not recorded runs to its last token."""
     count = 2 * beam_width
     tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
     return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)
