@@ -148,17 +148,12 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
     """What admission says of a request, without admitting it."""
     kv_cache = loop.allocator.kv_cache
+    free, total = kv_cache.get_num_free_blocks(), kv_cache.get_max_resource_count()
     try:
         request = admit(inference_request, loop.limits, now=0.0)
     except RequestError as error:
-        return Fit(False, response_text(error), total_blocks=kv_cache.get_max_resource_count())
-    return Fit(
-        True,
-        "",
-        kv_cache.get_needed_resource_to_completion(request),
-        kv_cache.get_num_free_blocks(),
-        kv_cache.get_max_resource_count(),
-    )
+        return Fit(False, response_text(error), free_blocks=free, total_blocks=total)
+    return Fit(True, "", kv_cache.get_needed_resource_to_completion(request), free, total)
 
 
 def _reason(
