@@ -20,7 +20,7 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import KvCacheConfig, ModelType
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly import Blueprint
 from gptmanager.config import PromptLookup
 from gptmanager.errors import ConfigError, SchedulerError
@@ -159,6 +159,29 @@ def test_guesses_are_accepted_as_they_were_recorded(tmp_path):
     )
     counts = [turn.result.num_tokens for turn in recorded.iterations if turn.result]
     assert {1, 2, 3} <= set(np.concatenate([of for of in counts if of is not None]).tolist())
+    assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
+
+
+def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
+    host = ScheduledHost([[request(5, 12, 3), request(6, 12, 20)]])
+    path = tmp_path / "r.jsonl"
+    with GptManager(
+        ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(
+            max_seq_len=64,
+            recording_path=path,
+            kv_cache_config=KvCacheConfig(96, tokens_per_block=4, enable_block_reuse=True),
+        ),
+        **host.keywords(),
+    ) as manager:
+        assert manager.wait_idle(30)
+        manager.clear_cached()
+        host.submit(request(5, 12, 3))
+        manager.notify()
+        assert manager.wait_idle(30)
+    recorded = read_recording(path)
+    assert any(turn.intake.clears_cache for turn in recorded.iterations)
     assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
 
 

@@ -109,7 +109,7 @@ class World:
         self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
-        self._next_stop = 0
+        self._next_stop = self._next_clear = 0
         self._turns = 0
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
@@ -139,9 +139,14 @@ class World:
         while self._next_stop < len(load.stops) and load.stops[self._next_stop][0] <= clock:
             stops |= load.stops[self._next_stop][1]
             self._next_stop += 1
+        num_cleared = self._next_clear
+        while self._next_clear < len(load.clears) and load.clears[self._next_clear] <= clock:
+            self._next_clear += 1
         self._turns += 1
         ready, self._ready = tuple(self._ready), []
-        return Intake(self.now, tuple(map(self._arrive, range(first, self._next))), stops, ready)
+        requests = tuple(map(self._arrive, range(first, self._next)))
+        clears_cache = self._next_clear > num_cleared
+        return Intake(self.now, requests, stops, ready, clears_cache=clears_cache)
 
     def _advance(self, num_active: int) -> None:
         """With nothing under way time goes on: to the next arrival, or until the loop asks."""
