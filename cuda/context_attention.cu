@@ -7,9 +7,9 @@
 
 constexpr int WARPS = 4, THREADS = WARPS * 32, TOKENS = 64;
 // 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the results
-// of 256 dimensions leave no registers for that.
-template <int D> constexpr int MATRICES = D > 128 ? 1 : 2;
-template <int D> constexpr int QUERIES = WARPS * 16 * MATRICES<D>;
+// of 256 dimensions leave no registers for that, nor do those of 128 beside a sink.
+template <int D, bool SINK> constexpr int MATRICES = D > 128 || (D == 128 && SINK) ? 1 : 2;
+template <int D, bool SINK> constexpr int QUERIES = WARPS * 16 * MATRICES<D, SINK>;
 
 struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
     int row, first_query, first, last;
@@ -28,6 +28,7 @@ template <class T, int D> struct Work {
     int num_packed, group, num_heads;
     int first_position;  // of the row's first query
     int low, high;       // positions of the item's first and last query
+    int sink;            // so many first keys are seen besides
     size_t first_head;   // of its packed queries, in `queries` and `out`
     Pages<T, D> pages;
     const T* value_memory;
@@ -35,19 +36,27 @@ template <class T, int D> struct Work {
     __device__ int position(int packed) const {
         return first_position + min(packed, num_packed - 1) / group;
     }
+    __device__ int item_tile() const { return item.first / TOKENS * TOKENS; }
+    // Tiles of the sink come first, and then those of the item from behind it on.
+    template <bool SINK> __device__ int next_tile(int start, bool& sinking) const {
+        start += TOKENS;
+        if (!SINK || !sinking || start < sink) return start;
+        sinking = false;
+        return max(item_tile(), sink / TOKENS * TOKENS);
+    }
     // Elements from the beginning of `queries` or `out`.
     __device__ size_t offset(int packed) const {
         return (first_head + size_t(packed / group) * num_heads + packed % group) * D;
     }
 };
 
-template <class T, int D> struct WarpState {
-    float out[MATRICES<D>][D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
-    float largest[MATRICES<D>][2];     // score of rows g and g + 8, not scaled
-    float sum[MATRICES<D>][2];         // of this lane's columns only
+template <class T, int D, bool SINK> struct WarpState {
+    float out[MATRICES<D, SINK>][D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
+    float largest[MATRICES<D, SINK>][2];     // score of rows g and g + 8, not scaled
+    float sum[MATRICES<D, SINK>][2];         // of this lane's columns only
 };
 
-template <class T, int D>
+template <class T, int D, bool SINK>
 __device__ inline void copy_tokens(T* keys, T* values, const Work<T, D>& work, int start) {
     constexpr int VECTORS = D / 8;
 #pragma unroll 1  // beside the results there is no room for many addresses
@@ -55,18 +64,19 @@ __device__ inline void copy_tokens(T* keys, T* values, const Work<T, D>& work, i
         int index = i * THREADS + threadIdx.x;
         int token = index / VECTORS, element = index % VECTORS * 8, position = start + token;
         // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool valid = position >= work.item.first && position < work.item.last;
+        bool seen = position >= work.item.first || (SINK && position < work.sink);
+        bool valid = seen && position < work.item.last;
         size_t from = valid ? work.pages.offset(position) + element : 0;
         ptx::cp_async_16(keys + token * ROW<D> + element, work.pages.memory + from, valid);
         ptx::cp_async_16(values + token * ROW<D> + element, work.value_memory + from, valid);
     }
 }
 
-template <class T, int D>
+template <class T, int D, bool SINK>
 __device__ inline void copy_queries(T* to, const T* from, const Work<T, D>& work) {
     constexpr int VECTORS = D / 8;
 #pragma unroll 2
-    for (int i = 0; i < QUERIES<D> * VECTORS / THREADS; i++) {
+    for (int i = 0; i < QUERIES<D, SINK> * VECTORS / THREADS; i++) {
         int index = i * THREADS + threadIdx.x;
         int query = index / VECTORS, element = index % VECTORS * 8;
         int packed = work.item.first_query + query;
@@ -76,24 +86,24 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<T, D>& work
     }
 }
 
-template <class T, int D>
-__device__ inline void multiply_keys(float (&scores)[MATRICES<D>][TOKENS / 8][4], const T* queries,
-                                     const T* keys) {
+template <class T, int D, bool SINK>
+__device__ inline void multiply_keys(float (&scores)[MATRICES<D, SINK>][TOKENS / 8][4],
+                                     const T* queries, const T* keys) {
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* query = queries + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
     const T* key = keys + (matrix / 2 * 8 + row) * ROW<D> + matrix % 2 * 8;
 #pragma unroll D == 128 ? 1 : 2  // what fits into registers
     for (int k = 0; k < D / 16; k++) {
-        unsigned a[MATRICES<D>][4];
+        unsigned a[MATRICES<D, SINK>][4];
 #pragma unroll
-        for (int m = 0; m < MATRICES<D>; m++)
+        for (int m = 0; m < MATRICES<D, SINK>; m++)
             ptx::load_matrix_x4(a[m], query + m * 16 * ROW<D> + k * 16);
 #pragma unroll
         for (int n = 0; n < TOKENS / 16; n++) {
             unsigned b[4];
             ptx::load_matrix_x4(b, key + n * 16 * ROW<D> + k * 16);
 #pragma unroll
-            for (int m = 0; m < MATRICES<D>; m++) {
+            for (int m = 0; m < MATRICES<D, SINK>; m++) {
                 ptx::mma_m16n8k16(scores[m][2 * n], a[m], b[0], b[1], T());
                 ptx::mma_m16n8k16(scores[m][2 * n + 1], a[m], b[2], b[3], T());
             }
@@ -102,21 +112,27 @@ __device__ inline void multiply_keys(float (&scores)[MATRICES<D>][TOKENS / 8][4]
 }
 
 // Scores of what a query must not see are -inf. `packed`: of the lane's first row, g.
-template <class T, int D>
-__device__ inline void hide(float (&scores)[MATRICES<D>][TOKENS / 8][4], const Work<T, D>& work,
-                            int packed, int start, Window window) {
+template <class T, int D, bool SINK>
+__device__ inline void hide(float (&scores)[MATRICES<D, SINK>][TOKENS / 8][4],
+                            const Work<T, D>& work, int packed, int start, Window window, bool sinking) {
 #pragma unroll
-    for (int m = 0; m < MATRICES<D>; m++) {
+    for (int m = 0; m < MATRICES<D, SINK>; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
             int key = start + threadIdx.x % 4 * 2;
+            // Seen is what lies behind `low`, up to `high`.
+            int low = window.size ? position - window.size : -1, high = position;
+            if (SINK) {
+                low = sinking ? -1 : max(low, work.sink - 1);
+                high = sinking ? min(high, work.sink - 1) : high;
+            }
 #pragma unroll
             for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    if (!window.sees(position, key + n * 8 + i))
-                        scores[m][n][2 * half + i] = -INFINITY;
+                    int at = key + n * 8 + i;
+                    if (at <= low || at > high) scores[m][n][2 * half + i] = -INFINITY;
                 }
             }
         }
@@ -125,9 +141,9 @@ __device__ inline void hide(float (&scores)[MATRICES<D>][TOKENS / 8][4], const W
 
 // Scores to weights, as the left side of the next product, and all that was summed before brought to
 // the new largest score.
-template <class T, int D>
+template <class T, int D, bool SINK>
 __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores)[TOKENS / 8][4],
-                             WarpState<T, D>& state, int m, float scale) {
+                             WarpState<T, D, SINK>& state, int m, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float largest = state.largest[m][half];
@@ -171,9 +187,9 @@ __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores
     }
 }
 
-template <class T, int D>
-__device__ inline void add_values(WarpState<T, D>& state,
-                                  unsigned (&weights)[MATRICES<D>][TOKENS / 16][4],
+template <class T, int D, bool SINK>
+__device__ inline void add_values(WarpState<T, D, SINK>& state,
+                                  unsigned (&weights)[MATRICES<D, SINK>][TOKENS / 16][4],
                                   const T* values) {
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* value = values + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
@@ -184,7 +200,7 @@ __device__ inline void add_values(WarpState<T, D>& state,
             unsigned b[4];
             ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<D> + n * 16);
 #pragma unroll
-            for (int m = 0; m < MATRICES<D>; m++) {
+            for (int m = 0; m < MATRICES<D, SINK>; m++) {
                 ptx::mma_m16n8k16(state.out[m][2 * n], weights[m][k], b[0], b[1], T());
                 ptx::mma_m16n8k16(state.out[m][2 * n + 1], weights[m][k], b[2], b[3], T());
             }
@@ -193,7 +209,7 @@ __device__ inline void add_values(WarpState<T, D>& state,
 }
 
 // Grid: (items, kv heads). Dynamic shared memory: QUERIES + 4 * TOKENS rows.
-template <class T, int D, bool SOFTCAP>
+template <class T, int D, bool SOFTCAP, bool SINK>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
@@ -204,7 +220,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
-    int num_heads, int table_width, int tokens_per_block, int window_size, float scale,
+    int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
     __shared__ Work<T, D> work;
     if (items[blockIdx.x].row < 0) return;
@@ -214,62 +230,71 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
         const int* table = block_tables + size_t(slots[item.row]) * table_width;
         auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-        work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0,
+        work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0, sink,
                 size_t(row_start) * num_heads + kv_head * group, pages,
                 values + (pages.memory - keys)};
         work.low = work.position(item.first_query);
-        work.high = work.position(item.first_query + QUERIES<D> - 1);
+        work.high = work.position(item.first_query + QUERIES<D, SINK> - 1);
     }
     __syncthreads();
     constexpr int TILE = TOKENS * ROW<D>;
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
-    T* tiles = query_tile + QUERIES<D> * ROW<D>;
-    int start = work.item.first / TOKENS * TOKENS;
-    copy_queries<T, D>(query_tile, queries, work);
-    copy_tokens<T, D>(tiles, tiles + TILE, work, start);
+    T* tiles = query_tile + QUERIES<D, SINK> * ROW<D>;
+    int start = SINK ? 0 : work.item_tile();
+    copy_queries<T, D, SINK>(query_tile, queries, work);
+    copy_tokens<T, D, SINK>(tiles, tiles + TILE, work, start);
     ptx::cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    WarpState<T, D> state = {};
+    WarpState<T, D, SINK> state = {};
 #pragma unroll
-    for (int m = 0; m < MATRICES<D>; m++) state.largest[m][0] = state.largest[m][1] = -INFINITY;
+    for (int m = 0; m < MATRICES<D, SINK>; m++)
+        state.largest[m][0] = state.largest[m][1] = -INFINITY;
     Window window{window_size};
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
-    for (int stage = 0; start < work.item.last; start += TOKENS, stage ^= 1) {
+    bool sinking = SINK;
+    for (int stage = 0; start < work.item.last; stage ^= 1) {
         T* next = tiles + (stage ^ 1) * 2 * TILE;
-        if (start + TOKENS < work.item.last)
-            copy_tokens<T, D>(next, next + TILE, work, start + TOKENS);
+        bool next_sinking = sinking;
+        int next_start = work.template next_tile<SINK>(start, next_sinking);
+        if (next_start < work.item.last)
+            copy_tokens<T, D, SINK>(next, next + TILE, work, next_start);
         ptx::cp_async_commit();
         ptx::cp_async_wait<1>();
         __syncthreads();
         const T* key_tile = tiles + stage * 2 * TILE;
-        float scores[MATRICES<D>][TOKENS / 8][4] = {};
-        unsigned weights[MATRICES<D>][TOKENS / 16][4];
-        multiply_keys<T, D>(scores, query_tile + warp * 16 * MATRICES<D> * ROW<D>, key_tile);
+        float scores[MATRICES<D, SINK>][TOKENS / 8][4] = {};
+        unsigned weights[MATRICES<D, SINK>][TOKENS / 16][4];
+        int own_queries = warp * 16 * MATRICES<D, SINK>;
+        multiply_keys<T, D, SINK>(scores, query_tile + own_queries * ROW<D>, key_tile);
         if constexpr (SOFTCAP) {
 #pragma unroll
-            for (int i = 0; i < MATRICES<D> * TOKENS / 2; i++) {
+            for (int i = 0; i < MATRICES<D, SINK> * TOKENS / 2; i++) {
                 float& score = scores[i * 2 / TOKENS][i / 4 % (TOKENS / 8)][i % 4];
                 score = to_score.capped(score);
             }
         }
         // Tiles that all of the block's queries see need no mask.
-        if (!window.sees(work.low, start + TOKENS - 1) || !window.sees(work.high, start)) {
-            int packed = work.item.first_query + warp * 16 * MATRICES<D> + g;
-            hide<T, D>(scores, work, packed, start, window);
+        if (SINK || !window.sees(work.low, start + TOKENS - 1) ||
+            !window.sees(work.high, start)) {
+            int packed = work.item.first_query + own_queries + g;
+            hide<T, D, SINK>(scores, work, packed, start, window, sinking);
         }
 #pragma unroll
-        for (int m = 0; m < MATRICES<D>; m++) weigh<T, D>(weights[m], scores[m], state, m, weight_scale);
-        add_values<T, D>(state, weights, key_tile + TILE);
+        for (int m = 0; m < MATRICES<D, SINK>; m++)
+            weigh<T, D, SINK>(weights[m], scores[m], state, m, weight_scale);
+        add_values<T, D, SINK>(state, weights, key_tile + TILE);
         __syncthreads();
+        start = next_start;
+        sinking = next_sinking;
     }
 #pragma unroll
-    for (int m = 0; m < MATRICES<D>; m++) {
+    for (int m = 0; m < MATRICES<D, SINK>; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(state.sum[m][half]);
-            int packed = work.item.first_query + (warp * MATRICES<D> + m) * 16 + half * 8 + g;
+            int packed = work.item.first_query + (warp * MATRICES<D, SINK> + m) * 16 + half * 8 + g;
             if (packed >= work.num_packed) continue;
             T* to = out + work.offset(packed) + 2 * t;
 #pragma unroll
@@ -285,7 +310,7 @@ template <int D>
 __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     float* out, const float* queries, const float* keys, const float* values, const Item* items,
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
-    int num_heads, int table_width, int tokens_per_block, int window_size, float scale,
+    int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
     constexpr int COUNT = (D + 31) / 32;
     Item item = items[blockIdx.x];
@@ -297,7 +322,8 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
     const float* value_memory = values + (pages.memory - keys);
     Scores to_score(scale, softcap);
-    int end = min(item.first_query + QUERIES<D>, num_new * group);
+    int tile = sink ? QUERIES<D, true> : QUERIES<D, false>;
+    int end = min(item.first_query + tile, num_new * group);
     for (int packed = item.first_query + threadIdx.x / 32; packed < end; packed += WARPS) {
         int token = row_start + packed / group;
         size_t index = (size_t(token) * num_heads + kv_head * group + packed % group) * D;
@@ -306,8 +332,9 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
         for (int i = 0; i < COUNT; i++)
             query[i] = lane + 32 * i < D ? queries[index + lane + 32 * i] : 0.0f;
         Softmax softmax;
-        int key = window_size ? max(0, position - window_size + 1) : 0;
-        for (; key <= position; key++) {
+        int first = window_size ? max(0, position - window_size + 1) : 0;
+        for (int key = min(sink, first) > 0 ? 0 : first; key <= position; key++) {
+            if (key == sink) key = max(key, first);
             size_t from = pages.offset(key) + lane;
             float product = 0;
             for (int i = 0; i < COUNT; i++)

@@ -19,10 +19,10 @@ PROGRAM = Program(
     "context_attention.cu",
     (
         *(
-            f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}>"
+            f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}>"
             for dtype in _NARROW
             for head_dim in HEAD_DIMS
-            for softcap in ("false", "true")
+            for softcap, sink in (("false", "false"), ("true", "false"), ("false", "true"))
         ),
         *(f"context_attention_float<{head_dim}>" for head_dim in HEAD_DIMS),
     ),
@@ -30,15 +30,21 @@ PROGRAM = Program(
 
 
 def plan_context(
-    num_new: Ints, kv_lengths: Ints, group: int, head_dim: int, *, window: int | None = None
+    num_new: Ints,
+    kv_lengths: Ints,
+    group: int,
+    head_dim: int,
+    *,
+    window: int | None = None,
+    sink: int = 0,
 ) -> Ints:
     """Items int32 `[N, 4]`, longest first: row, first packed query, first and last (excluded) key.
 
     `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]` positions; `group`: query
-    heads for each KV head; packed query m is token m / group. `window` as in `context_attention`.
-    Rows without tokens have no items. Once a step, for all layers.
+    heads for each KV head; packed query m is token m / group. `window` and `sink` as in
+    `context_attention`. Rows without tokens have no items. Once a step, for all layers.
     """
-    tile = _queries(head_dim)
+    tile = _queries(head_dim, window, sink)
     counts = -(-num_new.astype(np.int64) * group // tile)
     rows = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -67,12 +73,14 @@ def context_attention(
     *,
     scale: float,
     window: int | None = None,
+    sink: int = 0,
     softcap: float = 0.0,
 ) -> None:
     """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` over what a token sees.
 
     Token i of a row with n tokens and KV length m stands at position m - n + i and sees the
-    positions up to there; with `window`, the last `window` of them. score(x) = x, or
+    positions up to there; with `window`, the last `window` of them and the first `sink`; pages that
+    hold neither may be gone. score(x) = x, or
     softcap * tanh(x / softcap). `queries`, `out` `[T, H, D]`; `keys`, `values` `[P, K, B, D]`, one
     layer's; one dtype of float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP.
     `items` `[N, 4]`: of `plan_context`, with the same window. `row_starts` `[R + 1]`, `kv_lengths`
@@ -94,23 +102,30 @@ def context_attention(
         block_tables=(block_tables, (None, None), torch.int32),
     )
     check_heads(num_heads, num_kv_heads, head_dim)
+    if softcap and sink and dtype in _NARROW:
+        raise ValueError(f"softcap={softcap} and sink={sink}: no kernel has the registers for both")
     if items.shape[0] == 0:
         return
     arguments: tuple[Argument, ...] = (
         *(out, queries, keys, values, items, row_starts, kv_lengths, slots, block_tables),
-        *ints(num_heads, block_tables.shape[1], tokens_per_block, window or 0),
+        *ints(
+            num_heads, block_tables.shape[1], tokens_per_block, window or 0, sink if window else 0
+        ),
         *(np.float32(scale), np.float32(softcap)),
     )
     if dtype in _NARROW:
         capped = str(softcap > 0).lower()
-        name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}>"
-        shared = (_queries(head_dim) + 4 * _TOKENS) * (head_dim + 8) * queries.itemsize
+        sinks = str(bool(window and sink)).lower()
+        name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}, {sinks}>"
+        shared = (
+            (_queries(head_dim, window, sink) + 4 * _TOKENS) * (head_dim + 8) * queries.itemsize
+        )
     else:
         name, shared = f"context_attention_float<{head_dim}>", 0
     kernel = launcher.kernel(PROGRAM, name, shared)
     kernel((items.shape[0], num_kv_heads), (_THREADS,), arguments, shared)
 
 
-def _queries(head_dim: int) -> int:
+def _queries(head_dim: int, window: int | None, sink: int) -> int:
     """Packed queries of an item."""
-    return 64 if head_dim > 128 else 128
+    return 64 if head_dim > 128 or (head_dim == 128 and window and sink) else 128

@@ -50,38 +50,52 @@ def plan_generation(
     num_multiprocessors: int,
     *,
     window: int | None = None,
+    sink: int = 0,
     stretch: int | None = None,
 ) -> GenerationPlan:
     """The items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
-    `window`: only the last `window` positions are seen. `stretch`: tokens of an item at most, a
-    multiple of STRETCH_UNIT; by default as many as fill the device. A row's result depends on the
-    stretch, by rounding: a fixed one makes it independent of the other rows.
+    `window`: only the last `window` positions are seen, and the first `sink`. `stretch`:
+    tokens of an item at most, a multiple of STRETCH_UNIT; by default as many as fill the device. A
+    row's result depends on the stretch, by rounding: a fixed one makes it independent of the other
+    rows.
     """
     last = kv_lengths.astype(np.int64)
     first = np.zeros_like(last) if window is None else np.maximum(last - window, 0)
+    first_sunk = np.minimum(sink, first)
     if stretch is None:
-        stretch = default_stretch(int((last - first).sum()), num_kv_heads, num_multiprocessors)
+        num_tokens = int((last - first + first_sunk).sum())
+        stretch = default_stretch(num_tokens, num_kv_heads, num_multiprocessors)
     if stretch <= 0 or stretch % STRETCH_UNIT:
         raise ValueError(f"stretch={stretch} is no multiple of {STRETCH_UNIT}")
+    rows, begins, ends = _pieces(first, last, stretch)
+    if first_sunk.any():  # what lies between is not read
+        sunk = _pieces(np.zeros_like(last), first_sunk, stretch)
+        rows, begins, ends = (
+            np.concatenate(both) for both in zip(sunk, (rows, begins, ends), strict=True)
+        )
+        order = np.argsort(rows, kind="stable")
+        rows, begins, ends = rows[order], begins[order], ends[order]
+    counts = np.bincount(rows, minlength=len(last))
+    partials = np.where(counts > 1, counts, 0)
+    starts = np.concatenate([[0], np.cumsum(partials)]).astype(np.int32)
+    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    own = np.where(counts[rows] > 1, starts[rows] + number, -1)
+    items = np.stack([rows, begins, ends, own], axis=1).astype(np.int32)
+    longest_first = np.argsort(items[:, 1] - items[:, 2], kind="stable")
+    return GenerationPlan(np.ascontiguousarray(items[longest_first]), starts)
+
+
+def _pieces(
+    first: npt.NDArray[np.int64], last: npt.NDArray[np.int64], stretch: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Row, first and last (excluded) position of each piece, cut at multiples of `stretch`."""
     begin = first // stretch
     counts = -(-last // stretch) - begin
     rows = np.repeat(np.arange(len(last)), counts)
     number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + begin[rows]
-    partials = np.where(counts > 1, counts, 0)
-    starts = np.concatenate([[0], np.cumsum(partials)]).astype(np.int32)
-    own = np.where(counts[rows] > 1, starts[rows] + number - begin[rows], -1)
-    items = np.stack(
-        [
-            rows,
-            np.maximum(first[rows], number * stretch),
-            np.minimum(last[rows], (number + 1) * stretch),
-            own,
-        ],
-        axis=1,
-    ).astype(np.int32)
-    longest_first = np.argsort(items[:, 1] - items[:, 2], kind="stable")
-    return GenerationPlan(np.ascontiguousarray(items[longest_first]), starts)
+    begins = np.maximum(first[rows], number * stretch)
+    return rows, begins, np.minimum(last[rows], (number + 1) * stretch)
 
 
 def default_stretch(num_tokens: int, num_kv_heads: int, num_multiprocessors: int) -> int:
@@ -94,5 +108,5 @@ def max_num_items(num_rows: int, num_kv_heads: int, num_multiprocessors: int) ->
     """So many items at most are there of so many rows, whatever their lengths."""
     if not num_rows:
         return 0
-    # a row's first and last items may be shorter than its share of the tokens
-    return max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads) + 2 * num_rows
+    # a row's first and last items may be shorter than its share of the tokens, the sink's too
+    return max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads) + 4 * num_rows

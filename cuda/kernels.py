@@ -87,9 +87,16 @@ class CudaKernels(Kernels):
         arrays: list[Ints] = []
         for window in shape.windows:
             context = plan_context(
-                num_new[:middle], kv_lengths[:middle], group, shape.head_dim, window=window
+                num_new[:middle],
+                kv_lengths[:middle],
+                group,
+                shape.head_dim,
+                window=window,
+                sink=shape.sink,
             )
-            generation = plan_generation(kv_lengths[middle:alive], *size, window=window)
+            generation = plan_generation(
+                kv_lengths[middle:alive], *size, window=window, sink=shape.sink
+            )
             if fixed:  # a token's queries are one item
                 num_single = len(num_new) - middle
                 generation = generation.padded(max_num_items(num_single, *size), num_single)
@@ -227,6 +234,7 @@ class CudaKernels(Kernels):
                 *(rows.row_starts, rows.kv_lengths, rows.slots, block_tables),
                 scale=scale,
                 window=window,
+                sink=sink,
             )
         if plan.generation is not None:
             rows = plan.generation
@@ -241,8 +249,7 @@ class CudaKernels(Kernels):
 
 def _covers(shape: AttentionShape) -> bool:
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
-    fits = shape.head_dim in cache_write.HEAD_DIMS and not rest and group <= MAX_GROUP
-    return fits and shape.sink == 0
+    return shape.head_dim in cache_write.HEAD_DIMS and not rest and group <= MAX_GROUP
 
 
 def _padded(items: Ints, num_items: int) -> Ints:

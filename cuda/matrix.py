@@ -18,12 +18,16 @@ from tqdm import tqdm
 
 from gptmanager.cuda import (
     activations,
+    adjustments,
+    beam_step,
     block_copy,
     cache_write,
     context_attention,
     generation_attention,
+    log_probs,
     norms,
     sampling,
+    token_masks,
 )
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
 from gptmanager.cuda.launch import NAMES, Program
@@ -35,7 +39,11 @@ PROGRAMS: tuple[Program, ...] = (
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
     context_attention.PROGRAM,
+    token_masks.PROGRAM,
+    adjustments.PROGRAM,
     sampling.PROGRAM,
+    log_probs.PROGRAM,
+    beam_step.PROGRAM,
 )
 _BATCH = 24  # kernels that one call of the compiler gets
 

@@ -3,26 +3,18 @@
 //
 // Nothing is sorted. A draw inverts the cumulative distribution over ascending ids; a token outside of
 // the nucleus is replaced by one of those that rank above it. The k-th best logit comes from the few
-// that reach the k-th best of the threads' own best ones.
-#include "numerics.cuh"
+// that reach the k-th best of the threads' own best ones, and what is drawn then from them alone: the
+// row is read once without drawing, twice with top-k, else twice and twice more for a draw of top-p.
+#include "choice.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, CANDIDATES = 4 * THREADS;
+constexpr int CANDIDATES = 4 * THREADS;
 
 // Blocks that run at the same time on a multiprocessor, as far as registers go.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int RESIDENT = 1;
 #else
 constexpr int RESIDENT = 2;
 #endif
-
-struct Params {  // PARAMS of sampling.py
-    unsigned long long seed;
-    long long top_k;  // 0: all
-    double top_p, min_p;
-    long long end_id, first_end;  // end_id is allowed from position first_end on
-    float temperature;
-    bool greedy;
-};
 
 // 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
 __device__ inline double uniform(unsigned long long seed, unsigned long long position, unsigned draw) {
@@ -37,15 +29,6 @@ __device__ inline double uniform(unsigned long long seed, unsigned long long pos
         k1 += 0xBB67AE85u;
     }
     return double(((unsigned long long)c0 << 32 | c1) >> 11) * 1.1102230246251565e-16;
-}
-
-// Integers in the order of the floats.
-__device__ inline unsigned to_key(float x) {
-    unsigned bits = __float_as_uint(x);
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-__device__ inline float from_key(unsigned key) {
-    return __uint_as_float(key >> 31 ? key & 0x7FFFFFFFu : ~key);
 }
 
 struct Token {
@@ -114,53 +97,74 @@ __device__ inline double block_sums(double (&sums)[WARPS], double x) {
     return total;
 }
 
-// The largest key that at least k of what `count(key)` counts in the block reach.
-template <class F> __device__ unsigned kth_key(long long k, F count) {
-    unsigned key = 0;
-    for (unsigned bit = 1u << 31; bit; bit >>= 1) {
-        if (count(key | bit) >= k) key |= bit;
-    }
-    return key;
-}
+// Tokens of a row that are looked at apart from it.
+struct Few {
+    float logits[CANDIDATES];
+    int ids[CANDIDATES];
+};
 
-// The k-th best of the logits divided by the temperature.
+// The k-th best of the logits divided by the temperature. `found`: all that reach it and some more, in
+// any order, if `count` is at most CANDIDATES.
 template <int WIDTH>
-__device__ float kth_best(const Row<WIDTH>& row, long long k, float own_best, float temperature) {
-    __shared__ unsigned candidates[CANDIDATES];
-    __shared__ int num_candidates;
-    unsigned own = to_key(own_best), bound = 0;
+__device__ float kth_best(
+    const Row<WIDTH>& row, long long k, float own_best, float temperature, Few& found, int& count) {
+    __shared__ int num_found;
+    auto key_of = [&](float logit) { return to_key(__fdiv_rn(logit, temperature)); };
+    unsigned own = key_of(own_best), bound = 0;
     if (k <= THREADS)
         bound = kth_key(k, [&](unsigned key) { return __syncthreads_count(own >= key); });
-    if (threadIdx.x == 0) num_candidates = 0;
+    if (threadIdx.x == 0) num_found = 0;
     __syncthreads();
-    row.each([&](float logit, int) {
-        unsigned key = to_key(__fdiv_rn(logit, temperature));
-        if (key < bound) return;
-        int place = atomicAdd(&num_candidates, 1);
-        if (place < CANDIDATES) candidates[place] = key;
+    row.each([&](float logit, int id) {
+        if (id >= row.size || key_of(logit) < bound) return;
+        int place = atomicAdd(&num_found, 1);
+        if (place >= CANDIDATES) return;
+        found.logits[place] = logit;
+        found.ids[place] = id;
     });
     __syncthreads();
-    int count = num_candidates;
+    count = num_found;
     if (count <= CANDIDATES) {
         return from_key(kth_key(k, [&](unsigned key) {
             int reached = 0;
             for (int first = 0; first < count; first += THREADS) {
                 int i = first + threadIdx.x;
-                reached += __syncthreads_count(i < count && candidates[i] >= key);
+                reached += __syncthreads_count(i < count && key_of(found.logits[i]) >= key);
             }
             return reached;
         }));
     }
     return from_key(kth_key(k, [&](unsigned key) {  // a wide top-k, or very many ties
         int reached = 0;
-        row.each([&](float logit, int) { reached += to_key(__fdiv_rn(logit, temperature)) >= key; });
+        row.each([&](float logit, int) { reached += key_of(logit) >= key; });
         __syncthreads();
-        if (threadIdx.x == 0) num_candidates = 0;
+        if (threadIdx.x == 0) num_found = 0;
         __syncthreads();
-        atomicAdd(&num_candidates, reached);
+        atomicAdd(&num_found, reached);
         __syncthreads();
-        return num_candidates;
+        return num_found;
     }));
+}
+
+// Those of `found` that reach `kth`, by ascending id; returns how many.
+__device__ int keep(Few& kept, Few& found, int count, float kth, float temperature) {
+    constexpr int NONE = 0x7FFFFFFF;
+    int size = 0;
+    for (int first = 0; first < count; first += THREADS) {
+        int i = first + threadIdx.x;
+        bool reaches = i < count && __fdiv_rn(found.logits[i], temperature) >= kth;
+        if (i < count && !reaches) found.ids[i] = NONE;
+        size += __syncthreads_count(reaches);
+    }
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        int id = found.ids[i], below = 0;
+        if (id == NONE) continue;
+        for (int j = 0; j < count; j++) below += found.ids[j] < id;
+        kept.logits[below] = found.logits[i];
+        kept.ids[below] = id;
+    }
+    __syncthreads();
+    return size;
 }
 
 // The token at which the sum of the weights of a warp's stretch passes `rest`; all 32 lanes.
@@ -202,33 +206,13 @@ __device__ int find_in_stretch(const Row<WIDTH>& row, double rest, F weight) {
     return last;  // by rounding
 }
 
-// Grid: (rows).
+// A token of the row among those that rank above `limit`, drawn; `largest` is the best of the logits
+// divided by the temperature.
 template <int WIDTH>
-__global__ void __launch_bounds__(THREADS, RESIDENT) sample(
-    int* tokens,                 // [rows]
-    const float* logits,         // [rows, vocab_size]
-    const Params* params,        // [slots]
-    const int* slots,            // [rows]
-    const long long* positions,  // [rows]: of the token to be chosen
-    int vocab_size) {
+__device__ int draw_token(
+    const Row<WIDTH>& row, const Params& own, long long position, float largest, Token limit) {
     __shared__ double sums[WARPS];
     __shared__ int drawn;
-    Params own = params[slots[blockIdx.x]];
-    long long position = positions[blockIdx.x];
-    int forbidden = position < own.first_end ? int(own.end_id) : -1;
-    Row<WIDTH> row{logits + size_t(blockIdx.x) * vocab_size, vocab_size, forbidden};
-    Token best{-INFINITY, 0x7FFFFFFF};
-    row.each([&](float logit, int id) { best = better(best, {logit, id}); });
-    float own_best = best.logit;
-    best = block_best(best);
-    float largest = __fdiv_rn(best.logit, own.temperature);
-    if (own.greedy || !isfinite(largest)) {
-        if (threadIdx.x == 0) tokens[blockIdx.x] = best.id;
-        return;
-    }
-    Token limit{-INFINITY, vocab_size};  // only what ranks above it is drawn; top-k keeps ties
-    if (own.top_k > 0)
-        limit.logit = kth_best(row, own.top_k, __fdiv_rn(own_best, own.temperature), own.temperature);
     auto weigh = [&](float scaled) { return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f); };
     float floor = float(own.min_p);  // of a weight: the best token's is 1
     auto weight = [&](float logit, int id) {
@@ -268,7 +252,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
         bool done = own.top_p >= 1;
         if (!done) {
             float value[1];
-            Row<1>{row.logits, vocab_size, forbidden}.read(value, token);
+            Row<1>{row.logits, row.size, row.forbidden}.read(value, token);
             limit = {__fdiv_rn(value[0], own.temperature), token};
             double mass = 0, ties = 0;
             row.each([&](float logit, int id) {
@@ -286,9 +270,44 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
                 done = !outside();
             }
         }
-        if (done) {
-            if (threadIdx.x == 0) tokens[blockIdx.x] = token;
-            return;
+        if (done) return token;
+    }
+}
+
+// Grid: (rows).
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS, RESIDENT) sample(
+    int* tokens,                 // [rows]
+    const float* logits,         // [rows, vocab_size]
+    const Params* params,        // [slots]
+    const int* slots,            // [rows]
+    const long long* positions,  // [rows]: of the token to be chosen
+    int vocab_size) {
+    __shared__ Few found, kept;
+    Params own = params[slots[blockIdx.x]];
+    long long position = positions[blockIdx.x];
+    int forbidden = position < own.first_end ? int(own.end_id) : -1;
+    Row<WIDTH> row{logits + size_t(blockIdx.x) * vocab_size, vocab_size, forbidden};
+    Token best{-INFINITY, 0x7FFFFFFF};
+    row.each([&](float logit, int id) { best = better(best, {logit, id}); });
+    float own_best = best.logit;
+    best = block_best(best);
+    float largest = __fdiv_rn(best.logit, own.temperature);
+    if (own.greedy || !isfinite(largest)) {
+        if (threadIdx.x == 0) tokens[blockIdx.x] = best.id;
+        return;
+    }
+    Token limit{-INFINITY, vocab_size};  // only what ranks above it is drawn; top-k keeps ties
+    int token = -1;
+    if (own.top_k > 0) {
+        int count;
+        limit.logit = kth_best(row, own.top_k, own_best, own.temperature, found, count);
+        if (count <= CANDIDATES) {  // the row itself is not read again
+            int size = keep(kept, found, count, limit.logit, own.temperature);
+            Row<1> few{kept.logits, size, -1};
+            token = kept.ids[draw_token(few, own, position, largest, limit)];
         }
     }
+    if (token < 0) token = draw_token(row, own, position, largest, limit);
+    if (threadIdx.x == 0) tokens[blockIdx.x] = token;
 }

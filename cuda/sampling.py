@@ -10,7 +10,7 @@ from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, i
 from gptmanager.request import SamplingParams
 
 _THREADS = 512
-PARAMS = np.dtype(  # `Params` of the .cu
+PARAMS = np.dtype(  # `Params` of choice.cuh
     [
         ("seed", np.uint64),
         ("top_k", np.int64),  # 0: unlimited

@@ -25,7 +25,7 @@ from gptmanager.packed_rows import PackedRows, padded
 from gptmanager.sequence_tables import DeviceTables
 from gptmanager.staging import Staging
 from gptmanager.statistics import Memory
-from gptmanager.step import Schedule, StepResult
+from gptmanager.step import Extras, Schedule, StepResult
 from gptmanager.token_chooser import TorchStep
 
 _NUM_ARRIVALS = 4  # buffers for tokens: more than steps are under way
@@ -35,7 +35,8 @@ _NUM_ARRIVALS = 4  # buffers for tokens: more than steps are under way
 class _Arrival:
     """Tokens on their way to the host. `starts`: what started in their lines, when they left."""
 
-    memory: Tensor
+    tokens: Tensor
+    log_probs: Tensor | None
     copied: Event
     starts: np.ndarray
 
@@ -44,9 +45,9 @@ class DeviceExecutor(TorchExecutor):
     """Runs schedules on `stream`. `graph_sizes`: numbers of rows for which a generation step of a
     `PlanningModel` is recorded at the start; steps of so many rows at most run as a recording.
 
-    A step in which every row asks for a token only, from logits as the model gives them, is chosen
-    on the device, and nothing waits for it before `result`. Other steps bring their logits to the
-    host, behind logits post-processors, which work on the device's.
+    A step of single sequences is adjusted and chosen on the device, and nothing waits for it before
+    `result`. Steps with beams, guesses, logits post-processors, or logits that a host wants bring
+    their logits to the host, behind the processors, which work on the device's.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class DeviceExecutor(TorchExecutor):
         num_lines = num_slots * max_beam_width
         self._num_starts = np.zeros(num_lines, dtype=np.int64)
         self._arrivals = [
-            (stream.staging(4 * num_lines), stream.event()) for _ in range(_NUM_ARRIVALS)
+            (stream.staging(8 * num_lines), stream.event()) for _ in range(_NUM_ARRIVALS)
         ]
         self._turn = 0
         with stream:
@@ -234,40 +235,46 @@ class DeviceExecutor(TorchExecutor):
         self._device_tables.token_cells.index_copy_(0, sent["cells"], sent["tokens"])
 
     def _is_plain(self, step: TorchStep) -> bool:
-        return (
-            len(step.lines) == len(step.rows)
-            and not step.context_logits
-            and not self._chooser.sees(step)
-            and self._sampler.is_plain(step.lines)
-        )
+        """Its rows are single sequences, and nothing else is done with their logits."""
+        has_beams = self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows)
+        return not has_beams and not self._chooser.sees(step)
 
     def _enqueue_choice(self, step: TorchStep) -> None:
-        num_rows, device = len(step.lines), self._stream.device
-        sent = self._staging.upload(
+        tables, upload = self._device_tables, self._staging.upload
+        places = upload(
             {
                 "lines": step.lines.astype(np.int32),
                 "positions": step.positions,
-                "cells": self._device_tables.cells(step.lines, step.positions),
+                "cells": tables.cells(step.lines, step.positions),
             }
         )
-        tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
-        upload = self._staging.upload
-        self._sampler.enqueue(step.logits, sent["lines"], sent["positions"], tokens, upload)
-        self._device_tables.token_cells.index_copy_(0, sent["cells"], tokens)
+        tokens, log_probs = self._sampler.enqueue(
+            step.logits, places, step.lines, tables.token_tensor, upload
+        )
+        tables.token_cells.index_copy_(0, places["cells"], tokens)
         memory, copied = self._arrivals[self._turn]
         self._turn = (self._turn + 1) % len(self._arrivals)
-        arriving = memory[: 4 * num_rows].view(torch.int32)
+        size = 4 * len(step.lines)
+        arriving = memory[:size].view(torch.int32)
         arriving.copy_(tokens, non_blocking=True)
+        values = None
+        if log_probs is not None:
+            values = memory[size : 2 * size].view(torch.float32)
+            values.copy_(log_probs, non_blocking=True)
         copied.record()
-        step.arrival = _Arrival(arriving, copied, self._num_starts[step.lines])
+        step.arrival = _Arrival(arriving, values, copied, self._num_starts[step.lines])
 
     def _receive(self, step: TorchStep) -> None:
         arrival, step.arrival = step.arrival, None
         if arrival is None:
             return
         arrival.copied.synchronize()
-        tokens = arrival.memory.numpy().copy()
+        tokens = arrival.tokens.numpy().copy()
         step.tokens = tokens[:, None]
+        values = arrival.log_probs
+        if values is not None or step.context_logits:
+            own_values = None if values is None else values.numpy().copy()[:, None]
+            step.extras = Extras(own_values, context_logits=step.context_logits)
         # another sequence may have started in a line meanwhile
         own = arrival.starts == self._num_starts[step.lines]
         own &= step.positions < self._tables.tokens.shape[1]

@@ -5,16 +5,25 @@ Reads only; every number comes from the objects that decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from gptmanager.active import ActiveRequest
 from gptmanager.admission import admit
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import GptManagerError, RequestError, response_text
 from gptmanager.loop import TokenLoop
-from gptmanager.request import LlmRequestState
+from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.scheduler import (
+    GuaranteedNoEvictScheduler,
+    MaxUtilizationScheduler,
+    SimpleScheduler,
+    StaticBatchScheduler,
+)
+from gptmanager.scheduler.start_headroom import StartHeadroom
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +48,13 @@ class AuditReport:
 class Explanation:
     """Why a request runs or waits. Counts in requests, blocks and tokens.
 
-    `reason`: "unknown", "preparing", "running", "batch_full", "kv_blocks", or "not_chosen".
-    `ahead`: waiting requests that stand before it. `needed_blocks`: until its end, beyond what it
-    holds. `reserved_blocks`: what running requests may still need.
+    `reason`: "unknown", "preparing", "running", "batch_full", "static_batch" (the batch before it
+    must end), "kv_blocks", "behind" (the waiting request `behind`, which stands before it, lacks
+    blocks, and nobody overtakes it), or "not_chosen". `ahead`: waiting requests that stand before
+    it. `needed_blocks`: until its end, beyond what it holds; under MAX_UTILIZATION for its next
+    step. `reserved_blocks`: what those before it may still need, running ones and others; under
+    MAX_UTILIZATION in their next step, and what must stay free for it and them to go on. Of a
+    request that waits behind another both are the other's.
     """
 
     request_id: int
@@ -55,6 +68,15 @@ class Explanation:
     free_blocks: int = 0
     reserved_blocks: int = 0
     pause_count: int = 0
+    behind: int | None = None
+
+
+class _Demand(NamedTuple):
+    """Blocks that a request waits for. `lacking`: the first waiting one that is short of them."""
+
+    needed: int
+    reserved: int
+    lacking: ActiveRequest | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +130,25 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")
     kv_cache = loop.allocator.kv_cache
     running = [other for other in loop.active if other.slot >= 0 and other is not request]
-    reserved = sum(kv_cache.get_remaining_blocks_to_completion(other) for other in running)
     waiting = [other for other in loop.active if other.slot < 0]
-    needed = kv_cache.get_remaining_blocks_to_completion(request)
-    free = kv_cache.get_num_free_blocks()
-    reason = _reason(request, len(running), loop.max_batch_size, needed, free - reserved)
     ahead = waiting.index(request) if request in waiting else 0
+    needed, reserved, lacking = _demand(loop, running, [*waiting[:ahead], request])
+    free = kv_cache.get_num_free_blocks()
+    reason = _reason(loop, request, len(running), lacking)
     processor = "" if request.processor is None else request.processor.name
     numbers = {
         "preparing": f"{request_id} waits until its logits post-processor {processor} is ready",
         "running": f"{request_id} runs: {request.num_tokens} of {request.length_limit} tokens",
         "batch_full": f"{request_id} waits: {len(running)} requests run, max_batch_size = "
         f"{loop.max_batch_size}",
-        "kv_blocks": f"{request_id} waits for KV cache blocks: it needs {needed}, {free} are free "
-        f"of which {reserved} are reserved by {len(running)} running requests, short by "
+        "static_batch": f"{request_id} waits until the batch has ended: {len(running)} requests "
+        "of it run",
+        "kv_blocks": f"{request_id} waits for KV cache blocks: it needs {needed}, {free} are free, "
+        f"{reserved} must stay free for {len(running)} running requests, short by "
         f"{needed - (free - reserved)}",
+        "behind": f"{request_id} waits behind request {lacking and lacking.request_id}, which "
+        f"waits for KV cache blocks: that needs {needed}, {free} are free, {reserved} must stay "
+        f"free for {len(running)} running requests",
         "not_chosen": f"{request_id} waits to be chosen: {needed} blocks needed, "
         f"{free - reserved} available; max_num_tokens = {loop.max_num_tokens}",
     }
@@ -142,27 +168,77 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
         free_blocks=free,
         reserved_blocks=reserved,
         pause_count=request.pause_count,
+        behind=lacking.request_id if lacking is not None and reason == "behind" else None,
     )
 
 
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
     """What admission says of a request, without admitting it."""
     kv_cache = loop.allocator.kv_cache
-    free, total = kv_cache.get_num_free_blocks(), kv_cache.get_max_resource_count()
     try:
         request = admit(inference_request, loop.limits, now=0.0)
     except RequestError as error:
+        total, free = kv_cache.get_max_resource_count(), kv_cache.get_num_free_blocks()
         return Fit(False, response_text(error), free_blocks=free, total_blocks=total)
-    return Fit(True, "", kv_cache.get_needed_resource_to_completion(request), free, total)
+    return Fit(
+        True,
+        "",
+        kv_cache.get_needed_resource_to_completion(request),
+        kv_cache.get_num_free_blocks(),
+        kv_cache.get_max_resource_count(),
+    )
+
+
+def _demand(
+    loop: TokenLoop, running: Sequence[ActiveRequest], waiting: Sequence[ActiveRequest]
+) -> _Demand:
+    """Of the last of `waiting`, or of the one before it that lets nobody pass.
+
+    As the capacity schedulers count: they take the waiting in order, up to the first misfit.
+    """
+    kv_cache, scheduler = loop.allocator.kv_cache, _capacity_scheduler(loop)
+    cost, headroom = kv_cache.get_remaining_blocks_to_completion, None
+    if isinstance(scheduler, MaxUtilizationScheduler):
+        lookahead = scheduler.two_step_lookahead
+        cost = partial(kv_cache.get_needed_blocks_one_step, two_step_lookahead=lookahead)
+        resume, steps = scheduler.resume_headroom_blocks, scheduler.start_headroom_steps
+        headroom = StartHeadroom(kv_cache, resume, steps)
+    elif not isinstance(scheduler, GuaranteedNoEvictScheduler):
+        waiting = waiting[-1:]  # who may overtake whom is the host's own scheduler's to say
+    taken: list[LlmRequest] = [*running]
+    kv_cache.start_scheduling()  # what a pass of the scheduler supposed is past
+    free, reserved, needed = kv_cache.get_num_free_blocks(), sum(map(cost, running)), 0
+    for request in waiting:
+        if request.state is LlmRequestState.PREPARING:
+            continue
+        needed, kept = cost(request), reserved
+        if headroom is not None and taken:
+            kept += headroom.blocks_beside(request, taken)
+        if needed > free - kept:
+            return _Demand(needed, kept, request)
+        if request is not waiting[-1]:
+            taken.append(request)
+            reserved += needed
+    return _Demand(needed, reserved, None)
+
+
+def _capacity_scheduler(loop: TokenLoop) -> object:
+    scheduler = loop.scheduler
+    return scheduler.capacity_scheduler if isinstance(scheduler, SimpleScheduler) else None
 
 
 def _reason(
-    request: ActiveRequest, running: int, max_batch_size: int, needed: int, available: int
+    loop: TokenLoop, request: ActiveRequest, num_running: int, lacking: ActiveRequest | None
 ) -> str:
     if request.state is LlmRequestState.PREPARING:
         return "preparing"
     if request.slot >= 0 or request.state >= LlmRequestState.GENERATION_IN_PROGRESS:
         return "running"
-    if running >= max_batch_size:
+    scheduler = _capacity_scheduler(loop)
+    if isinstance(scheduler, StaticBatchScheduler) and num_running:
+        return "static_batch"
+    if num_running >= getattr(scheduler, "max_num_requests", loop.max_batch_size):
         return "batch_full"
-    return "kv_blocks" if needed > available else "not_chosen"
+    if lacking is None:
+        return "not_chosen"
+    return "kv_blocks" if lacking is request else "behind"

@@ -5,9 +5,11 @@ Decides kernels, dtypes and memory by the device alone. Knows nothing of schedul
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.executor import TorchExecutor
 from gptmanager.generation_graphs import ladder
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions, Model, load_model
 from gptmanager.sizing import Room, Sizes, free_memory_bytes
@@ -89,7 +92,7 @@ class HostPlacement(Placement):
     ) -> TorchExecutor:
         return TorchExecutor(
             model,
-            _pool(model.spec, sizes, contiguous=sizes.contiguous),
+            _pool(KvPool, model.spec, sizes, contiguous=sizes.contiguous),
             max_seq_len=sizes.max_seq_len,
             attention_window=sizes.window,
             **options,
@@ -145,14 +148,15 @@ class DevicePlacement(Placement):
 
     def _pool(self, model: Model, sizes: Sizes) -> KvPool:
         where = {"dtype": self._dtype(model), "device": self.device}
-        return _pool(model.spec, sizes, token_major=True, **where)
+        make = functools.partial(DeviceKvPool, self._stream.launcher)
+        return _pool(make, model.spec, sizes, **where)
 
     def _dtype(self, model: Model) -> torch.dtype:
         return getattr(model.spec, "dtype", torch.float32)
 
 
-def _pool(spec: Dimensions, sizes: Sizes, **options: Any) -> KvPool:
-    return KvPool(
+def _pool(make: Callable[..., KvPool], spec: Dimensions, sizes: Sizes, **options: Any) -> KvPool:
+    return make(
         spec.num_layers,
         sizes.num_blocks,
         sizes.tokens_per_block,

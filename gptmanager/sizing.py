@@ -38,9 +38,8 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence.
-
-    `contiguous`: a block is as long as any sequence.
+    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence. `contiguous`:
+    a block is a whole sequence.
     """
 
     num_blocks: int
@@ -84,7 +83,8 @@ def size(
 ) -> Sizes:
     """Sizes for a model, by default on the CPU; ConfigError names the option that leaves no room.
 
-    V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence.
+    V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence that a batch can
+    have, or for as many as max_tokens and the memory allow.
     """
     max_seq_len = spec.max_position_embeddings
     if params.max_seq_len is not None:
@@ -189,7 +189,8 @@ def _num_blocks(
     tokens_per_block = config.tokens_per_block
     num_blocks = -(-max_tokens // tokens_per_block)
     if contiguous:
-        tokens_per_block, num_blocks = max_seq_len, max_tokens // max_seq_len
+        tokens_per_block = max_seq_len
+        num_blocks = min(max_tokens // max_seq_len, params.max_batch_size * max_beam_width)
         if not num_blocks:
             raise ConfigError(
                 f"KvCacheConfig.max_tokens = {max_tokens} is less than one sequence of "
@@ -277,7 +278,8 @@ def _log(sizes: Sizes, onboards: bool, block_bytes: int) -> None:
     logger.info("max KV cache blocks per sequence: %d", longest)
     logger.info("number of tokens per block: %d", size)
     logger.info(
-        "allocated %.2f GiB for %d tokens in the paged KV cache",
+        "allocated %.2f GiB for %d tokens in the %s KV cache",
         num_blocks * block_bytes / _GIB,
         num_blocks * size,
+        "contiguous" if sizes.contiguous else "paged",
     )

@@ -15,7 +15,11 @@ from gptmanager.cuda.streams import Event, Stream
 
 _ALIGNMENT = 16
 _NUM_BUFFERS = 4  # more than copies are under way when a host is ahead of its device by a step
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+_DTYPES = {
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+}
 
 
 class Layout:
@@ -45,7 +49,7 @@ class Staging:
         self._turn = 0
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """The arrays (int32 or int64) on the device, in memory of their own."""
+        """The arrays (of integers) on the device, in memory of their own."""
         layout = Layout(arrays)
         memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
         self.fill(memory, layout, arrays)

@@ -60,11 +60,6 @@ class Row(NamedTuple):
     beam_width: int = 1
     num_drafts: int = 0
 
-    @property
-    def first_new_position(self) -> int:
-        """Where the first token belongs that comes of the row."""
-        return self.position + self.num_tokens - self.num_drafts
-
 
 class SequenceStart(NamedTuple):
     """A sequence takes a slot: everything the executor must know of it from now on.

@@ -18,6 +18,7 @@ from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end
 from gptmanager.bench.dense_reference import compare, dense_logits, why_not
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import random_llama, read_checkpoint, uniform_requests
+from gptmanager.bench.pressure import Pressure
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.scale import CPU_SCALE
 from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
@@ -39,9 +40,12 @@ SMALL = replace(
     max_seq_len=150,
     copy_bytes=1 << 12,
     product_width=16,
+    pressure=Pressure(6, 5, 100, (3, 6), 512),
     saturated=((6, 4, 5),),
     kv_cache_tokens=2048,
 )
+# torch 2.11 throws into generators as Python 3.12 does not like it
+OF_TORCH = pytest.mark.filterwarnings("ignore:the .type, exc, tb. signature:DeprecationWarning")
 SKIPPED = {"status": "skipped", "note": "no time left"}
 
 
@@ -103,6 +107,19 @@ def test_the_peer(report):
     assert peer["ratio"] == pytest.approx(peer["gptmanager"] / peer["transformers"], rel=0.02)
 
 
+def test_policies_under_pressure(report):
+    pressure = report["pressure"]
+    no_evict, max_utilization = pressure["policies"].values()
+    assert list(pressure["policies"]) == ["guaranteed_no_evict", "max_utilization"]
+    assert no_evict["pauses"] == 0 and max_utilization["mean_batch"] > no_evict["mean_batch"]
+    speeds = (max_utilization["output_tokens_per_second"], no_evict["output_tokens_per_second"])
+    assert pressure["ratio"] == pytest.approx(speeds[0] / speeds[1], rel=0.01)
+    tokens = [
+        row["output_tokens_per_second"] * row["seconds"] for row in (no_evict, max_utilization)
+    ]
+    assert all(6 * 3 <= count <= 6 * 8 for count in tokens)  # none got 100
+
+
 def test_what_a_report_is_of(report):
     assert report["version"] == 1
     assert report["model"]["hidden_size"] == 32 and report["model"]["dtype"] == "float32"
@@ -114,7 +131,7 @@ def test_what_a_report_is_of(report):
 def test_the_table(report):
     lines = list(end_to_end_lines(report))
     blocks = [line[1:] for line in lines if line.startswith("\n")]
-    assert blocks == ["check", "steps", "load", "transformers", "saturated"]
+    assert blocks == ["check", "steps", "load", "transformers", "saturated", "pressure"]
     assert any(line.startswith("  right: logits differ") for line in lines)
     assert any(line.startswith("  3 x 24") for line in lines)
     assert any(line.startswith("  5, streaming") for line in lines)
@@ -144,7 +161,7 @@ def test_no_time_left(folder):
     options = EndToEndOptions("cpu", folder, SMALL, minutes=1)
     report = bench_end_to_end(options, on_part=a_minute_later, clock=lambda: now[0])
     skipped = [name for name in end_to_end.PARTS if report[name] == SKIPPED]
-    assert skipped == ["steps", "load", "transformers", "saturated"]
+    assert skipped == ["steps", "load", "transformers", "saturated", "pressure"]
     assert report["notes"] == [f"{name}: no time left, skipped" for name in skipped]
     assert "  skipped: no time left" in end_to_end_lines(report)
 
@@ -188,6 +205,7 @@ def test_a_peer_that_is_not_installed(folder, monkeypatch):
     assert report["notes"] == ["transformers: not installed: skipped"]
 
 
+@OF_TORCH
 def test_a_peer_that_takes_too_long(folder, monkeypatch):
     monkeypatch.setattr(end_to_end, "_PEER_LIMIT_S", 1e-9)
     report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
@@ -198,6 +216,7 @@ def test_a_peer_that_takes_too_long(folder, monkeypatch):
     assert any("at most this fast" in line for line in end_to_end_lines(report))
 
 
+@OF_TORCH
 def test_the_peer_stops_when_time_is_up():
     source = (TINY, random_llama(TINY, 0))
     peer = TransformersPeer(source, OptionalParams())

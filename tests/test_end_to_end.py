@@ -31,7 +31,15 @@ SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 
 
-def serve(source, requests, policy=NO_EVICT, max_tokens=2048, model_type=FUSED, **options):
+def serve(
+    source,
+    requests,
+    policy=NO_EVICT,
+    max_tokens=2048,
+    model_type=FUSED,
+    max_beam_width=1,
+    **options,
+):
     """Run all requests through a manager held to its contract; returns the recording."""
     host = RecordingCallbacks(requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
@@ -40,7 +48,7 @@ def serve(source, requests, policy=NO_EVICT, max_tokens=2048, model_type=FUSED, 
     with GptManager(
         source,
         model_type,
-        1,
+        max_beam_width,
         SchedulerConfig(policy),
         checker.get_inference_requests,
         checker.send_response,
@@ -182,32 +190,46 @@ def test_v1_runs_one_batch_after_the_other_and_counts_its_empty_slots(source):
         validator.validate(record)
 
 
-def test_v1_keeps_each_beam_of_a_sequence_in_one_piece(llama, source, alone, monkeypatch):
-    """`[max_batch_size * max_beam_width, 2, kv heads, max_seq_len, head dim]` a layer."""
-    pools = set()
-    forward = CheckpointModel.forward
+@pytest.mark.parametrize("width", [1, 3])
+def test_v1_rows_hold_what_transformers_caches(llama, width, monkeypatch):
+    """`[max_batch_size * max_beam_width, 2, kv heads, max_seq_len, head dim]`, a row a sequence."""
+    seen, forward = [], CheckpointModel.forward
 
-    def followed(self, batch, kv_pool):
-        pools.add(kv_pool)
-        return forward(self, batch, kv_pool)
+    def watched(self, batch, kv_pool):
+        logits = forward(self, batch, kv_pool)
+        for line, length in zip(batch.slots.tolist(), batch.kv_lengths.tolist(), strict=True):
+            tokens = batch.token_table[line, :length].clone()
+            (row,) = batch.block_tables[line].tolist()
+            layers = [kv_pool.contiguous(layer) for layer in range(self.spec.num_layers)]
+            assert layers[0].data_ptr() == kv_pool.keys.data_ptr()
+            shape = (
+                3 * width,
+                2,
+                self.spec.num_kv_heads,
+                max_positions(source),
+                self.spec.head_dim,
+            )
+            assert {tuple(layer.shape) for layer in layers} == {shape}
+            assert all(layer.is_contiguous() for layer in layers)
+            seen.append(
+                (line, row, tokens, [layer[row, :, :, :length].clone() for layer in layers])
+            )
+        return logits
 
-    monkeypatch.setattr(CheckpointModel, "forward", followed)
-    beams = InferenceRequest.from_tokens(99, [3, 1, 4], 9, beam_width=3)
-    host = RecordingCallbacks([beams, *mixed_requests()])
-    options = OptionalParams(max_batch_size=2, max_seq_len=80, deterministic=True)
-    keywords = host.keywords()
-    with GptManager(source, ModelType.V1, 3, optional_params=options, **keywords) as manager:
-        assert manager.wait_idle(60)
-    assert {i: host.output(i) for i in alone} == alone
-    config = llama.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    shape = (config.num_hidden_layers, 2 * 3, 2, config.num_key_value_heads, 80, head_dim)
-    (pool,) = pools
-    assert pool.sequences.shape == shape and pool.sequences.is_contiguous()
-    assert pool.nbytes == pool.sequences.nbytes
-    keys, values = pool.sequences.nan_to_num().unbind(2)
-    assert torch.equal(pool.keys.nan_to_num(), keys.mT)
-    assert torch.equal(pool.values.nan_to_num(), values)
+    monkeypatch.setattr(CheckpointModel, "forward", watched)
+    source = checkpoint(llama)
+    requests = [
+        InferenceRequest.from_tokens(i, [5 + i] * (4 + i), 6, beam_width=width) for i in range(4)
+    ]
+    options = {"max_batch_size": 3, "max_beam_width": width, "max_tokens": None}
+    host = serve(source, requests, model_type=ModelType.V1, **options)
+    assert len(host.responses) == 4
+    for _, _, tokens, rows in seen:
+        with torch.no_grad():
+            cache = llama(tokens[None].long(), use_cache=True).past_key_values
+        for layer, row in zip(cache.layers, rows, strict=True):
+            torch.testing.assert_close(row, torch.stack((layer.keys[0], layer.values[0])))
+    assert {row for _, row, *_ in seen} == set(range(3 * width))
 
 
 def max_positions(source):

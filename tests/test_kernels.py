@@ -223,6 +223,30 @@ def test_attention_of_a_query_that_is_not_a_number_stays_its_own() -> None:
     assert torch.equal(got[[0, 2, 3]], expected[[0, 2, 3]])
 
 
+def contiguous(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same as views of one tensor `[P, 2, K, B, D]`."""
+    whole = torch.stack((keys.mT, values), dim=1)
+    return whole[:, 0].mT, whole[:, 1]
+
+
+@both_kernels
+@pytest.mark.parametrize(
+    "sizes",
+    [*SHAPES, Sizes(4, 2, 32, 300), Sizes(3, 1, 20, 301), Sizes(4, 2, 32, 320, window=100, sink=5)],
+    ids=str,
+)
+def test_attention_over_contiguous_keys_and_values(kernels: Kernels, sizes: Sizes) -> None:
+    pages = new_pages(sizes, ROWS)
+    pages.keys, pages.values = contiguous(pages.keys, pages.values)
+    close(pages.attend_all(kernels), textbook_attention(pages))
+
+
+def test_one_long_block_gives_the_bits_of_many() -> None:
+    paged, whole = new_pages(Sizes(6, 2, 40, 64), ROWS), new_pages(Sizes(6, 2, 40, 333), ROWS)
+    whole.keys, whole.values = contiguous(whole.keys, whole.values)
+    assert torch.equal(whole.attend_all(CPU), paged.attend_all(CPU))
+
+
 # Rotation and KV write ---------------------------------------------------------------------------
 
 
@@ -495,42 +519,31 @@ def test_machine_code_of_other_sources_is_never_loaded(
     assert cpu._stamped(body).__qualname__ != first
 
 
-@pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_keys_and_values_of_one_tensor_give_the_same_bits(sizes: Sizes) -> None:
-    pages = new_pages(sizes, ROWS)
-    expected = pages.attend_all(CPU)
-    together = torch.stack((pages.keys.mT, pages.values), dim=1)
-    pages.keys, pages.values = together[:, 0].mT, together[:, 1]
-    assert not pages.keys.is_contiguous() and not pages.values.is_contiguous()
-    assert torch.equal(pages.attend_all(CPU), expected)
-
-
-@pytest.mark.parametrize("dim", [16, 20, 64])
-def test_keys_and_values_are_written_into_one_tensor(dim: int) -> None:
-    arguments = list(rope_arguments(Sizes(4, 2, dim, 16), dim, True, [(5, 40), (1, 20)]))
-    together = torch.stack((arguments[6].mT, arguments[7]), dim=1)
-    q = CPU.rope_and_write(*arguments)
-    apart = torch.stack((arguments[6].mT, arguments[7]), dim=1)
-    arguments[6], arguments[7] = together[:, 0].mT, together[:, 1]
-    assert torch.equal(CPU.rope_and_write(*arguments), q)
-    assert torch.equal(together.nan_to_num(), apart.nan_to_num())
-
-
 def test_memory_laid_out_otherwise_is_refused() -> None:
     pages = new_pages(SHAPES[0], ROWS)
-    pages.values = pages.values.mT.contiguous().mT
-    with pytest.raises(TypeError, match="contiguous torch.float32 values of a block, got"):
+    pages.keys = pages.keys.transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(TypeError, match="contiguous torch.float32 tensor, got a strided"):
         pages.attend_all(CPU)
     pages = new_pages(SHAPES[0], ROWS)
-    pages.keys = pages.keys.repeat_interleave(2, 0)[::2]
-    with pytest.raises(
-        TypeError, match="keys of a block, blocks .* apart, got torch.float32, strides"
-    ):
+    pages.keys = torch.stack((pages.keys, pages.keys), dim=1)[:, 0]
+    with pytest.raises(TypeError, match="equal strides"):
         pages.attend_all(CPU)
     pages = new_pages(SHAPES[0], ROWS)
     pages.block_tables = pages.block_tables.long()
     with pytest.raises(TypeError, match=r"contiguous torch.int32 .* got a contiguous torch.int64"):
         pages.attend_all(CPU)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_contiguous_keys_and_values_are_written_as_pages_are(norms: bool) -> None:
+    sizes = Sizes(4, 2, 20, 16)
+    arguments = [*rope_arguments(sizes, 16, norms, [(1, 1), (65, 65), (7, 200)])]
+    q = CPU.rope_and_write(*arguments)
+    others = [*arguments]
+    others[6:8] = contiguous(*(torch.full_like(pages, torch.nan) for pages in arguments[6:8]))
+    assert torch.equal(CPU.rope_and_write(*others), q)
+    for pages, written in zip(others[6:8], arguments[6:8], strict=True):
+        assert torch.equal(pages.nan_to_num(), written.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -73,12 +73,17 @@ cuda.block_copy         beginnings of blocks, copied
 cuda.generation_plan    how the work of generation attention is cut (no torch)
 cuda.generation_attention  attention of rows with one token, by a plan
 cuda.context_attention  attention of rows with several tokens
+cuda.token_masks        bits for tokens that may come, on rows of logits
+cuda.adjustments        bias, penalties and bans on rows of logits
 cuda.sampling           one token from each row of logits
+cuda.log_probs          log probabilities of given tokens
+cuda.beam_step          the best continuations of beams
 cuda.kernels            the override for CUDA: which kernel serves which op
 cuda.matrix             every kernel in every instantiation, compiled
 parallel                ranks and collectives
 
 memory.kv_pool          the tensors that blocks stand for
+memory.device_kv_pool   the same on a device, whose blocks a kernel copies
 memory.weights          tensors loaded by name into storage the executor owns
 memory.lora             adapters, cached
 memory
@@ -215,6 +220,7 @@ bench.kernels           the kernel benchmark
 bench.dense_reference   a Llama without a cache, whose logits are right
 bench.device_trace      how busy a GPU is
 bench.serving_parts     steps and loads of one manager
+bench.pressure          two policies on a KV cache that is too small
 bench.scale             how large the end-to-end benchmark is
 bench.end_to_end        the end-to-end benchmark
 bench.table             reports as tables

@@ -19,6 +19,7 @@ from gptmanager.callbacks import (
 from gptmanager.cuda import compiler, emulator
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.raw_kernel import _Session
+from gptmanager.decoding.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import SamplingParams
@@ -158,6 +159,85 @@ def test_a_recorded_launch_does_the_same_for_other_rows(monkeypatch):
         for one, other in zip(arguments, recorded[0][2], strict=True):
             if isinstance(one, torch.Tensor):
                 assert one.data_ptr() == other.data_ptr()
+
+
+# The kernel's buffers -----------------------------------------------------------------------------
+
+WRITES = """
+struct Params { int factor; };
+
+extern "C" __global__ void write_history(
+    float* logits, const int* rows, const int* slots, const Params* params, const int* lengths,
+    const int* prompt_lengths, const int* tokens, int max_seq_len, int vocab_size) {
+    const int length = lengths[blockIdx.x], slot = slots[blockIdx.x];
+    float* mine = logits + rows[blockIdx.x] * (long long)vocab_size;
+    for (int i = threadIdx.x; i < vocab_size; i += blockDim.x) {
+        if (i < length) mine[i] = params[slot].factor * tokens[slot * max_seq_len + i];
+        if (i == length) mine[i] = prompt_lengths[blockIdx.x];
+    }
+}
+"""
+WRITTEN = 12  # the vocabulary; more than there are tokens
+
+
+def write_history():
+    return RawKernelLogitsPostProcessor(
+        WRITES, "write_history", np.dtype([("factor", np.int32)], align=True), block=32
+    )
+
+
+def sequence(slot, prompt_len=2, **more):
+    start = SequenceStart(slot, (), prompt_len, SamplingParams(), **more)
+    return ProcessedSequence(start, RequestProcessor(None, "nobody"))
+
+
+def rows_of(logits, tokens, found):
+    """`found`: (row, line, length) of each; a step's `Rows`."""
+    index, lines, lengths = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    return Rows(
+        logits, index, [sequence(0)] * len(found), lines, lengths, tokens, torch.from_numpy(tokens)
+    )
+
+
+def written(tokens, line, length, factor, prompt_len=2):
+    history = [factor * token for token in tokens[line, :length].tolist()]
+    return [*history, prompt_len, *[0] * (WRITTEN - length - 1)]
+
+
+def test_a_launch_of_one_size_can_be_replayed_with_fewer_rows():
+    """As a CUDA graph would: the same kernel, grid and pointers, whatever they point to."""
+    captured = []
+    kernel = write_history()
+    session = kernel.open(4, torch.device("cpu"))
+    launch = session._launch
+
+    def capture(grid, block, arguments):
+        captured.append((grid, block, arguments))
+
+    tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
+    logits = torch.zeros(5, WRITTEN)  # the last row is nobody's
+    for line in range(4):
+        session.load(line, kernel.bind(factor=line + 1))
+    session.update(rows_of(logits, tokens, [(0, 1, 2)]), 4, spare_row=4)
+    session._launch = capture
+    session.launch(logits, torch.from_numpy(tokens), 4)
+    for found in (
+        [(0, 1, 2)],
+        [(3, 1, 3), (1, 2, 5), (0, 0, 1), (2, 3, 9)],
+        [(2, 2, 6), (0, 1, 4)],
+        [],
+        [(1, 3, 10)],
+    ):
+        logits.zero_()
+        session.update(rows_of(logits, tokens, found), 4, spare_row=4)
+        launch(*captured[0])
+        expected = np.zeros((4, WRITTEN))
+        for row, line, length in found:
+            expected[row] = written(tokens, line, length, line + 1)
+        np.testing.assert_array_equal(logits[:4], expected)
+
+
+# In managers --------------------------------------------------------------------------------------
 
 
 def test_one_kernel_for_all_requests_without_their_own():

@@ -28,7 +28,6 @@ from gptmanager import (
 )
 from gptmanager.assembly import Blueprint, build_loop
 from gptmanager.config_check import checked_optional_params
-from gptmanager.errors import ConfigError
 from gptmanager.executor import TorchExecutor
 from gptmanager.kernels import CpuKernels
 from gptmanager.memory import KvPool
@@ -52,17 +51,6 @@ CONFIG = {
 }
 FUSED, STATIC_BATCH = ModelType.INFLIGHT_FUSED_BATCHING, CapacitySchedulerPolicy.STATIC_BATCH
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-
-
-def is_accepted(**options):
-    try:
-        checked_optional_params(OptionalParams(**options))
-    except ConfigError:
-        return False
-    return True
-
-
-OVERLAP = is_accepted(enable_trt_overlap=True)
 
 
 @cache
@@ -188,7 +176,7 @@ def random_schedule(chance):
     tokens_per_block = chance.choice([2, 4, 4, 8])
     tight = -(-LONGEST // tokens_per_block)
     num_blocks = chance.choice([tight, tight + 2, 2 * tight, 4 * tight, 6 * tight])
-    ahead = chance.choice(["neither", "run_ahead", "overlap" if OVERLAP else "run_ahead"])
+    ahead = chance.choice(["neither", "run_ahead", "overlap"])
     # what is paused runs as one context again, unless it may run in chunks
     max_num_tokens = chance.randint(max(8, tokens_per_block), 40) if chunked else 48
     max_batch_size = chance.randint(1, 8)
@@ -337,9 +325,9 @@ AT_LEAST = {
     "CANCELLED": 10,
     "V1": 12,
     "INFLIGHT_BATCHING": 12,
+    "overlap": 20,
+    "second micro batches": 80,
 }
-if OVERLAP:
-    AT_LEAST |= {"overlap": 20, "second micro batches": 80}
 
 
 @pytest.mark.timeout(240)

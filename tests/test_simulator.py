@@ -20,9 +20,8 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
+from gptmanager import KvCacheConfig, ModelType, PromptLookup
 from gptmanager.assembly import Blueprint
-from gptmanager.config import PromptLookup
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
@@ -118,71 +117,60 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
     assert replay(recorded).divergence is None
 
 
-def simulated(recorded, path, arrivals="turns"):
-    """The schedules and ends of a recorded run, simulated as it was."""
+def searched():
+    return [request(i, 3 + i % 5, 5 + i, beam_width=1 + i % 3, end_id=i) for i in range(12)]
+
+
+def sampled_texts():
+    return [request(i, 3 + i, 9, num_return_sequences=1 + i % 3, temperature=1.0) for i in range(9)]
+
+
+def guessed():
+    guesses = [{"draft_input_ids": [next_token([4] * 9)] * 3}, {}]
+    return [request(i, 9 + i, 20 + i, **guesses[i % 2]) for i in range(9)]
+
+
+def next_of_five(history):
+    """Comes round, so that guesses are right; now and then it skips one."""
+    return (history[-1] + 1 + (len(history) % 13 == 0)) % 5
+
+
+def looked_up():
+    model = ScriptedModel(next_of_five, vocab_size=VOCAB_SIZE)
+    return {"speculative_decoding_config": PromptLookup(), "model": model}
+
+
+@pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
+@pytest.mark.parametrize(
+    ("requests", "options"),
+    [(searched, dict), (sampled_texts, dict), (guessed, looked_up), (guessed, dict)],
+    ids=["searched", "sampled", "looked up", "given"],
+)
+def test_beams_and_guesses_are_simulated_as_they_were_recorded(tmp_path, requests, options, policy):
+    recorded = record(tmp_path / "r.jsonl", ScheduledHost([requests()]), policy, **options())
+    schedules = [turn.schedule for turn in recorded.iterations if turn.schedule is not None]
+    rows = [row for schedule in schedules for row in schedule.sampling_rows]
+    assert any(row.beam_width > 1 or row.num_drafts for row in rows)
     blueprint = Blueprint.from_plain(recorded.header.blueprint)
-    load = RecordedLoad(recorded, arrivals)
-    simulate(blueprint, load, CostModel(), recorder=Recorder(path))
-    run = read_recording(path)
-    assert replay(run).divergence is None
-    return run
+    load = RecordedLoad(recorded, "at_once")
+    figures = simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
+    simulated = read_recording(tmp_path / "s.jsonl")
+    assert [turn.schedule for turn in simulated.iterations if turn.schedule] == schedules
+    assert figures.iterations == len(schedules)
+    ends = [end for turn in recorded.iterations for end in turn.ends]
+    assert [end for turn in simulated.iterations for end in turn.ends] == ends
+    assert replay(simulated).divergence is None
 
 
-def decided(run):
-    schedules = [turn.schedule for turn in run.iterations if turn.schedule]
-    return schedules, [end for turn in run.iterations for end in turn.ends]
+@pytest.mark.parametrize("by_name", [{"beam_width": 2}, {"num_return_sequences": 2}], ids=str)
+def test_beams_of_which_nothing_is_known_run_to_their_last_token(by_name):
+    class Wide(SyntheticLoad):
+        def request(self, number):
+            return request(number, 4, 6, **by_name)
 
-
-@pytest.mark.parametrize("batching", [{}, {"model_type": ModelType.V1}], ids=str)
-def test_beams_that_were_recorded_live_on_and_end_as_they_did(tmp_path, batching):
-    requests = [
-        request(i, 3 + i % 5, 12 + i, beam_width=1 + i % 3, end_id=i * 5 % VOCAB_SIZE)
-        for i in range(12)
-    ]
-    cache = KvCacheConfig(max_tokens=400)
-    host = ScheduledHost([requests[:7], requests[7:]])
-    recorded = record(tmp_path / "r.jsonl", host, kv_cache=cache, **batching)
-    assert {end.reason for end in decided(recorded)[1]} == {"END_ID", "LENGTH"}
-    assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
-
-
-def test_guesses_are_accepted_as_they_were_recorded(tmp_path):
-    def rounds(history):
-        return (history[-1] + (1 if len(history) % 11 else 3)) % 6
-
-    requests = [request(i, 4, 24, end_id=40 if i % 2 else i) for i in range(6)]
-    recorded = record(
-        tmp_path / "r.jsonl",
-        ScheduledHost([requests]),
-        speculative_decoding_config=PromptLookup(max_draft_tokens=3, max_ngram=1, min_ngram=1),
-        model=ScriptedModel(rounds, vocab_size=VOCAB_SIZE),
-    )
-    counts = [turn.result.num_tokens for turn in recorded.iterations if turn.result]
-    assert {1, 2, 3} <= set(np.concatenate([of for of in counts if of is not None]).tolist())
-    assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
-
-
-def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
-    host = ScheduledHost([[request(5, 12, 3), request(6, 12, 20)]])
-    path = tmp_path / "r.jsonl"
-    with GptManager(
-        ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        optional_params=OptionalParams(
-            max_seq_len=64,
-            recording_path=path,
-            kv_cache_config=KvCacheConfig(96, tokens_per_block=4, enable_block_reuse=True),
-        ),
-        **host.keywords(),
-    ) as manager:
-        assert manager.wait_idle(30)
-        manager.clear_cached()
-        host.submit(request(5, 12, 3))
-        manager.notify()
-        assert manager.wait_idle(30)
-    recorded = read_recording(path)
-    assert any(turn.intake.clears_cache for turn in recorded.iterations)
-    assert decided(simulated(recorded, tmp_path / "s.jsonl")) == decided(recorded)
+    blueprint = dataclasses.replace(hypothetical(Machine(), 64), max_beam_width=2)
+    figures = simulate(blueprint, Wide(3), COST)
+    assert (figures.requests, figures.failed, figures.iterations) == (3, 0, 6)
 
 
 def test_two_passes_cost_two_fixed_parts():

@@ -36,7 +36,21 @@ class Spec:
     head_dim: int = 8  # 256 bytes of float32 a token
 
 
-def sizes(window=None, *, sink=None, block=16, room=GIB, policy=None, beams=1, **options):
+FUSED = ModelType.INFLIGHT_FUSED_BATCHING
+
+
+def sizes(
+    window=None,
+    *,
+    sink=None,
+    block=16,
+    room=GIB,
+    policy=None,
+    beams=1,
+    model_type=FUSED,
+    shared=True,
+    **options,
+):
     params = OptionalParams(
         kv_cache_config=KvCacheConfig(
             tokens_per_block=block, max_attention_window=window, sink_token_length=sink
@@ -45,7 +59,7 @@ def sizes(window=None, *, sink=None, block=16, room=GIB, policy=None, beams=1, *
     )
     scheduler = SchedulerConfig() if policy is None else SchedulerConfig(policy)
     params = checked_optional_params(params)
-    return size(params, scheduler, Spec(), max_beam_width=beams, room=Room(room))
+    return size(params, scheduler, Spec(), model_type, beams, Room(room, shared=shared))
 
 
 # The pool of a CPU by default ----------------------------------------------------------------
@@ -55,6 +69,16 @@ def test_without_a_window_there_is_room_for_whole_sequences():
     assert sizes().num_blocks == 4 * 1000 // 16
     assert sizes(max_seq_len=160).num_blocks == 4 * 10
     assert sizes(max_seq_len=160, beams=3).num_blocks == 4 * 3 * 10
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_v1_has_a_row_for_each_sequence_and_no_more(shared, caplog):
+    caplog.set_level(logging.INFO, "gptmanager")
+    v1 = sizes(model_type=ModelType.V1, max_seq_len=160, beams=3, shared=shared)
+    assert (v1.num_blocks, v1.tokens_per_block, v1.contiguous) == (4 * 3, 160, True)
+    assert "1920 tokens in the contiguous KV cache" in caplog.text
+    few = sizes(model_type=ModelType.V1, max_seq_len=160, beams=3, room=1 << 18, shared=shared)
+    assert few.num_blocks < 12
 
 
 @pytest.mark.parametrize(

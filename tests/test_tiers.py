@@ -148,9 +148,8 @@ def test_a_host_tier_needs_block_reuse():
         KvCacheManager(3, num_host_blocks=3)
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
-def test_a_pool_copies_between_its_tiers_in_order(contiguous):
-    pool = KvPool(2, 3, 4, 1, 2, num_host_blocks=2, contiguous=contiguous)
+def test_a_pool_copies_between_its_tiers_in_order():
+    pool = KvPool(2, 3, 4, 1, 2, num_host_blocks=2)
     pool.keys.copy_(torch.arange(pool.keys.numel()).reshape(pool.keys.shape))
     pool.values.copy_(-torch.arange(pool.values.numel()).reshape(pool.values.shape))
     keys, values = pool.keys.clone(), pool.values.clone()

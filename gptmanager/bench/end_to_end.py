@@ -31,6 +31,7 @@ from gptmanager.bench.load import (
     uniform_requests,
 )
 from gptmanager.bench.machine import find_gpu, header
+from gptmanager.bench.pressure import compare_policies
 from gptmanager.bench.roofline import Ceilings, ModelShape, measure_ceilings
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE, Scale
 from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
@@ -39,8 +40,9 @@ from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.config import KvCacheConfig, OptionalParams
 from gptmanager.errors import ConfigError
 
-PARTS = ("check", "steps", "load", "transformers", "saturated")
+PARTS = ("check", "steps", "load", "transformers", "saturated", "pressure")
 _ON_CPU = ("cpu", "emulator")
+_LONG = ("saturated", "pressure")
 _PEER_LIMIT_S = 60.0
 _STEP_GOALS_MS = {1: 4.2, 32: 5.4, 128: 9.0, 256: 15.5}
 _LOAD_GOAL, _PEER_GOAL = 9300, 3.0
@@ -124,7 +126,9 @@ class _Run:
         report["ceilings"] = self.ceilings.report()
         report["prepared_s"] = round(self.budget.used - started, 1)
         names = [name for name in PARTS if not self.options.only or name in self.options.only]
-        if not self.scale.saturated or (self.options.quick and not self.options.only):
+        if self.options.quick and not self.options.only:
+            names = [name for name in names if name not in _LONG]
+        if not self.scale.saturated:
             names = [name for name in names if name != "saturated"]
         parts: dict[str, Callable[[], Any]] = {
             "check": self.check,
@@ -132,6 +136,7 @@ class _Run:
             "load": self.load,
             "transformers": self.peer,
             "saturated": self.saturated,
+            "pressure": self.pressure,
         }
         with tqdm(names, unit="part", leave=False, disable=None) as bar:
             for name in bar:
@@ -228,6 +233,13 @@ class _Run:
             requests = uniform_requests(count, *lengths, self.config["vocab_size"])
             rows.append({"name": name, **time_load(stage, requests)})
         return rows
+
+    def pressure(self) -> dict[str, Any]:
+        """Each policy in a manager of its own."""
+        self.close()
+        params = self._params(self.scale.max_batch_size)
+        vocab_size = self.config["vocab_size"]
+        return compare_policies(self.source, params, self.scale.pressure, vocab_size)
 
     # What they stand on ----------------------------------------------------------------------
 

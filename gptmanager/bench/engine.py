@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import orjson
 
+from gptmanager.api import SendResponseCallback
 from gptmanager.bench.load import Request, Source
 from gptmanager.callbacks import RequestQueue
 from gptmanager.callbacks.generation import Generation
@@ -79,7 +80,8 @@ class IterationLog:
 class Session:
     """A manager with a queue in front of it, for one load after the other.
 
-    `log`: gets every iteration's statistics; without one they are not made.
+    `log`: gets every iteration's statistics; without one they are not made. `send`: makes the
+    SendResponse callback, of the queue whose own it calls.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Session:
         model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
         *,
         log: IterationLog | None = None,
+        send: Callable[[RequestQueue], SendResponseCallback] | None = None,
     ) -> None:
         self.queue = RequestQueue(max_pending=None)
         self._fetched_at = FetchTimes(self.queue.get_inference_requests)
@@ -99,7 +102,7 @@ class Session:
             1,
             scheduler or SchedulerConfig(),
             self._fetched_at,
-            self.queue.send_response,
+            self.queue.send_response if send is None else send(self.queue),
             self.queue.poll_stop_signal,
             log,
             params,

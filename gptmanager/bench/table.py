@@ -128,6 +128,7 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
         ("load", _load_lines),
         ("transformers", _peer_lines),
         ("saturated", _load_lines),
+        ("pressure", _pressure_lines),
     ):
         if name not in report:
             continue
@@ -207,6 +208,20 @@ def _peer_lines(part: Mapping[str, Any]) -> Iterator[str]:
     )
     if "note" in part:
         yield f"  transformers: {part['note']}"
+
+
+def _pressure_lines(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"  {part['requests']} requests that may get long and end early, "
+        f"KV cache of {part['kv_cache_tokens']:,} tokens"
+    )
+    rows: list[tuple[str, ...]] = [("  policy", "s", "out tok/s", "batch", "pauses", "")]
+    for name, row in part["policies"].items():
+        speed = f"{row['output_tokens_per_second']:,.0f}"
+        counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]))
+        rows.append((f"  {name}", f"{row['seconds']:.2f}", speed, *counts, ""))
+    yield from aligned(rows)
+    yield f"  max_utilization is {part['ratio']:.2f} times as fast  {_goal(part)}"
 
 
 def _goal(row: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""`DeviceSampler`: the `Sampler` with a second way for rows that a device can choose alone.
+"""`DeviceSampler`: the `Sampler` with a second way, on a device, that nothing waits for.
 
-Decides which rows those are, and keeps their parameters on the device. Knows nothing of steps.
+Keeps there what rows are adjusted and chosen by. Knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gptmanager.cuda import adjustments, log_probs, sampling
 from gptmanager.cuda.launch import Launcher
-from gptmanager.cuda.sampling import PARAMS, pack, sample
 from gptmanager.decoding.sampling import Ints, Sampler
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
@@ -21,7 +21,11 @@ Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 
 
 class DeviceSampler(Sampler):
-    """`enqueue` chooses on the device what `sample` would choose on the host."""
+    """`enqueue` chooses on the device what `sample` would choose on the host.
+
+    A record a slot on the device, as on the host; the lists of all slots (biases, bad words) lie
+    one behind the other, and travel anew when one of them changes.
+    """
 
     def __init__(
         self,
@@ -33,36 +37,101 @@ class DeviceSampler(Sampler):
     ) -> None:
         super().__init__(num_slots, vocab_size, histories)
         self._launcher = launcher
-        self._records = np.zeros(num_slots, dtype=PARAMS)
-        self._on_device = torch.zeros(
-            (num_slots, PARAMS.itemsize), dtype=torch.uint8, device=device
-        )
+        self._device = device
+        dtypes = {"choice": sampling.PARAMS, "adjustment": adjustments.PARAMS}
+        self._records = {name: np.zeros(num_slots, dtype) for name, dtype in dtypes.items()}
+        self._tables = {
+            name: torch.zeros((num_slots, dtype.itemsize), dtype=torch.uint8, device=device)
+            for name, dtype in dtypes.items()
+        }
+        self._wanted = np.zeros(num_slots, dtype=np.uint8)
+        self._wanted_table = torch.zeros(num_slots, dtype=torch.uint8, device=device)
+        self._device_lists: dict[int, npt.NDArray[np.int32]] = {}  # by slot, where there are any
+        self._list_table = torch.zeros(1, dtype=torch.int32, device=device)
+        self._lists_changed = False
         self._changed: set[int] = set()
+        # marks of tokens that a row has seen, all zero between steps
+        self._marks = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def load(
         self, slot: int, params: SamplingParams, orig_prompt_len: int, wanted: Wanted = NO_EXTRAS
     ) -> None:
         super().load(slot, params, orig_prompt_len, wanted)
-        self._records[slot] = pack(params, orig_prompt_len, self.vocab_size)
+        lists = adjustments.pack_lists(params)
+        if lists.size or slot in self._device_lists:
+            self._lists_changed = True
+            self._device_lists.pop(slot, None)
+        if lists.size:
+            self._device_lists[slot] = lists
+        records = self._records
+        records["choice"][slot] = sampling.pack(params, orig_prompt_len, self.vocab_size)
+        records["adjustment"][slot] = adjustments.pack(params, orig_prompt_len, self.vocab_size, 0)
+        self._wanted[slot] = log_probs.NOTHING
+        if wanted.log_probs:
+            self._wanted[slot] = log_probs.LOG_PROB if wanted.normalized else log_probs.LOGIT
         self._changed.add(slot)
 
-    def is_plain(self, slots: Ints) -> bool:
-        """None of these slots asks for more than its token, chosen of the logits as they are."""
-        params = self._params[slots]
-        return not (params["adjusts"] | params["log_probs"]).any()
-
     def enqueue(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, upload: Upload
-    ) -> None:
-        """Write the next tokens of S plain rows to `tokens` int32 `[S]`.
+        self,
+        logits: Tensor,
+        places: Mapping[str, Tensor],
+        slots: Ints,
+        histories: Tensor,
+        upload: Upload,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next tokens of S rows, int32 `[S]`, and log probabilities, float32 `[S]`, of meaning
+        where a slot wants them; None: nowhere.
 
-        `logits` float32 `[S, vocab_size]`, `slots` int32 and `positions` int64 `[S]`, all on the
-        device. Changed parameters travel by `upload`.
+        `logits` float32 `[S, vocab_size]` may be changed; `places`: "lines" int32 and "positions"
+        int64 `[S]`, all on the device, as `histories` int32 `[num_slots, length]`. `slots`: the
+        lines as the host knows them. What changed since the last call travels by `upload`.
         """
-        if self._changed:
-            slots_changed = np.fromiter(self._changed, dtype=np.int64)
-            words = self._records[slots_changed].view(np.int64).reshape(len(slots_changed), -1)
-            sent = upload({"slots": slots_changed, "words": words})
-            self._on_device.view(torch.int64).index_copy_(0, sent["slots"], sent["words"])
-            self._changed.clear()
-        sample(self._launcher, tokens, logits, self._on_device, slots, positions)
+        self._flush(upload)
+        lines, positions = places["lines"], places["positions"]
+        if self.adjusts(slots):
+            if self._marks.shape[0] < len(slots):
+                self._marks = self._marks.new_zeros(len(slots), self.vocab_size)
+            adjustments.adjust(
+                self._launcher,
+                *(logits, self._tables["adjustment"], self._list_table, histories, self._marks),
+                *(lines, positions),
+            )
+        tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        choice = self._tables["choice"]
+        sampling.sample(self._launcher, tokens, logits, choice, lines, positions)
+        if not self._wanted[slots].any():
+            return tokens, None
+        values = torch.zeros(len(slots), device=logits.device)
+        log_probs.log_probs(
+            self._launcher, values, logits, tokens, choice, self._wanted_table, lines
+        )
+        return tokens, values
+
+    def _flush(self, upload: Upload) -> None:
+        if not self._changed:
+            return
+        if self._lists_changed:
+            self._place_lists(upload)
+        changed = np.fromiter(self._changed, dtype=np.int64)
+        self._changed.clear()
+        words = {
+            name: records[changed].view(np.int64).reshape(len(changed), -1)
+            for name, records in self._records.items()
+        }
+        sent = upload({"slots": changed, "wanted": self._wanted[changed], **words})
+        for name, table in self._tables.items():
+            table.view(torch.int64).index_copy_(0, sent["slots"], sent[name])
+        self._wanted_table.index_copy_(0, sent["slots"], sent["wanted"])
+
+    def _place_lists(self, upload: Upload) -> None:
+        """All lists anew, and where those of each slot begin."""
+        start = 0
+        for slot, own in self._device_lists.items():
+            self._records["adjustment"]["lists"][slot] = start
+            self._changed.add(slot)
+            start += len(own)
+        if start:
+            self._list_table = upload({"lists": np.concatenate([*self._device_lists.values()])})[
+                "lists"
+            ]
+        self._lists_changed = False

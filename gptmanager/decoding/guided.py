@@ -186,48 +186,30 @@ class _Progress:
 
 
 class _Beams:
-    """Progress of the beams of one request, by what they have generated: they fork as they like.
+    """Progress of the beams of one request, by their texts: so they fork as they like.
 
-    None of a beam that is out of the grammar: it was kept without any probability.
+    A beam goes on from a copy of what its text was a step ago; after a pause, from the start.
     """
-
-    __slots__ = ("_last", "_length", "_now")
 
     def __init__(self) -> None:
         self._length = -1
-        self._last: dict[tuple[int, ...], _Progress | None] = {}
-        self._now: dict[tuple[int, ...], _Progress | None] = {}
+        self._last: dict[bytes, _Progress] = {}
+        self._now: dict[bytes, _Progress] = {}
 
     def follow(
-        self, start: Any, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
-    ) -> _Progress | None:
-        """The progress of one beam. `start`: the grammar's matcher, which is left as it is."""
-        text = tuple(generated.tolist())
-        if len(text) != self._length:
-            self._length = len(text)
+        self, bound: Grammar, generated: npt.NDArray[np.int32], end_ids: frozenset[int]
+    ) -> _Progress:
+        """Raises InvalidRequestError for a text that is not the grammar's."""
+        if len(generated) != self._length:
+            self._length = len(generated)
             self._last, self._now = self._now, {}
-        if text not in self._now:
-            self._now[text] = self._advanced(start, generated, text, end_ids)
-        return self._now[text]
-
-    def _advanced(
-        self,
-        start: Any,
-        generated: npt.NDArray[np.int32],
-        text: tuple[int, ...],
-        end_ids: frozenset[int],
-    ) -> _Progress | None:
-        """From where the text was a step ago; after a pause from its beginning."""
-        if text and text[:-1] in self._last:
-            parent = self._last[text[:-1]]
-            progress = None if parent is None else parent.copy()
-        else:
-            progress = _Progress(start.deep_copy())
-        try:
-            if progress is not None:
-                progress.follow(generated, end_ids)
-        except InvalidRequestError:
-            return None
+        text = generated.tobytes()
+        progress = self._now.get(text)
+        if progress is None:
+            before = self._last.get(text[: -generated.itemsize])
+            progress = _started(bound) if before is None else before.copy()
+            progress.follow(generated, end_ids)
+            self._now[text] = progress
         return progress
 
 
@@ -242,68 +224,106 @@ class _Session(RowSession):
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
+        self._address = 0  # of the masks: NumPy takes 3 us to tell
 
     def load(self, line: int, bound: Grammar) -> None:
         """All that a sequence needs goes with its request."""
 
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
+        masks = self._masks_for(rows)
+        progresses: list[_Progress | None] = []
+        lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
+        for place, sequence in enumerate(rows.sequences):
+            progress = None
+            try:
+                history = rows.tokens[lines[place], sequence.orig_prompt_len : lengths[place]]
+                progress = self._followed(sequence, history)
+                self._compute(masks, place, sequence.end_id, progress)
+            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
+                errors[place] = error
+                masks[place] = 0
+            progresses.append(progress)
+        if mask_logits(rows.logits, rows.index, masks) > len(errors):
+            self._find_empty(masks, progresses, errors)
+        for place in _dead_beams(errors, rows.sequences) if errors else ():
+            del errors[place]
+        return errors
+
+    def _masks_for(self, rows: Rows) -> Words:
+        """Room for a mask each; those before are overwritten."""
         count = len(rows.sequences)
         if len(self._masks) < count:  # the width is that of the manager's model, or the tokenizer's
             width = max(-(-rows.logits.shape[1] // 32), self._num_words)
             self._masks = np.zeros((count, width), dtype=np.int32)
-        masks = self._masks[:count]
-        for place, sequence in enumerate(rows.sequences):
-            try:
-                self._compute(masks[place], sequence, rows, place)
-            except BaseException as error:  # noqa: B036 - a panic of llguidance, too
-                errors[place] = error
-        mask_logits(rows.logits, rows.index, masks)
-        return errors
+            self._address = self._masks.ctypes.data
+        return self._masks[:count]
 
-    def _compute(self, mask: Words, sequence: ProcessedSequence, rows: Rows, place: int) -> None:
-        """The mask of one row; the tokenizer's words, and none behind them but for the end."""
-        progress = self._followed(sequence, rows, place)
-        if progress is None:
-            mask[:] = -1  # nothing comes of this beam, whatever is allowed
+    def _compute(self, masks: Words, place: int, end_id: int, progress: _Progress) -> None:
+        """The mask of one row; the tokenizer's words, and none behind them but for the end.
+
+        `end_id` may come where the text is complete, and nothing behind it.
+        """
+        width = masks.shape[1]
+        if width > self._num_words:
+            masks[place, self._num_words :] = 0
+        if progress.ended_at is not None:
+            masks[place] = 0
+            for token in self._end_ids if end_id < 0 else (end_id,):
+                _set_bit(masks[place], token, True)
             return
-        mask[self._num_words :] = 0
-        if progress.ended_at is None:
-            progress.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, self._num_words * 4)
-        self._set_end(mask, sequence.end_id, progress)
-        if not mask.any() and sequence.beam_width == 1:  # one of several just does not go on
-            fault = progress.matcher.get_error() or "the grammar permits no token here"
-            raise InvalidRequestError(fault)
+        address = self._address + place * width * 4
+        progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
+        if end_id >= 0 and end_id not in self._end_ids:
+            _set_bit(masks[place], end_id, progress.matcher.is_accepting())
 
-    def _followed(self, sequence: ProcessedSequence, rows: Rows, place: int) -> _Progress | None:
-        """How far the row's text has come; None: it is out of the grammar."""
-        request, start = sequence.request, sequence.orig_prompt_len
-        history = rows.tokens[rows.lines[place], start : rows.lengths[place]]
-        ends = self._end_ids | {sequence.end_id}
+    def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
+        kept, end_id = sequence.request.kept, sequence.end_id
+        ends = self._end_ids if end_id in self._end_ids else self._end_ids | {end_id}
         if sequence.beam_width > 1:
-            if request.kept is None:
-                request.kept = _Beams()
-            beams: _Beams = request.kept
-            return beams.follow(sequence.bound.compiled.result(), history, ends)
-        progress: _Progress | None = request.kept
-        if progress is None:
-            matcher = sequence.bound.compiled.result().deep_copy()
-            progress = request.kept = _Progress(matcher)
+            beams: _Beams = kept or _Beams()
+            sequence.request.kept = beams
+            return beams.follow(sequence.bound, history, ends)
+        progress: _Progress = kept or _started(sequence.bound)
+        sequence.request.kept = progress
         progress.follow(history, ends)
         return progress
 
-    def _set_end(self, mask: Words, end_id: int, progress: _Progress) -> None:
-        """The request's `end_id` may come where the text is complete, and nothing behind it."""
-        bits = mask.view(np.uint8)
-        if progress.ended_at is not None:
-            mask[:] = 0
-            for token in self._end_ids if end_id < 0 else (end_id,):
-                bits[token >> 3] |= 1 << (token & 7)
-        elif end_id >= 0 and end_id not in self._end_ids:
-            bit = 1 << (end_id & 7)
-            bits[end_id >> 3] &= 255 - bit
-            if progress.matcher.is_accepting():
-                bits[end_id >> 3] |= bit
+    def _find_empty(
+        self,
+        masks: Words,
+        progresses: Sequence[_Progress | None],
+        errors: dict[int, BaseException],
+    ) -> None:
+        """The rows in which nothing may come, though nothing has failed yet."""
+        for place in np.flatnonzero(~masks.any(axis=1)).tolist():
+            progress = progresses[place]
+            if place not in errors and progress is not None:
+                fault = progress.matcher.get_error() or "the grammar permits no token here"
+                errors[place] = InvalidRequestError(fault)
+
+
+def _set_bit(mask: Words, token: int, may_come: bool) -> None:
+    bits, bit = mask.view(np.uint8), 1 << (token & 7)
+    bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
+
+
+def _started(bound: Grammar) -> _Progress:
+    return _Progress(bound.compiled.result().deep_copy())
+
+
+def _dead_beams(
+    errors: Mapping[int, BaseException], sequences: Sequence[ProcessedSequence]
+) -> list[int]:
+    """Places where a search holds a beam of no probability, whose text may be anything.
+
+    A search pads its beams with such where the grammar permits too few texts.
+    """
+    return [
+        place
+        for place, error in errors.items()
+        if sequences[place].is_searched and isinstance(error, InvalidRequestError)
+    ]
 
 
 def _find_llguidance() -> Any:

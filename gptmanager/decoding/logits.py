@@ -121,8 +121,9 @@ class PostProcessing:
         bounds = range(logits.shape[0] + 1) if firsts is None else firsts.tolist()
         stream = ModelStream(logits.device)
         step = _Step(logits, bounds, lines, lengths, tokens, stream, {}, token_tensor)
-        heads = lines if len(bounds) == len(lines) + 1 else lines[list(bounds[:-1])]
-        slots = heads // self._max_beam_width
+        slots = lines if len(bounds) == len(lines) + 1 else lines[list(bounds[:-1])]
+        if self._max_beam_width > 1:
+            slots = slots // self._max_beam_width
         for index, slot in enumerate(slots.tolist()):
             sequence = self._sequences.get(slot)
             if sequence is not None and not sequence.has_ended:
@@ -185,14 +186,8 @@ class PostProcessing:
             step.forget_changes(index)
 
     def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
-        places = [(row, place) for row in members for place in step.places(row)]
-        sequences = [step.sequences[row] for row, _ in places]
-        index = np.array([place for _, place in places], dtype=np.int64)
-        lines, lengths = step.lines[index], step.lengths[index]
-        histories = step.token_tensor
-        if histories is None:
-            histories = torch.from_numpy(step.tokens)
-        rows = Rows(step.logits, index, sequences, lines, lengths, step.tokens, histories)
+        rows = step.rows(members)
+        sequences = rows.sequences
         errors: Errors = {}
         with self._guarded(sequences, shared):
             session = self._session(shared)
@@ -314,6 +309,22 @@ class _Step:
     stream: ModelStream
     sequences: dict[int, ProcessedSequence]
     token_tensor: Tensor | None
+
+    def rows(self, members: list[int]) -> Rows:
+        """All beams of the rows `members`, ascending."""
+        sequences = [self.sequences[row] for row in members]
+        places, lines, lengths = members, self.lines, self.lengths
+        if len(self.bounds) < len(lines) + 1:
+            pairs = [(row, place) for row in members for place in self.places(row)]
+            sequences = [self.sequences[row] for row, _ in pairs]
+            places = [place for _, place in pairs]
+        index = np.array(places, dtype=np.int64)
+        if len(places) < len(lines):
+            lines, lengths = lines[index], lengths[index]
+        histories = self.token_tensor
+        if histories is None:
+            histories = torch.from_numpy(self.tokens)
+        return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
     def view(self, index: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""

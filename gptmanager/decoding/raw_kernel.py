@@ -136,8 +136,8 @@ class BoundKernel(BoundProcessor):
 class _Session(RowSession):
     """Parameters by slot, and the numbers of a step's rows, in device memory that never moves.
 
-    A launch allocates nothing, reads nothing on the host and waits for nothing. It can be recorded
-    in a CUDA graph, and run again for as many other rows when their numbers have been written.
+    `launch` allocates nothing, reads nothing on the host and waits for nothing. It can be recorded
+    in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
     """
 
     def __init__(
@@ -156,18 +156,39 @@ class _Session(RowSession):
 
     def load(self, slot: int, bound: BoundKernel) -> None:
         raw = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
-        self._params[slot] = torch.from_numpy(raw.copy())
+        values = torch.from_numpy(raw.copy())
+        if self._params.is_cuda:  # torch uses it again only when the copy has run
+            values = values.pin_memory()
+        self._params[slot].copy_(values, non_blocking=True)
 
     def process(self, rows: Rows) -> Errors:
+        self.update(rows)
+        self.launch(rows.logits, rows.token_tensor, len(rows.sequences))
+        return {}
+
+    def update(self, rows: Rows, num_blocks: int | None = None, spare_row: int = 0) -> None:
+        """Write down what the next launch of `num_blocks` works on; None: as many as rows.
+
+        Blocks beyond the rows do what the first one does, to the logits' row `spare_row`, which
+        should be nobody's.
+        """
         prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
-        self._numbers.write(rows.index, rows.lines, rows.lengths, prompts)
+        numbers = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int64)
+        missing = 0 if num_blocks is None else num_blocks - len(prompts)
+        if missing > 0:
+            more = numbers[:, :1] if prompts else np.array([[0], [0], [1], [1]])
+            numbers = np.concatenate([numbers, more.repeat(missing, axis=1)], axis=1)
+            numbers[0, len(prompts) :] = spare_row
+        self._numbers.write(*numbers)
+
+    def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
+        """For the rows of the last `update`, with the tensors that it was for."""
         index, slots, lengths, prompt_lengths = self._numbers.on_device
         arguments = (
-            *(rows.logits, index, slots, self._params, lengths, prompt_lengths, rows.token_tensor),
-            *(np.int32(rows.token_tensor.shape[1]), np.int32(rows.logits.shape[1])),
+            *(logits, index, slots, self._params, lengths, prompt_lengths, tokens),
+            *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
         )
-        self._launch((len(rows.sequences),), (self._block,), arguments)
-        return {}
+        self._launch((num_blocks,), (self._block,), arguments)
 
 
 class _Numbers:

@@ -68,8 +68,8 @@ class ProcessedSequence:
     """
 
     __slots__ = (
-        "beam_width", "bound", "client_id", "end_id", "error", "history", "orig_prompt_len",
-        "request", "request_id", "shared",
+        "beam_width", "bound", "client_id", "end_id", "error", "history", "is_searched",
+        "orig_prompt_len", "request", "request_id", "shared",
     )  # fmt: skip
 
     def __init__(self, start: SequenceStart, request: RequestProcessor) -> None:
@@ -77,6 +77,7 @@ class ProcessedSequence:
         self.bound = request.post_processor
         self.shared = self.bound.owner if isinstance(self.bound, BoundProcessor) else self.bound
         self.beam_width = start.beam_width
+        self.is_searched = start.beam_width > 1 and not start.sampled
         self.orig_prompt_len = start.orig_prompt_len
         self.end_id = start.sampling.end_id
         self.client_id = start.client_id

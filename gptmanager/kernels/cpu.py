@@ -21,7 +21,7 @@ from numba import cfunc, types
 from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.paged_attention import AttentionTask, scratch_floats
+from gptmanager.kernels.paged_attention import AttentionTask, page_of, scratch_floats
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
@@ -75,37 +75,25 @@ def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _wide(tensor)
 
 
-def _layout(tensor: Tensor) -> str:
-    return f"{tensor.dtype}, strides {tensor.stride()}"
-
-
 def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
     """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`.
 
-    A block's keys and its values are each contiguous, the keys as they are or as `[K, B, D]`; blocks
-    may lie apart. TypeError for any other layout.
+    What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
+    apart, at equal distances for keys and values.
     """
-    _, num_kv_heads, head_dim, tokens_per_block = keys.shape
-    block, *inside = values.stride()
-    page = head_dim * tokens_per_block
-    if inside != [page, head_dim, 1] or values.dtype is not torch.float32:
-        raise TypeError(
-            f"expected contiguous torch.float32 values of a block, got {_layout(values)}"
-        )
-    layouts = [(block, page, tokens_per_block, 1), (block, page, 1, head_dim)]
-    if keys.stride() not in layouts or keys.dtype is not torch.float32:
-        raise TypeError(
-            f"expected contiguous torch.float32 keys of a block, blocks {block} apart, "
-            f"got {_layout(keys)}"
-        )
+    num_blocks, num_kv_heads, head_dim, tokens_per_block = keys.shape
+    strides = keys.stride(0), values.stride(0)
+    if num_blocks > 1 and strides[0] != strides[1]:
+        raise TypeError(f"keys and values of equal strides expected, got {strides}")
+    token_major = not keys[:1].is_contiguous()
     return {
-        "keys": keys.data_ptr(),
-        "values": values.data_ptr(),
-        "block_stride": block,
-        "token_major": keys.stride() != layouts[0],
+        "keys": _address(keys[:1].mT if token_major else keys[:1]),
+        "values": _address(values[:1]),
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "tokens_per_block": tokens_per_block,
+        "block_stride": strides[0],
+        "token_major": token_major,
     }
 
 
@@ -271,10 +259,14 @@ class CpuKernels(Kernels):
         num_tokens, num_heads, head_dim = q.shape
         wide, size = _wide(q), self._team.max_size
         result = wide.new_empty(num_tokens, num_heads * head_dim)
-        floats = scratch_floats(num_heads // keys.shape[1], head_dim, keys.shape[3])
+        pages = _pages(keys, values)
+        token_major = bool(pages["token_major"])
+        page_tokens = page_of(keys.shape[3], token_major, block_tables.shape[1])
+        floats = scratch_floats(num_heads // keys.shape[1], head_dim, page_tokens, token_major)
         scratch = wide.new_empty(size, floats)
         task = AttentionTask(
-            **_pages(keys, values),
+            **pages,
+            page_tokens=page_tokens,
             **_rows(row_starts, kv_lengths, slots, block_tables),
             num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
             q=_address(wide),

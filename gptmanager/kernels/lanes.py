@@ -174,28 +174,6 @@ def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -
             _call(builder, name, ir.VoidType(), value, pointer, align, mask)
 
 
-@word(nothing, long, long, long, long)
-def transpose(builder: Any, target: Any, target_stride: Any, source: Any, stride: Any) -> None:
-    """Sixteen rows of sixteen at `source` to the columns at `target`; strides in elements."""
-    starts = [ir.Constant(LONG, row) for row in range(LANES)]
-    rows = [
-        builder.load(at(builder, source, builder.mul(row, stride), VECTOR), align=4)
-        for row in starts
-    ]
-    width = LANES // 2
-    while width:  # rows that are `width` apart swap what lies off the diagonal
-        low = [i if not i & width else i - width + LANES for i in range(LANES)]
-        high = [i + width if not i & width else i + LANES for i in range(LANES)]
-        for row in (row for row in range(LANES) if not row & width):
-            pair = rows[row], rows[row + width]
-            rows[row] = builder.shuffle_vector(*pair, ir.Constant(INDICES, low))
-            rows[row + width] = builder.shuffle_vector(*pair, ir.Constant(INDICES, high))
-        width //= 2
-    for row, value in zip(starts, rows, strict=True):
-        pointer = at(builder, target, builder.mul(row, target_stride), VECTOR)
-        builder.store(value, pointer, align=4)
-
-
 @word(real, long, long)
 def get(builder: Any, address: Any, index: Any) -> Any:
     return builder.load(at(builder, address, index, FLOAT))

@@ -35,9 +35,8 @@ from gptmanager.kernels.lanes import (
     store_part,
     sum_lanes,
     task_at,
-    transpose,
 )
-from gptmanager.kernels.products import multiply
+from gptmanager.kernels.products import multiply, transpose
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 TILE_ROWS = 32
@@ -50,15 +49,14 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
 
-    `sink`: so many positions from 0 on are seen whatever the window. `block_stride`: elements from
-    a block to the next, of keys and of values. `token_major`: a page of keys is `[B, D]`, as one of
-    values is, and not `[D, B]`; what is computed with them is the same, bit for bit.
+    `sink`: so many positions from 0 on are seen whatever the window. `page_tokens`: see `page_of`.
+    `token_major`: the keys of a page are `[tokens, head_dim]`, and transposed as they are read.
     """
 
     _fields_ = task_fields(
         "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
-        " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major window sink"
-        " scratch scratch_bytes",
+        " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major page_tokens"
+        " window sink scratch scratch_bytes",
         "scale",
     )
 
@@ -76,15 +74,22 @@ def tile_tokens(group: int) -> int:
     return max(1, TILE_ROWS // group)
 
 
-def span_of(tokens_per_block: int) -> int:
-    """Positions of a span: whole blocks."""
-    return tokens_per_block * max(1, SPAN // tokens_per_block)
+def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
+    """Positions that are read as one page: a block, or a part of one whose keys may be cut."""
+    fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
+    return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
 
 
-def scratch_floats(group: int, head_dim: int, tokens_per_block: int) -> int:
+def span_of(page_tokens: int) -> int:
+    """Positions of a span: whole pages."""
+    return page_tokens * max(1, SPAN // page_tokens)
+
+
+def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: bool) -> int:
     """What `_areas` lays out."""
-    row = 2 * padded(head_dim) + LANES + padded(span_of(tokens_per_block)) + LANES + 3
-    return padded(tile_tokens(group) * group) * row + head_dim * SPAN
+    row = 2 * padded(head_dim) + LANES + padded(span_of(page_tokens)) + LANES + 3
+    keys = head_dim * padded(page_tokens) if token_major else 0
+    return padded(tile_tokens(group) * group) * row + keys
 
 
 _padded, _tile_tokens, _span_of = loop(padded), loop(tile_tokens), loop(span_of)
@@ -92,7 +97,9 @@ _padded, _tile_tokens, _span_of = loop(padded), loop(tile_tokens), loop(span_of)
 
 @loop
 def _areas(t: Any, scratch: int) -> tuple[int, ...]:
-    """Addresses of queries, outputs, lane sums and three numbers by row; scores; turned keys."""
+    """Addresses of queries, outputs and lane sums by row; three numbers for each row; scores; keys
+    that are transposed.
+    """
     group = t.num_heads // t.num_kv_heads
     room, wide = _padded(_tile_tokens(group) * group), _padded(t.head_dim)
     mixed = scratch + 4 * room * wide
@@ -100,7 +107,7 @@ def _areas(t: Any, scratch: int) -> tuple[int, ...]:
     highest = sums + 4 * room * LANES
     risen, shrink = highest + 4 * room, highest + 8 * room
     scores = shrink + 4 * room
-    turned = scores + 4 * room * (_padded(_span_of(t.tokens_per_block)) + LANES)
+    turned = scores + 4 * room * (_padded(_span_of(t.page_tokens)) + LANES)
     return scratch, mixed, sums, highest, risen, shrink, scores, turned
 
 
@@ -110,7 +117,7 @@ def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
 
     `until`: where the sink ends if the span is taken for it, 0 if it is taken for what follows.
     """
-    high = min(_span_of(t.tokens_per_block), position + 1 - at)
+    high = min(_span_of(t.page_tokens), position + 1 - at)
     if until:
         return 0, min(high, until - at)
     return (max(0, t.sink - at, position + 1 - t.window - at) if t.window else 0), high
@@ -148,9 +155,9 @@ def _softmax(
 ) -> None:
     """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
     compact()
-    _, mixed, sums, highest, risen, shrink, scores = areas[:7]
+    _, mixed, sums, highest, risen, shrink, scores, _ = areas
     group, wide = t.num_heads // t.num_kv_heads, _padded(t.head_dim)
-    stride = _padded(_span_of(t.tokens_per_block)) + LANES
+    stride = _padded(_span_of(t.page_tokens)) + LANES
     for row in range(rows):
         low, high = _seen(t, position + row // group, at, until)
         top = get(highest, row)
@@ -171,15 +178,33 @@ def _softmax(
 
 @loop
 def _page(t: Any, table: int, position: int, kv_head: int) -> int:
-    """Index of the first element of a page, the same for keys and values."""
-    block = get_int(table, position // t.tokens_per_block)
-    return int(block * t.block_stride + kv_head * t.head_dim * t.tokens_per_block)
+    """Index of the first element of the page from `position` on, the same for keys and values."""
+    size = t.tokens_per_block
+    place = get_int(table, position // size) * t.block_stride
+    return int(place + (kv_head * size + position % size) * t.head_dim)
+
+
+@loop
+def _transpose_keys(t: Any, turned: int, keys: int, num_tokens: int) -> None:
+    """Keys `[num_tokens, head_dim]` to `[head_dim, padded page_tokens]`."""
+    compact()
+    dim, stride = t.head_dim, _padded(t.page_tokens)
+    for token in range(0, num_tokens, LANES):
+        for d in range(0, dim, LANES):
+            tokens, height = min(LANES, num_tokens - token), min(LANES, dim - d)
+            source, target = keys + 4 * (token * dim + d), turned + 4 * (d * stride + token)
+            if tokens == LANES and height == LANES:
+                transpose(target, stride, source, dim)
+                continue
+            for i in range(tokens):
+                for j in range(height):
+                    put(target, j * stride + i, get(source, i * dim + j))
 
 
 @loop
 def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
     compact()
-    size = t.tokens_per_block
+    size = t.page_tokens
     for at in range(start, stop, size):
         page = _page(t, table, at, kv_head)
         if t.token_major:
@@ -194,43 +219,11 @@ def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> N
 @loop
 def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) -> None:
     compact()
-    size = t.tokens_per_block
+    size = t.page_tokens
     for at in range(start, stop, size):
         page = _page(t, table, at, kv_head)
         for index in range(0, min(size, stop - at) * t.head_dim, LANES):
             prefetch(t.values, page + index)
-
-
-@loop
-def _turn(turned: int, keys: int, columns: int, dim: int) -> None:
-    """Keys `[columns, dim]` to `[dim, SPAN]`."""
-    compact()
-    for column in range(0, columns, LANES):
-        for d in range(0, dim, LANES):
-            to, source = turned + 4 * (d * SPAN + column), keys + 4 * (column * dim + d)
-            if columns - column >= LANES and dim - d >= LANES:
-                transpose(to, SPAN, source, dim)
-            else:
-                for i in range(min(LANES, columns - column)):
-                    for j in range(min(LANES, dim - d)):
-                        put(to, j * SPAN + i, get(source, i * dim + j))
-
-
-@loop
-def _score(
-    t: Any, to: int, stride: int, queries: int, keys: int, turned: int, rows: int, columns: int
-) -> None:
-    """Products of queries with the keys of the first `columns` positions of a page."""
-    compact()
-    dim, wide = t.head_dim, _padded(t.head_dim)
-    if not t.token_major:
-        multiply(to, stride, queries, wide, keys, t.tokens_per_block, rows, columns, dim, False)
-        return
-    for column in range(0, columns, SPAN):
-        count = min(SPAN, columns - column)
-        _turn(turned, keys + 4 * column * dim, count, dim)
-        place = to + 4 * column
-        multiply(place, stride, queries, wide, turned, SPAN, rows, count, dim, False)
 
 
 @loop
@@ -276,7 +269,7 @@ def _mix(
     """What rows from `position` on see of the positions `seen_from` to `end`. `until`: `_seen`."""
     compact()
     queries, mixed, scores, turned = areas[0], areas[1], areas[6], areas[7]
-    dim, size, wide = t.head_dim, t.tokens_per_block, _padded(t.head_dim)
+    dim, size, wide = t.head_dim, t.page_tokens, _padded(t.head_dim)
     span = _span_of(size)
     stride = _padded(span) + LANES
     first = seen_from // size * size
@@ -288,7 +281,13 @@ def _mix(
         for here in range(start, stop, size):
             keys = t.keys + 4 * _page(t, table, here, kv_head)
             to, columns = scores + 4 * (here - at), min(size, _padded(stop - here))
-            _score(t, to, stride, queries, keys, turned, rows, columns)
+            if t.token_major:
+                in_block = t.tokens_per_block - here % t.tokens_per_block
+                _transpose_keys(t, turned, keys, min(columns, in_block))
+                right = _padded(size)
+                multiply(to, stride, queries, wide, turned, right, rows, columns, dim, False)
+            else:
+                multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
         _softmax(t, areas, rows, position, at, stop - at, until)
         if stop < end:
             _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)

@@ -13,6 +13,7 @@ from numba import types
 
 from gptmanager.kernels.lanes import (
     FLOAT,
+    INDICES,
     LANES,
     LONG,
     VECTOR,
@@ -135,3 +136,26 @@ def multiply(
                 else:
                     two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
         row += 4 if four else 2
+
+
+@word(nothing, long, long, long, long)
+def transpose(
+    builder: Any, target: Any, target_stride: Any, source: Any, source_stride: Any
+) -> None:
+    """16 x 16 floats; strides in elements."""
+
+    def row(start: Any, index: int, stride: Any) -> Any:
+        return at(builder, start, builder.mul(ir.Constant(LONG, index), stride), VECTOR)
+
+    rows = [builder.load(row(source, n, source_stride), align=4) for n in range(LANES)]
+    distance = LANES
+    while distance > 1:  # each round swaps two quarters of every square of 2 x distance
+        distance //= 2
+        low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
+        high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
+        for n in (n for n in range(LANES) if not n & distance):
+            pair = rows[n], rows[n + distance]
+            rows[n] = builder.shuffle_vector(*pair, ir.Constant(INDICES, low))
+            rows[n + distance] = builder.shuffle_vector(*pair, ir.Constant(INDICES, high))
+    for n, value in enumerate(rows):
+        builder.store(value, row(target, n, target_stride), align=4)

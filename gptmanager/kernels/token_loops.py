@@ -45,7 +45,7 @@ HALF_ROOT = np.float32(0.7071067811865476)
 class RopeTask(ctypes.Structure):
     """Addresses (0: none) and sizes; `q` has room for one more head for each token.
 
-    Pages as in `AttentionTask`.
+    `token_major`: the keys of a page lie as its values do.
     """
 
     _fields_ = task_fields(
@@ -118,12 +118,10 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
         key = source + 4 * (heads + kv_head) * dim
         value = key + 4 * kv_heads * dim
         page = block * t.block_stride + kv_head * dim * size
-        _turn_head(t, key, turned, t.k_norm, cos_sin)
         if t.token_major:
-            for d in range(0, dim, LANES):
-                item = load_part(turned, d, dim - d)
-                store_part(t.keys, page + offset * dim + d, item, dim - d)
+            _turn_head(t, key, t.keys + 4 * (page + offset * dim), t.k_norm, cos_sin)
         else:
+            _turn_head(t, key, turned, t.k_norm, cos_sin)
             for d in range(dim):
                 put(t.keys, page + d * size + offset, get(turned, d))
         for d in range(0, dim, LANES):

@@ -19,20 +19,19 @@ Words = npt.NDArray[np.int32]
 _NOTHING = np.float32(-np.inf)
 
 
-def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> None:
-    """-inf for each token that has no bit.
+def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
+    """-inf for each token that has no bit; how many masks have none at all.
 
     `logits` float32 `[S, vocab]`, changed in the rows `rows` `[n]`; `masks` int32 `[n, words]`.
     Tokens beyond the last word have no bit. On the CPU it is compiled by its first call, or loaded
     from Numba's cache.
     """
     if logits.device.type == "cpu":
-        _mask(logits.numpy(), rows, masks)
-    else:
-        mask_logits_reference(logits, rows, masks)
+        return int(_mask(logits.numpy(), rows, masks))
+    return mask_logits_reference(logits, rows, masks)
 
 
-def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> None:
+def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> int:
     """The same in torch, on any device."""
     words = torch.from_numpy(masks).to(logits.device)
     tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -40,13 +39,19 @@ def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> None:
     forbidden = (bits & 1 == 0) | (tokens >= 32 * words.shape[1])
     there = torch.from_numpy(rows).to(logits.device)
     logits[there] = logits[there].masked_fill(forbidden, -torch.inf)
+    return len(masks) - int(masks.any(axis=1).sum())
 
 
 @numba.njit(cache=True)
-def _mask(logits: Floats, rows: Ints, masks: Words) -> None:
+def _mask(logits: Floats, rows: Ints, masks: Words) -> int:
     vocab_size = logits.shape[1]
     whole = min(masks.shape[1], vocab_size // 32)
+    num_empty = 0
     for place in range(len(rows)):
+        some = np.int32(0)
+        for word in range(masks.shape[1]):
+            some |= masks[place, word]
+        num_empty += some == 0
         row = logits[rows[place]]
         for word in range(whole):
             bits = masks[place, word]
@@ -61,3 +66,4 @@ def _mask(logits: Floats, rows: Ints, masks: Words) -> None:
             word = token // 32
             if word >= masks.shape[1] or not masks[place, word] >> (token - word * 32) & 1:
                 row[token] = _NOTHING
+    return num_empty

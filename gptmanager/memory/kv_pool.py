@@ -18,11 +18,8 @@ class KvPool:
     that the scores of one query against a block run along contiguous memory.
     `values` `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
     On the CPU pages are float32 whatever the model's dtype. `token_major`: keys lie in memory as
-    values do, and `keys` shows them transposed; CUDA kernels read whole tokens.
-
-    `contiguous`: a block holds one whole sequence, and `sequences`
-    `[layers, blocks, 2, kv_heads, tokens, head_dim]` is all the memory there is: keys, then values
-    of each sequence, of which `keys` and `values` are views. Elsewhere `sequences` is None.
+    values do, and `keys` shows them transposed; CUDA kernels read whole tokens. `contiguous`: that,
+    and the values of a block right behind its keys, so that both are views of one tensor.
 
     `num_host_blocks` more lie in host memory, with the ids from `num_blocks` on: they are copied
     to and from, and never computed with.
@@ -55,16 +52,27 @@ class KvPool:
             tokens = torch.empty((*shape, tokens_per_block, head_dim), dtype=dtype, **where)
             return tokens.mT if is_keys else tokens
 
-        self.sequences: Tensor | None = None
+        self._whole: Tensor | None = None
         if contiguous:
             shape = (num_layers, num_blocks, 2, num_kv_heads, tokens_per_block, head_dim)
-            self.sequences = torch.empty(shape, dtype=dtype, device=device)
-            self.keys, self.values = self.sequences[:, :, 0].mT, self.sequences[:, :, 1]
+            self._whole = torch.empty(shape, dtype=dtype, device=device)
+            self.keys, self.values = self._whole[:, :, 0].mT, self._whole[:, :, 1]
         else:
             self.keys = pages(own, is_keys=True, device=device)
             self.values = pages(own, is_keys=False, device=device)
         self._host_keys = pages(host, is_keys=True, pin_memory=pinned)
         self._host_values = pages(host, is_keys=False, pin_memory=pinned)
+
+    def contiguous(self, layer: int) -> Tensor:
+        """`[blocks, 2, kv_heads, tokens_per_block, head_dim]`: keys, then values, of a layer.
+
+        The memory itself in a pool that was made `contiguous`, otherwise a copy. Under V1, where a
+        sequence has one block, this is `[sequences, 2, kv_heads, max_seq_len, head_dim]`, and the
+        row of a sequence is the only entry of its line in `Batch.block_tables`.
+        """
+        if self._whole is not None:
+            return self._whole[layer]
+        return torch.stack((self.keys[layer].mT, self.values[layer]), dim=1)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Carry out copies of the beginnings of blocks, one after the other."""

@@ -44,6 +44,11 @@ class StartHeadroom:
             return True
         return self._kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
 
+    def blocks_beside(self, request: LlmRequest, taken: RequestList) -> int:
+        """Blocks that must stay free when `request` starts beside `taken`."""
+        resume = self._resume_blocks if request.pause_count else 0
+        return max(resume, self._growth_of([*taken, request]) if self._steps else 0)
+
     def _growth_of(self, requests: RequestList) -> int:
         """Blocks that they take in the steps after this one, or until their ends."""
         steps, size = self._steps, self._kv_cache_manager.tokens_per_block

@@ -28,12 +28,11 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, turns of
-    the loop; `stops` alike, and `clears`: when cached blocks are forgotten.
+    the loop; `stops` alike.
     """
 
     arrivals: np.ndarray
     stops: Sequence[Stop]
-    clears: Sequence[float]
     by_turns: bool
 
     def request(self, number: int) -> InferenceRequest: ...
@@ -42,7 +41,7 @@ class Load(Protocol):
         """The tokens that the request generates; None: any, and none of them ends it."""
 
     def beams(self, number: int) -> Mapping[int, BeamCandidates]:
-        """By position, what its beam search may go on with; where it is unknown, nothing ends it."""
+        """By position: how the beams of the request go on there, as far as it is known."""
 
 
 @dataclass
@@ -58,7 +57,6 @@ class SyntheticLoad:
     rate: float | None = None
     seed: int = 0
     stops: Sequence[Stop] = ()
-    clears: Sequence[float] = ()
     by_turns: bool = False
     arrivals: np.ndarray = field(init=False, repr=False)
 
@@ -105,11 +103,10 @@ class RecordedLoad:
         self.by_turns = arrivals == "turns"
         self._requests: list[InferenceRequest] = []
         self._outputs: list[dict[int, int]] = []  # position -> token
-        self._beams: list[dict[int, BeamCandidates]] = []  # the same
+        self._beams: list[dict[int, BeamCandidates]] = []
         first = recording.iterations[0].intake.now
         times: list[float] = []
         stops: list[Stop] = []
-        clears: list[float] = []
         live: dict[int, int] = {}
         schedules: dict[int, Schedule] = {}
         for iteration in recording.iterations:
@@ -117,8 +114,6 @@ class RecordedLoad:
             when = float(iteration.index) if self.by_turns else intake.now - first
             if intake.stops and arrivals != "at_once":
                 stops.append((when, intake.stops))
-            if intake.clears_cache and arrivals != "at_once":
-                clears.append(when)
             self._take_requests(iteration, live)
             times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
             if iteration.schedule is not None:
@@ -128,7 +123,6 @@ class RecordedLoad:
                 self._take_tokens(schedule, iteration.result, live)
         self.arrivals = np.array(times)
         self.stops: Sequence[Stop] = stops
-        self.clears: Sequence[float] = clears
 
     def request(self, number: int) -> InferenceRequest:
         return self._requests[number]
@@ -162,8 +156,10 @@ class RecordedLoad:
             candidates = next(beams) if row.beam_width > 1 else None
             if row.request_id in live:
                 number = live[row.request_id]
-                output, start = self._outputs[number], row.first_new_position
+                output, start = self._outputs[number], row.position + row.num_tokens
+                start -= row.num_drafts
                 if candidates is not None:
                     self._beams[number].setdefault(start, candidates)
+                    continue
                 for offset, token in enumerate(tokens.tolist()):
                     output.setdefault(start + offset, token)

@@ -27,6 +27,8 @@ from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, Step
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
+_BEAM_TENSORS = frozenset(("beam_width", "num_return_sequences"))
+_NO_BEAMS: Mapping[int, BeamCandidates] = {}
 _NO_TOKEN = -2  # behind the end of a known output: no end_id, no part of a stop word
 
 
@@ -81,19 +83,18 @@ class SimulatedLoop(TokenLoop):
         self.on_finish(request)
 
 
-# tokens of each sampling row, and how many of a row count (None: all), as in StepResult
-Yield = tuple[np.ndarray, np.ndarray | None]
-
-
 class _Step:
     """A step under way, and when it will be done."""
 
     __slots__ = ("counts", "end", "schedule", "tokens")
 
-    def __init__(self, schedule: Schedule, end: float, yielded: Yield) -> None:
+    def __init__(
+        self, schedule: Schedule, end: float, tokens: np.ndarray, counts: np.ndarray | None
+    ) -> None:
         self.schedule = schedule
         self.end = end
-        self.tokens, self.counts = yielded
+        self.tokens = tokens
+        self.counts = counts
 
 
 class World:
@@ -109,15 +110,14 @@ class World:
         self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
-        self._next_stop = self._next_clear = 0
+        self._next_stop = 0
         self._turns = 0
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
         self._device_free_at = 0.0
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
-        self._searches: dict[int, Mapping[int, BeamCandidates]] = {}  # by id
-        self._has_beams = False
+        self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}  # by id: if sampled
         self._ready: list[int] = []
 
     @property
@@ -139,14 +139,9 @@ class World:
         while self._next_stop < len(load.stops) and load.stops[self._next_stop][0] <= clock:
             stops |= load.stops[self._next_stop][1]
             self._next_stop += 1
-        num_cleared = self._next_clear
-        while self._next_clear < len(load.clears) and load.clears[self._next_clear] <= clock:
-            self._next_clear += 1
         self._turns += 1
         ready, self._ready = tuple(self._ready), []
-        requests = tuple(map(self._arrive, range(first, self._next)))
-        clears_cache = self._next_clear > num_cleared
-        return Intake(self.now, requests, stops, ready, clears_cache=clears_cache)
+        return Intake(self.now, tuple(map(self._arrive, range(first, self._next))), stops, ready)
 
     def _advance(self, num_active: int) -> None:
         """With nothing under way time goes on: to the next arrival, or until the loop asks."""
@@ -167,14 +162,18 @@ class World:
     def _arrive(self, number: int) -> InferenceRequest:
         request = self._load.request(number)
         request_id = request.request_id
-        self._has_beams = self._has_beams or "beam_width" in request.tensors
+        if request_id not in self._beams and not _BEAM_TENSORS.isdisjoint(request.tensors):
+            known = self._load.beams(number)
+            sampled = "beam_width" not in request.tensors
+            if known:  # texts that are sampled have one candidate, the token that was drawn
+                sampled = len(next(iter(known.values())).tokens[0]) == 1
+            self._beams[request_id] = sampled, known
         when = self.now if self._load.by_turns else self._arrivals[number]
         self.tally.arrived(request_id, when)
         output = self._load.output(number)
         if output is not None and request_id not in self._outputs:
             prompt_len = int(np.size(request.tensors.get("input_ids", ())))
             self._outputs[request_id] = prompt_len, output
-            self._searches[request_id] = self._load.beams(number)
         return request
 
     def respond(
@@ -187,7 +186,7 @@ class World:
             self.tally.failed(request_id, was_duplicate=was_duplicate)
         if not was_duplicate:
             self._outputs.pop(request_id, None)
-            self._searches.pop(request_id, None)
+            self._beams.pop(request_id, None)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Nothing will be called, so it is ready."""
@@ -210,34 +209,41 @@ class World:
         self.tally.scheduled(schedule)
         begin = max(self.now, self._device_free_at)
         end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)
-        return _Step(schedule, end, self._tokens(schedule))
+        if schedule.drafts and self._outputs:
+            return _Step(schedule, end, *self._accepted(schedule))
+        return _Step(schedule, end, self._tokens(schedule), None)
 
-    def _tokens(self, schedule: Schedule) -> Yield:
+    def _tokens(self, schedule: Schedule) -> np.ndarray:
         if not self._outputs:
             rows = sum(row.samples for row in schedule.context_rows)
             rows += len(schedule.generation_rows)
             if rows > len(self._zeros):
                 self._zeros = np.zeros((rows, 1), dtype=np.int32)
-            return self._zeros[:rows], None
-        guesses = {drafts.slot: drafts.tokens for drafts in schedule.drafts}
+            return self._zeros[:rows]
         tokens = []
         for row in schedule.sampling_rows:
             prompt_len, output = self._outputs.get(row.request_id, (0, ()))
-            place = row.first_new_position - prompt_len
-            token = output[place] if 0 <= place < len(output) else _NO_TOKEN
-            tokens.append([token])
-            for guess in guesses.get(row.slot, ()) if row.num_drafts else ():
-                place += 1
-                if guess != token or place >= len(output):
-                    break
-                token = output[place]
-                tokens[-1].append(token)
-        counts = [len(row_tokens) for row_tokens in tokens]
-        width = max(counts, default=1)
-        table = np.full((len(tokens), width), _NO_TOKEN, dtype=np.int32)
-        for place, row_tokens in enumerate(tokens):
-            table[place, : len(row_tokens)] = row_tokens
-        return table, np.array(counts, dtype=np.int32) if schedule.drafts else None
+            place = row.position + row.num_tokens - prompt_len
+            tokens.append(output[place] if 0 <= place < len(output) else _NO_TOKEN)
+        return np.array(tokens, dtype=np.int32).reshape(-1, 1)
+
+    def _accepted(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and their numbers: a guess is right if the request generates it there."""
+        guesses = {draft.slot: draft.tokens for draft in schedule.drafts}
+        rows = schedule.sampling_rows
+        tokens = np.full((len(rows), 1 + max(map(len, guesses.values()))), _NO_TOKEN, np.int32)
+        counts = np.ones(len(rows), dtype=np.int32)
+        for place, row in enumerate(rows):
+            prompt_len, output = self._outputs.get(row.request_id, (0, ()))
+            first = row.position + row.num_tokens - row.num_drafts - prompt_len
+            if 0 <= first < len(output):
+                guessed = guesses[row.slot][: row.num_drafts] if row.num_drafts else ()
+                known = output[first : first + len(guessed) + 1]
+                pairs = enumerate(zip(guessed, known, strict=False))
+                right = next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(known)))
+                tokens[place, : len(known)] = known
+                counts[place] = right + 1
+        return tokens, counts
 
     def sample(self, step: _Step) -> None:
         """The tokens are given."""
@@ -245,18 +251,18 @@ class World:
     def result(self, step: _Step) -> StepResult:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
-        rows = step.schedule.sampling_rows if self._has_beams else ()
+        rows = step.schedule.sampling_rows if self._beams else ()
         beams = tuple(self._candidates(row) for row in rows if row.beam_width > 1)
-        return StepResult(step.tokens, self.now, step.counts, beams=beams)
+        return StepResult(step.tokens, self.now, step.counts, beams)
 
     def _candidates(self, row: Row) -> BeamCandidates:
-        known = self._searches.get(row.request_id, {}).get(row.first_new_position)
-        return _candidates(row.beam_width) if known is None else known
+        sampled, known = self._beams.get(row.request_id, (False, _NO_BEAMS))
+        position = row.position + row.num_tokens
+        return known.get(position) or _endless(row.beam_width, 1 if sampled else 2 * row.beam_width)
 
 
 @functools.cache
-def _candidates(beam_width: int) -> BeamCandidates:
-    """Continuations that never end a beam: a search that was not recorded runs to its last token."""
-    count = 2 * beam_width
+def _endless(beam_width: int, count: int) -> BeamCandidates:
+    """So many continuations of each beam that never end it: it runs to its last token."""
     tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
     return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)

@@ -53,7 +53,14 @@ class PagedRows:
             both.append(own.double())
         return both
 
-    def textbook(self, scale, window=None, softcap=0.0):
+    def lose_unseen_blocks(self, window, sink):
+        """Those in which no query of their row sees anything may be gone."""
+        for row, (new, length) in enumerate(self.rows):
+            gone = max(0, length - new + 1 - window) // self.tokens_per_block
+            kept = -(-sink // self.tokens_per_block)
+            self.block_tables[self.slots[row], kept:gone] = -1
+
+    def textbook(self, scale, window=None, sink=0, softcap=0.0):
         """`[T, H, D]` float64."""
         results = []
         for row, (new, length) in enumerate(self.rows):
@@ -69,7 +76,7 @@ class PagedRows:
             seen = torch.arange(length)
             hidden = seen > at
             if window is not None:
-                hidden |= seen <= at - window
+                hidden |= (seen <= at - window) & (seen >= sink)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
             results.append(torch.einsum("hqk,khd->qhd", weights, values))
         return torch.cat(results)

@@ -13,10 +13,12 @@ ROWS = [(65, 65), (7, 90), (1, 33), (0, 5), (64, 128)]
 ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def attend(machine, rows, *, scale=0.09, window=None, softcap=0.0):
+def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0):
     num_new = np.array([new for new, _ in rows.rows], dtype=np.int32)
     group = rows.heads // rows.kv_heads
-    items = plan_context(num_new, rows.kv_lengths.numpy(), group, rows.head_dim, window=window)
+    items = plan_context(
+        num_new, rows.kv_lengths.numpy(), group, rows.head_dim, window=window, sink=sink
+    )
     out = machine.empty(rows.queries.shape, rows.dtype)
     given = (rows.queries, rows.keys, rows.values, torch.from_numpy(items))
     tables = (rows.row_starts, rows.kv_lengths, rows.slots, rows.block_tables)
@@ -26,6 +28,7 @@ def attend(machine, rows, *, scale=0.09, window=None, softcap=0.0):
         *map(machine.tensor, (*given, *tables)),
         scale=scale,
         window=window,
+        sink=sink,
         softcap=softcap,
     )
     return out.cpu()
@@ -63,14 +66,19 @@ def test_blocks_of_any_size(machine, tokens_per_block):
     check(machine, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
 
 
+@pytest.mark.parametrize("sink", [0, 3, 70])
 @pytest.mark.parametrize("window", [1, 16, 70])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_windows(machine, window, dtype):
-    rows = PagedRows([(70, 70), (10, 150)], 2, 1, 64, 16, dtype)
-    for row, (new, length) in enumerate(rows.rows):  # whose earlier blocks may be gone
-        gone = max(0, length - new + 1 - window) // rows.tokens_per_block
-        rows.block_tables[rows.slots[row], :gone] = -1
-    check(machine, rows, window=window)
+def test_windows_and_sinks(machine, window, sink, dtype):
+    rows = PagedRows([(70, 70), (10, 250), (1, 200)], 2, 1, 64, 16, dtype)
+    rows.lose_unseen_blocks(window, sink)
+    check(machine, rows, window=window, sink=sink)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_sinks_with_heads_of_any_dimension(machine, head_dim):
+    rows = PagedRows([(90, 100)], 2, 1, head_dim)
+    check(machine, rows, window=20, sink=5)
 
 
 def test_softcap(machine):

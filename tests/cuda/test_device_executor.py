@@ -129,19 +129,37 @@ def sampled():
 
 
 def mixed():
-    """Rows that the device chooses alone beside others, in one batch."""
+    """Penalties, biases, bans, and all that may be asked for, in one batch."""
     return [
         from_tokens(1, prompt(1, 20), 9),
         from_tokens(2, prompt(2, 33), 9, repetition_penalty=1.4, frequency_penalty=0.3),
         from_tokens(3, prompt(3, 8), 9, temperature=0.7, random_seed=3, return_log_probs=True),
         from_tokens(4, prompt(4, 25), 9, bad_words_list=[[5], [6, 7]], embedding_bias=None),
         from_tokens(5, prompt(5, 17), 9, return_generation_logits=True),
+        from_tokens(7, [5, 6] * 9, 12, no_repeat_ngram_size=3, presence_penalty=0.5),
         from_tokens(6, prompt(6, 17), 9, return_context_logits=True, min_length=4, end_id=3),
     ]
 
 
+def adjusted():
+    """What the device does alone, by rows that come and go in the same slots."""
+    bias = {"embedding_bias": np.linspace(-3, 3, 96, dtype=np.float32)}
+    options = [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "return_log_probs": True},
+        {"bad_words_list": [[5], [6, 7], [12, 13, 14]], "temperature": 0.9, "random_seed": 4},
+        bias,
+        {"min_length": 6, "end_id": 3, "no_repeat_ngram_size": 2},
+        {"return_log_probs": True, "temperature": 1.5, "random_seed": 9, **bias},
+        {"presence_penalty": 0.7, "bad_words_list": [[i] for i in range(20, 60)]},
+        {},
+    ]
+    return [
+        from_tokens(i, prompt(i, 4 + 5 * (i % 7)), 4 + i % 8, **options[i % 7]) for i in range(21)
+    ]
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("requests", [several, sampled, mixed])
+@pytest.mark.parametrize("requests", [several, sampled, mixed, adjusted])
 def test_requests_of_all_kinds(device, requests, run_ahead):
     check_same(device, requests, run_ahead=run_ahead)
 
@@ -176,6 +194,12 @@ def test_schedules(device, options):
 )
 def test_families(device, config):
     check_same(device, several, config=config, run_ahead=1)
+
+
+def test_an_attention_window_with_a_sink(device):
+    window = {"max_attention_window": 24, "sink_token_length": 5}
+    cache = KvCacheConfig(max_tokens=400, tokens_per_block=16, **window)
+    check_same(device, several, cache=cache, run_ahead=1)
 
 
 def test_beams(device):
@@ -359,8 +383,13 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
     finals([from_tokens(i, prompt(i, 9), 5) for i in range(3)], device)
     assert replays == [4] * 4 and chosen == [3] * 5
     replays.clear()
+    chosen.clear()
     finals([from_tokens(1, prompt(1, 9), 5, repetition_penalty=1.5)], device)
-    assert replays == [1] * 4
+    assert replays == [1] * 4 and chosen == [1] * 5  # penalties, too
+    replays.clear()
+    chosen.clear()
+    finals([from_tokens(1, prompt(1, 9), 5, beam_width=2)], device, max_beam_width=2)
+    assert not chosen  # beams are searched on the host
 
 
 def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():

@@ -7,16 +7,16 @@ from kernel_values import DTYPES
 from paged_rows import PagedRows
 
 from gptmanager.cuda.generation_attention import HEAD_DIMS, generation_attention
-from gptmanager.cuda.generation_plan import plan_generation
+from gptmanager.cuda.generation_plan import max_num_items, plan_generation
 
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)
 # Weights are rounded to the dtype before they meet the values.
 ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def attend(machine, rows, *, scale=0.09, window=None, softcap=0.0, stretch=64, padding=0):
+def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stretch=64, padding=0):
     plan = plan_generation(
-        rows.kv_lengths.numpy(), rows.kv_heads, 4, window=window, stretch=stretch
+        rows.kv_lengths.numpy(), rows.kv_heads, 4, window=window, sink=sink, stretch=stretch
     )
     plan = plan.padded(len(plan.items) + padding, len(rows.rows))
     out = machine.empty(rows.queries.shape, rows.dtype)
@@ -36,7 +36,7 @@ def attend(machine, rows, *, scale=0.09, window=None, softcap=0.0, stretch=64, p
 
 def check(machine, rows, **options):
     got = attend(machine, rows, **options)
-    options = {name: options[name] for name in ("window", "softcap") if name in options}
+    options = {name: options[name] for name in ("window", "sink", "softcap") if name in options}
     expected = rows.textbook(0.09, **options)
     absolute = ABSOLUTE[rows.dtype]
     torch.testing.assert_close(got.double(), expected, rtol=absolute, atol=absolute)
@@ -68,14 +68,13 @@ def test_blocks_of_any_size(machine, tokens_per_block):
     check(machine, PagedRows(one_token_each(67, 5), 4, 2, 64, tokens_per_block))
 
 
+@pytest.mark.parametrize("sink", [0, 3, 70])
 @pytest.mark.parametrize("window", [1, 16, 40, 100])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_windows(machine, window, dtype):
-    rows = PagedRows(one_token_each(5, 64, 150), 4, 2, 64, 16, dtype)
-    for row, (_, length) in enumerate(rows.rows):  # whose earlier blocks may be gone
-        gone = max(0, length - window) // rows.tokens_per_block
-        rows.block_tables[rows.slots[row], :gone] = -1
-    check(machine, rows, window=window)
+def test_windows_and_sinks(machine, window, sink, dtype):
+    rows = PagedRows(one_token_each(5, 64, 250), 4, 2, 64, 16, dtype)
+    rows.lose_unseen_blocks(window, sink)
+    check(machine, rows, window=window, sink=sink)
 
 
 def test_softcap(machine):
@@ -121,6 +120,21 @@ def covered(plan, row):
     own = sorted((int(first), int(last)) for at, first, last, _ in plan.items if at == row)
     assert all(a[1] == b[0] for a, b in zip(own, own[1:], strict=False))
     return own[0][0], own[-1][1]
+
+
+@pytest.mark.parametrize("sink", [1, 100, 700])
+@pytest.mark.parametrize("window", [1, 100, 10_000])
+def test_a_plan_covers_the_sink_too(window, sink):
+    lengths = np.random.default_rng(0).integers(1, 2000, 40).astype(np.int32)
+    plan = plan_generation(lengths, 8, 132, window=window, sink=sink)
+    assert len(plan.items) <= max_num_items(40, 8, 132)
+    for row, length in enumerate(lengths.tolist()):
+        own = plan.items[plan.items[:, 0] == row]
+        seen = [at for _, first, last, _ in own for at in range(first, last)]
+        expected = [at for at in range(length) if at < sink or at >= length - window]
+        assert sorted(seen) == expected
+        parts = sorted(own[:, 3].tolist())
+        assert parts == ([-1] if len(own) == 1 else [*range(*plan.partial_starts[row : row + 2])])
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 10_000])

@@ -44,6 +44,7 @@ LLAMA = {**CONFIGS["llama"], **WIDE}
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 from_tokens = InferenceRequest.from_tokens
+pytestmark = pytest.mark.timeout(180)  # the emulator beside busy neighbors
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -207,12 +208,10 @@ def test_running_ahead_changes_no_token(device):
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_paused_requests_resume_where_they_were(device, run_ahead):
     def requests():  # that all may start, and cannot all end
-        return [
-            from_tokens(i, prompt(i, 10), 42, temperature=0.9, random_seed=i) for i in (1, 2, 3)
-        ]
+        return [from_tokens(i, prompt(i, 10), 42, temperature=0.9, random_seed=i) for i in (1, 2)]
 
     roomy = serve(device, requests(), run_ahead=run_ahead)
-    tight = serve(device, requests(), policy=MAX_UTILIZATION, max_tokens=112, run_ahead=run_ahead)
+    tight = serve(device, requests(), policy=MAX_UTILIZATION, max_tokens=96, run_ahead=run_ahead)
     assert roomy.num_pauses() == 0 < tight.num_pauses()
     assert tight.tokens() == roomy.tokens()
 

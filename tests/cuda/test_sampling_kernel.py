@@ -134,6 +134,22 @@ def test_more_candidates_than_fit(machine):
     check(machine, torch.zeros(4, 5000), drawing(4, top_k=7))
 
 
+def test_both_zeros_tie_with_the_last_of_top_k(machine):
+    logits = torch.full((1, 600), -3.0)
+    logits[:, 0], logits[:, 1:40:2], logits[:, 2:40:2] = 1.0, 0.0, -0.0
+    got = check(machine, logits.repeat(40, 1), drawing(40, top_k=2))
+    assert {token % 2 for token in got if token} == {0, 1}
+
+
+def test_an_end_that_top_k_may_not_choose(machine):
+    logits = rows(8, 700)
+    logits[:, 500] = 9.0
+    params = drawing(8, top_k=3, end_id=500, min_length=3)
+    assert 500 not in choose(machine, logits, params, np.full(8, 7))[0]
+    got, expected = choose(machine, logits, params, np.full(8, 8))
+    assert got == expected and 500 in got
+
+
 def test_ties_of_a_nucleus_rank_by_id(machine):
     assert max(check(machine, torch.zeros(20, 64), drawing(20, top_p=0.25))) == 15
 

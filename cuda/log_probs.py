@@ -1,0 +1,56 @@
+"""Log probabilities of chosen tokens: the log-softmax after adjustments and temperature."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gptmanager.cuda import sampling
+from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
+
+_THREADS = 512
+NOTHING, LOGIT, LOG_PROB = range(3)  # what a slot wants
+PROGRAM = Program("log_probs.cu", ("log_probs<4>", "log_probs<1>"))
+
+
+def log_probs(
+    launcher: Launcher,
+    values: Tensor,
+    logits: Tensor,
+    tokens: Tensor,
+    params: Tensor,
+    wanted: Tensor,
+    slots: Tensor,
+) -> None:
+    """Write to `values` `[S]` float32 what the slots of the rows want of `tokens` `[S]` int32.
+
+    `logits` `[S, V]` float32, adjusted; `params` `[slots, sampling.PARAMS.itemsize]` uint8: an
+    array of those, as bytes; `wanted` `[slots]` uint8: NOTHING leaves the row's value as it is,
+    LOGIT is the token's logit divided by the temperature, LOG_PROB logit - log(sum(exp(logits)))
+    of such logits. `slots` `[S]` int32, -1: nothing is wanted. One pass over the row.
+
+    A temperature of 0 counts as 1, NaN as -inf; where a logit is +inf, or all are -inf, the value
+    is 0 or -inf. ValueError for other tensors.
+    """
+    num_rows, vocab_size = logits.shape
+    check_tensors(
+        values=(values, (num_rows,), torch.float32),
+        logits=(logits, (num_rows, vocab_size), torch.float32),
+        tokens=(tokens, (num_rows,), torch.int32),
+        params=(params, (None, sampling.PARAMS.itemsize), torch.uint8),
+        wanted=(wanted, (len(params),), torch.uint8),
+        slots=(slots, (num_rows,), torch.int32),
+    )
+    if num_rows == 0:
+        return
+    name = "log_probs<4>" if vocab_size % 4 == 0 else "log_probs<1>"
+    arguments: tuple[Argument, ...] = (
+        values,
+        logits,
+        tokens,
+        params,
+        wanted,
+        slots,
+        *ints(vocab_size),
+    )
+    launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)

@@ -1,0 +1,56 @@
+"""`DeviceKvPool`: a `KvPool` on a device, whose blocks are copied by a kernel on its stream.
+
+Host blocks lie in pinned memory, which the kernel reads and writes where it is. Nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from gptmanager.cuda.block_copy import Copy, as_tensor, copy_blocks, rounds
+from gptmanager.cuda.launch import Launcher
+from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.memory.kv_pool import KvPool
+
+_VECTOR_BYTES = 16  # what the kernel copies at once
+
+
+class DeviceKvPool(KvPool):
+    """Pages as CUDA kernels read them: token-major."""
+
+    def __init__(self, launcher: Launcher, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, token_major=True, **options)
+        self._launcher = launcher
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Enqueue copies of the beginnings of blocks, as if one after the other."""
+        head_dim = self.values.shape[-1]
+        if head_dim * self.values.itemsize % _VECTOR_BYTES:
+            super().copy(copies)
+            return
+        for together in rounds(copies):
+            self._copy_together(together)
+
+    def _copy_together(self, copies: list[Copy]) -> None:
+        """Copies that do not depend on each other, by where they come from and go to."""
+        by_place: dict[tuple[bool, bool], list[Copy]] = {}
+        size = self.num_blocks
+        for source, destination, num_tokens in copies:
+            places = source >= size, destination >= size
+            own = source - size if places[0] else source
+            to = destination - size if places[1] else destination
+            by_place.setdefault(places, []).append((own, to, num_tokens))
+        for (from_host, to_host), own_copies in by_place.items():
+            numbers = as_tensor(own_copies, self.values.device)
+            both = zip(self._pages(from_host), self._pages(to_host), strict=True)
+            for from_pages, to_pages in both:
+                copy_blocks(self._launcher, to_pages, from_pages, numbers)
+
+    def _pages(self, on_host: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values `[layers, blocks, kv_heads, tokens_per_block, head_dim]`."""
+        if on_host:
+            return self._host_keys.mT, self._host_values
+        return self.keys.mT, self.values

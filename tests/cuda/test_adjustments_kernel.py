@@ -1,0 +1,118 @@
+"""The same bits as on the CPU, whose adjustments have a textbook of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_values import randn
+
+from gptmanager.cuda.adjustments import PARAMS, adjust, pack, pack_lists
+from gptmanager.decoding.sampling import Sampler
+from gptmanager.request import SamplingParams
+
+PROMPT_LENGTH = 6
+VOCAB = 53
+KINDS = [
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(presence_penalty=0.7),
+    SamplingParams(frequency_penalty=-0.3),
+    SamplingParams(repetition_penalty=0.8, presence_penalty=-0.1, frequency_penalty=0.17),
+    SamplingParams(bad_words=((7,), (), (1, 2), (3, 4, 5), (9, 9, 9, 9, 9, 9, 9, 8))),
+    SamplingParams(no_repeat_ngram_size=1),
+    SamplingParams(no_repeat_ngram_size=2),
+    SamplingParams(no_repeat_ngram_size=3),
+    SamplingParams(end_id=11, min_length=4),
+    SamplingParams(end_id=VOCAB, min_length=4),
+    SamplingParams(embedding_bias=((0, 5, 52), (1.5, -2.25, 0.1))),
+    SamplingParams(
+        embedding_bias=(tuple(range(VOCAB)), tuple(0.37 * i - 3 for i in range(VOCAB))),
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        bad_words=((2,), (0, 1)),
+        no_repeat_ngram_size=2,
+        end_id=0,
+        min_length=100,
+    ),
+]
+
+
+def run(machine, logits, params, histories, positions):
+    """By the kernel and by the CPU; a slot for each row, in reverse, whose last is idle."""
+    count, vocab_size = logits.shape
+    sampler = Sampler(count, vocab_size, histories)
+    lists, records = [np.zeros(1, np.int32)], []
+    for slot, own in enumerate(reversed(params)):
+        sampler.load(slot, own, PROMPT_LENGTH)
+        records.append(pack(own, PROMPT_LENGTH, vocab_size, sum(map(len, lists))))
+        lists.append(pack_lists(own))
+    table = np.array(records, dtype=PARAMS).view(np.uint8).reshape(count, -1)
+    slots = np.arange(count)[::-1].copy()
+    expected = logits.clone()
+    sampler.sample(expected, slots, positions)
+    slots = np.append(slots, -1).astype(np.int32)
+    positions = np.append(positions, 5)
+    got = machine.tensor(torch.cat([logits, logits[:1]]))
+    seen = machine.tensor(torch.zeros(count + 1, vocab_size, dtype=torch.int32))
+    arrays = table, np.concatenate(lists), histories
+    given = [machine.tensor(torch.from_numpy(array)) for array in arrays]
+    places = [machine.tensor(torch.from_numpy(array)) for array in (slots, positions)]
+    adjust(machine.launcher, got, *given, seen, *places)
+    assert not seen.any()
+    return got.cpu(), torch.cat([expected, logits[:1]])
+
+
+def check(machine, logits, params, histories, positions):
+    got, expected = run(machine, logits, params, histories, positions)
+    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+    return got
+
+
+def histories(count, length, num_tokens=VOCAB, seed=0):
+    return np.random.default_rng(seed).integers(0, num_tokens, (count, length), dtype=np.int32)
+
+
+@pytest.mark.parametrize("position", [0, 1, 5, 6, 7, 8, 40])
+def test_each_kind(machine, position):
+    texts = histories(len(KINDS), 40, num_tokens=10)
+    if position > 1:
+        texts[:, position - 2 : position] = 3, 4  # the beginning of a bad word
+    logits = randn(len(KINDS), VOCAB) * 3
+    check(machine, logits, KINDS, texts, np.full(len(KINDS), position))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 2000])
+def test_long_histories(machine, num_tokens):
+    texts = histories(5, 700, num_tokens)
+    params = [KINDS[4], KINDS[5], KINDS[7], KINDS[8], KINDS[12]]
+    logits = randn(5, 2000) * 3
+    changed = check(machine, logits, params, texts, np.array([700, 699, 513, 257, 256]))
+    assert not torch.equal(changed[:5], logits)
+
+
+def test_tokens_outside_of_the_vocabulary_are_passed_over(machine):
+    texts = histories(2, 20, num_tokens=90)
+    texts[:, 3] = -1
+    check(machine, randn(2, VOCAB), [KINDS[4], KINDS[6]], texts, np.array([20, 20]))
+
+
+def test_odd_logits(machine):
+    logits = randn(2, VOCAB)
+    logits[:, :3] = torch.tensor([-torch.inf, torch.inf, 0.0])
+    texts = histories(2, 20, num_tokens=4)
+    check(machine, logits, [KINDS[1], KINDS[4]], texts, np.array([20, 20]))
+
+
+def test_there_is_no_race(checked_machine):
+    texts = histories(len(KINDS), 300, num_tokens=9)
+    logits = randn(len(KINDS), VOCAB)
+    check(checked_machine, logits, KINDS, texts, np.full(len(KINDS), 300))
+
+
+def test_tensors_that_do_not_fit(machine):
+    logits, table = machine.empty((2, 8), torch.float32), machine.empty((1, 64), torch.uint8)
+    ids = machine.empty((2,), torch.int32)
+    texts, seen = machine.empty((1, 9), torch.int32), machine.empty((1, 8), torch.int32)
+    with pytest.raises(ValueError, match="seen has 1 rows, logits 2"):
+        adjust(machine.launcher, logits, table, ids, texts, seen, ids, ids.long())

@@ -1,0 +1,85 @@
+"""Log probabilities of given tokens against the CPU's `Sampler` and float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_values import close, randn
+
+from gptmanager.cuda import sampling
+from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
+from gptmanager.decoding.sampling import Sampler
+from gptmanager.request import SamplingParams, Wanted
+
+TEMPERATURES = (1.0, 0.0, 0.3, 1.7)
+UNTOUCHED = 123.0
+
+
+def run(machine, logits, tokens, temperatures, wanted):
+    """A slot for each row, in reverse."""
+    count, vocab_size = logits.shape
+    params = [SamplingParams(temperature=own) for own in reversed(temperatures)]
+    packed = [sampling.pack(own, 0, vocab_size) for own in params]
+    table = np.array(packed, dtype=sampling.PARAMS).view(np.uint8).reshape(count, -1)
+    slots = np.arange(count, dtype=np.int32)[::-1].copy()
+    given = [
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.from_numpy(table),
+        torch.tensor(wanted[::-1], dtype=torch.uint8),
+        torch.from_numpy(slots),
+    ]
+    values = machine.tensor(torch.full((count,), UNTOUCHED))
+    log_probs(machine.launcher, values, machine.tensor(logits), *map(machine.tensor, given))
+    return values.cpu()
+
+
+def textbook(logits, tokens, temperatures):
+    scales = torch.tensor([own or 1.0 for own in temperatures])
+    scores = (logits / scales[:, None]).double().log_softmax(1)
+    return scores[torch.arange(len(logits)), torch.tensor(tokens)]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 1003, 2048, 9000])
+def test_against_float64(machine, vocab_size):
+    logits = randn(4, vocab_size) * 5
+    tokens = [0, vocab_size - 1, vocab_size // 2, 0]
+    got = run(machine, logits, tokens, TEMPERATURES, [LOG_PROB] * 4)
+    close(got, textbook(logits, tokens, TEMPERATURES), absolute=1e-5)
+
+
+def test_what_slots_want(machine):
+    logits = randn(3, 40)
+    got = run(machine, logits, [3, 4, 5], [0.5] * 3, [NOTHING, LOGIT, LOG_PROB])
+    assert got[0] == UNTOUCHED
+    assert got[1] == logits[1, 4] / 0.5
+    close(got[2:], textbook(logits[2:], [5], [0.5]))
+
+
+def test_odd_logits_as_on_the_cpu(machine):
+    inf, nan = torch.inf, torch.nan
+    logits = torch.tensor(
+        [[-inf] * 4, [nan, 1.0, nan, 0.0], [0.0, inf, 3.0, inf], [-inf, -inf, 2.0, -inf], [nan] * 4]
+    )
+    temperatures = [1.0, 0.7, 1.0, 2.0, 1.0]
+    sampler = Sampler(5, 4)
+    for slot, temperature in enumerate(temperatures):
+        sampler.load(slot, SamplingParams(temperature=temperature), 0, Wanted(log_probs=True))
+    places, expected = np.arange(5), np.zeros(5, np.float32)
+    tokens = sampler.sample(logits.clone(), places, places, expected).tolist()
+    got = run(machine, logits, tokens, temperatures, [LOG_PROB] * 5)
+    close(got, torch.from_numpy(expected).double())
+
+
+def test_there_is_no_race(checked_machine):
+    logits = randn(2, 3000)
+    got = run(checked_machine, logits, [7, 8], [1.0, 0.5], [LOG_PROB] * 2)
+    close(got, textbook(logits, [7, 8], [1.0, 0.5]))
+
+
+def test_tensors_that_do_not_fit(machine):
+    with pytest.raises(ValueError, match=r"values is torch.float32 \[2\], expected .* \[1\]"):
+        run_with = machine.empty((2,), torch.float32), machine.empty((1, 8), torch.float32)
+        ids = machine.empty((1,), torch.int32)
+        table = machine.empty((1, 56), torch.uint8)
+        log_probs(machine.launcher, *run_with, ids, table, table[0, :1], ids)

@@ -1,0 +1,234 @@
+"""Guided decoding of several beams: each follows its own text, wherever the search takes it."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
+
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    GuidedDecoding,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.decoding.guided import Grammar
+from gptmanager.testing import ContractChecker, RecordingCallbacks
+
+MODEL = "examples/tiny_llama"
+LENGTH, CANCELLED = 3, 5
+PATTERN = r"[a-c]{2,5}-\d{1,3}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def guided():
+    return load_guided_decoding(MODEL)
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory):
+    """One token a byte, so that every text has one spelling."""
+    return save_text_checkpoint(tmp_path_factory.mktemp("bytes") / "model")
+
+
+@pytest.fixture(scope="module")
+def byte_guided():
+    return GuidedDecoding(byte_tokenizer(), [END_ID])
+
+
+def serve(requests, source=MODEL, max_tokens=80000, **options):
+    host = RecordingCallbacks(requests)
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    options = {"max_batch_size": 16, "exclude_input_in_output": True, **options}
+    with GptManager(
+        source,
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        8,
+        SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION),
+        checker.get_inference_requests,
+        checker.send_response,
+        optional_params=OptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=max_tokens, tokens_per_block=8), **options
+        ),
+    ) as manager:
+        assert manager.wait_idle(50)
+    checker.check(manager)
+    return host
+
+
+def asked(tokenizer, request_id, processor, max_new_tokens=300, **more):
+    more = {"end_id": 0, **more}
+    return InferenceRequest.from_tokens(
+        request_id,
+        tokenizer.encode("Tom had a red ball. ").ids,
+        max_new_tokens,
+        logits_post_processor=processor,
+        **more,
+    )
+
+
+def beams(host, request_id):
+    """Tokens and finish reason of each beam that there is."""
+    final = host.final(request_id)
+    assert not final.error, final.error
+    rows = final.tensors["output_ids"][0].tolist()
+    lengths = final.tensors["sequence_length"][0].tolist()
+    reasons = final.tensors["finish_reasons"][0].tolist()
+    found = zip(rows, lengths, reasons, strict=True)
+    return [(row[:length], reason) for row, length, reason in found if length]
+
+
+def texts(tokenizer, host, request_id):
+    """Those of beams that have ended by themselves."""
+    return [tokenizer.decode(row) for row, reason in beams(host, request_id) if reason == 1]
+
+
+@pytest.mark.parametrize("kind", ["beam_width", "num_return_sequences"])
+def test_every_beam_of_choices_and_patterns_is_one_of_them(guided, tokenizer, kind):
+    options = ["red", "reddish", "blue kite", 'say "yes"', "green"]
+    more = {"temperature": 2.0, "random_seed": 4} if kind != "beam_width" else {}
+    host = serve(
+        [
+            asked(tokenizer, 1, guided.choice(options), **{kind: 4}, **more),
+            asked(tokenizer, 2, guided.regex(PATTERN), **{kind: 8}, **more),
+            asked(tokenizer, 3, guided.choice(["red", "blue"]), 20, **{kind: 2}, end_id=-1, **more),
+        ]
+    )
+    chosen, matching = texts(tokenizer, host, 1), texts(tokenizer, host, 2)
+    assert len(chosen) == 4 and set(chosen) <= set(options)
+    assert len(matching) == 8 and all(re.fullmatch(PATTERN, text) for text in matching)
+    assert len(set(matching)) > 4
+    for row, reason in beams(host, 3):  # behind the end comes the tokenizer's end, to the last
+        assert len(row) == 20 and reason == LENGTH
+        assert tokenizer.decode(row) in ("red", "blue")
+
+
+def scores(source, prompt, options, len_penalty):
+    """By option: log probability, each token's among those that continue some option."""
+    tokenizer = byte_tokenizer()
+    written = [[*tokenizer.encode(option).ids, END_ID] for option in options]
+    requests = [
+        InferenceRequest.from_tokens(i, [*prompt, *row], 1, return_context_logits=True)
+        for i, row in enumerate(written)
+    ]
+    host = serve(requests, source)
+    found = []
+    for i, row in enumerate(written):
+        logits = host.final(i).tensors["context_logits"][0, len(prompt) - 1 :].double()
+        total = 0.0
+        for place, token in enumerate(row):
+            allowed = sorted({other[place] for other in written if other[:place] == row[:place]})
+            scored = torch.log_softmax(logits[place, allowed], dim=0)
+            total += scored[allowed.index(token)].item()
+        found.append((total / len(row) ** len_penalty, total, options[i]))
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("len_penalty", [0.0, 1.0, 2.0])
+def test_the_best_of_a_choice_are_found(bytes_model, byte_guided, len_penalty):
+    options = ["ab", "abc", "abd", "b", "bcdef", "cab", "ca", "xyz"]
+    tokenizer = byte_tokenizer()
+    expected = scores(bytes_model, [5, 6, 7], options, len_penalty)
+    more = {"end_id": END_ID, "len_penalty": len_penalty, "early_stopping": 2}
+    request = InferenceRequest.from_tokens(
+        1,
+        [5, 6, 7],
+        20,
+        beam_width=8,
+        return_log_probs=True,
+        logits_post_processor=byte_guided.choice(options),
+        **more,
+    )
+    narrow = InferenceRequest.from_tokens(
+        2,
+        [5, 6, 7],
+        20,
+        beam_width=8,
+        num_return_sequences=3,
+        logits_post_processor=byte_guided.choice(options),
+        **more,
+    )
+    host = serve([request, narrow], bytes_model)
+    best = [option for _, _, option in expected]
+    assert [tokenizer.decode(row) for row, _ in beams(host, 1)] == best
+    assert [tokenizer.decode(row) for row, _ in beams(host, 2)] == best[:3]
+    totals = host.final(1).tensors["cum_log_probs"][0].tolist()
+    np.testing.assert_allclose(totals, [total for _, total, _ in expected], rtol=1e-4, atol=1e-5)
+
+
+def test_a_search_with_nothing_left_to_find_is_over(guided, tokenizer):
+    """Of one text there is one beam; the others never were."""
+    host = serve([asked(tokenizer, 1, guided.choice(["red"]), 200, beam_width=4)])
+    assert texts(tokenizer, host, 1) == ["red"]
+    final = host.final(1).tensors
+    assert final["sequence_length"][0, 1:].tolist() == [0, 0, 0]
+
+
+def test_what_other_inputs_forbid_ends_beams(bytes_model, byte_guided):
+    """min_length forbids the end where the grammar permits nothing else."""
+    red = byte_guided.choice(["red", "green"])
+    more = {"end_id": END_ID, "logits_post_processor": red}
+    host = serve(
+        [
+            InferenceRequest.from_tokens(1, [5], 60, beam_width=3, min_length=5, **more),
+            InferenceRequest.from_tokens(2, [5], 60, beam_width=3, min_length=50, **more),
+            InferenceRequest.from_tokens(
+                3, [5], 60, num_return_sequences=2, temperature=1.0, min_length=50, **more
+            ),
+            InferenceRequest.from_tokens(4, [5], 9, beam_width=2),
+        ],
+        bytes_model,
+    )
+    assert texts(byte_tokenizer(), host, 1) == ["green"]
+    assert beams(host, 2) == [] and not host.final(4).error
+    assert "does not continue the grammar: other inputs (min_length" in host.final(3).error
+
+
+def test_neither_pauses_nor_neighbors_show_in_sampled_texts(guided, tokenizer):
+    more = {"num_return_sequences": 3, "temperature": 1.5}
+    requests = [
+        asked(tokenizer, i, guided.regex(r"([A-Z][a-z]{5,9} ){6}\d"), 60, random_seed=i, **more)
+        for i in range(4)
+    ]
+    free = asked(tokenizer, 9, None, 40, end_id=-1)
+    alone = [beams(serve([request]), request.request_id) for request in (*requests, free)]
+    host = serve([*requests, free], max_tokens=224, max_num_tokens=32, max_seq_len=80)
+    ids = (0, 1, 2, 3, 9)
+    assert sum(host.final(i).tensors["request_metrics"][3].item() for i in ids) > 0
+    assert [beams(host, i) for i in ids] == alone
+
+
+def test_a_grammar_that_fails_harms_its_own_request(guided, tokenizer):
+    class Panic(BaseException):
+        """As a panic in Rust is no Exception."""
+
+    class Broken:
+        def deep_copy(self):
+            raise Panic("index out of bounds")
+
+    panics = Grammar(guided, "regex", Future())
+    panics.compiled.set_result(Broken())
+    host = serve(
+        [
+            asked(tokenizer, 1, panics, beam_width=3),
+            asked(tokenizer, 2, guided.lark("start: foo"), beam_width=2),
+            asked(tokenizer, 3, guided.choice(["red", "blue"]), beam_width=2),
+        ]
+    )
+    assert "guided decoding raised Panic: index out" in host.final(1).error
+    assert 'unknown name: "foo"' in host.final(2).error
+    assert sorted(texts(tokenizer, host, 3)) == ["blue", "red"]

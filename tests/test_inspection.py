@@ -1,0 +1,104 @@
+"""What a manager says of requests that wait: the reason is the policy's, and so are the numbers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.scheduler import GuaranteedNoEvictScheduler, SimpleScheduler
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
+
+NO_EVICT, MAX_UTILIZATION, STATIC_BATCH = (
+    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    CapacitySchedulerPolicy.MAX_UTILIZATION,
+    CapacitySchedulerPolicy.STATIC_BATCH,
+)
+FUSED = ModelType.INFLIGHT_FUSED_BATCHING
+
+
+def explained(lengths, config, model_type=FUSED, *, tokens=None, max_batch_size=8, max_seq_len=64):
+    """Of requests of (prompt, output) tokens, once the last has been fetched and one has run."""
+    host = RecordingCallbacks(
+        [InferenceRequest.from_tokens(i, [1] * a, b) for i, (a, b) in enumerate(lengths)]
+    )
+    with GptManager(
+        ScriptedModel(lambda history: time.sleep(0.001) or 1, vocab_size=4),
+        model_type,
+        1,
+        config,
+        **host.keywords(),
+        optional_params=OptionalParams(
+            kv_cache_config=KvCacheConfig(max_tokens=tokens, tokens_per_block=4),
+            max_batch_size=max_batch_size,
+            max_active_requests=16,
+            max_seq_len=max_seq_len,
+        ),
+    ) as manager:
+        while not host.statistics:
+            time.sleep(0.001)
+        found = [manager.explain(i) for i in range(len(lengths))]
+        manager.shutdown(drain=False)
+    return found
+
+
+@pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
+def test_who_stands_behind_one_that_lacks_blocks_is_told_which(policy):
+    first, second, third = explained(
+        [(20, 40), (48, 9), (2, 2)], SchedulerConfig(policy), tokens=64
+    )
+    assert (first.reason, second.reason, third.reason) == ("running", "kv_blocks", "behind")
+    assert third.behind == 1 and second.behind is None
+    assert "request 2 waits behind request 1" in third.text
+    lacking = second.needed_blocks + second.reserved_blocks - second.free_blocks
+    assert lacking > 0 and f"short by {lacking}" in second.text
+    if policy is NO_EVICT:
+        assert second.needed_blocks == 15 and second.free_blocks - second.reserved_blocks == 16 - 15
+    else:  # its prompt, and the blocks in which both go on for a while
+        assert second.needed_blocks == 12 and 4 < second.reserved_blocks <= 9
+
+
+def test_a_static_batch_that_runs_is_the_reason():
+    lengths = [(4, 50), (4, 50), (4, 2)]
+    for config, model_type in ((SchedulerConfig(STATIC_BATCH), FUSED), (None, ModelType.V1)):
+        config = config or SchedulerConfig()
+        *_, last = explained(lengths, config, model_type, max_batch_size=2)
+        assert (
+            last.reason == "static_batch" and "until the batch has ended: 2 requests" in last.text
+        )
+
+
+def test_a_full_batch_is_the_reason_before_blocks_are():
+    *_, last = explained(
+        [(4, 50)] * 2 + [(40, 20)], SchedulerConfig(), tokens=112, max_batch_size=2
+    )
+    assert last.reason == "batch_full" and "2 requests run, max_batch_size = 2" in last.text
+
+
+class OneAtATime(GuaranteedNoEvictScheduler):
+    def schedule_request(self, active_requests):
+        return active_requests[:1], []
+
+
+def test_of_a_scheduler_of_the_hosts_own_nothing_is_claimed():
+    class Own:
+        def __init__(self, manager):
+            self.schedule_request = OneAtATime(8, manager).schedule_request
+
+    def create(**arguments):
+        return SimpleScheduler(
+            Own(arguments["kv_cache_manager"]), arguments["micro_batch_scheduler"]
+        )
+
+    config = SchedulerConfig(create_scheduler=create)
+    _, second, third = explained([(20, 40), (20, 40), (2, 2)], config, tokens=64)
+    assert (second.reason, third.reason) == ("kv_blocks", "not_chosen")

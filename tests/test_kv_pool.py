@@ -1,0 +1,47 @@
+"""Where keys and values lie in a `KvPool`, and what is read back of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.memory import KvPool
+
+LAYOUTS = {"paged": {}, "token-major": {"token_major": True}, "contiguous": {"contiguous": True}}
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
+def pool(request):
+    """2 layers, 3 blocks of 5 tokens, 4 KV heads of 6, each element another number."""
+    pool = KvPool(2, 3, 5, 4, 6, **request.param)
+    for start, pages in ((0, pool.keys), (720, pool.values)):
+        pages.copy_(torch.arange(start, start + 720.0).view(pages.shape))
+    return pool
+
+
+def test_contiguous_shows_a_layer_whatever_the_layout(pool):
+    assert (pool.keys.shape, pool.values.shape) == ((2, 3, 4, 6, 5), (2, 3, 4, 5, 6))
+    assert pool.nbytes == 2 * 720 * 4
+    for layer in range(2):
+        shown = pool.contiguous(layer)
+        assert shown.shape == (3, 2, 4, 5, 6) and shown.is_contiguous()
+        assert torch.equal(shown[:, 0], pool.keys[layer].mT)
+        assert torch.equal(shown[:, 1], pool.values[layer])
+
+
+def test_beginnings_are_copied_whatever_the_layout(pool):
+    before = pool.contiguous(1).clone()
+    pool.copy([BlockCopy(0, 2, 3)])
+    after = pool.contiguous(1)
+    assert torch.equal(after[2, :, :, :3], before[0, :, :, :3])
+    assert torch.equal(after[2, :, :, 3:], before[2, :, :, 3:])
+    assert torch.equal(after[:2], before[:2])
+
+
+def test_a_contiguous_pool_shows_its_own_memory():
+    pool = KvPool(2, 3, 5, 4, 6, contiguous=True)
+    for layer in range(2):
+        shown = pool.contiguous(layer)
+        assert shown.data_ptr() == pool.keys[layer].data_ptr()
+        assert shown[:, 1].data_ptr() == pool.values[layer].data_ptr()
