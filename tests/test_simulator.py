@@ -20,7 +20,7 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import KvCacheConfig, ModelType, PromptLookup
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
 from gptmanager.assembly import Blueprint
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.recorder import Recorder
@@ -171,6 +171,46 @@ def test_beams_of_which_nothing_is_known_run_to_their_last_token(by_name):
     blueprint = dataclasses.replace(hypothetical(Machine(), 64), max_beam_width=2)
     figures = simulate(blueprint, Wide(3), COST)
     assert (figures.requests, figures.failed, figures.iterations) == (3, 0, 6)
+
+
+def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
+    host = ScheduledHost([[request(5, 12, 3), request(6, 12, 20)]])
+    path = tmp_path / "r.jsonl"
+    with GptManager(
+        ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(
+            max_seq_len=64,
+            recording_path=path,
+            kv_cache_config=KvCacheConfig(96, tokens_per_block=4, enable_block_reuse=True),
+        ),
+        **host.keywords(),
+    ) as manager:
+        assert manager.wait_idle(30)
+        manager.clear_cached()
+        host.submit(request(5, 12, 3))
+        manager.notify()
+        assert manager.wait_idle(30)
+    recorded = read_recording(path)
+    assert any(turn.intake.clears_cache for turn in recorded.iterations)
+    load = RecordedLoad(recorded, "turns")
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
+    simulated = read_recording(tmp_path / "s.jsonl")
+    schedules = [
+        [turn.schedule for turn in run.iterations if turn.schedule] for run in (recorded, simulated)
+    ]
+    assert schedules[0] == schedules[1]
+    assert replay(simulated).divergence is None
+
+
+def test_a_search_that_is_stopped_while_it_is_in_flight(tmp_path):
+    requests = [request(0, 4, 30, beam_width=3), request(1, 4, 8)]
+    host = ScheduledHost([requests], stop_after={0: 6})
+    recorded = record(tmp_path / "r.jsonl", host, enable_trt_overlap=True)
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    figures = simulate(blueprint, RecordedLoad(recorded, "turns"), CostModel())
+    assert figures.iterations == sum(1 for t in recorded.iterations if t.schedule is not None)
 
 
 def test_two_passes_cost_two_fixed_parts():
