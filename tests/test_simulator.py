@@ -204,15 +204,6 @@ def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
     assert replay(simulated).divergence is None
 
 
-def test_a_search_that_is_stopped_while_it_is_in_flight(tmp_path):
-    requests = [request(0, 4, 30, beam_width=3), request(1, 4, 8)]
-    host = ScheduledHost([requests], stop_after={0: 6})
-    recorded = record(tmp_path / "r.jsonl", host, enable_trt_overlap=True)
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
-    figures = simulate(blueprint, RecordedLoad(recorded, "turns"), CostModel())
-    assert figures.iterations == sum(1 for t in recorded.iterations if t.schedule is not None)
-
-
 def test_two_passes_cost_two_fixed_parts():
     load = SyntheticLoad(8, (4, 4), (8, 8), rate=0.4)
     fused, apart = (
