@@ -177,9 +177,14 @@ def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) 
         )
         if limits.pool_limited and prompt_len >= limits.max_seq_len:
             needed = -(-(prompt_len + 1) // limits.tokens_per_block)
+            blocks = f"KV cache blocks of {limits.tokens_per_block} tokens"
+            if needed > limits.num_blocks:
+                raise CapacityError(
+                    f"{text} It needs {needed} {blocks}, the cache has {limits.num_blocks}."
+                )
             raise CapacityError(
-                f"{text} It needs {needed} KV cache blocks of {limits.tokens_per_block} tokens, "
-                f"the cache has {limits.num_blocks}."
+                f"{text} {limits.num_blocks} {blocks} are taken to hold {limits.max_seq_len} of "
+                "one request: (blocks - 1) x tokens_per_block + 1."
             )
         raise InvalidRequestError(text)
     room = limits.max_seq_len - prompt_len

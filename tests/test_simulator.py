@@ -20,7 +20,7 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import KvCacheConfig, ModelType, PromptLookup
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
 from gptmanager.assembly import Blueprint
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.recorder import Recorder
@@ -193,6 +193,37 @@ def test_beams_of_which_nothing_is_known_run_to_their_last_token(by_name):
     blueprint = dataclasses.replace(hypothetical(Machine(), 64), max_beam_width=2)
     figures = simulate(blueprint, Wide(3), COST)
     assert (figures.requests, figures.failed, figures.iterations) == (3, 0, 6)
+
+
+def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
+    host = ScheduledHost([[request(5, 12, 3), request(6, 12, 20)]])
+    path = tmp_path / "r.jsonl"
+    with GptManager(
+        ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(
+            max_seq_len=64,
+            recording_path=path,
+            kv_cache_config=KvCacheConfig(96, tokens_per_block=4, enable_block_reuse=True),
+        ),
+        **host.keywords(),
+    ) as manager:
+        assert manager.wait_idle(30)
+        manager.clear_cached()
+        host.submit(request(5, 12, 3))
+        manager.notify()
+        assert manager.wait_idle(30)
+    recorded = read_recording(path)
+    assert any(turn.intake.clears_cache for turn in recorded.iterations)
+    load = RecordedLoad(recorded, "turns")
+    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
+    simulated = read_recording(tmp_path / "s.jsonl")
+    schedules = [
+        [turn.schedule for turn in run.iterations if turn.schedule] for run in (recorded, simulated)
+    ]
+    assert schedules[0] == schedules[1]
+    assert replay(simulated).divergence is None
 
 
 def test_two_passes_cost_two_fixed_parts():

@@ -28,11 +28,12 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, turns of
-    the loop; `stops` alike.
+    the loop; `stops` alike, and `clears`: when cached blocks are forgotten.
     """
 
     arrivals: np.ndarray
     stops: Sequence[Stop]
+    clears: Sequence[float]
     by_turns: bool
 
     def request(self, number: int) -> InferenceRequest: ...
@@ -57,6 +58,7 @@ class SyntheticLoad:
     rate: float | None = None
     seed: int = 0
     stops: Sequence[Stop] = ()
+    clears: Sequence[float] = ()
     by_turns: bool = False
     arrivals: np.ndarray = field(init=False, repr=False)
 
@@ -107,6 +109,7 @@ class RecordedLoad:
         first = recording.iterations[0].intake.now
         times: list[float] = []
         stops: list[Stop] = []
+        clears: list[float] = []
         live: dict[int, int] = {}
         schedules: dict[int, Schedule] = {}
         for iteration in recording.iterations:
@@ -114,6 +117,8 @@ class RecordedLoad:
             when = float(iteration.index) if self.by_turns else intake.now - first
             if intake.stops and arrivals != "at_once":
                 stops.append((when, intake.stops))
+            if intake.clears_cache and arrivals != "at_once":
+                clears.append(when)
             self._take_requests(iteration, live)
             times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
             if iteration.schedule is not None:
@@ -123,6 +128,7 @@ class RecordedLoad:
                 self._take_tokens(schedule, iteration.result, live)
         self.arrivals = np.array(times)
         self.stops: Sequence[Stop] = stops
+        self.clears: Sequence[float] = clears
 
     def request(self, number: int) -> InferenceRequest:
         return self._requests[number]

@@ -110,7 +110,7 @@ class World:
         self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
-        self._next_stop = 0
+        self._next_stop = self._next_clear = 0
         self._turns = 0
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
@@ -118,6 +118,7 @@ class World:
         self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
         self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
         self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}  # by id: if sampled
+        self._has_beams = False  # ever: a stopped one may still have rows in flight
         self._ready: list[int] = []
 
     @property
@@ -139,9 +140,14 @@ class World:
         while self._next_stop < len(load.stops) and load.stops[self._next_stop][0] <= clock:
             stops |= load.stops[self._next_stop][1]
             self._next_stop += 1
+        num_cleared = self._next_clear
+        while self._next_clear < len(load.clears) and load.clears[self._next_clear] <= clock:
+            self._next_clear += 1
         self._turns += 1
         ready, self._ready = tuple(self._ready), []
-        return Intake(self.now, tuple(map(self._arrive, range(first, self._next))), stops, ready)
+        requests = tuple(map(self._arrive, range(first, self._next)))
+        clears_cache = self._next_clear > num_cleared
+        return Intake(self.now, requests, stops, ready, clears_cache=clears_cache)
 
     def _advance(self, num_active: int) -> None:
         """With nothing under way time goes on: to the next arrival, or until the loop asks."""
@@ -168,6 +174,7 @@ class World:
             if known:  # texts that are sampled have one candidate, the token that was drawn
                 sampled = len(next(iter(known.values())).tokens[0]) == 1
             self._beams[request_id] = sampled, known
+            self._has_beams = True
         when = self.now if self._load.by_turns else self._arrivals[number]
         self.tally.arrived(request_id, when)
         output = self._load.output(number)
@@ -251,7 +258,7 @@ class World:
     def result(self, step: _Step) -> StepResult:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
-        rows = step.schedule.sampling_rows if self._beams else ()
+        rows = step.schedule.sampling_rows if self._has_beams else ()
         beams = tuple(self._candidates(row) for row in rows if row.beam_width > 1)
         return StepResult(step.tokens, self.now, step.counts, beams)
 
