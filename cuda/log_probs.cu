@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     float temperature = params[slot].temperature;
     if (!(temperature > 0)) temperature = 1;
     const float* own = logits + size_t(blockIdx.x) * vocab_size;
-    float scaled = __fdiv_rn(own[tokens[blockIdx.x]], temperature);
+    float logit = own[tokens[blockIdx.x]], scaled = __fdiv_rn(logit, temperature);
     if (kind == 1) {
         if (threadIdx.x == 0) values[blockIdx.x] = scaled;
         return;
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     Mass mass = block_mass(ScaledRow<WIDTH>{own, vocab_size, temperature, INFINITY}, own_best);
     if (threadIdx.x) return;
     double value = double(scaled) - double(mass.largest) - log(mass.sum);
-    // what is infinitely likely has all mass
-    if (!isfinite(mass.largest)) value = mass.largest > 0 ? 0 : -INFINITY;
+    // What is infinitely likely has all mass; so has the token if all quotients overflow to -inf.
+    if (!isfinite(mass.largest)) value = mass.largest > 0 || logit > -INFINITY ? 0 : -INFINITY;
     values[blockIdx.x] = float(value);
 }

@@ -30,7 +30,8 @@ def log_probs(
     of such logits. `slots` `[S]` int32, -1: nothing is wanted. One pass over the row.
 
     A temperature of 0 counts as 1, NaN as -inf; where a logit is +inf, or all are -inf, the value
-    is 0 or -inf. ValueError for other tensors.
+    is 0 or -inf; 0 for a finite logit that the temperature makes -inf with all others.
+    ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(

@@ -59,15 +59,18 @@ def test_what_slots_want(machine):
 def test_odd_logits_as_on_the_cpu(machine):
     inf, nan = torch.inf, torch.nan
     logits = torch.tensor(
-        [[-inf] * 4, [nan, 1.0, nan, 0.0], [0.0, inf, 3.0, inf], [-inf, -inf, 2.0, -inf], [nan] * 4]
+        [
+            *([-inf] * 4, [nan, 1.0, nan, 0.0], [0.0, inf, 3.0, inf], [-inf, -inf, 2.0, -inf]),
+            *([nan] * 4, [-inf, -3e38, -inf, -3e38], [-inf] * 4),
+        ]
     )
-    temperatures = [1.0, 0.7, 1.0, 2.0, 1.0]
-    sampler = Sampler(5, 4)
+    temperatures = [1.0, 0.7, 1.0, 2.0, 1.0, 0.5, 0.5]  # the sixth row overflows to -inf
+    sampler = Sampler(7, 4)
     for slot, temperature in enumerate(temperatures):
         sampler.load(slot, SamplingParams(temperature=temperature), 0, Wanted(log_probs=True))
-    places, expected = np.arange(5), np.zeros(5, np.float32)
+    places, expected = np.arange(7), np.zeros(7, np.float32)
     tokens = sampler.sample(logits.clone(), places, places, expected).tolist()
-    got = run(machine, logits, tokens, temperatures, [LOG_PROB] * 5)
+    got = run(machine, logits, tokens, temperatures, [LOG_PROB] * 7)
     close(got, torch.from_numpy(expected).double())
 
 
