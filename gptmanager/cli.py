@@ -18,6 +18,7 @@ import torch
 
 from gptmanager import __version__, picture, replay, simulator
 from gptmanager.bench import BenchOptions, Load, add_commands, bench
+from gptmanager.command_arguments import folder, positive, span
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
@@ -137,7 +138,7 @@ def _add_run(commands: Any) -> None:
     )
     parser.set_defaults(command=_run)
     add = parser.add_argument
-    add("--model", type=_folder, required=True, metavar="DIR", help="a checkpoint folder")
+    add("--model", type=folder, required=True, metavar="DIR", help="a checkpoint folder")
     add("--requests", required=True, metavar="FILE", help="JSON lines; -: the standard input")
     add("--output", type=Path, metavar="FILE", help="results as JSON lines, in the same order")
     add("--stats", type=Path, metavar="FILE", help="a statistics record an iteration, JSON lines")
@@ -145,7 +146,7 @@ def _add_run(commands: Any) -> None:
     add("--json", action="store_true", help="print the summary as JSON, and failures only")
     add(
         "--max-new-tokens",
-        type=_positive,
+        type=positive,
         default=64,
         metavar="N",
         help="for lines that name none (default %(default)s)",
@@ -165,12 +166,12 @@ def _add_bench(commands: Any) -> None:
     )
     parser.set_defaults(command=_bench)
     add = parser.add_argument
-    add("--model", type=_folder, metavar="DIR", help="a checkpoint folder")
-    add("--num-requests", type=_positive, default=64, metavar="N", help="(default %(default)s)")
-    span = {"type": _span, "metavar": "A:B"}
-    add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **span)
-    add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **span)
-    add("--repeats", type=_positive, default=3, metavar="N", help="the best counts (default 3)")
+    add("--model", type=folder, metavar="DIR", help="a checkpoint folder")
+    add("--num-requests", type=positive, default=64, metavar="N", help="(default %(default)s)")
+    lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
+    add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
+    add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
+    add("--repeats", type=positive, default=3, metavar="N", help="the best counts (default 3)")
     add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
     add("--json", action="store_true", help="print the report as JSON")
     _add_manager_options(parser)
@@ -180,7 +181,7 @@ def _add_bench(commands: Any) -> None:
 def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     """The options of a manager, the same for every command that starts one."""
     add = parser.add_argument_group("manager").add_argument
-    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
     add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
     add("--max-num-tokens", default=8192, help="an iteration (default %(default)s)", **number)
     add("--max-seq-len", help="tokens of a request (default: the checkpoint's)", **number)
@@ -202,13 +203,6 @@ def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="show the manager's log")
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return number
-
-
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -217,21 +211,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
     return seconds
-
-
-def _span(text: str) -> tuple[int, int]:
-    """`16:256`, or one number for both ends."""
-    low, _, high = text.partition(":")
-    span = (_positive(low), _positive(high or low))
-    if span[0] > span[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} does not rise")
-    return span
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder")
-    return Path(text)
 
 
 def optional_params(options: argparse.Namespace) -> OptionalParams:

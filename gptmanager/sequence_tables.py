@@ -5,14 +5,13 @@ A host's arrays, and what of them a device must have. Knows nothing of schedules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
+from gptmanager.staging import Upload
 
 
 class SequenceTables:

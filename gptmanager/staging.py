@@ -5,7 +5,7 @@ Knows nothing of what they mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from gptmanager.cuda.streams import Event, Stream
 
+# arrays -> the same on the device
+Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 _ALIGNMENT = 16
 _NUM_BUFFERS = 4  # more than copies are under way when a host is ahead of its device by a step
 _DTYPES = {

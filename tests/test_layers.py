@@ -80,6 +80,7 @@ cuda.log_probs          log probabilities of given tokens
 cuda.beam_step          the best continuations of beams
 cuda.kernels            the override for CUDA: which kernel serves which op
 cuda.matrix             every kernel in every instantiation, compiled
+staging                 arrays of a step, to the device in one copy
 parallel                ranks and collectives
 
 memory.kv_pool          the tensors that blocks stand for
@@ -117,7 +118,6 @@ slot_outputs            what an executor keeps of its logits, by slot
 token_chooser           from the logits of a step to its tokens
 packed_rows             a batch as the host knows it, padded or cut (no torch)
 sequence_tables         tokens and blocks of each sequence, by line, and what a device has of them
-staging                 arrays of a step, to the device in one copy
 generation_graphs       generation steps, recorded and run again
 statistics              what an iteration tells of itself
 executor                one step, in torch
@@ -171,9 +171,11 @@ testing.rules           the rules of a scheduler, and which of them an answer br
 testing.scenario_run    one scenario, run through the real loop
 testing.conformance     does a scheduler keep the rules?
 testing.kv_cache_model  what the KV cache must say, in plain dicts (no torch)
-testing.kv_cache_operations  random operations on a KV cache beside that model (no torch)
+testing.kv_cache_proof  a KV cache and that model, kept side by side (no torch)
+testing.kv_cache_operations  random operations on both (no torch)
 testing                 what hosts and researchers test with
 testing.kv_cache_trial  many of them, from the command line (no torch)
+command_arguments       what a word on the command line must be (no torch)
 replay.difference       where two schedules differ, for people
 replay.replaying        a recorded run, once more, and where it goes another way
 replay.command          replay, on the command line

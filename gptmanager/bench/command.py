@@ -16,6 +16,7 @@ from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_lines, kernel_lines
+from gptmanager.command_arguments import folder, positive, span
 
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
@@ -86,10 +87,10 @@ def _add_end_to_end(subparsers: Any) -> None:
     _add_shared(parser)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="(default %(default)s)")
-    add("--model", type=_folder, metavar="DIR", help="a checkpoint folder")
+    add("--model", type=folder, metavar="DIR", help="a checkpoint folder")
     add("--only", type=_words, default=(), metavar="A,B", help=f"of {', '.join(PARTS)}")
-    add("--requests", type=_positive, metavar="N", help="of the load (default 256, on a CPU 16)")
-    add("--lengths", type=_span, metavar="A:B",
+    add("--requests", type=positive, metavar="N", help="of the load (default 256, on a CPU 16)")
+    add("--lengths", type=span, metavar="A:B",
         help="tokens of prompts and outputs (default 100:1024, on a CPU 16:128)")  # fmt: skip
     add("--batches", type=_numbers, metavar="N,N", help="of timed steps (default 1,32,128,256)")
     add("--contexts", type=_numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
@@ -172,22 +173,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_positive(word) for word in _words(text))
-
-
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return number
-
-
-def _span(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    span = (_positive(low), _positive(high or low))
-    if span[0] > span[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} does not rise")
-    return span
+    return tuple(positive(word) for word in _words(text))
 
 
 def _minutes(text: str) -> float:
@@ -198,9 +184,3 @@ def _minutes(text: str) -> float:
     if not 0 < minutes < 10000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in minutes")
     return minutes
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder")
-    return Path(text)

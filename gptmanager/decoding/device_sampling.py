@@ -5,7 +5,7 @@ Keeps there what rows are adjusted and chosen by. Knows nothing of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +17,9 @@ from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
 from gptmanager.cuda.launch import Launcher
 from gptmanager.decoding.sampling import Ints, Sampler
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.staging import Upload
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
-Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 
 
 class Choice(NamedTuple):

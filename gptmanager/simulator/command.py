@@ -12,6 +12,7 @@ import orjson
 from tqdm import tqdm
 
 from gptmanager.assembly import Blueprint
+from gptmanager.command_arguments import span
 from gptmanager.config import CapacitySchedulerPolicy
 from gptmanager.errors import ConfigError
 from gptmanager.recorder import Recorder
@@ -76,8 +77,8 @@ def add_command(subparsers: Any) -> None:
         help="of a recorded load: at the recorded times, in the recorded iterations, all at once",
     )
     load("--num-requests", type=int, default=1000, help="(default %(default)s)")
-    load("--prompt-len", type=_span, default=(64, 1024), metavar="A:B", help="(default 64:1024)")
-    load("--output-len", type=_span, default=(16, 512), metavar="A:B", help="(default 16:512)")
+    load("--prompt-len", type=span, default=(64, 1024), metavar="A:B", help="(default 64:1024)")
+    load("--output-len", type=span, default=(16, 512), metavar="A:B", help="(default 16:512)")
     load("--rate", type=float, metavar="R", help="requests/s, Poisson (default: all at once)")
     load("--seed", type=int, default=0, help="(default %(default)s)")
     _add_machine(parser)
@@ -185,12 +186,3 @@ def _policies(text: str) -> list[CapacitySchedulerPolicy]:
         raise argparse.ArgumentTypeError(
             f"{error.args[0].lower()!r} is none of {', '.join(_POLICIES)}"
         ) from None
-
-
-def _span(text: str) -> tuple[int, int]:
-    """`16:256`, or one number for both ends."""
-    low, _, high = text.partition(":")
-    span = (int(low), int(high or low))
-    if not 1 <= span[0] <= span[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of positive lengths")
-    return span

@@ -1,0 +1,28 @@
+"""What a word on the command line must be; argparse shows what these raise."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+
+def positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise ArgumentTypeError(f"{text!r} is not a positive integer")
+    return number
+
+
+def span(text: str) -> tuple[int, int]:
+    """`16:256`, or one number for both ends."""
+    low, _, high = text.partition(":")
+    ends = (positive(low), positive(high or low))
+    if ends[0] > ends[1]:
+        raise ArgumentTypeError(f"{text!r} does not rise")
+    return ends
+
+
+def folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise ArgumentTypeError(f"{text!r} is no folder")
+    return Path(text)
