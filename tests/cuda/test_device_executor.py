@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS, random_model
-from requirements import skip
+from devices import GPU, LLAMA, WIDE, there_is
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -24,7 +24,6 @@ from gptmanager import (
 )
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
-from gptmanager.cuda import emulator
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
 from gptmanager.device_executor import DeviceExecutor
@@ -36,29 +35,14 @@ from gptmanager.sequence_tables import DeviceTables
 from gptmanager.staging import Staging
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
-WIDE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
-LLAMA = {**CONFIGS["llama"], **WIDE}
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 from_tokens = InferenceRequest.from_tokens
 
 
-@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["emulator", GPU])
 def device(request):
-    try:
-        if request.param == "cuda":
-            DeviceStream("cuda")
-        else:
-            emulator.Toolchain()
-    except ConfigError as error:
-        skip(str(error))
-    return request.param
+    return there_is(request.param)
 
 
 def finals(
@@ -262,39 +246,6 @@ def test_kernels_as_post_processors_read_the_devices_histories(device):
 
     watermark = Watermark(5)  # its rule depends on the last token
     check_same(device, requests, run_ahead=1)
-
-
-def elsewhere_in_torch(logits):
-    with torch.cuda.stream(torch.cuda.Stream()):
-        logits += 1
-
-
-def elsewhere_in_cupy(logits):
-    cupy = pytest.importorskip("cupy")
-    with cupy.cuda.Stream(non_blocking=True):
-        cupy.from_dlpack(logits.detach())[...] = 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("work", [elsewhere_in_torch, elsewhere_in_cupy])
-def test_work_on_another_stream_is_found(work):
-    if not torch.cuda.is_available():
-        skip("there is no CUDA device")
-
-    def wrong(request_id, logits, tokens, stream, client_id):
-        work(logits)
-
-    def right(request_id, logits, tokens, stream, client_id):
-        with stream:
-            logits += 1
-
-    requests = [
-        from_tokens(1, prompt(1, 5), 3, logits_post_processor=right),
-        from_tokens(2, prompt(2, 5), 3, logits_post_processor=wrong),
-    ]
-    found = finals(requests, "cuda", check_logits_post_processor_streams=True)
-    assert not found[0].error
-    assert "on another stream than the model's" in found[1].error
 
 
 def test_reused_blocks_and_the_host_tier(device):

@@ -6,38 +6,21 @@ import json
 from dataclasses import replace
 
 import pytest
-from checkpoints import CONFIGS, checkpoint, random_model
-from requirements import skip
+from checkpoints import checkpoint, random_model
+from devices import GPU, LLAMA, there_is
 from safetensors.torch import save_file
 from test_bench_end_to_end import SMALL
 
 from gptmanager.bench import EndToEndOptions, bench_end_to_end
 from gptmanager.bench.table import end_to_end_lines
-from gptmanager.cuda import emulator
-from gptmanager.cuda.streams import DeviceStream
-from gptmanager.errors import ConfigError
 
-CONFIG = {
-    **CONFIGS["llama"],
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
+CONFIG = {**LLAMA, "num_hidden_layers": 1}
 SCALE = replace(SMALL, requests=2, lengths=(2, 4), batches=(2,), contexts=(12,), max_batch_size=2)
 
 
-@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["emulator", GPU])
 def device(request):
-    try:
-        if request.param == "cuda":
-            DeviceStream("cuda")
-        else:
-            emulator.Toolchain()
-    except ConfigError as error:
-        skip(str(error))
-    return request.param
+    return there_is(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +45,6 @@ def test_all_that_a_manager_does_on_a_gpu(device, folder, dtype):
 
 
 @pytest.mark.gpu
-def test_the_peer_on_a_gpu(device, folder):
-    if device != "cuda":
-        pytest.skip("transformers has no emulator")
-    report = bench_end_to_end(EndToEndOptions(device, folder, SCALE, ("transformers",)))
+def test_the_peer_on_a_gpu(folder):
+    report = bench_end_to_end(EndToEndOptions(there_is("cuda"), folder, SCALE, ("transformers",)))
     assert report["transformers"]["status"] == "ok", report["transformers"]

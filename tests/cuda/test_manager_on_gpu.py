@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from checkpoints import CONFIGS, checkpoint, expected_logits, is_greedy, random_model
-from requirements import skip
+from checkpoints import checkpoint, expected_logits, is_greedy, random_model
+from devices import GPU, LLAMA, there_is
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -27,36 +27,15 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager import placement as placements
-from gptmanager.cuda import emulator
-from gptmanager.cuda.streams import DeviceStream
+from gptmanager.cuda.device import find_cupy
 from gptmanager.errors import ConfigError
 from gptmanager.placement import DevicePlacement
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
-WIDE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-}
-LLAMA = {**CONFIGS["llama"], **WIDE}
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 from_tokens = InferenceRequest.from_tokens
 pytestmark = pytest.mark.timeout(180)  # the emulator beside busy neighbors
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
-def there_is(device):
-    try:
-        if device == "cuda":
-            DeviceStream("cuda")
-        elif device == "emulator":
-            emulator.Toolchain()
-    except ConfigError as error:
-        skip(str(error))
-    return device
 
 
 @pytest.fixture(params=["cpu", "emulator", GPU])
@@ -299,12 +278,17 @@ def test_several_managers_in_one_process(device):
     assert found == {0: expected, 1: expected}
 
 
-@pytest.mark.parametrize("library", ["torch", "waiting"])
+@pytest.mark.parametrize("library", ["torch", "waiting", "cupy"])
 def test_a_processor_on_another_stream_is_found(device, library):
     """In debugging: on a GPU its request ends, and says why. There is no other stream elsewhere."""
 
     def elsewhere(request_id, logits, tokens, stream, client_id):
         if logits.device.type == "cpu":
+            return
+        if library == "cupy":
+            cupy = find_cupy()
+            with cupy.cuda.Stream(non_blocking=True):
+                cupy.from_dlpack(logits.detach())[...] = 0
             return
         other = torch.cuda.Stream()
         if library == "waiting":  # rightly ordered before; what comes after is not
