@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from concurrent.futures import Future
 
+import jsonschema
 import numpy as np
 import pytest
+import test_guided
 import torch
+from random_schemas import random_root
+from test_guided import MODEL, SCHEMA
 from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
-from gptmanager import (
-    CapacitySchedulerPolicy,
-    GptManager,
-    GuidedDecoding,
-    InferenceRequest,
-    KvCacheConfig,
-    ModelType,
-    OptionalParams,
-    SchedulerConfig,
-)
+from gptmanager import REQUEST_METRICS, GuidedDecoding, InferenceRequest
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
 from gptmanager.decoding.guided import Grammar
-from gptmanager.testing import ContractChecker, RecordingCallbacks
 
-MODEL = "examples/tiny_llama"
 LENGTH, CANCELLED = 3, 5
 PATTERN = r"[a-c]{2,5}-\d{1,3}"
 
@@ -51,34 +45,14 @@ def byte_guided():
 
 
 def serve(requests, source=MODEL, max_tokens=80000, **options):
-    host = RecordingCallbacks(requests)
-    checker = ContractChecker(host.get_inference_requests, host.send_response)
-    options = {"max_batch_size": 16, "exclude_input_in_output": True, **options}
-    with GptManager(
-        source,
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        8,
-        SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION),
-        checker.get_inference_requests,
-        checker.send_response,
-        optional_params=OptionalParams(
-            kv_cache_config=KvCacheConfig(max_tokens=max_tokens, tokens_per_block=8), **options
-        ),
-    ) as manager:
-        assert manager.wait_idle(50)
-    checker.check(manager)
-    return host
+    options = {"max_batch_size": 16, "max_beam_width": 8, **options}
+    return test_guided.serve(requests, source, max_tokens=max_tokens, **options)
 
 
 def asked(tokenizer, request_id, processor, max_new_tokens=300, **more):
-    more = {"end_id": 0, **more}
-    return InferenceRequest.from_tokens(
-        request_id,
-        tokenizer.encode("Tom had a red ball. ").ids,
-        max_new_tokens,
-        logits_post_processor=processor,
-        **more,
-    )
+    """Not sampled, but for `more`."""
+    more = {"temperature": None, "random_seed": None, **more}
+    return test_guided.asked(tokenizer, request_id, processor, max_new_tokens, **more)
 
 
 def beams(host, request_id):
@@ -232,3 +206,101 @@ def test_a_grammar_that_fails_harms_its_own_request(guided, tokenizer):
     assert "guided decoding raised Panic: index out" in host.final(1).error
     assert 'unknown name: "foo"' in host.final(2).error
     assert sorted(texts(tokenizer, host, 3)) == ["blue", "red"]
+
+
+# Schemas, brute force, and pauses ----------------------------------------------------------------
+
+
+def beams_of(host, request_id):
+    """(tokens without the end, cumulative log probability) of each beam that there is."""
+    final = host.final(request_id)
+    assert not final.error, final
+    tensors = final.tensors
+    lengths = tensors["sequence_length"][0].tolist()
+    scores = tensors["cum_log_probs"][0].tolist()
+    rows = tensors["output_ids"][0].tolist()
+    return [
+        (tuple(row[:length]), score)
+        for row, length, score in zip(rows, lengths, scores, strict=True)
+        if score > -float("inf")
+    ]
+
+
+def searched(tokenizer, request_id, processor, width, **more):
+    more = {"return_log_probs": True, "max_new_tokens": 200, **more}
+    return asked(tokenizer, request_id, processor, beam_width=width, **more)
+
+
+def test_every_beam_of_random_schemas_validates(guided, tokenizer):
+    schemas = [random_root(seed) for seed in range(40)]
+    requests = [
+        searched(tokenizer, seed, guided.json_schema(schema), 2 + seed % 3)
+        for seed, schema in enumerate(schemas)
+    ]
+    host = serve(requests, max_beam_width=4, max_batch_size=8)
+    num_ended = 0
+    for seed, schema in enumerate(schemas):
+        final = host.final(seed)
+        reasons = final.tensors["finish_reasons"][0].tolist()
+        beams = beams_of(host, seed)
+        for (tokens, _), reason in zip(beams, reasons, strict=False):
+            if reason == 1:
+                num_ended += 1
+                value = json.loads(tokenizer.decode(tokens, skip_special_tokens=False))
+                jsonschema.validate(value, schema)
+    assert num_ended > 60
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_beams_are_the_best_of_a_choice(byte_guided, tmp_path, run_ahead):
+    """One token a byte, so that each text is one sequence of tokens, and all of them are known."""
+    model = save_text_checkpoint(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    options = ["red", "a red ball", "a ball", "blue", "sun", "a red kite"]
+    widths = {6: options, 3: options, 4: options[:2]}
+    requests = [
+        searched(tokenizer, width, byte_guided.choice(texts), width, end_id=END_ID, len_penalty=0.0)
+        for width, texts in widths.items()
+    ]
+    host = serve(requests, model, max_beam_width=6, run_ahead=run_ahead)
+    found = {
+        width: [(tokenizer.decode(tokens), score) for tokens, score in beams_of(host, width)]
+        for width in widths
+    }
+    for width, texts in widths.items():
+        scores = [score for _, score in found[width]]
+        assert scores == sorted(scores, reverse=True)
+        if width >= len(texts):  # they are all that there is
+            assert sorted(text for text, _ in found[width]) == sorted(texts)
+            assert sum(np.exp(scores)) == pytest.approx(1, abs=1e-3)
+    # a narrower search finds some of them, as probable as they are
+    assert len(found[3]) == 3 and set(dict(found[3])) <= set(options)
+    for text, score in found[3]:
+        assert score == pytest.approx(dict(found[6])[text], abs=1e-4)
+
+
+def test_neither_pauses_nor_neighbors_show_in_beams(guided, tokenizer, monkeypatch):
+    monkeypatch.setattr("gptmanager.assembly._START_HEADROOM_STEPS", 0)  # so that some are paused
+    grammars = [guided.json_schema(SCHEMA), guided.regex("[a-c]{30,50}x?"), None]
+
+    def requests():
+        return [searched(tokenizer, i, grammars[i % 3], 3, max_new_tokens=60) for i in range(9)]
+
+    alone = [serve([request], max_beam_width=3) for request in requests()]
+    tight = serve(requests(), max_beam_width=3, max_tokens=240, max_batch_size=4)
+    pauses = REQUEST_METRICS.index("pauses")
+    assert any(tight.final(i).tensors["request_metrics"][pauses] for i in range(9))
+    for request, host in zip(requests(), alone, strict=True):
+        found, expected = (beams_of(h, request.request_id) for h in (tight, host))
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        assert [score for _, score in found] == pytest.approx([s for _, s in expected], abs=1e-4)
+
+
+def test_several_texts_of_one_prompt_keep_to_the_grammar(guided, tokenizer):
+    request = test_guided.asked(tokenizer, 1, guided.json_schema(SCHEMA), num_return_sequences=4)
+    host = serve([request], max_beam_width=4)
+    final = host.final(1)
+    assert not final.error
+    rows = final.tensors["output_ids"][0]
+    for row, length in zip(rows, final.tensors["sequence_length"][0], strict=True):
+        jsonschema.validate(json.loads(tokenizer.decode(row[:length].tolist())), SCHEMA)
