@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gptmanager.cuda import token_masks
+from gptmanager.cuda.launch import DeviceLauncher, Launcher
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, InvalidRequestError
 from gptmanager.kernels.token_masks import mask_logits
@@ -84,7 +86,8 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", grammar)
 
     def open(self, num_slots: int, device: torch.device) -> RowSession:
-        return _Session(self.vocab_size, self.end_ids)
+        launcher = DeviceLauncher() if device.type == "cuda" else None
+        return _Session(self.vocab_size, self.end_ids, launcher)
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text
@@ -217,10 +220,12 @@ class _Session(RowSession):
     """Computes masks on the loop's thread.
 
     llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
-    which costs milliseconds beside a busy host thread, and a mask takes 20 us.
+    which costs milliseconds beside a busy host thread, and a mask takes 20 us. With a `launcher`
+    they are applied by its kernel.
     """
 
-    def __init__(self, vocab_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(self, vocab_size: int, end_ids: frozenset[int], launcher: Launcher | None) -> None:
+        self._launcher = launcher
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
@@ -244,11 +249,21 @@ class _Session(RowSession):
                 errors[place] = error
                 masks[place] = 0
             progresses.append(progress)
-        if mask_logits(rows.logits, rows.index, masks) > len(errors):
+        if self._apply(masks, rows) > len(errors):
             self._find_empty(masks, progresses, errors)
         for place in _dead_beams(errors, rows.sequences) if errors else ():
             del errors[place]
         return errors
+
+    def _apply(self, masks: Words, rows: Rows) -> int:
+        """Write the masks into the logits; how many permit nothing."""
+        if self._launcher is None:
+            return mask_logits(rows.logits, rows.index, masks)
+        there = rows.logits.device
+        index = torch.from_numpy(rows.index.astype(np.int32)).to(there)
+        words = torch.from_numpy(masks).to(there)
+        token_masks.mask_logits(self._launcher, rows.logits, index, words)
+        return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
         """Room for a mask each; those before are overwritten."""

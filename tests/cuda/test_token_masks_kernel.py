@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 from kernel_values import randn
+from test_guided import MODEL, asked, serve
 
+from gptmanager import GuidedDecoding
+from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.cuda.token_masks import mask_logits
+from gptmanager.decoding.guided import _Session
 from gptmanager.kernels.token_masks import mask_logits_reference
 
 
@@ -45,3 +50,30 @@ def test_tensors_that_do_not_fit(machine):
     logits, masks = machine.empty((2, 8), torch.float32), machine.empty((1, 1), torch.int32)
     with pytest.raises(ValueError, match=r"rows is torch.int32 \[2\], expected .* \[1\]"):
         mask_logits(machine.launcher, logits, machine.empty((2,), torch.int32), masks)
+
+
+def test_guided_decoding_by_the_kernel(machine, monkeypatch):
+    """On a GPU by itself; elsewhere a session is told to use it."""
+    tokenizer, guided = load_tokenizer(MODEL), load_guided_decoding(MODEL)
+    grammars = [guided.choice(["red", "a blue ball"]), None, guided.regex("[a-f]{4,9}")]
+
+    def outputs(**options):
+        requests = [asked(tokenizer, i, grammars[i], 20) for i in range(3)]
+        host = serve(requests, **options)
+        return [host.output(i) for i in range(3)]
+
+    expected = outputs()
+    if isinstance(machine.launcher, DeviceLauncher):
+        assert outputs(device="cuda", dtype="float32") == expected
+        return
+    calls = []
+    monkeypatch.setattr(
+        "gptmanager.decoding.guided.token_masks.mask_logits",
+        lambda *arguments: (calls.append(1), mask_logits(*arguments)),
+    )
+    monkeypatch.setattr(
+        GuidedDecoding,
+        "open",
+        lambda self, num_slots, device: _Session(self.vocab_size, self.end_ids, machine.launcher),
+    )
+    assert outputs() == expected and calls
