@@ -72,6 +72,7 @@ class DeviceExecutor(TorchExecutor):
             (stream.staging(8 * num_lines), stream.event()) for _ in range(_NUM_ARRIVALS)
         ]
         self._turn = 0
+        self._plans = isinstance(model, PlanningModel)
         with stream:
             super().__init__(
                 model, kv_pool, num_slots=num_slots, max_beam_width=max_beam_width, **options
@@ -188,7 +189,7 @@ class DeviceExecutor(TorchExecutor):
             "sample_index": rows.sample_index,
             "sample_rows": rows.sample_rows,
         }
-        if isinstance(self.model, PlanningModel):
+        if self._plans:
             numbers = rows.row_starts, rows.kv_lengths, rows.num_context_rows
             for number, array in enumerate(self.model.plan(*numbers, fixed)):
                 arrays[f"plan {number}"] = array
