@@ -293,14 +293,14 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     for (int m = 0; m < MATRICES<D, SINK>; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float sum = warp_sum<4>(state.sum[m][half]);
+            float factor = 1 / warp_sum<4>(state.sum[m][half]);
             int packed = work.item.first_query + (warp * MATRICES<D, SINK> + m) * 16 + half * 8 + g;
             if (packed >= work.num_packed) continue;
             T* to = out + work.offset(packed) + 2 * t;
 #pragma unroll
             for (int n = 0; n < D / 8; n++)
                 *reinterpret_cast<unsigned*>(to + n * 8) = pack<T>(
-                    state.out[m][n][2 * half] / sum, state.out[m][n][2 * half + 1] / sum);
+                    state.out[m][n][2 * half] * factor, state.out[m][n][2 * half + 1] * factor);
         }
     }
 }
