@@ -60,6 +60,6 @@ struct Scores {
         return turns == 0 ? product * scale : capped(product);
     }
     __device__ float capped(float product) const {
-        return softcap - 2 * softcap * __fdividef(1, ptx::exp2_approx(product * turns) + 1);
+        return softcap * (1 - 2 * __fdividef(1, ptx::exp2_approx(product * turns) + 1));
     }
 };
