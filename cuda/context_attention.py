@@ -44,6 +44,8 @@ def plan_context(
     heads for each KV head; packed query m is token m / group. `window` and `sink` as in
     `context_attention`. Rows without tokens have no items. Once a step, for all layers.
     """
+    if not num_new.size:  # most steps, which have no context
+        return np.zeros((0, 4), dtype=np.int32)
     tile = _queries(head_dim, window, sink)
     counts = -(-num_new.astype(np.int64) * group // tile)
     rows = np.repeat(np.arange(len(counts)), counts)

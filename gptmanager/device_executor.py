@@ -53,6 +53,7 @@ class DeviceExecutor(TorchExecutor):
         self._staging = Staging(stream)
         # of each line a token, and its log probability
         self._arrivals = Arrivals(stream, 8 * num_slots * max_beam_width)
+        self._plans = isinstance(model, PlanningModel)
         with stream:
             super().__init__(
                 model, kv_pool, num_slots=num_slots, max_beam_width=max_beam_width, **options
@@ -174,7 +175,7 @@ class DeviceExecutor(TorchExecutor):
             "sample_index": rows.sample_index,
             "sample_rows": rows.sample_rows,
         }
-        if isinstance(self.model, PlanningModel):
+        if self._plans:
             numbers = rows.row_starts, rows.kv_lengths, rows.num_context_rows
             for number, array in enumerate(self.model.plan(*numbers, fixed)):
                 arrays[f"plan {number}"] = array
