@@ -53,7 +53,7 @@ class DeviceExecutor(TorchExecutor):
         self._staging = Staging(stream)
         # of each line a token, and its log probability
         self._arrivals = Arrivals(stream, 8 * num_slots * max_beam_width)
-        self._plans = isinstance(model, PlanningModel)
+        self._planning = model if isinstance(model, PlanningModel) else None
         with stream:
             super().__init__(
                 model, kv_pool, num_slots=num_slots, max_beam_width=max_beam_width, **options
@@ -175,9 +175,9 @@ class DeviceExecutor(TorchExecutor):
             "sample_index": rows.sample_index,
             "sample_rows": rows.sample_rows,
         }
-        if self._plans:
+        if self._planning is not None:
             numbers = rows.row_starts, rows.kv_lengths, rows.num_context_rows
-            for number, array in enumerate(self.model.plan(*numbers, fixed)):
+            for number, array in enumerate(self._planning.plan(*numbers, fixed)):
                 arrays[f"plan {number}"] = array
         return arrays
 
