@@ -7,15 +7,20 @@
 
 constexpr int WARPS = 4, THREADS = WARPS * 32, TOKENS = 64;
 
-// What a kernel is made for: queries of T, heads of D.
-template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kind {
+// What a kernel is made for: queries of T, heads of D, a cache of C.
+template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement>
+struct Kind {
     using T = Element;
+    using C = CacheElement;
     static constexpr int D = HEAD_DIM;
-    static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK;
+    static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
     // 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the
-    // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink.
-    static constexpr int MATRICES = D > 128 || (D == 128 && SINK) ? 1 : 2;
+    // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink or
+    // elements to expand.
+    static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int QUERIES = WARPS * 16 * MATRICES;
+    // Elements of a tile of keys and values as they come, and as they are computed with.
+    static constexpr int RAW_TILE = 2 * TOKENS * ROW<C, D>, TILE = 2 * TOKENS * ROW<T, D>;
 };
 
 struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
@@ -31,7 +36,7 @@ struct Window {  // a query at a position sees the keys in (position - size, pos
 
 // What a block works on. It lies in shared memory: the registers are for its results.
 template <class K> struct Work {
-    using T = typename K::T;
+    using C = typename K::C;
     static constexpr int D = K::D;
     Item item;
     int num_packed, group, num_heads;
@@ -39,8 +44,8 @@ template <class K> struct Work {
     int low, high;       // positions of the item's first and last query
     int sink;            // so many first keys are seen besides
     size_t first_head;   // of its packed queries, in `queries` and `out`
-    Pages<T, D> pages;
-    const T* value_memory;
+    Pages<C, D> pages;
+    const C* value_memory;
 
     __device__ int position(int packed) const {
         return first_position + min(packed, num_packed - 1) / group;
@@ -65,19 +70,37 @@ template <class K> struct WarpState {
     float sum[K::MATRICES][2];            // of this lane's columns only
 };
 
-template <class K, class T = typename K::T>
-__device__ inline void copy_tokens(T* keys, T* values, const Work<K>& work, int start) {
-    constexpr int D = K::D, VECTORS = D / 8;
+// Keys of 64 tokens from `start` on, and their values behind them.
+template <class K, class C = typename K::C>
+__device__ inline void copy_tokens(C* to, const Work<K>& work, int start) {
+    constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = TOKENS * VECTORS;
 #pragma unroll 1  // beside the results there is no room for many addresses
-    for (int i = 0; i < TOKENS * VECTORS / THREADS; i++) {
+    for (int i = 0; i < (COUNT + THREADS - 1) / THREADS; i++) {
         int index = i * THREADS + threadIdx.x;
-        int token = index / VECTORS, element = index % VECTORS * 8, position = start + token;
+        if (COUNT % THREADS && index >= COUNT) break;
+        int token = index / VECTORS, element = index % VECTORS * WIDE<C>, position = start + token;
         // Pages outside of the item may be gone, and rows behind its end were never written.
         bool seen = position >= work.item.first || (K::SINK && position < work.sink);
         bool valid = seen && position < work.item.last;
         size_t from = valid ? work.pages.offset(position) + element : 0;
-        ptx::cp_async_16(keys + token * ROW<D> + element, work.pages.memory + from, valid);
-        ptx::cp_async_16(values + token * ROW<D> + element, work.value_memory + from, valid);
+        C* key = to + token * ROW<C, D> + element;
+        ptx::cp_async_16(key, work.pages.memory + from, valid);
+        ptx::cp_async_16(key + TOKENS * ROW<C, D>, work.value_memory + from, valid);
+    }
+}
+
+// Keys and values of 8 bits as those of T.
+template <class K, class T = typename K::T, class C = typename K::C>
+__device__ inline void expand_tokens(T* to, const C* from) {
+    constexpr int D = K::D, VECTORS = D / 8;
+#pragma unroll 2
+    for (int i = 0; i < 2 * TOKENS * VECTORS / THREADS; i++) {
+        int index = i * THREADS + threadIdx.x;
+        int row = index / VECTORS, element = index % VECTORS * 8;
+        uint2 packed = *reinterpret_cast<const uint2*>(from + row * ROW<C, D> + element);
+        uint4 result = {expand<T>(packed.x), expand<T>(packed.x >> 16), expand<T>(packed.y),
+                        expand<T>(packed.y >> 16)};
+        *reinterpret_cast<uint4*>(to + row * ROW<T, D> + element) = result;
     }
 }
 
@@ -91,7 +114,7 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
         int packed = work.item.first_query + query;
         bool valid = packed < work.num_packed;
         size_t offset = valid ? work.offset(packed) : 0;
-        ptx::cp_async_16(to + query * ROW<D> + element, from + offset + element, valid);
+        ptx::cp_async_16(to + query * ROW<T, D> + element, from + offset + element, valid);
     }
 }
 
@@ -100,18 +123,18 @@ __device__ inline void multiply_keys(float (&scores)[K::MATRICES][TOKENS / 8][4]
                                      const T* keys) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* query = queries + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
-    const T* key = keys + (matrix / 2 * 8 + row) * ROW<D> + matrix % 2 * 8;
+    const T* query = queries + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
+    const T* key = keys + (matrix / 2 * 8 + row) * ROW<T, D> + matrix % 2 * 8;
 #pragma unroll D == 128 ? 1 : 2  // what fits into registers
     for (int k = 0; k < D / 16; k++) {
         unsigned a[K::MATRICES][4];
 #pragma unroll
         for (int m = 0; m < K::MATRICES; m++)
-            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<D> + k * 16);
+            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<T, D> + k * 16);
 #pragma unroll
         for (int n = 0; n < TOKENS / 16; n++) {
             unsigned b[4];
-            ptx::load_matrix_x4(b, key + n * 16 * ROW<D> + k * 16);
+            ptx::load_matrix_x4(b, key + n * 16 * ROW<T, D> + k * 16);
 #pragma unroll
             for (int m = 0; m < K::MATRICES; m++) {
                 ptx::mma_m16n8k16(scores[m][2 * n], a[m], b[0], b[1], T());
@@ -203,13 +226,13 @@ __device__ inline void add_values(WarpState<K>& state,
                                   const T* values) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* value = values + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
+    const T* value = values + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
 #pragma unroll
     for (int k = 0; k < TOKENS / 16; k++) {
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             unsigned b[4];
-            ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<D> + n * 16);
+            ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<T, D> + n * 16);
 #pragma unroll
             for (int m = 0; m < K::MATRICES; m++) {
                 ptx::mma_m16n8k16(state.out[m][2 * n], weights[m][k], b[0], b[1], T());
@@ -219,21 +242,23 @@ __device__ inline void add_values(WarpState<K>& state,
     }
 }
 
-// Grid: (items, kv heads). Dynamic shared memory: QUERIES + 4 * TOKENS rows.
-template <class T, int D, bool SOFTCAP, bool SINK>
+// Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
+// where the cache is of 8 bits one of T and one of it.
+template <class T, int D, bool SOFTCAP, bool SINK, class C = T>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
-    const T* keys,            // [blocks, kv_heads, tokens_per_block, D]
-    const T* values,          // [blocks, kv_heads, tokens_per_block, D]
+    const C* keys,            // [blocks, kv_heads, tokens_per_block, D]
+    const C* values,          // [blocks, kv_heads, tokens_per_block, D]
     const Item* items,        // [items]; row -1: nothing to do
     const int* row_starts,    // [rows + 1]
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
+    const float* scales,      // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
-    using K = Kind<T, D, SOFTCAP, SINK>;
+    using K = Kind<T, D, SOFTCAP, SINK, C>;
     __shared__ Work<K> work;
     if (items[blockIdx.x].row < 0) return;
     if (threadIdx.x == 0) {
@@ -241,7 +266,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
         int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
         const int* table = block_tables + size_t(slots[item.row]) * table_width;
-        auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+        auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
         work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0, sink,
                 size_t(row_start) * num_heads + kv_head * group, pages,
                 values + (pages.memory - keys)};
@@ -249,12 +274,12 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         work.high = work.position(item.first_query + K::QUERIES - 1);
     }
     __syncthreads();
-    constexpr int TILE = TOKENS * ROW<D>;
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
-    T* tiles = query_tile + K::QUERIES * ROW<D>;
+    T* tiles = query_tile + K::QUERIES * ROW<T, D>;
+    C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
     int start = SINK ? 0 : work.item_tile();
     copy_queries<K>(query_tile, queries, work);
-    copy_tokens<K>(tiles, tiles + TILE, work, start);
+    copy_tokens<K>(raw_tiles, work, start);
     ptx::cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -263,23 +288,33 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     for (int m = 0; m < K::MATRICES; m++)
         state.largest[m][0] = state.largest[m][1] = -INFINITY;
     Window window{window_size};
+    if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
     bool sinking = SINK;
     for (int stage = 0; start < work.item.last; stage ^= 1) {
-        T* next = tiles + (stage ^ 1) * 2 * TILE;
         bool next_sinking = sinking;
         int next_start = work.next_tile(start, next_sinking);
-        if (next_start < work.item.last)
-            copy_tokens<K>(next, next + TILE, work, next_start);
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<1>();
-        __syncthreads();
-        const T* key_tile = tiles + stage * 2 * TILE;
+        const T* key_tile = tiles;
+        if constexpr (K::FP8) {  // expanded, a tile makes room for the next
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            expand_tokens<K>(tiles, raw_tiles);
+            __syncthreads();
+            if (next_start < work.item.last) copy_tokens<K>(raw_tiles, work, next_start);
+            ptx::cp_async_commit();
+        } else {
+            key_tile += stage * K::TILE;
+            if (next_start < work.item.last)
+                copy_tokens<K>(raw_tiles + (stage ^ 1) * K::TILE, work, next_start);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<1>();
+            __syncthreads();
+        }
         float scores[K::MATRICES][TOKENS / 8][4] = {};
         unsigned weights[K::MATRICES][TOKENS / 16][4];
         int own_queries = warp * 16 * K::MATRICES;
-        multiply_keys<K>(scores, query_tile + own_queries * ROW<D>, key_tile);
+        multiply_keys<K>(scores, query_tile + own_queries * ROW<T, D>, key_tile);
         if constexpr (SOFTCAP) {
 #pragma unroll
             for (int i = 0; i < K::MATRICES * TOKENS / 2; i++) {
@@ -296,8 +331,8 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 #pragma unroll
         for (int m = 0; m < K::MATRICES; m++)
             weigh<K>(weights[m], scores[m], state, m, weight_scale);
-        add_values<K>(state, weights, key_tile + TILE);
-        __syncthreads();
+        add_values<K>(state, weights, key_tile + TOKENS * ROW<T, D>);
+        if constexpr (!K::FP8) __syncthreads();
         start = next_start;
         sinking = next_sinking;
     }
@@ -306,6 +341,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float sum = warp_sum<4>(state.sum[m][half]);
+            if constexpr (K::FP8) sum /= scales[gridDim.y + blockIdx.y];
             int packed = work.item.first_query + (warp * K::MATRICES + m) * 16 + half * 8 + g;
             if (packed >= work.num_packed) continue;
             T* to = out + work.offset(packed) + 2 * t;
@@ -318,12 +354,12 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 }
 
 // float32 has no tensor cores of its precision: a warp takes a packed query, lanes its elements.
-template <int D>
+template <int D, class C = float>
 __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
-    float* out, const float* queries, const float* keys, const float* values, const Item* items,
+    float* out, const float* queries, const C* keys, const C* values, const Item* items,
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
-    int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap) {
+    const float* scales, int num_heads, int table_width, int tokens_per_block, int window_size,
+    int sink, float scale, float softcap) {
     constexpr int COUNT = (D + 31) / 32;
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
@@ -331,11 +367,16 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
     int lane = threadIdx.x % 32;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const float* value_memory = values + (pages.memory - keys);
+    auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    const C* value_memory = values + (pages.memory - keys);
+    float value_scale = 1;
+    if constexpr (IS_FP8<C>) {
+        scale *= scales[kv_head];
+        value_scale = scales[num_kv_heads + kv_head];
+    }
     Scores to_score(scale, softcap);
-    using WithSink = Kind<float, D, false, true>;
-    int tile = sink ? WithSink::QUERIES : Kind<float, D, false, false>::QUERIES;
+    using WithSink = Kind<float, D, false, true, C>;
+    int tile = sink ? WithSink::QUERIES : Kind<float, D, false, false, C>::QUERIES;
     int end = min(item.first_query + tile, num_new * group);
     for (int packed = item.first_query + threadIdx.x / 32; packed < end; packed += WARPS) {
         int token = row_start + packed / group;
@@ -351,15 +392,16 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
             size_t from = pages.offset(key) + lane;
             float product = 0;
             for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D) product += query[i] * pages.memory[from + 32 * i];
+                if (lane + 32 * i < D) product += query[i] * to_float(pages.memory[from + 32 * i]);
             float score = to_score(warp_sum(product));
             float factor = softmax.raise(score), weight = ptx::exp2_approx(score - softmax.largest);
             softmax.sum += weight;
             for (int i = 0; i < COUNT; i++)
                 if (lane + 32 * i < D)
-                    result[i] = result[i] * factor + weight * value_memory[from + 32 * i];
+                    result[i] = result[i] * factor + weight * to_float(value_memory[from + 32 * i]);
         }
         for (int i = 0; i < COUNT; i++)
-            if (lane + 32 * i < D) out[index + lane + 32 * i] = result[i] / softmax.sum;
+            if (lane + 32 * i < D)
+                out[index + lane + 32 * i] = result[i] / softmax.sum * value_scale;
     }
 }
