@@ -7,17 +7,21 @@
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
-// What a kernel is made for: queries of T, heads of D.
-template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK> struct Kind {
+// What a kernel is made for: queries of T, heads of D, a cache of C.
+template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement>
+struct Kind {
     using T = Element;
+    using C = CacheElement;
     static constexpr int D = HEAD_DIM;
-    static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK;
+    static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
     // 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the
-    // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink.
-    static constexpr int MATRICES = D > 128 || (D == 128 && SINK) ? 1 : 2;
+    // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink or
+    // elements to expand.
+    static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int QUERIES = WARPS * 16 * MATRICES;
-    // of a tile of keys and values: what shared memory holds twice, and registers have scores for
+    // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
     static constexpr int TOKENS = D > 128 || (D == 128 && SOFTCAP) ? 32 : 64;
+    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
 };
 
 struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
@@ -38,7 +42,7 @@ struct Tile {  // TOKENS positions; while sinking, those that are the sink's
 
 // What a block works on. It lies in shared memory: the registers are for its results.
 template <class K> struct Work {
-    using T = typename K::T;
+    using C = typename K::C;
     static constexpr int D = K::D;
     Item item;
     int num_packed, group, num_heads;
@@ -46,8 +50,8 @@ template <class K> struct Work {
     int low, high;       // positions of the item's first and last query
     int sink;            // so many first keys are seen besides
     size_t first_head;   // of its packed queries, in `queries` and `out`
-    Pages<T, D> pages;
-    const T* value_memory;
+    Pages<C, D> pages;
+    const C* value_memory;
     int rows[2][K::TOKENS];  // of a tile's tokens in the pages, -1 where nothing is to be read
 
     __device__ int position(int packed) const {
@@ -83,27 +87,47 @@ template <class K> __device__ inline void find_rows(Work<K>& work, int stage, Ti
     work.rows[stage][threadIdx.x] = valid ? work.pages.row(position) : -1;
 }
 
-template <class K, class T = typename K::T>
-__device__ inline void copy_tokens(T* keys, T* values, const Work<K>& work, int stage) {
+// Keys of a tile, and their values behind them.
+template <class K, class C = typename K::C>
+__device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
+    constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
+    constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
     // Some rows are read before the copies, which no reading can overtake: as many as fit.
-    constexpr int D = K::D, VECTORS = D / 8, COUNT = K::TOKENS * VECTORS / THREADS;
-    constexpr int STEP = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : COUNT;
-    const T *key_memory = work.pages.memory, *value_memory = work.value_memory;
+    constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
+    const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
 #pragma unroll 1
-    for (int first = 0; first < COUNT; first += STEP) {
+    for (int first = 0; first < PASSES; first += STEP) {
         int rows[STEP];
-#pragma unroll
-        for (int i = 0; i < STEP; i++)
-            rows[i] = work.rows[stage][((first + i) * THREADS + threadIdx.x) / VECTORS];
 #pragma unroll
         for (int i = 0; i < STEP; i++) {
             unsigned index = (first + i) * THREADS + threadIdx.x;
-            unsigned token = index / VECTORS, element = index % VECTORS * 8;
-            unsigned to = token * ROW<D> + element;
-            ptrdiff_t from = ptrdiff_t(max(rows[i], 0)) * D;
-            ptx::cp_async_16(keys + to, key_memory + element + from, rows[i] >= 0);
-            ptx::cp_async_16(values + to, value_memory + element + from, rows[i] >= 0);
+            rows[i] = COUNT % THREADS == 0 || index < COUNT ? work.rows[stage][index / VECTORS] : -1;
         }
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            unsigned index = (first + i) * THREADS + threadIdx.x;
+            if (COUNT % THREADS && index >= COUNT) break;
+            unsigned token = index / VECTORS, element = index % VECTORS * WIDE<C>;
+            ptrdiff_t from = ptrdiff_t(max(rows[i], 0)) * D;
+            C *key = to + token * ROW<C, D> + element, *value = key + K::TOKENS * ROW<C, D>;
+            ptx::cp_async_16(key, key_memory + element + from, rows[i] >= 0);
+            ptx::cp_async_16(value, value_memory + element + from, rows[i] >= 0);
+        }
+    }
+}
+
+// Keys and values of 8 bits as those of T.
+template <class K, class T = typename K::T, class C = typename K::C>
+__device__ inline void expand_tokens(T* to, const C* from) {
+    constexpr int D = K::D, VECTORS = D / 8;
+#pragma unroll 2
+    for (int i = 0; i < 2 * K::TOKENS * VECTORS / THREADS; i++) {
+        int index = i * THREADS + threadIdx.x;
+        int row = index / VECTORS, element = index % VECTORS * 8;
+        uint2 packed = *reinterpret_cast<const uint2*>(from + row * ROW<C, D> + element);
+        uint4 result = {expand<T>(packed.x), expand<T>(packed.x >> 16), expand<T>(packed.y),
+                        expand<T>(packed.y >> 16)};
+        *reinterpret_cast<uint4*>(to + row * ROW<T, D> + element) = result;
     }
 }
 
@@ -117,7 +141,7 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
         int packed = work.item.first_query + query;
         bool valid = packed < work.num_packed;
         size_t offset = valid ? work.offset(packed) : 0;
-        ptx::cp_async_16(to + query * ROW<D> + element, from + offset + element, valid);
+        ptx::cp_async_16(to + query * ROW<T, D> + element, from + offset + element, valid);
     }
 }
 
@@ -126,18 +150,18 @@ __device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8]
                                      const T* keys) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* query = queries + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
-    const T* key = keys + (matrix / 2 * 8 + row) * ROW<D> + matrix % 2 * 8;
+    const T* query = queries + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
+    const T* key = keys + (matrix / 2 * 8 + row) * ROW<T, D> + matrix % 2 * 8;
 #pragma unroll D == 128 ? 1 : 2  // what fits into registers
     for (int k = 0; k < D / 16; k++) {
         unsigned a[K::MATRICES][4];
 #pragma unroll
         for (int m = 0; m < K::MATRICES; m++)
-            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<D> + k * 16);
+            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<T, D> + k * 16);
 #pragma unroll
         for (int n = 0; n < K::TOKENS / 16; n++) {
             unsigned b[4];
-            ptx::load_matrix_x4(b, key + n * 16 * ROW<D> + k * 16);
+            ptx::load_matrix_x4(b, key + n * 16 * ROW<T, D> + k * 16);
 #pragma unroll
             for (int m = 0; m < K::MATRICES; m++) {
                 ptx::mma_m16n8k16(scores[m][2 * n], a[m], b[0], b[1], T());
@@ -229,13 +253,13 @@ __device__ inline void add_values(WarpState<K>& state,
                                   const T* values) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* value = values + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
+    const T* value = values + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
 #pragma unroll
     for (int k = 0; k < K::TOKENS / 16; k++) {
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             unsigned b[4];
-            ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<D> + n * 16);
+            ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<T, D> + n * 16);
 #pragma unroll
             for (int m = 0; m < K::MATRICES; m++) {
                 ptx::mma_m16n8k16(state.out[m][2 * n], weights[m][k], b[0], b[1], T());
@@ -245,21 +269,23 @@ __device__ inline void add_values(WarpState<K>& state,
     }
 }
 
-// Grid: (items, kv heads). Dynamic shared memory: QUERIES + 4 * TOKENS rows.
-template <class T, int D, bool SOFTCAP, bool SINK>
+// Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
+// where the cache is of 8 bits one of T and one of it.
+template <class T, int D, bool SOFTCAP, bool SINK, class C = T>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
-    const T* keys,            // [blocks, kv_heads, tokens_per_block, D]
-    const T* values,          // [blocks, kv_heads, tokens_per_block, D]
+    const C* keys,            // [blocks, kv_heads, tokens_per_block, D]
+    const C* values,          // [blocks, kv_heads, tokens_per_block, D]
     const Item* items,        // [items]; row -1: nothing to do
     const int* row_starts,    // [rows + 1]
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
+    const float* scales,      // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
-    using K = Kind<T, D, SOFTCAP, SINK>;
+    using K = Kind<T, D, SOFTCAP, SINK, C>;
     __shared__ Work<K> work;
     if (items[blockIdx.x].row < 0) return;
     if (threadIdx.x == 0) {
@@ -267,7 +293,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
         int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
         const int* table = block_tables + size_t(slots[item.row]) * table_width;
-        auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+        auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
         work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0, sink,
                 size_t(row_start) * num_heads + kv_head * group, pages,
                 values + (pages.memory - keys)};
@@ -275,14 +301,14 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         work.high = work.position(item.first_query + K::QUERIES - 1);
     }
     __syncthreads();
-    constexpr int TILE = K::TOKENS * ROW<D>;
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
-    T* tiles = query_tile + K::QUERIES * ROW<D>;
+    T* tiles = query_tile + K::QUERIES * ROW<T, D>;
+    C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
     find_rows(work, 0, work.first_tile());
     find_rows(work, 1, work.tile_after(work.first_tile()));
     __syncthreads();
     copy_queries<K>(query_tile, queries, work);
-    copy_tokens<K>(tiles, tiles + TILE, work, 0);
+    copy_tokens<K>(raw_tiles, work, 0);
     ptx::cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -291,23 +317,33 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     for (int m = 0; m < K::MATRICES; m++)
         state.largest[m][0] = state.largest[m][1] = -INFINITY;
     Window window{window_size};
+    if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
     Tile tile = work.first_tile();
     for (int stage = 0; tile.start < work.item.last; stage ^= 1, tile = work.tile_after(tile)) {
-        T* next_tiles = tiles + (stage ^ 1) * 2 * TILE;
         Tile next = work.tile_after(tile);
-        if (next.start < work.item.last)
-            copy_tokens<K>(next_tiles, next_tiles + TILE, work, stage ^ 1);
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<1>();
-        __syncthreads();
+        const T* key_tile = tiles;
+        if constexpr (K::FP8) {  // expanded, a tile makes room for the next
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            expand_tokens<K>(tiles, raw_tiles);
+            __syncthreads();
+            if (next.start < work.item.last) copy_tokens<K>(raw_tiles, work, stage ^ 1);
+            ptx::cp_async_commit();
+        } else {
+            key_tile += stage * K::TILE;
+            if (next.start < work.item.last)
+                copy_tokens<K>(raw_tiles + (stage ^ 1) * K::TILE, work, stage ^ 1);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<1>();
+            __syncthreads();
+        }
         find_rows(work, stage, work.tile_after(next));
-        const T* key_tile = tiles + stage * 2 * TILE;
         float scores[K::MATRICES][K::TOKENS / 8][4] = {};
         unsigned weights[K::MATRICES][K::TOKENS / 16][4];
         int own_queries = warp * 16 * K::MATRICES;
-        multiply_keys<K>(scores, query_tile + own_queries * ROW<D>, key_tile);
+        multiply_keys<K>(scores, query_tile + own_queries * ROW<T, D>, key_tile);
         if constexpr (SOFTCAP) {
 #pragma unroll
             for (int i = 0; i < K::MATRICES * K::TOKENS / 2; i++) {
@@ -324,14 +360,15 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 #pragma unroll
         for (int m = 0; m < K::MATRICES; m++)
             weigh<K>(weights[m], scores[m], state, m, weight_scale);
-        add_values<K>(state, weights, key_tile + TILE);
-        __syncthreads();
+        add_values<K>(state, weights, key_tile + K::TOKENS * ROW<T, D>);
+        if constexpr (!K::FP8) __syncthreads();
     }
 #pragma unroll
     for (int m = 0; m < K::MATRICES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float factor = 1 / warp_sum<4>(state.sum[m][half]);
+            if constexpr (K::FP8) factor *= scales[gridDim.y + blockIdx.y];
             int packed = work.item.first_query + (warp * K::MATRICES + m) * 16 + half * 8 + g;
             if (packed >= work.num_packed) continue;
             T* to = out + work.offset(packed) + 2 * t;
@@ -344,12 +381,12 @@ __global__ void __launch_bounds__(THREADS) context_attention(
 }
 
 // float32 has no tensor cores of its precision: a warp takes a packed query, lanes its elements.
-template <int D>
+template <int D, class C = float>
 __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
-    float* out, const float* queries, const float* keys, const float* values, const Item* items,
+    float* out, const float* queries, const C* keys, const C* values, const Item* items,
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
-    int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap) {
+    const float* scales, int num_heads, int table_width, int tokens_per_block, int window_size,
+    int sink, float scale, float softcap) {
     constexpr int COUNT = (D + 31) / 32;
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
@@ -357,11 +394,16 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
     int lane = threadIdx.x % 32;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const float* value_memory = values + (pages.memory - keys);
+    auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    const C* value_memory = values + (pages.memory - keys);
+    float value_scale = 1;
+    if constexpr (IS_FP8<C>) {
+        scale *= scales[kv_head];
+        value_scale = scales[num_kv_heads + kv_head];
+    }
     Scores to_score(scale, softcap);
-    using WithSink = Kind<float, D, false, true>;
-    int tile = sink ? WithSink::QUERIES : Kind<float, D, false, false>::QUERIES;
+    using WithSink = Kind<float, D, false, true, C>;
+    int tile = sink ? WithSink::QUERIES : Kind<float, D, false, false, C>::QUERIES;
     int end = min(item.first_query + tile, num_new * group);
     for (int packed = item.first_query + threadIdx.x / 32; packed < end; packed += WARPS) {
         int token = row_start + packed / group;
@@ -377,15 +419,16 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
             size_t from = pages.offset(key) + lane;
             float product = 0;
             for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D) product += query[i] * pages.memory[from + 32 * i];
+                if (lane + 32 * i < D) product += query[i] * to_float(pages.memory[from + 32 * i]);
             float score = to_score(warp_sum(product));
             float factor = softmax.raise(score), weight = ptx::exp2_approx(score - softmax.largest);
             softmax.sum += weight;
             for (int i = 0; i < COUNT; i++)
                 if (lane + 32 * i < D)
-                    result[i] = result[i] * factor + weight * value_memory[from + 32 * i];
+                    result[i] = result[i] * factor + weight * to_float(value_memory[from + 32 * i]);
         }
         for (int i = 0; i < COUNT; i++)
-            if (lane + 32 * i < D) out[index + lane + 32 * i] = result[i] / softmax.sum;
+            if (lane + 32 * i < D)
+                out[index + lane + 32 * i] = result[i] / softmax.sum * value_scale;
     }
 }

@@ -85,6 +85,7 @@ def table(rows: Iterable[Row]) -> str:
         element = arguments.partition(",")[0]
         if element not in NAMES.values():
             element = ""
+        element += " fp8" if "fp8" in arguments else ""
         by_arch = most.setdefault((row.file, name, element), {})
         by_arch.setdefault(row.arch, []).append(row)
     head = f"| file | kernel | type | instantiations | {' | '.join(ARCHITECTURES)} | shared |"
@@ -93,7 +94,7 @@ def table(rows: Iterable[Row]) -> str:
         count = max(map(len, by_arch.values()))
         registers = [_registers(by_arch.get(arch, [])) for arch in ARCHITECTURES]
         shared = max(row.figures.shared_memory for own in by_arch.values() for row in own)
-        cells = [file, name, element.strip("_"), str(count), *registers, str(shared)]
+        cells = [file, name, element.strip("_ "), str(count), *registers, str(shared)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -1,12 +1,12 @@
 // Rows of paged keys and values, and their way to shared memory.
 #pragma once
 
-#include "numerics.cuh"
+#include "fp8.cuh"
 
 // One layer's pages `[blocks, kv_heads, tokens_per_block, D]` of one sequence and one KV head, as rows
 // of D elements: fewer than 2^31, or a layer would fill a device.
-template <class T, int D> struct Pages {
-    const T* memory;   // of the KV head in block 0
+template <class C, int D> struct Pages {
+    const C* memory;   // of the KV head in block 0
     const int* table;  // position / tokens_per_block -> block
     int tokens_per_block;
     int shift;       // its logarithm; -1 if it is no power of two
@@ -20,13 +20,13 @@ template <class T, int D> struct Pages {
     __device__ size_t offset(int position) const { return size_t(row(position)) * D; }
 };
 
-// Rows of D elements in shared memory are 16 bytes further apart than they are long: eight rows at
-// the same column lie in different banks.
-template <int D> constexpr int ROW = D + 8;
+// How far rows of D elements are apart in shared memory: an odd number of 16 bytes, so that eight
+// rows at the same column lie in different banks.
+template <class T, int D> constexpr int ROW = D + (D / WIDE<T> % 2 ? 0 : WIDE<T>);
 
-template <class T, int D>
-__device__ inline Pages<T, D> find_pages(
-    const T* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block) {
+template <class C, int D>
+__device__ inline Pages<C, D> find_pages(
+    const C* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block) {
     bool is_power = __popc(tokens_per_block) == 1;
     return {pages + size_t(kv_head) * tokens_per_block * D, table, tokens_per_block,
             is_power ? __ffs(tokens_per_block) - 1 : -1,
