@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from checkpoints import checkpoint, random_model
+from checkpoints import CONFIGS, checkpoint, random_model
 from devices import GPU, LLAMA, there_is
 from transformers import DynamicCache
 
@@ -149,6 +149,21 @@ def test_logits_are_bitwise_the_same_under_any_schedule(device, cache, options):
     ):
         assert torch.equal(one["output_ids"], other["output_ids"])
         assert torch.equal(one["generation_logits"], other["generation_logits"])
+
+
+def test_heads_that_no_kernel_has(device):
+    """The reference computes those of 16 dimensions with QK norm."""
+    source = checkpoint(random_model(CONFIGS["qwen3"]))
+
+    def short():
+        return [from_tokens(1, prompt(1, 20), 4), from_tokens(2, [*prompt(1, 18), 3], 4)]
+
+    usual, reused = (
+        serve(device, short(), source=source, deterministic=True, cache=cache)
+        for cache in ({}, {"enable_block_reuse": True, "tokens_per_block": 8})
+    )
+    for one, other in zip(usual, reused, strict=True):
+        assert torch.equal(one["output_ids"], other["output_ids"])
 
 
 def test_beams(device):
