@@ -1,11 +1,11 @@
 // softmax(q @ keys^T * scale, causal) @ values for rows of several query tokens, over the pages.
 //
-// FlashAttention-2: a block holds a tile of queries and passes over keys and values in tiles of 64
-// tokens, which are copied while the ones before are computed with. The query heads of one KV head
-// are packed: packed query m of a row is token m / group, head m % group of the group.
+// FlashAttention-2: a block holds a tile of queries and passes over keys and values in tiles of 64 or
+// 32 tokens, which are copied while the ones before are computed with. The query heads of one KV
+// head are packed: packed query m of a row is token m / group, head m % group of the group.
 #include "pages.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * 32, TOKENS = 64;
+constexpr int WARPS = 4, THREADS = WARPS * 32;
 
 // What a kernel is made for: queries of T, heads of D, a cache of C.
 template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement>
@@ -19,8 +19,9 @@ struct Kind {
     // elements to expand.
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int QUERIES = WARPS * 16 * MATRICES;
-    // Elements of a tile of keys and values as they come, and as they are computed with.
-    static constexpr int RAW_TILE = 2 * TOKENS * ROW<C, D>, TILE = 2 * TOKENS * ROW<T, D>;
+    // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
+    static constexpr int TOKENS = D > 128 || (D == 128 && SOFTCAP) ? 32 : 64;
+    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
 };
 
 struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
@@ -32,6 +33,11 @@ struct Window {  // a query at a position sees the keys in (position - size, pos
     __device__ bool sees(int position, int key) const {
         return key <= position && (size == 0 || key > position - size);
     }
+};
+
+struct Tile {  // TOKENS positions; while sinking, those that are the sink's
+    int start;
+    bool sinking;
 };
 
 // What a block works on. It lies in shared memory: the registers are for its results.
@@ -46,18 +52,19 @@ template <class K> struct Work {
     size_t first_head;   // of its packed queries, in `queries` and `out`
     Pages<C, D> pages;
     const C* value_memory;
+    int rows[2][K::TOKENS];  // of a tile's tokens in the pages, -1 where nothing is to be read
 
     __device__ int position(int packed) const {
         return first_position + min(packed, num_packed - 1) / group;
     }
-    __device__ int item_tile() const { return item.first / TOKENS * TOKENS; }
     // Tiles of the sink come first, and then those of the item from behind it on.
-    __device__ int next_tile(int start, bool& sinking) const {
-        start += TOKENS;
-        if (!K::SINK || !sinking || start < sink) return start;
-        sinking = false;
-        return max(item_tile(), sink / TOKENS * TOKENS);
+    __device__ Tile first_tile() const { return {K::SINK ? 0 : item_tile(), K::SINK}; }
+    __device__ Tile tile_after(Tile tile) const {
+        int start = tile.start + K::TOKENS;
+        if (!K::SINK || !tile.sinking || start < sink) return {start, tile.sinking};
+        return {max(item_tile(), sink / K::TOKENS * K::TOKENS), false};
     }
+    __device__ int item_tile() const { return item.first / K::TOKENS * K::TOKENS; }
     // Elements from the beginning of `queries` or `out`.
     __device__ size_t offset(int packed) const {
         return (first_head + size_t(packed / group) * num_heads + packed % group) * D;
@@ -70,22 +77,42 @@ template <class K> struct WarpState {
     float sum[K::MATRICES][2];            // of this lane's columns only
 };
 
-// Keys of 64 tokens from `start` on, and their values behind them.
+// The pages' table is read a tile ahead of its use.
+template <class K> __device__ inline void find_rows(Work<K>& work, int stage, Tile tile) {
+    if (threadIdx.x >= K::TOKENS) return;
+    int position = tile.start + threadIdx.x;
+    // Pages outside of the item may be gone, and rows behind its end were never written.
+    bool seen = position >= work.item.first || (K::SINK && position < work.sink);
+    bool valid = seen && position < work.item.last;
+    work.rows[stage][threadIdx.x] = valid ? work.pages.row(position) : -1;
+}
+
+// Keys of a tile, and their values behind them.
 template <class K, class C = typename K::C>
-__device__ inline void copy_tokens(C* to, const Work<K>& work, int start) {
-    constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = TOKENS * VECTORS;
-#pragma unroll 1  // beside the results there is no room for many addresses
-    for (int i = 0; i < (COUNT + THREADS - 1) / THREADS; i++) {
-        int index = i * THREADS + threadIdx.x;
-        if (COUNT % THREADS && index >= COUNT) break;
-        int token = index / VECTORS, element = index % VECTORS * WIDE<C>, position = start + token;
-        // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool seen = position >= work.item.first || (K::SINK && position < work.sink);
-        bool valid = seen && position < work.item.last;
-        size_t from = valid ? work.pages.offset(position) + element : 0;
-        C* key = to + token * ROW<C, D> + element;
-        ptx::cp_async_16(key, work.pages.memory + from, valid);
-        ptx::cp_async_16(key + TOKENS * ROW<C, D>, work.value_memory + from, valid);
+__device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
+    constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
+    constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
+    // Some rows are read before the copies, which no reading can overtake: as many as fit.
+    constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
+    const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
+#pragma unroll 1
+    for (int first = 0; first < PASSES; first += STEP) {
+        int rows[STEP];
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            unsigned index = (first + i) * THREADS + threadIdx.x;
+            rows[i] = COUNT % THREADS == 0 || index < COUNT ? work.rows[stage][index / VECTORS] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            unsigned index = (first + i) * THREADS + threadIdx.x;
+            if (COUNT % THREADS && index >= COUNT) break;
+            unsigned token = index / VECTORS, element = index % VECTORS * WIDE<C>;
+            ptrdiff_t from = ptrdiff_t(max(rows[i], 0)) * D;
+            C *key = to + token * ROW<C, D> + element, *value = key + K::TOKENS * ROW<C, D>;
+            ptx::cp_async_16(key, key_memory + element + from, rows[i] >= 0);
+            ptx::cp_async_16(value, value_memory + element + from, rows[i] >= 0);
+        }
     }
 }
 
@@ -94,7 +121,7 @@ template <class K, class T = typename K::T, class C = typename K::C>
 __device__ inline void expand_tokens(T* to, const C* from) {
     constexpr int D = K::D, VECTORS = D / 8;
 #pragma unroll 2
-    for (int i = 0; i < 2 * TOKENS * VECTORS / THREADS; i++) {
+    for (int i = 0; i < 2 * K::TOKENS * VECTORS / THREADS; i++) {
         int index = i * THREADS + threadIdx.x;
         int row = index / VECTORS, element = index % VECTORS * 8;
         uint2 packed = *reinterpret_cast<const uint2*>(from + row * ROW<C, D> + element);
@@ -119,7 +146,7 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
 }
 
 template <class K, class T = typename K::T>
-__device__ inline void multiply_keys(float (&scores)[K::MATRICES][TOKENS / 8][4], const T* queries,
+__device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8][4], const T* queries,
                                      const T* keys) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
@@ -132,7 +159,7 @@ __device__ inline void multiply_keys(float (&scores)[K::MATRICES][TOKENS / 8][4]
         for (int m = 0; m < K::MATRICES; m++)
             ptx::load_matrix_x4(a[m], query + m * 16 * ROW<T, D> + k * 16);
 #pragma unroll
-        for (int n = 0; n < TOKENS / 16; n++) {
+        for (int n = 0; n < K::TOKENS / 16; n++) {
             unsigned b[4];
             ptx::load_matrix_x4(b, key + n * 16 * ROW<T, D> + k * 16);
 #pragma unroll
@@ -146,22 +173,22 @@ __device__ inline void multiply_keys(float (&scores)[K::MATRICES][TOKENS / 8][4]
 
 // Scores of what a query must not see are -inf. `packed`: of the lane's first row, g.
 template <class K>
-__device__ inline void hide(float (&scores)[K::MATRICES][TOKENS / 8][4], const Work<K>& work,
-                            int packed, int start, Window window, bool sinking) {
+__device__ inline void hide(float (&scores)[K::MATRICES][K::TOKENS / 8][4], const Work<K>& work,
+                            int packed, Tile tile, Window window) {
 #pragma unroll
     for (int m = 0; m < K::MATRICES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
-            int key = start + threadIdx.x % 4 * 2;
+            int key = tile.start + threadIdx.x % 4 * 2;
             // Seen is what lies behind `low`, up to `high`.
             int low = window.size ? position - window.size : -1, high = position;
             if (K::SINK) {
-                low = sinking ? -1 : max(low, work.sink - 1);
-                high = sinking ? min(high, work.sink - 1) : high;
+                low = tile.sinking ? -1 : max(low, work.sink - 1);
+                high = tile.sinking ? min(high, work.sink - 1) : high;
             }
 #pragma unroll
-            for (int n = 0; n < TOKENS / 8; n++) {
+            for (int n = 0; n < K::TOKENS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     int at = key + n * 8 + i;
@@ -175,13 +202,13 @@ __device__ inline void hide(float (&scores)[K::MATRICES][TOKENS / 8][4], const W
 // Scores to weights, as the left side of the next product, and all that was summed before brought to
 // the new largest score.
 template <class K>
-__device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores)[TOKENS / 8][4],
+__device__ inline void weigh(unsigned (&weights)[K::TOKENS / 16][4], float (&scores)[K::TOKENS / 8][4],
                              WarpState<K>& state, int m, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float largest = state.largest[m][half];
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++) {
+        for (int n = 0; n < K::TOKENS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 largest = fmaxf(largest, scores[n][2 * half + i]);
@@ -195,7 +222,7 @@ __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores
         state.largest[m][half] = largest;
         float sum = 0;
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++) {
+        for (int n = 0; n < K::TOKENS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float& score = scores[n][2 * half + i];
@@ -211,7 +238,7 @@ __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores
         }
     }
 #pragma unroll
-    for (int k = 0; k < TOKENS / 16; k++) {
+    for (int k = 0; k < K::TOKENS / 16; k++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float(&both)[4] = scores[2 * k + i / 2];
@@ -222,13 +249,13 @@ __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores
 
 template <class K, class T = typename K::T>
 __device__ inline void add_values(WarpState<K>& state,
-                                  unsigned (&weights)[K::MATRICES][TOKENS / 16][4],
+                                  unsigned (&weights)[K::MATRICES][K::TOKENS / 16][4],
                                   const T* values) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* value = values + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
 #pragma unroll
-    for (int k = 0; k < TOKENS / 16; k++) {
+    for (int k = 0; k < K::TOKENS / 16; k++) {
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             unsigned b[4];
@@ -277,9 +304,11 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
     T* tiles = query_tile + K::QUERIES * ROW<T, D>;
     C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
-    int start = SINK ? 0 : work.item_tile();
+    find_rows(work, 0, work.first_tile());
+    find_rows(work, 1, work.tile_after(work.first_tile()));
+    __syncthreads();
     copy_queries<K>(query_tile, queries, work);
-    copy_tokens<K>(raw_tiles, work, start);
+    copy_tokens<K>(raw_tiles, work, 0);
     ptx::cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -291,64 +320,62 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
-    bool sinking = SINK;
-    for (int stage = 0; start < work.item.last; stage ^= 1) {
-        bool next_sinking = sinking;
-        int next_start = work.next_tile(start, next_sinking);
+    Tile tile = work.first_tile();
+    for (int stage = 0; tile.start < work.item.last; stage ^= 1, tile = work.tile_after(tile)) {
+        Tile next = work.tile_after(tile);
         const T* key_tile = tiles;
         if constexpr (K::FP8) {  // expanded, a tile makes room for the next
             ptx::cp_async_wait<0>();
             __syncthreads();
             expand_tokens<K>(tiles, raw_tiles);
             __syncthreads();
-            if (next_start < work.item.last) copy_tokens<K>(raw_tiles, work, next_start);
+            if (next.start < work.item.last) copy_tokens<K>(raw_tiles, work, stage ^ 1);
             ptx::cp_async_commit();
         } else {
             key_tile += stage * K::TILE;
-            if (next_start < work.item.last)
-                copy_tokens<K>(raw_tiles + (stage ^ 1) * K::TILE, work, next_start);
+            if (next.start < work.item.last)
+                copy_tokens<K>(raw_tiles + (stage ^ 1) * K::TILE, work, stage ^ 1);
             ptx::cp_async_commit();
             ptx::cp_async_wait<1>();
             __syncthreads();
         }
-        float scores[K::MATRICES][TOKENS / 8][4] = {};
-        unsigned weights[K::MATRICES][TOKENS / 16][4];
+        find_rows(work, stage, work.tile_after(next));
+        float scores[K::MATRICES][K::TOKENS / 8][4] = {};
+        unsigned weights[K::MATRICES][K::TOKENS / 16][4];
         int own_queries = warp * 16 * K::MATRICES;
         multiply_keys<K>(scores, query_tile + own_queries * ROW<T, D>, key_tile);
         if constexpr (SOFTCAP) {
 #pragma unroll
-            for (int i = 0; i < K::MATRICES * TOKENS / 2; i++) {
-                float& score = scores[i * 2 / TOKENS][i / 4 % (TOKENS / 8)][i % 4];
+            for (int i = 0; i < K::MATRICES * K::TOKENS / 2; i++) {
+                float& score = scores[i * 2 / K::TOKENS][i / 4 % (K::TOKENS / 8)][i % 4];
                 score = to_score.capped(score);
             }
         }
         // Tiles that all of the block's queries see need no mask.
-        if (SINK || !window.sees(work.low, start + TOKENS - 1) ||
-            !window.sees(work.high, start)) {
+        if (SINK || !window.sees(work.low, tile.start + K::TOKENS - 1) ||
+            !window.sees(work.high, tile.start)) {
             int packed = work.item.first_query + own_queries + g;
-            hide<K>(scores, work, packed, start, window, sinking);
+            hide<K>(scores, work, packed, tile, window);
         }
 #pragma unroll
         for (int m = 0; m < K::MATRICES; m++)
             weigh<K>(weights[m], scores[m], state, m, weight_scale);
-        add_values<K>(state, weights, key_tile + TOKENS * ROW<T, D>);
+        add_values<K>(state, weights, key_tile + K::TOKENS * ROW<T, D>);
         if constexpr (!K::FP8) __syncthreads();
-        start = next_start;
-        sinking = next_sinking;
     }
 #pragma unroll
     for (int m = 0; m < K::MATRICES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float sum = warp_sum<4>(state.sum[m][half]);
-            if constexpr (K::FP8) sum /= scales[gridDim.y + blockIdx.y];
+            float factor = 1 / warp_sum<4>(state.sum[m][half]);
+            if constexpr (K::FP8) factor *= scales[gridDim.y + blockIdx.y];
             int packed = work.item.first_query + (warp * K::MATRICES + m) * 16 + half * 8 + g;
             if (packed >= work.num_packed) continue;
             T* to = out + work.offset(packed) + 2 * t;
 #pragma unroll
             for (int n = 0; n < D / 8; n++)
                 *reinterpret_cast<unsigned*>(to + n * 8) = pack<T>(
-                    state.out[m][n][2 * half] / sum, state.out[m][n][2 * half + 1] / sum);
+                    state.out[m][n][2 * half] * factor, state.out[m][n][2 * half + 1] * factor);
         }
     }
 }

@@ -13,7 +13,7 @@ from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_ten
 
 Ints = npt.NDArray[np.int32]
 
-_THREADS, _TOKENS = 128, 64  # as in the .cu
+_THREADS = 128  # as in the .cu
 _NARROW = (torch.float16, torch.bfloat16)
 PROGRAM = Program(
     "context_attention.cu",
@@ -52,6 +52,8 @@ def plan_context(
     `context_attention`; `fp8`: its pages are of 8-bit floats. Rows without tokens have no items.
     Once a step, for all layers.
     """
+    if not num_new.size:  # most steps, which have no context
+        return np.zeros((0, 4), dtype=np.int32)
     tile = _queries(head_dim, window, sink, fp8)
     counts = -(-num_new.astype(np.int64) * group // tile)
     rows = np.repeat(np.arange(len(counts)), counts)
@@ -130,7 +132,7 @@ def context_attention(
         name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}>"
         own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
         num_queries = _queries(head_dim, window, sink, cache.dtype is FP8)
-        shared = num_queries * own + 2 * _TOKENS * (own + other)
+        shared = num_queries * own + 2 * _tokens(head_dim, softcap) * (own + other)
     else:
         name, shared = f"context_attention_float<{head_dim}{cache.argument}>", 0
     kernel = launcher.kernel(PROGRAM, name, shared)
@@ -140,3 +142,8 @@ def context_attention(
 def _queries(head_dim: int, window: int | None, sink: int, fp8: bool) -> int:
     """Packed queries of an item."""
     return 64 if head_dim > 128 or (head_dim == 128 and (window and sink or fp8)) else 128
+
+
+def _tokens(head_dim: int, softcap: float) -> int:
+    """Of a tile of keys and values."""
+    return 32 if head_dim > 128 or (head_dim == 128 and softcap) else 64

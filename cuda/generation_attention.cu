@@ -5,8 +5,9 @@
 #include "pages.cuh"
 
 constexpr int WARPS = 4, TILE = 16;
-// Tiles of a warp in shared memory: of 8 bits twice as many are on their way.
-template <class C> constexpr int STAGES = IS_FP8<C> ? 5 : 3;
+// Tiles of a warp in shared memory: three blocks run on a multiprocessor, and of 8 bits as many bytes
+// are on their way.
+template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
 
 struct Item {  // [first, last) of a row; partial: where its result goes, -1 if it is the row's only one
     int row, first, last, partial;
@@ -20,24 +21,22 @@ template <class T, int D, int TILES> struct WarpState {
     Softmax softmax[TILES][2];    // heads 2t and 2t + 1; sums of this lane's tokens only
 };
 
+// `rows`: of the tile's tokens in the pages, a lane each; -1 where nothing is to be read, but zeros
+// are written. A tile behind the last is all of that, so that lanes never part.
 template <class C, int D>
-__device__ inline void copy_tile(C* keys, C* values, const Pages<C, D>& key_pages,
-                                 const C* value_memory, int start, int block, Item item) {
+__device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const C* value_memory,
+                                 int rows) {
     constexpr int VECTORS = D / WIDE<C>, COUNT = TILE * VECTORS;
-    bool one_block = key_pages.tokens_per_block % TILE == 0;
-    size_t base = one_block ? key_pages.offset(start, block) : 0;
 #pragma unroll
     for (int i = 0; i < (COUNT + 31) / 32; i++) {
         int index = i * 32 + threadIdx.x % 32;
+        int token = index / VECTORS, element = index % VECTORS * WIDE<C>;
+        int row = __shfl_sync(0xFFFFFFFFu, rows, token);
         if (COUNT % 32 && index >= COUNT) break;
-        int token = index / VECTORS, element = index % VECTORS * WIDE<C>, position = start + token;
-        // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool valid = position >= item.first && position < item.last;
-        size_t from = base + size_t(token) * D;
-        if (!one_block) from = valid ? key_pages.offset(position) : 0;
-        from = valid ? from + element : 0;
-        ptx::cp_async_16(keys + token * ROW<C, D> + element, key_pages.memory + from, valid);
-        ptx::cp_async_16(values + token * ROW<C, D> + element, value_memory + from, valid);
+        ptrdiff_t from = ptrdiff_t(max(row, 0)) * D;
+        int to = token * ROW<C, D> + element;
+        ptx::cp_async_16(keys + to, key_memory + element + from, row >= 0);
+        ptx::cp_async_16(values + to, value_memory + element + from, row >= 0);
     }
 }
 
@@ -200,7 +199,7 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
 
 // Grid: (items, kv heads). Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the cache.
 template <class T, int D, int TILES, class C = T>
-__global__ void __launch_bounds__(WARPS * 32) generation_attention(
+__global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
     T* out,                   // [tokens, heads, D]
     float* partial,           // [partials, heads, D]
     float* partial_log,       // [partials, heads]: log2 of the sum of 2^score
@@ -228,19 +227,19 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     constexpr int STEP = WARPS * TILE;
     int start = item.first / TILE * TILE + warp * TILE;
     int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
-    auto block_of = [&](int tile) {  // the table is read ahead of its use
-        return tile < num_tiles ? pages.block_of(max(start + tile * STEP, item.first)) : 0;
+    auto rows_of = [&](int tile) {  // the table is read ahead of its use
+        int position = start + tile * STEP + lane % TILE;
+        // Pages outside of the item may be gone, and rows behind its end were never written.
+        return position >= item.first && position < item.last ? pages.row(position) : -1;
     };
-    auto copy = [&](int tile, int block) {
+    auto copy = [&](int tile, int rows) {
         C* to = mine + tile % STAGES * 2 * TILE_SIZE;
-        if (tile < num_tiles)
-            copy_tile<C, D>(
-                to, to + TILE_SIZE, pages, value_memory, start + tile * STEP, block, item);
+        copy_tile<C, D>(to, to + TILE_SIZE, pages.memory, value_memory, rows);
         ptx::cp_async_commit();
     };
 #pragma unroll
-    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, block_of(tile));
-    int next_block = block_of(STAGES - 1);
+    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, rows_of(tile));
+    int next_rows = rows_of(STAGES - 1);
 
     WarpState<T, D, TILES> state = {};
 #pragma unroll
@@ -262,8 +261,8 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     for (int tile = 0; tile < num_tiles; tile++) {
         ptx::cp_async_wait<STAGES - 2>();
         __syncwarp();  // this tile has come for all lanes, and all have done with the one before
-        copy(tile + STAGES - 1, next_block);
-        next_block = block_of(tile + STAGES);
+        copy(tile + STAGES - 1, next_rows);
+        next_rows = rows_of(tile + STAGES);
         const C* from = mine + tile % STAGES * 2 * TILE_SIZE;
         attend_tile<T, C, D>(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
     }

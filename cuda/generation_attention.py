@@ -96,7 +96,7 @@ def generation_attention(
     if dtype in _NARROW:
         tiles = 1 if group <= 8 else 2
         name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
-        stages = 3 if cache_scales is None else 5
+        stages = 2 if cache_scales is None else 3
         shared = _WARPS * stages * 2 * _TILE * row_bytes(head_dim, cache.dtype)
     else:
         name, shared = f"generation_attention_float<{head_dim}{cache.argument}>", 0

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 
 STRETCH_UNIT = 64  # tokens that one pass of a block's warps takes
-_RESIDENT = 2  # blocks that run at the same time on a multiprocessor
+_RESIDENT = 3  # blocks that run at the same time on a multiprocessor
 _WAVES = 4  # how often each of them is replaced: what evens out unequal items
 
 
@@ -104,9 +104,18 @@ def default_stretch(num_tokens: int, num_kv_heads: int, num_multiprocessors: int
     return max(1, -(-num_tokens // (items * STRETCH_UNIT))) * STRETCH_UNIT
 
 
-def max_num_items(num_rows: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """So many items at most are there of so many rows, whatever their lengths."""
+def max_num_items(
+    num_rows: int,
+    num_kv_heads: int,
+    num_multiprocessors: int,
+    *,
+    window: int | None = None,
+    sink: int = 0,
+) -> int:
+    """So many items at most has `plan_generation` for so many rows, whatever their lengths."""
     if not num_rows:
         return 0
-    # a row's first and last items may be shorter than its share of the tokens, the sink's too
-    return max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads) + 4 * num_rows
+    # shorter than a row's share of the tokens may be its last item, its first one too where that
+    # begins at a window, and as many of its sink
+    shorter = 1 + (window is not None) + (window is not None and sink > 0)
+    return max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads) + shorter * num_rows

@@ -100,7 +100,8 @@ class CudaKernels(Kernels):
             )
             if fixed:  # a token's queries are one item
                 num_single = len(num_new) - middle
-                generation = generation.padded(max_num_items(num_single, *size), num_single)
+                most = max_num_items(num_single, *size, window=window, sink=shape.sink)
+                generation = generation.padded(most, num_single)
                 context = _padded(context, middle)
             arrays += (context, generation.items, generation.partial_starts)
         return tuple(arrays)

@@ -41,7 +41,7 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
     missing = num_rows - len(rows.lines)
 
     def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
-        return np.pad(array, (0, missing), constant_values=value)
+        return np.concatenate((array, np.full(missing, value, dtype=array.dtype)))
 
     every = np.arange(num_rows, dtype=np.int64)
     return PackedRows(

@@ -3,6 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kernel_values import DTYPES
 from paged_rows import PagedRows
 
@@ -167,7 +169,7 @@ def covered(plan, row):
 def test_a_plan_covers_the_sink_too(window, sink):
     lengths = np.random.default_rng(0).integers(1, 2000, 40).astype(np.int32)
     plan = plan_generation(lengths, 8, 132, window=window, sink=sink)
-    assert len(plan.items) <= max_num_items(40, 8, 132)
+    assert len(plan.items) <= max_num_items(40, 8, 132, window=window, sink=sink)
     for row, length in enumerate(lengths.tolist()):
         own = plan.items[plan.items[:, 0] == row]
         seen = [at for _, first, last, _ in own for at in range(first, last)]
@@ -190,6 +192,18 @@ def test_a_plan_covers_what_each_row_sees(window, stretch):
         assert parts == ([-1] if len(own) == 1 else list(range(first, last)))
     sizes = plan.items[:, 2] - plan.items[:, 1]
     assert (np.diff(sizes) <= 0).all() and sizes.min() > 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=30),
+    window=st.none() | st.integers(1, 2000),
+    sink=st.integers(0, 700),
+    num_kv_heads=st.sampled_from([1, 8, 32]),
+)
+def test_no_plan_has_more_items_than_a_recording_has_room_for(lengths, window, sink, num_kv_heads):
+    size = num_kv_heads, 132
+    plan = plan_generation(np.array(lengths, np.int32), *size, window=window, sink=sink)
+    assert len(plan.items) <= max_num_items(len(lengths), *size, window=window, sink=sink)
 
 
 def test_a_plan_balances_skewed_lengths():
