@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 _THREADS = 128
 PROGRAM = Program(
     "cache_write.cu",

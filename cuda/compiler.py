@@ -11,8 +11,9 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from gptmanager.errors import ConfigError, GptManagerError
 
 FOLDER = Path(__file__).resolve().parent
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
+_WHEELS = {  # of CUDA's headers, and where they lie in them
+    "nvidia-cuda-runtime": "nvidia/cu13/include",
+    "nvidia-cuda-runtime-cu12": "nvidia/cuda_runtime/include",
+}
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
 _FIGURES = {
@@ -152,12 +157,26 @@ def _texts(text: str, folder: Path) -> list[str]:
 
 
 def _cuda_includes() -> tuple[str, ...]:
+    """The folder of CUDA's headers: beside NVRTC, in a wheel of their own, or in a toolkit."""
+    for folder in _header_folders():
+        if (folder / "cuda_fp16.h").exists():
+            return f"-I{folder}", f"-I{folder / 'cccl'}"
+    raise ConfigError("compiling kernels needs CUDA's headers: pip install nvidia-cuda-runtime")
+
+
+def _header_folders() -> Iterator[Path]:
     import cupy
 
-    path = cupy.cuda.get_cuda_path()
-    if path is None:
-        raise ConfigError("compiling kernels needs CUDA's headers: pip install nvidia-cuda-runtime")
-    return f"-I{path}/include", f"-I{path}/include/cccl"
+    root = cupy.cuda.get_cuda_path()
+    if root is not None:
+        yield Path(root, "include")
+    for wheel, place in _WHEELS.items():
+        try:
+            yield Path(str(metadata.distribution(wheel).locate_file(place)))
+        except metadata.PackageNotFoundError:
+            pass
+    toolkits = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")
+    yield from (Path(toolkit, "include") for toolkit in toolkits if toolkit)
 
 
 def _keep(folder: Path, cubin: Cubin) -> None:

@@ -13,7 +13,7 @@ from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_ten
 
 Ints = npt.NDArray[np.int32]
 
-_THREADS, _TOKENS = 128, 64  # as in the .cu
+_THREADS = 128  # as in the .cu
 _NARROW = (torch.float16, torch.bfloat16)
 PROGRAM = Program(
     "context_attention.cu",
@@ -22,7 +22,8 @@ PROGRAM = Program(
             f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}>"
             for dtype in _NARROW
             for head_dim in HEAD_DIMS
-            for softcap, sink in (("false", "false"), ("true", "false"), ("false", "true"))
+            for softcap in ("false", "true")
+            for sink in ("false", "true")
         ),
         *(f"context_attention_float<{head_dim}>" for head_dim in HEAD_DIMS),
     ),
@@ -104,8 +105,6 @@ def context_attention(
         block_tables=(block_tables, (None, None), torch.int32),
     )
     check_heads(num_heads, num_kv_heads, head_dim)
-    if softcap and sink and dtype in _NARROW:
-        raise ValueError(f"softcap={softcap} and sink={sink}: no kernel has the registers for both")
     if items.shape[0] == 0:
         return
     arguments: tuple[Argument, ...] = (
@@ -119,9 +118,8 @@ def context_attention(
         capped = str(softcap > 0).lower()
         sinks = str(bool(window and sink)).lower()
         name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}, {sinks}>"
-        shared = (
-            (_queries(head_dim, window, sink) + 4 * _TOKENS) * (head_dim + 8) * queries.itemsize
-        )
+        rows = _queries(head_dim, window, sink) + 4 * _tokens(head_dim, softcap)
+        shared = rows * (head_dim + 8) * queries.itemsize
     else:
         name, shared = f"context_attention_float<{head_dim}>", 0
     kernel = launcher.kernel(PROGRAM, name, shared)
@@ -131,3 +129,8 @@ def context_attention(
 def _queries(head_dim: int, window: int | None, sink: int) -> int:
     """Packed queries of an item."""
     return 64 if head_dim > 128 or (head_dim == 128 and window and sink) else 128
+
+
+def _tokens(head_dim: int, softcap: float) -> int:
+    """Of a tile of keys and values."""
+    return 32 if head_dim > 128 or (head_dim == 128 and softcap) else 64

@@ -18,23 +18,18 @@ template <class T, int D, int TILES> struct WarpState {
     Softmax softmax[TILES][2];    // heads 2t and 2t + 1; sums of this lane's tokens only
 };
 
+// `rows`: of the tile's tokens in the pages, a lane each; -1 where nothing is to be read.
 template <class T, int D>
-__device__ inline void copy_tile(T* keys, T* values, const Pages<T, D>& key_pages,
-                                 const T* value_memory, int start, int block, Item item) {
+__device__ inline void copy_tile(T* keys, T* values, const T* key_memory, const T* value_memory, int rows) {
     constexpr int VECTORS = D / 8;
-    bool one_block = key_pages.tokens_per_block % TILE == 0;
-    size_t base = one_block ? key_pages.offset(start, block) : 0;
 #pragma unroll
     for (int i = 0; i < TILE * VECTORS / 32; i++) {
         int index = i * 32 + threadIdx.x % 32;
-        int token = index / VECTORS, element = index % VECTORS * 8, position = start + token;
-        // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool valid = position >= item.first && position < item.last;
-        size_t from = base + size_t(token) * D;
-        if (!one_block) from = valid ? key_pages.offset(position) : 0;
-        from = valid ? from + element : 0;
-        ptx::cp_async_16(keys + token * ROW<D> + element, key_pages.memory + from, valid);
-        ptx::cp_async_16(values + token * ROW<D> + element, value_memory + from, valid);
+        int token = index / VECTORS, element = index % VECTORS * 8;
+        int row = __shfl_sync(0xFFFFFFFFu, rows, token);
+        ptrdiff_t from = ptrdiff_t(max(row, 0)) * D;
+        ptx::cp_async_16(keys + token * ROW<D> + element, key_memory + element + from, row >= 0);
+        ptx::cp_async_16(values + token * ROW<D> + element, value_memory + element + from, row >= 0);
     }
 }
 
@@ -172,19 +167,20 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     constexpr int STEP = WARPS * TILE;
     int start = item.first / TILE * TILE + warp * TILE;
     int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
-    auto block_of = [&](int tile) {  // the table is read ahead of its use
-        return tile < num_tiles ? pages.block_of(max(start + tile * STEP, item.first)) : 0;
+    auto rows_of = [&](int tile) {  // the table is read ahead of its use
+        int position = start + tile * STEP + lane % TILE;
+        // Pages outside of the item may be gone, and rows behind its end were never written.
+        return position >= item.first && position < item.last ? pages.row(position) : -1;
     };
-    auto copy = [&](int tile, int block) {
+    auto copy = [&](int tile, int rows) {
         T* to = mine + tile % STAGES * 2 * TILE_SIZE;
         if (tile < num_tiles)
-            copy_tile<T, D>(
-                to, to + TILE_SIZE, pages, value_memory, start + tile * STEP, block, item);
+            copy_tile<T, D>(to, to + TILE_SIZE, pages.memory, value_memory, rows);
         ptx::cp_async_commit();
     };
 #pragma unroll
-    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, block_of(tile));
-    int next_block = block_of(STAGES - 1);
+    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, rows_of(tile));
+    int next_rows = rows_of(STAGES - 1);
 
     WarpState<T, D, TILES> state = {};
 #pragma unroll
@@ -199,8 +195,8 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     for (int tile = 0; tile < num_tiles; tile++) {
         ptx::cp_async_wait<STAGES - 2>();
         __syncwarp();  // this tile has come for all lanes, and all have done with the one before
-        copy(tile + STAGES - 1, next_block);
-        next_block = block_of(tile + STAGES);
+        copy(tile + STAGES - 1, next_rows);
+        next_rows = rows_of(tile + STAGES);
         const T* from = mine + tile % STAGES * 2 * TILE_SIZE;
         attend_tile(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
     }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda import compiler, device, emulator
+from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -69,31 +70,44 @@ class DeviceLauncher:
             module = self._cupy.cuda.function.Module()
             module.load(cubin.code)
             function = module.get_function(cubin.lowered[name])
-            known = DeviceKernel(self._cupy, module, function)
+            known = DeviceKernel(self._cupy, name, module, function)
             self._kernels[program.file, name] = known
         known.allow(shared_mem)
         return known
 
 
-class _Stream(NamedTuple):
-    ptr: int  # all that CuPy reads of a stream
+class RawStream(NamedTuple):
+    """All that CuPy's functions read of a stream."""
+
+    ptr: int
 
 
 class DeviceKernel:
     """One kernel, loaded. `module` owns its code."""
 
-    def __init__(self, cupy: Any, module: Any, function: Any) -> None:
+    def __init__(self, cupy: Any, name: str, module: Any, function: Any) -> None:
         self._driver = cupy.cuda.driver
+        self._name = name
         self._module = module
         self._function = function
-        self._allowed = 48 << 10
+        self._allowed = 0
         self._device = torch.cuda.current_device()
 
     def allow(self, shared_mem: int) -> None:
-        """More dynamic shared memory than any kernel has by itself must be asked for, once."""
-        if shared_mem > self._allowed:
+        """Ask once for so much dynamic shared memory: of itself a kernel has 48 KiB less its static.
+
+        ConfigError where the device has less.
+        """
+        if shared_mem <= self._allowed:
+            return
+        try:
             self._driver.funcSetAttribute(self._function.ptr, _MAX_DYNAMIC_SHARED, shared_mem)
-            self._allowed = shared_mem
+        except self._driver.CUDADriverError as error:
+            raise ConfigError(
+                f"{self._name} needs {shared_mem} bytes of shared memory for a block, and this "
+                f"device gives it less: {error}"
+            ) from error
+        self._allowed = shared_mem
 
     def __call__(
         self,
@@ -103,7 +117,7 @@ class DeviceKernel:
         shared_mem: int = 0,
     ) -> None:
         # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(self._device))
+        stream = RawStream(torch._C._cuda_getCurrentRawStream(self._device))
         self._function(grid, block, tuple(map(_plain, args)), shared_mem, stream)
 
 

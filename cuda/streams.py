@@ -6,6 +6,7 @@ of work to be run again. Knows nothing of steps.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -45,6 +46,9 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Wait for all that was enqueued."""
 
+    def catch_up(self) -> None:
+        """Wait for what this thread has enqueued on the stream that is current without this one."""
+
     def relieve(self) -> None:
         """Give back the device's memory that is held for later."""
 
@@ -57,6 +61,10 @@ class Stream(Protocol):
 
 class DeviceStream:
     """An own stream of a CUDA device. ConfigError without CuPy, or without a device."""
+
+    # While a stream records, the device as a whole may neither be waited for, as each recording
+    # does at first, nor be asked for its free memory back: several managers take turns.
+    _turn = threading.RLock()
 
     def __init__(self, device: torch.device | str) -> None:
         find_cupy()
@@ -97,11 +105,14 @@ class DeviceStream:
         run()  # what is compiled, loaded or chosen at a first call cannot be recorded
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph,
-            pool=self._graph_memory,
-            stream=self._stream,
-            capture_error_mode="thread_local",  # what a host's threads do there is theirs
+        with (
+            self._turn,
+            torch.cuda.graph(
+                graph,
+                pool=self._graph_memory,
+                stream=self._stream,
+                capture_error_mode="thread_local",  # what a host's threads do there is theirs
+            ),
         ):
             result = run()
         self._graph_memory = graph.pool()  # one memory: graphs of one stream run one by one
@@ -110,9 +121,13 @@ class DeviceStream:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    def catch_up(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
     def relieve(self) -> None:
         self._stream.synchronize()
-        torch.cuda.empty_cache()
+        with self._turn:
+            torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
         self.relieve()
@@ -154,6 +169,9 @@ class EmulatedStream:
         return replay, result
 
     def synchronize(self) -> None:
+        pass
+
+    def catch_up(self) -> None:
         pass
 
     def relieve(self) -> None:

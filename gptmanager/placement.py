@@ -107,6 +107,11 @@ class DevicePlacement(Placement):
         self.kernels = CudaKernels(stream.launcher, deterministic=deterministic)
         self._stream = stream
 
+    def load(self, source: Any, params: OptionalParams) -> Model:
+        model = super().load(source, params)
+        self._stream.catch_up()  # its tensors were filled on this thread's stream
+        return model
+
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         """By a trial: the largest step that the options allow is run, with a cache of one block."""
         peak = self._stream.peak_bytes(lambda: self._try(model, params, max_beam_width))

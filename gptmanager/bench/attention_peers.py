@@ -93,7 +93,7 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
     """`varlen_attn` over packed dense keys and values: torch's FlashAttention, for any lengths."""
     attend = _find_varlen()
     names = inspect.signature(attend).parameters
-    missing = {"scale", "enable_gqa", "window_size"} - names.keys()
+    missing = {"scale", "window_size"} - names.keys()
     if missing:
         raise Absent(f"torch {torch.__version__}'s varlen_attn has no {', '.join(sorted(missing))}")
     packed = []
@@ -104,8 +104,10 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
         longest = (int(rows.num_new.max()), int(rows.lengths.max()))
         packed.append((rows.queries, keys, values, rows.row_starts, starts, *longest))
 
+    grouped = {"enable_gqa": True} if "enable_gqa" in names else {}  # which at first had no name
+
     def run(number: int) -> Tensor:
-        options = {"window_size": (-1, 0), "scale": sets[number].scale, "enable_gqa": True}
+        options = {"window_size": (-1, 0), "scale": sets[number].scale, **grouped}
         return _tensor(attend(*packed[number], **options))
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,8 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="fewer cases and repetitions")
     add("--minutes", type=_minutes, metavar="M", help="leave out what does not fit into M minutes")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--output", type=Path, metavar="FILE", help="write the report as JSON to FILE, too")
+    add("--output", type=Path, metavar="FILE",
+        help="write the report as JSON to FILE, too, and what there is of it after each part")  # fmt: skip
 
 
 def _kernels(options: argparse.Namespace) -> int:
@@ -116,7 +117,8 @@ def _kernels(options: argparse.Namespace) -> int:
             quick=options.quick,
             minutes=options.minutes,
             command=tuple(command_line()),
-        )
+        ),
+        on_report=_keeping(options),
     )
     bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
     return _tell(options, report, kernel_lines(report), is_right=not bad)
@@ -149,7 +151,8 @@ def _end_to_end(options: argparse.Namespace) -> int:
             minutes=options.minutes,
             seed=options.seed,
             command=tuple(command_line()),
-        )
+        ),
+        on_report=_keeping(options),
     )
     parts = [report[name] for name in PARTS if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
@@ -159,13 +162,22 @@ def _end_to_end(options: argparse.Namespace) -> int:
 def _tell(
     options: argparse.Namespace, report: Mapping[str, Any], lines: Iterable[str], *, is_right: bool
 ) -> int:
-    if options.output is not None:
-        options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    _keeping(options)(report)
     print(orjson.dumps(report).decode() if options.json else "\n".join(lines))
     if report.get("interrupted"):
         sys.stdout.flush()
         raise KeyboardInterrupt
     return 0 if is_right else 1
+
+
+def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]:
+    """Writes reports to the file of `--output`, if there is to be one."""
+
+    def keep(report: Mapping[str, Any]) -> None:
+        if options.output is not None:
+            options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+
+    return keep
 
 
 def _words(text: str) -> tuple[str, ...]:

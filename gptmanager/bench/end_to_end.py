@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,12 +70,14 @@ def bench_end_to_end(
     options: EndToEndOptions,
     *,
     on_part: Callable[[str, Any], None] = lambda name, result: None,
+    on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """The report. ConfigError without a GPU, where `device` asks for one, and for unknown parts.
 
     A part that fails is told and the others run. Interrupted, the report is of the parts until
-    then and has `interrupted`.
+    then and has `interrupted`. `on_report` gets the one so far after each part: whoever is killed
+    has that.
     """
     for word in options.only:
         if word not in PARTS:
@@ -84,8 +86,13 @@ def bench_end_to_end(
         find_gpu("--device cpu runs a small model on the CPU")
     run = _Run(options, Budget(None if options.minutes is None else 60 * options.minutes, clock))
     report = header(options.command, run.device)
+
+    def part_done(name: str, result: Any) -> None:
+        on_part(name, result)
+        on_report({**report, "seconds": round(run.budget.used, 1), "notes": run.notes})
+
     try:
-        run.all_parts(report, on_part)
+        run.all_parts(report, part_done)
     except KeyboardInterrupt:
         report["interrupted"] = True
         run.notes.append("interrupted")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +55,12 @@ def bench_kernels(
     ground: Ground | None = None,
     *,
     on_result: Callable[[CaseResult], None] = lambda result: None,
+    on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """The report; ConfigError without a GPU, and for an `only` that nothing has.
 
-    Interrupted, the report is of what was measured until then and has `interrupted`.
+    Interrupted, the report is of what was measured until then and has `interrupted`. `on_report`
+    gets the one so far after each case: whoever is killed has that.
     """
     cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
     if ground is None:
@@ -72,29 +74,28 @@ def bench_kernels(
     launch_us = ground.launch_us(bed)
     rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
     results: list[CaseResult] = []
-    notes: list[str] = []
-    interrupted = False
+
+    def told(notes: Sequence[str] = ()) -> dict[str, Any]:
+        return {
+            **started,
+            "seconds": round(budget.used, 1),
+            "ceilings": ceilings.report(),
+            "launch_us": launch_us,
+            "kernels": report(results, ceilings),
+            "notes": [*notes, *_missing_peers(results)],
+        }
+
     try:
         for result in run_cases(
             cases, bed, ground.timer, rounds=rounds, budget=budget, peers=options.peers
         ):
             results.append(result)
             on_result(result)
+            on_report(told())
     except KeyboardInterrupt:
-        interrupted = True
-        notes.append(f"interrupted after {len(results)} of {len(cases)} cases")
-    skipped = [it.case.name for it in results if it.ours.status == "skipped"]
-    if skipped:
-        notes.append(f"time limit of {options.minutes:g} minutes: {len(skipped)} cases skipped")
-    return {
-        **started,
-        "seconds": round(budget.used, 1),
-        "ceilings": ceilings.report(),
-        "launch_us": launch_us,
-        "kernels": report(results, ceilings),
-        "notes": [*notes, *_missing_peers(results)],
-        **({"interrupted": True} if interrupted else {}),
-    }
+        notes = [f"interrupted after {len(results)} of {len(cases)} cases"]
+        return {**told(notes + _skipped(results, options)), "interrupted": True}
+    return told(_skipped(results, options))
 
 
 def all_cases(sizes: Sizes) -> list[Case]:
@@ -155,6 +156,11 @@ def _has(case: Case, word: str) -> bool:
 
 def _seconds(options: KernelOptions) -> float | None:
     return None if options.minutes is None else 60 * options.minutes
+
+
+def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]:
+    count = sum(it.ours.status == "skipped" for it in results)
+    return [f"time limit of {options.minutes:g} minutes: {count} cases skipped"] if count else []
 
 
 def _missing_peers(results: Sequence[CaseResult]) -> list[str]:

@@ -41,7 +41,7 @@ def measure_ceilings(
     timer: Timer, device: torch.device, dtype: torch.dtype, num_bytes: int, width: int
 ) -> Ceilings:
     """A copy that reads `num_bytes` and writes as many; a product of two `[width, width]`."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     left = torch.randn(width, width, device=device).to(dtype)
     right = torch.randn(width, width, device=device).to(dtype)

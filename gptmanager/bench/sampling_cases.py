@@ -108,12 +108,13 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
 
     def run(number: int) -> Tensor:
         probs = torch.softmax(sets[number] / params.temperature, dim=-1)
+        place = {"seed": params.seed, "offset": number}  # else it asks the generator, and waits
         if params.top_k:
             chosen: Tensor = sampling.top_k_top_p_sampling_from_probs(
-                probs, params.top_k, params.top_p, filter_apply_order="top_k_first"
+                probs, params.top_k, params.top_p, filter_apply_order="top_k_first", **place
             )
             return chosen
-        chosen = sampling.top_p_sampling_from_probs(probs, params.top_p)
+        chosen = sampling.top_p_sampling_from_probs(probs, params.top_p, **place)
         return chosen
 
     return run

@@ -73,6 +73,10 @@ def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> 
     """
     if stage.trace is None:
         return {"status": "skipped", "note": "no GPU to watch"}
+    try:
+        stage.trace(0.0)  # its first use takes seconds
+    except RuntimeError as error:
+        return {"status": "failed", "note": f"no trace: {error}"}
     start = len(stage.log)
     generations = stage.session.start(_same_length(stage, batch_size, context, num_steps))
     deadline = time.monotonic() + _START_S

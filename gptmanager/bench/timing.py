@@ -50,12 +50,8 @@ class DeviceTimer:
             for number in range(calls):
                 run(number % num_sets)
 
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                several()
-        except RuntimeError:  # it waits for the device, or asks it for memory
-            torch.cuda.synchronize()
+        graph = _recorded(several)
+        if graph is None:
             return Stopwatch(self._mean(several, calls), "events")
         graph.replay()  # a first launch uploads it
         return Stopwatch(self._mean(graph.replay, calls), "graph")
@@ -72,6 +68,19 @@ class DeviceTimer:
             return float(start.elapsed_time(end)) / 1e3 / calls
 
         return seconds
+
+
+def _recorded(run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """None of what cannot be recorded: it waits for the device, or asks it for memory."""
+    before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError:
+        torch.cuda.set_stream(before)  # torch stays on the recording's where its end fails
+        torch.cuda.synchronize()
+        return None
+    return graph
 
 
 class ClockTimer:

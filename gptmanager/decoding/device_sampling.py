@@ -52,7 +52,6 @@ class DeviceSampler(Sampler):
     ) -> None:
         super().__init__(num_slots, vocab_size, histories)
         self._launcher = launcher
-        self._device = device
         dtypes = {"choice": sampling.PARAMS, "adjustment": adjustments.PARAMS}
         self._records = {name: np.zeros(num_slots, dtype) for name, dtype in dtypes.items()}
         self._tables = {

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.launch import RawStream
 from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.post_processor import BoundProcessor
@@ -235,10 +236,9 @@ def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str]) -> 
     kernel.compile()
 
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-        given = (np.uintp(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments)
+        given = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
         stream = torch.cuda.current_stream(arguments[0].device)
-        with cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index):
-            kernel(grid, block, tuple(given))
+        kernel.kernel(grid, block, given, 0, RawStream(stream.cuda_stream))
 
     return launch
 

@@ -44,6 +44,10 @@ class ModelStream:
         """-1 on the CPU."""
         return -1 if self._stream is None else int(self._stream.device_index)
 
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """By CUDA's stream protocol, as `cupy.cuda.Stream.from_external` reads it."""
+        return 0, self.cuda_stream
+
     def synchronize(self) -> None:
         """Wait until all that was enqueued has run."""
         if self._stream is not None:

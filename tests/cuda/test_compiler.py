@@ -86,6 +86,17 @@ def test_kernels_compile_without_spilling(program, arch):
     assert not [row for row in rows if row.spills]
 
 
+def test_headers_that_are_not_beside_nvrtc(monkeypatch, tmp_path):
+    """As with wheels of CUDA 12, each of which has a folder of its own."""
+    compiled = compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path / "first")
+    monkeypatch.setattr("cupy.cuda.get_cuda_path", lambda: None)
+    again = compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path / "second")
+    assert again.code == compiled.code
+    monkeypatch.setattr(compiler, "_header_folders", lambda: iter([tmp_path]))
+    with pytest.raises(ConfigError, match="CUDA's headers: pip install nvidia-cuda-runtime"):
+        compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path / "third")
+
+
 def test_no_ptx_but_in_one_file():
     folder = Path(compiler.__file__).parent
     files = {path.name for path in folder.glob("*.cu*") if "asm" in path.read_text("utf-8")}

@@ -79,6 +79,7 @@ def test_windows_and_sinks(machine, window, sink, dtype):
 def test_sinks_with_heads_of_any_dimension(machine, head_dim):
     rows = PagedRows([(90, 100)], 2, 1, head_dim)
     check(machine, rows, window=20, sink=5)
+    check(machine, rows, window=20, sink=5, softcap=1.5)
 
 
 def test_softcap(machine):
@@ -109,7 +110,7 @@ def test_a_query_that_is_not_a_number_stays_its_own(machine):
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 128), (8, 256)])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 32), (1, 64), (3, 128), (8, 256)])
 def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
     num_new = np.array([1, 0, 300, 64, 7], np.int32)
     lengths = num_new + np.array([0, 9, 0, 1000, 31], np.int32)

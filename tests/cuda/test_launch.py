@@ -11,8 +11,13 @@ import torch
 from gptmanager.cuda import compiler, device, launch
 from gptmanager.cuda.launch import DeviceLauncher, Program, architecture, check_tensors
 from gptmanager.cuda.matrix import PROGRAMS
+from gptmanager.errors import ConfigError
 
 PROGRAM = Program("norms.cu", ("f<1>", "f<2>"))
+
+
+class CUDADriverError(RuntimeError):
+    """As CuPy's."""
 
 
 @pytest.fixture
@@ -35,7 +40,12 @@ def calls(monkeypatch):
         calls.append(("compile", source.name, arch, names))
         return compiler.Cubin(b"code", {name: f"_Z{name}" for name in names}, {}, "")
 
-    driver = SimpleNamespace(funcSetAttribute=lambda *given: calls.append(("allow", *given)))
+    def allow(function, attribute, size):
+        if size > 227 << 10:
+            raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        calls.append(("allow", function, attribute, size))
+
+    driver = SimpleNamespace(funcSetAttribute=allow, CUDADriverError=CUDADriverError)
     cuda = SimpleNamespace(driver=driver, function=SimpleNamespace(Module=Module))
     monkeypatch.setattr(device, "find_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(compiler, "compile", compile)
@@ -65,10 +75,15 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(calls):
 
 def test_much_shared_memory_is_asked_for_once(calls):
     launcher = DeviceLauncher()
-    for size in (1000, 100_000, 100_000, 90_000, 200_000):
+    for size in (0, 100_000, 100_000, 90_000, 200_000):
         launcher.kernel(PROGRAM, "f<2>", size)
     asked = [call for call in calls if call[0] == "allow"]
     assert asked == [("allow", 77, 8, 100_000), ("allow", 77, 8, 200_000)]
+
+
+def test_more_shared_memory_than_the_device_has(calls):
+    with pytest.raises(ConfigError, match="f<2> needs 300000 bytes of shared memory.*INVALID_VALUE"):
+        DeviceLauncher().kernel(PROGRAM, "f<2>", 300_000)
 
 
 def test_architectures():
