@@ -131,6 +131,7 @@ class DeviceChooser(TokenChooser):
         """Wait for the logits; the tokens go back to the device."""
         super().choose(step)
         tables = self._device_tables
+        tables.flush(self._staging.upload)
         cells = tables.cells(step.lines, step.positions)
         fits = cells < tables.tokens.size
         tokens = tables.tokens[step.lines[fits], step.positions[fits]]
