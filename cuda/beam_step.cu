@@ -1,4 +1,4 @@
-// The best continuations of beams: of each row of logits by itself, then of all beams of a request.
+// The best continuations of beams, of each row of logits by itself.
 // Nothing is sorted: what may be among the best is collected, and each counts what ranks above it.
 #include "choice.cuh"
 
@@ -93,54 +93,5 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         });
         last = block_max(best);
         if (threadIdx.x == 0) put(place, last);
-    }
-}
-
-constexpr int MERGE_THREADS = 128;
-
-// Grid: (requests).
-__global__ void __launch_bounds__(MERGE_THREADS) merge_beams(
-    int* tokens, int* beams, float* sums, float* log_probs,  // [requests, kept]
-    const int* row_tokens,       // [rows, most]: those of best_of_rows
-    const float* row_log_probs,  // [rows, most]
-    const int* counts,           // [rows]
-    const float* totals,         // [rows]: cumulative log probabilities
-    const int* firsts,           // [requests + 1]: where the beams of each begin among the rows
-    int vocab_size, int most, int kept) {
-    int first = firsts[blockIdx.x], num_beams = firsts[blockIdx.x + 1] - first;
-    int wanted = num_beams > 0 ? min(counts[first], most) : 0, size = min(wanted, vocab_size);
-    int limit = min(min(kept, wanted + size), num_beams * size);
-    size_t own = size_t(blockIdx.x) * kept;
-    for (int i = max(limit, 0) + int(threadIdx.x); i < kept; i += MERGE_THREADS) {
-        tokens[own + i] = beams[own + i] = -1;
-        sums[own + i] = log_probs[own + i] = -INFINITY;
-    }
-    for (int i = threadIdx.x; i < num_beams * size; i += MERGE_THREADS) {
-        int beam = i / size, place = i - beam * size, rank = 0;
-        size_t from = size_t(first + beam) * most + place;
-        int token = row_tokens[from];
-        float sum = __fadd_rn(row_log_probs[from], totals[first + beam]);
-        for (int other = 0; other < num_beams && rank < limit; other++) {
-            const int* list = row_tokens + size_t(first + other) * most;
-            const float* scores = row_log_probs + size_t(first + other) * most;
-            float total = totals[first + other];
-            // How many of a list, which descends, are above; of a lower beam's also those that tie.
-            int low = 0, high = size;
-            while (low < high) {
-                int middle = (low + high) / 2;
-                float value = __fadd_rn(scores[middle], total);
-                if (value > sum || (other < beam && value == sum)) low = middle + 1;
-                else high = middle;
-            }
-            rank += low;
-            if (other != beam) continue;
-            for (int tie = low; tie < size && __fadd_rn(scores[tie], total) == sum; tie++)
-                rank += list[tie] < token;
-        }
-        if (rank >= limit) continue;
-        tokens[own + rank] = token;
-        beams[own + rank] = beam;
-        sums[own + rank] = sum;
-        log_probs[own + rank] = row_log_probs[from];
     }
 }

@@ -1,7 +1,7 @@
-"""The best continuations of beams: what `BeamCandidates` holds, and how `BeamSearch` ranks it.
+"""The best continuations of beams: what `BeamCandidates` holds, each beam by itself.
 
-Two stages, each deterministic: `best_of_rows` for each beam by itself, in two passes over its
-logits, and `merge_beams` for all beams of each request. Requests of any widths share a launch.
+Two passes over a row. What all beams of a request make of them is for a host to rank: it alone
+knows their sums. Requests of any widths share a launch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 from gptmanager.cuda import sampling
 from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
-_THREADS, _MERGE_THREADS = 512, 128
+_THREADS = 512
 MAX_COUNT = _THREADS  # continuations of one row
-PROGRAM = Program("beam_step.cu", ("best_of_rows<4>", "best_of_rows<1>", "merge_beams"))
+PROGRAM = Program("beam_step.cu", ("best_of_rows<4>", "best_of_rows<1>"))
 
 
 def best_of_rows(
@@ -63,47 +63,3 @@ def best_of_rows(
         *ints(vocab_size, most),
     )
     launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)
-
-
-def merge_beams(
-    launcher: Launcher,
-    tokens: Tensor,
-    beams: Tensor,
-    sums: Tensor,
-    log_probs: Tensor,
-    row_tokens: Tensor,
-    row_log_probs: Tensor,
-    counts: Tensor,
-    totals: Tensor,
-    firsts: Tensor,
-    vocab_size: int,
-) -> None:
-    """Rank the continuations of all beams of each of R requests, as `BeamSearch` does.
-
-    Written, `[R, kept]`: `tokens` and `beams` int32, `sums` (the beam's total + log probability)
-    and `log_probs` float32, best first; equal sums rank by ascending beam, then id. A request has
-    count + min(count, V) at most (a stop word of more than one beam may need them); behind its own
-    are -1 and -inf. `row_tokens`, `row_log_probs` `[S, most]` and `counts` `[S]`: those of
-    `best_of_rows`; `totals` `[S]` float32: the beams' cumulative log probabilities; `firsts`
-    `[R + 1]` int32: where the beams of each request begin among the S. ValueError for others.
-    """
-    num_rows, most = row_tokens.shape
-    num_requests, kept = tokens.shape
-    check_tensors(
-        tokens=(tokens, (num_requests, kept), torch.int32),
-        beams=(beams, (num_requests, kept), torch.int32),
-        sums=(sums, (num_requests, kept), torch.float32),
-        log_probs=(log_probs, (num_requests, kept), torch.float32),
-        row_tokens=(row_tokens, (num_rows, most), torch.int32),
-        row_log_probs=(row_log_probs, (num_rows, most), torch.float32),
-        counts=(counts, (num_rows,), torch.int32),
-        totals=(totals, (num_rows,), torch.float32),
-        firsts=(firsts, (num_requests + 1,), torch.int32),
-    )
-    if num_requests == 0:
-        return
-    outputs = tokens, beams, sums, log_probs
-    inputs = row_tokens, row_log_probs, counts, totals, firsts
-    launcher.kernel(PROGRAM, "merge_beams")(
-        (num_requests,), (_MERGE_THREADS,), (*outputs, *inputs, *ints(vocab_size, most, kept))
-    )

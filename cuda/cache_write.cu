@@ -1,5 +1,5 @@
 // Where each token's keys and values belong in the pages, and the way there: QK norm, rotation, write.
-#include "numerics.cuh"
+#include "fp8.cuh"
 
 // places[token] = block * tokens_per_block + offset; -1 for tokens behind the last row. Once a step.
 __global__ void locate_tokens(
@@ -33,17 +33,18 @@ __device__ constexpr int lanes_of(int vectors) {
 }
 
 // Elements i and i + N / 2 of the first N (`rotary`) turn together. A group of lanes takes a head.
-template <class T, int D, int WIDTH>
+template <class T, int D, int WIDTH, class C = T>
 __global__ void __launch_bounds__(128) rope_and_write(
     T* queries,              // [tokens, heads, D]
-    T* keys,                 // [blocks, kv_heads, tokens_per_block, D]
-    T* values,               // [blocks, kv_heads, tokens_per_block, D]
+    C* keys,                 // [blocks, kv_heads, tokens_per_block, D]
+    C* values,               // [blocks, kv_heads, tokens_per_block, D]
     const T* qkv,            // [tokens, heads + 2 kv_heads, D]
     const long long* positions,  // [tokens]
     const float* cos_sin,    // [positions, rotary]: cosines, then sines; null: no rotation
     const T* q_norm,         // [D] or null
     const T* k_norm,         // [D] or null
     const int* places,       // [tokens], of locate_tokens
+    const float* scales,     // [2, kv_heads] of a cache of 8 bits
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
     constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;
     int lane = threadIdx.x % LANES;
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
     float scale = rsqrtf(warp_sum<LANES>(square) / D + eps);
     int place = there ? places[token] : -1;
     if (!there || (!is_query && place < 0)) return;
-    T* to = queries + (size_t(token) * num_heads + head) * D;
+    C* to = nullptr;
     if (!is_query) {
         int kv_head = (head - num_heads) % num_kv_heads;
         size_t block = place / tokens_per_block, offset = place % tokens_per_block;
@@ -101,6 +102,14 @@ __global__ void __launch_bounds__(128) rope_and_write(
 #pragma unroll
             for (int j = 0; j < WIDTH; j++)
                 own[i][j] = own[i][j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
+        }
+        if (is_query) {
+            store(queries + (size_t(token) * num_heads + head) * D + element, own[i]);
+            continue;
+        }
+        if constexpr (IS_FP8<C>) {
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) own[i][j] /= scales[head - num_heads];
         }
         store(to + element, own[i]);
     }

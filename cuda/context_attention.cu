@@ -1,109 +1,35 @@
 // softmax(q @ keys^T * scale, causal) @ values for rows of several query tokens, over the pages.
 //
-// FlashAttention-2: a block holds a tile of queries and passes over keys and values in tiles of 64
-// tokens, which are copied while the ones before are computed with. The query heads of one KV head
-// are packed: packed query m of a row is token m / group, head m % group of the group.
-#include "pages.cuh"
+// FlashAttention-2: a block holds a tile of queries and passes over keys and values in tiles of 64 or
+// 32 tokens, which are copied while the ones before are computed with. The query heads of one KV
+// head are packed: packed query m of a row is token m / group, head m % group of the group.
+#include "context_tiles.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * 32, TOKENS = 64;
-// 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the results
-// of 256 dimensions leave no registers for that, nor do those of 128 beside a sink.
-template <int D, bool SINK> constexpr int MATRICES = D > 128 || (D == 128 && SINK) ? 1 : 2;
-template <int D, bool SINK> constexpr int QUERIES = WARPS * 16 * MATRICES<D, SINK>;
-
-struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
-    int row, first_query, first, last;
+template <class K> struct WarpState {
+    float out[K::MATRICES][K::D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
+    float largest[K::MATRICES][2];        // score of rows g and g + 8, not scaled
+    float sum[K::MATRICES][2];            // of this lane's columns only
 };
 
-struct Window {  // a query at a position sees the keys in (position - size, position]
-    int size;    // 0: all up to its own
-    __device__ bool sees(int position, int key) const {
-        return key <= position && (size == 0 || key > position - size);
-    }
-};
-
-// What a block works on. It lies in shared memory: the registers are for its results.
-template <class T, int D> struct Work {
-    Item item;
-    int num_packed, group, num_heads;
-    int first_position;  // of the row's first query
-    int low, high;       // positions of the item's first and last query
-    int sink;            // so many first keys are seen besides
-    size_t first_head;   // of its packed queries, in `queries` and `out`
-    Pages<T, D> pages;
-    const T* value_memory;
-
-    __device__ int position(int packed) const {
-        return first_position + min(packed, num_packed - 1) / group;
-    }
-    __device__ int item_tile() const { return item.first / TOKENS * TOKENS; }
-    // Tiles of the sink come first, and then those of the item from behind it on.
-    template <bool SINK> __device__ int next_tile(int start, bool& sinking) const {
-        start += TOKENS;
-        if (!SINK || !sinking || start < sink) return start;
-        sinking = false;
-        return max(item_tile(), sink / TOKENS * TOKENS);
-    }
-    // Elements from the beginning of `queries` or `out`.
-    __device__ size_t offset(int packed) const {
-        return (first_head + size_t(packed / group) * num_heads + packed % group) * D;
-    }
-};
-
-template <class T, int D, bool SINK> struct WarpState {
-    float out[MATRICES<D, SINK>][D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
-    float largest[MATRICES<D, SINK>][2];     // score of rows g and g + 8, not scaled
-    float sum[MATRICES<D, SINK>][2];         // of this lane's columns only
-};
-
-template <class T, int D, bool SINK>
-__device__ inline void copy_tokens(T* keys, T* values, const Work<T, D>& work, int start) {
-    constexpr int VECTORS = D / 8;
-#pragma unroll 1  // beside the results there is no room for many addresses
-    for (int i = 0; i < TOKENS * VECTORS / THREADS; i++) {
-        int index = i * THREADS + threadIdx.x;
-        int token = index / VECTORS, element = index % VECTORS * 8, position = start + token;
-        // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool seen = position >= work.item.first || (SINK && position < work.sink);
-        bool valid = seen && position < work.item.last;
-        size_t from = valid ? work.pages.offset(position) + element : 0;
-        ptx::cp_async_16(keys + token * ROW<D> + element, work.pages.memory + from, valid);
-        ptx::cp_async_16(values + token * ROW<D> + element, work.value_memory + from, valid);
-    }
-}
-
-template <class T, int D, bool SINK>
-__device__ inline void copy_queries(T* to, const T* from, const Work<T, D>& work) {
-    constexpr int VECTORS = D / 8;
-#pragma unroll 2
-    for (int i = 0; i < QUERIES<D, SINK> * VECTORS / THREADS; i++) {
-        int index = i * THREADS + threadIdx.x;
-        int query = index / VECTORS, element = index % VECTORS * 8;
-        int packed = work.item.first_query + query;
-        bool valid = packed < work.num_packed;
-        size_t offset = valid ? work.offset(packed) : 0;
-        ptx::cp_async_16(to + query * ROW<D> + element, from + offset + element, valid);
-    }
-}
-
-template <class T, int D, bool SINK>
-__device__ inline void multiply_keys(float (&scores)[MATRICES<D, SINK>][TOKENS / 8][4],
-                                     const T* queries, const T* keys) {
+template <class K, class T = typename K::T>
+__device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8][4], const T* queries,
+                                     const T* keys) {
+    constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* query = queries + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
-    const T* key = keys + (matrix / 2 * 8 + row) * ROW<D> + matrix % 2 * 8;
+    const T* query = queries + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
+    const T* key = keys + (matrix / 2 * 8 + row) * ROW<T, D> + matrix % 2 * 8;
 #pragma unroll D == 128 ? 1 : 2  // what fits into registers
     for (int k = 0; k < D / 16; k++) {
-        unsigned a[MATRICES<D, SINK>][4];
+        unsigned a[K::MATRICES][4];
 #pragma unroll
-        for (int m = 0; m < MATRICES<D, SINK>; m++)
-            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<D> + k * 16);
+        for (int m = 0; m < K::MATRICES; m++)
+            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<T, D> + k * 16);
 #pragma unroll
-        for (int n = 0; n < TOKENS / 16; n++) {
+        for (int n = 0; n < K::TOKENS / 16; n++) {
             unsigned b[4];
-            ptx::load_matrix_x4(b, key + n * 16 * ROW<D> + k * 16);
+            ptx::load_matrix_x4(b, key + n * 16 * ROW<T, D> + k * 16);
 #pragma unroll
-            for (int m = 0; m < MATRICES<D, SINK>; m++) {
+            for (int m = 0; m < K::MATRICES; m++) {
                 ptx::mma_m16n8k16(scores[m][2 * n], a[m], b[0], b[1], T());
                 ptx::mma_m16n8k16(scores[m][2 * n + 1], a[m], b[2], b[3], T());
             }
@@ -112,23 +38,23 @@ __device__ inline void multiply_keys(float (&scores)[MATRICES<D, SINK>][TOKENS /
 }
 
 // Scores of what a query must not see are -inf. `packed`: of the lane's first row, g.
-template <class T, int D, bool SINK>
-__device__ inline void hide(float (&scores)[MATRICES<D, SINK>][TOKENS / 8][4],
-                            const Work<T, D>& work, int packed, int start, Window window, bool sinking) {
+template <class K>
+__device__ inline void hide(float (&scores)[K::MATRICES][K::TOKENS / 8][4], const Work<K>& work,
+                            int packed, Tile tile, Window window) {
 #pragma unroll
-    for (int m = 0; m < MATRICES<D, SINK>; m++) {
+    for (int m = 0; m < K::MATRICES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int position = work.position(packed + m * 16 + half * 8);
-            int key = start + threadIdx.x % 4 * 2;
+            int key = tile.start + threadIdx.x % 4 * 2;
             // Seen is what lies behind `low`, up to `high`.
             int low = window.size ? position - window.size : -1, high = position;
-            if (SINK) {
-                low = sinking ? -1 : max(low, work.sink - 1);
-                high = sinking ? min(high, work.sink - 1) : high;
+            if (K::SINK) {
+                low = tile.sinking ? -1 : max(low, work.sink - 1);
+                high = tile.sinking ? min(high, work.sink - 1) : high;
             }
 #pragma unroll
-            for (int n = 0; n < TOKENS / 8; n++) {
+            for (int n = 0; n < K::TOKENS / 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     int at = key + n * 8 + i;
@@ -141,14 +67,14 @@ __device__ inline void hide(float (&scores)[MATRICES<D, SINK>][TOKENS / 8][4],
 
 // Scores to weights, as the left side of the next product, and all that was summed before brought to
 // the new largest score.
-template <class T, int D, bool SINK>
-__device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores)[TOKENS / 8][4],
-                             WarpState<T, D, SINK>& state, int m, float scale) {
+template <class K>
+__device__ inline void weigh(unsigned (&weights)[K::TOKENS / 16][4], float (&scores)[K::TOKENS / 8][4],
+                             WarpState<K>& state, int m, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float largest = state.largest[m][half];
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++) {
+        for (int n = 0; n < K::TOKENS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 largest = fmaxf(largest, scores[n][2 * half + i]);
@@ -162,7 +88,7 @@ __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores
         state.largest[m][half] = largest;
         float sum = 0;
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; n++) {
+        for (int n = 0; n < K::TOKENS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float& score = scores[n][2 * half + i];
@@ -172,35 +98,36 @@ __device__ inline void weigh(unsigned (&weights)[TOKENS / 16][4], float (&scores
         }
         state.sum[m][half] = state.sum[m][half] * factor + sum;
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
+        for (int n = 0; n < K::D / 8; n++) {
             state.out[m][n][2 * half] *= factor;
             state.out[m][n][2 * half + 1] *= factor;
         }
     }
 #pragma unroll
-    for (int k = 0; k < TOKENS / 16; k++) {
+    for (int k = 0; k < K::TOKENS / 16; k++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float(&both)[4] = scores[2 * k + i / 2];
-            weights[k][i] = pack<T>(both[i % 2 * 2], both[i % 2 * 2 + 1]);
+            weights[k][i] = pack<typename K::T>(both[i % 2 * 2], both[i % 2 * 2 + 1]);
         }
     }
 }
 
-template <class T, int D, bool SINK>
-__device__ inline void add_values(WarpState<T, D, SINK>& state,
-                                  unsigned (&weights)[MATRICES<D, SINK>][TOKENS / 16][4],
+template <class K, class T = typename K::T>
+__device__ inline void add_values(WarpState<K>& state,
+                                  unsigned (&weights)[K::MATRICES][K::TOKENS / 16][4],
                                   const T* values) {
+    constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* value = values + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
+    const T* value = values + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
 #pragma unroll
-    for (int k = 0; k < TOKENS / 16; k++) {
+    for (int k = 0; k < K::TOKENS / 16; k++) {
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             unsigned b[4];
-            ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<D> + n * 16);
+            ptx::load_matrix_x4_transposed(b, value + k * 16 * ROW<T, D> + n * 16);
 #pragma unroll
-            for (int m = 0; m < MATRICES<D, SINK>; m++) {
+            for (int m = 0; m < K::MATRICES; m++) {
                 ptx::mma_m16n8k16(state.out[m][2 * n], weights[m][k], b[0], b[1], T());
                 ptx::mma_m16n8k16(state.out[m][2 * n + 1], weights[m][k], b[2], b[3], T());
             }
@@ -208,145 +135,113 @@ __device__ inline void add_values(WarpState<T, D, SINK>& state,
     }
 }
 
-// Grid: (items, kv heads). Dynamic shared memory: QUERIES + 4 * TOKENS rows.
-template <class T, int D, bool SOFTCAP, bool SINK>
+// Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
+// where the cache is of 8 bits one of T and one of it.
+template <class T, int D, bool SOFTCAP, bool SINK, class C = T>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
-    const T* keys,            // [blocks, kv_heads, tokens_per_block, D]
-    const T* values,          // [blocks, kv_heads, tokens_per_block, D]
+    const C* keys,            // [blocks, kv_heads, tokens_per_block, D]
+    const C* values,          // [blocks, kv_heads, tokens_per_block, D]
     const Item* items,        // [items]; row -1: nothing to do
     const int* row_starts,    // [rows + 1]
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
+    const float* scales,      // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
-    __shared__ Work<T, D> work;
+    using K = Kind<T, D, SOFTCAP, SINK, C>;
+    __shared__ Work<K> work;
     if (items[blockIdx.x].row < 0) return;
     if (threadIdx.x == 0) {
         Item item = items[blockIdx.x];
         int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
         int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
         const int* table = block_tables + size_t(slots[item.row]) * table_width;
-        auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+        auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
         work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0, sink,
                 size_t(row_start) * num_heads + kv_head * group, pages,
                 values + (pages.memory - keys)};
         work.low = work.position(item.first_query);
-        work.high = work.position(item.first_query + QUERIES<D, SINK> - 1);
+        work.high = work.position(item.first_query + K::QUERIES - 1);
     }
     __syncthreads();
-    constexpr int TILE = TOKENS * ROW<D>;
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
-    T* tiles = query_tile + QUERIES<D, SINK> * ROW<D>;
-    int start = SINK ? 0 : work.item_tile();
-    copy_queries<T, D, SINK>(query_tile, queries, work);
-    copy_tokens<T, D, SINK>(tiles, tiles + TILE, work, start);
+    T* tiles = query_tile + K::QUERIES * ROW<T, D>;
+    C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
+    find_rows(work, 0, work.first_tile());
+    find_rows(work, 1, work.tile_after(work.first_tile()));
+    __syncthreads();
+    copy_queries<K>(query_tile, queries, work);
+    copy_tokens<K>(raw_tiles, work, 0);
     ptx::cp_async_commit();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    WarpState<T, D, SINK> state = {};
+    WarpState<K> state = {};
 #pragma unroll
-    for (int m = 0; m < MATRICES<D, SINK>; m++)
+    for (int m = 0; m < K::MATRICES; m++)
         state.largest[m][0] = state.largest[m][1] = -INFINITY;
     Window window{window_size};
+    if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
-    bool sinking = SINK;
-    for (int stage = 0; start < work.item.last; stage ^= 1) {
-        T* next = tiles + (stage ^ 1) * 2 * TILE;
-        bool next_sinking = sinking;
-        int next_start = work.template next_tile<SINK>(start, next_sinking);
-        if (next_start < work.item.last)
-            copy_tokens<T, D, SINK>(next, next + TILE, work, next_start);
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<1>();
-        __syncthreads();
-        const T* key_tile = tiles + stage * 2 * TILE;
-        float scores[MATRICES<D, SINK>][TOKENS / 8][4] = {};
-        unsigned weights[MATRICES<D, SINK>][TOKENS / 16][4];
-        int own_queries = warp * 16 * MATRICES<D, SINK>;
-        multiply_keys<T, D, SINK>(scores, query_tile + own_queries * ROW<D>, key_tile);
+    Tile tile = work.first_tile();
+    for (int stage = 0; tile.start < work.item.last; stage ^= 1, tile = work.tile_after(tile)) {
+        Tile next = work.tile_after(tile);
+        const T* key_tile = tiles;
+        if constexpr (K::FP8) {  // expanded, a tile makes room for the next
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            expand_tokens<K>(tiles, raw_tiles);
+            __syncthreads();
+            if (next.start < work.item.last) copy_tokens<K>(raw_tiles, work, stage ^ 1);
+            ptx::cp_async_commit();
+        } else {
+            key_tile += stage * K::TILE;
+            if (next.start < work.item.last)
+                copy_tokens<K>(raw_tiles + (stage ^ 1) * K::TILE, work, stage ^ 1);
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<1>();
+            __syncthreads();
+        }
+        find_rows(work, stage, work.tile_after(next));
+        float scores[K::MATRICES][K::TOKENS / 8][4] = {};
+        unsigned weights[K::MATRICES][K::TOKENS / 16][4];
+        int own_queries = warp * 16 * K::MATRICES;
+        multiply_keys<K>(scores, query_tile + own_queries * ROW<T, D>, key_tile);
         if constexpr (SOFTCAP) {
 #pragma unroll
-            for (int i = 0; i < MATRICES<D, SINK> * TOKENS / 2; i++) {
-                float& score = scores[i * 2 / TOKENS][i / 4 % (TOKENS / 8)][i % 4];
+            for (int i = 0; i < K::MATRICES * K::TOKENS / 2; i++) {
+                float& score = scores[i * 2 / K::TOKENS][i / 4 % (K::TOKENS / 8)][i % 4];
                 score = to_score.capped(score);
             }
         }
         // Tiles that all of the block's queries see need no mask.
-        if (SINK || !window.sees(work.low, start + TOKENS - 1) ||
-            !window.sees(work.high, start)) {
+        if (SINK || !window.sees(work.low, tile.start + K::TOKENS - 1) ||
+            !window.sees(work.high, tile.start)) {
             int packed = work.item.first_query + own_queries + g;
-            hide<T, D, SINK>(scores, work, packed, start, window, sinking);
+            hide<K>(scores, work, packed, tile, window);
         }
 #pragma unroll
-        for (int m = 0; m < MATRICES<D, SINK>; m++)
-            weigh<T, D, SINK>(weights[m], scores[m], state, m, weight_scale);
-        add_values<T, D, SINK>(state, weights, key_tile + TILE);
-        __syncthreads();
-        start = next_start;
-        sinking = next_sinking;
+        for (int m = 0; m < K::MATRICES; m++)
+            weigh<K>(weights[m], scores[m], state, m, weight_scale);
+        add_values<K>(state, weights, key_tile + K::TOKENS * ROW<T, D>);
+        if constexpr (!K::FP8) __syncthreads();
     }
 #pragma unroll
-    for (int m = 0; m < MATRICES<D, SINK>; m++) {
+    for (int m = 0; m < K::MATRICES; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float sum = warp_sum<4>(state.sum[m][half]);
-            int packed = work.item.first_query + (warp * MATRICES<D, SINK> + m) * 16 + half * 8 + g;
+            float factor = 1 / warp_sum<4>(state.sum[m][half]);
+            if constexpr (K::FP8) factor *= scales[gridDim.y + blockIdx.y];
+            int packed = work.item.first_query + (warp * K::MATRICES + m) * 16 + half * 8 + g;
             if (packed >= work.num_packed) continue;
             T* to = out + work.offset(packed) + 2 * t;
 #pragma unroll
             for (int n = 0; n < D / 8; n++)
                 *reinterpret_cast<unsigned*>(to + n * 8) = pack<T>(
-                    state.out[m][n][2 * half] / sum, state.out[m][n][2 * half + 1] / sum);
+                    state.out[m][n][2 * half] * factor, state.out[m][n][2 * half + 1] * factor);
         }
-    }
-}
-
-// float32 has no tensor cores of its precision: a warp takes a packed query, lanes its elements.
-template <int D>
-__global__ void __launch_bounds__(THREADS, 4) context_attention_float(
-    float* out, const float* queries, const float* keys, const float* values, const Item* items,
-    const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
-    int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
-    float softcap) {
-    constexpr int COUNT = (D + 31) / 32;
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
-    int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-    int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
-    int lane = threadIdx.x % 32;
-    const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const float* value_memory = values + (pages.memory - keys);
-    Scores to_score(scale, softcap);
-    int tile = sink ? QUERIES<D, true> : QUERIES<D, false>;
-    int end = min(item.first_query + tile, num_new * group);
-    for (int packed = item.first_query + threadIdx.x / 32; packed < end; packed += WARPS) {
-        int token = row_start + packed / group;
-        size_t index = (size_t(token) * num_heads + kv_head * group + packed % group) * D;
-        int position = kv_lengths[item.row] - num_new + packed / group;
-        float query[COUNT], result[COUNT] = {};
-        for (int i = 0; i < COUNT; i++)
-            query[i] = lane + 32 * i < D ? queries[index + lane + 32 * i] : 0.0f;
-        Softmax softmax;
-        int first = window_size ? max(0, position - window_size + 1) : 0;
-        for (int key = min(sink, first) > 0 ? 0 : first; key <= position; key++) {
-            if (key == sink) key = max(key, first);
-            size_t from = pages.offset(key) + lane;
-            float product = 0;
-            for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D) product += query[i] * pages.memory[from + 32 * i];
-            float score = to_score(warp_sum(product));
-            float factor = softmax.raise(score), weight = ptx::exp2_approx(score - softmax.largest);
-            softmax.sum += weight;
-            for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D)
-                    result[i] = result[i] * factor + weight * value_memory[from + 32 * i];
-        }
-        for (int i = 0; i < COUNT; i++)
-            if (lane + 32 * i < D) out[index + lane + 32 * i] = result[i] / softmax.sum;
     }
 }

@@ -4,7 +4,10 @@
 // read once for its whole group of query heads. Results of a row with several items are merged.
 #include "pages.cuh"
 
-constexpr int WARPS = 4, TILE = 16, STAGES = 3;
+constexpr int WARPS = 4, TILE = 16;
+// Tiles of a warp in shared memory: three blocks run on a multiprocessor, and of 8 bits as many bytes
+// are on their way.
+template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
 
 struct Item {  // [first, last) of a row; partial: where its result goes, -1 if it is the row's only one
     int row, first, last, partial;
@@ -18,36 +21,86 @@ template <class T, int D, int TILES> struct WarpState {
     Softmax softmax[TILES][2];    // heads 2t and 2t + 1; sums of this lane's tokens only
 };
 
-template <class T, int D>
-__device__ inline void copy_tile(T* keys, T* values, const Pages<T, D>& key_pages,
-                                 const T* value_memory, int start, int block, Item item) {
-    constexpr int VECTORS = D / 8;
-    bool one_block = key_pages.tokens_per_block % TILE == 0;
-    size_t base = one_block ? key_pages.offset(start, block) : 0;
+// `rows`: of the tile's tokens in the pages, a lane each; -1 where nothing is to be read, but zeros
+// are written. A tile behind the last is all of that, so that lanes never part.
+template <class C, int D>
+__device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const C* value_memory,
+                                 int rows) {
+    constexpr int VECTORS = D / WIDE<C>, COUNT = TILE * VECTORS;
 #pragma unroll
-    for (int i = 0; i < TILE * VECTORS / 32; i++) {
+    for (int i = 0; i < (COUNT + 31) / 32; i++) {
         int index = i * 32 + threadIdx.x % 32;
-        int token = index / VECTORS, element = index % VECTORS * 8, position = start + token;
-        // Pages outside of the item may be gone, and rows behind its end were never written.
-        bool valid = position >= item.first && position < item.last;
-        size_t from = base + size_t(token) * D;
-        if (!one_block) from = valid ? key_pages.offset(position) : 0;
-        from = valid ? from + element : 0;
-        ptx::cp_async_16(keys + token * ROW<D> + element, key_pages.memory + from, valid);
-        ptx::cp_async_16(values + token * ROW<D> + element, value_memory + from, valid);
+        int token = index / VECTORS, element = index % VECTORS * WIDE<C>;
+        int row = __shfl_sync(0xFFFFFFFFu, rows, token);
+        if (COUNT % 32 && index >= COUNT) break;
+        ptrdiff_t from = ptrdiff_t(max(row, 0)) * D;
+        int to = token * ROW<C, D> + element;
+        ptx::cp_async_16(keys + to, key_memory + element + from, row >= 0);
+        ptx::cp_async_16(values + to, value_memory + element + from, row >= 0);
     }
 }
 
-template <class T, int D, int TILES>
-__device__ inline void attend_tile(WarpState<T, D, TILES>& state, const T* keys, const T* values,
+// A tile of keys and values as left sides of products, 16 dimensions at a time. Which of them are in
+// which columns (of keys) and rows (of values) is free, as long as queries and results agree: columns
+// 2t, 2t + 8 of chunk k begin dimensions 16k + COLUMN * t and LATER_COLUMN behind that, and rows g,
+// g + 8 are 16k + ROW * g and LATER_ROW behind that.
+template <class T, class C, int D> struct Chunks {
+    static constexpr int COLUMN = 2, LATER_COLUMN = 8, ROW_STEP = 1, LATER_ROW = 8;
+    const T *key, *value;
+
+    __device__ Chunks(const T* keys, const T* values) {
+        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
+        key = keys + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
+        value = values + (matrix / 2 * 8 + row) * ROW<T, D> + matrix % 2 * 8;
+    }
+    __device__ void load_key(unsigned (&a)[4], int k) { ptx::load_matrix_x4(a, key + k * 16); }
+    __device__ void load_value(unsigned (&a)[4], int k) {
+        ptx::load_matrix_x4_transposed(a, value + k * 16);
+    }
+};
+
+// Two elements of 8 bits move as one of 16: a register has four dimensions of a key, or two of the
+// values of two tokens. Chunks are loaded in pairs, so they are asked for in order.
+template <class T, int D> struct Chunks<T, __nv_fp8_e4m3, D> {
+    static constexpr int COLUMN = 4, LATER_COLUMN = 2, ROW_STEP = 2, LATER_ROW = 1;
+    const __nv_fp8_e4m3 *key, *value;
+    int later;  // which of a pair the lane addresses
+    unsigned pair[4];
+
+    __device__ Chunks(const __nv_fp8_e4m3* keys, const __nv_fp8_e4m3* values) {
+        int lane = threadIdx.x % 32, row = lane % 16 * ROW<__nv_fp8_e4m3, D>;
+        later = lane / 16;
+        key = keys + row;
+        value = values + row;
+    }
+    // The last chunk may be alone.
+    __device__ int place(int k) const { return min(k + later, D / 16 - 1) * 16; }
+    __device__ void load_key(unsigned (&a)[4], int k) {
+        if (k % 2 == 0) ptx::load_matrix_x4(pair, key + place(k));
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = expand<T>(pair[k % 2 * 2 + i % 2] >> i / 2 * 16);
+    }
+    __device__ void load_value(unsigned (&a)[4], int k) {
+        if (k % 2 == 0) {
+            ptx::load_matrix_x4_transposed(pair, value + place(k));
+#pragma unroll
+            for (int i = 0; i < 4; i++) pair[i] = __byte_perm(pair[i], 0, 0x3120);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = expand<T>(pair[k % 2 * 2 + i / 2] >> i % 2 * 16);
+    }
+};
+
+template <class T, class C, int D, int TILES>
+__device__ inline void attend_tile(WarpState<T, D, TILES>& state, const C* keys, const C* values,
                                    int start, Item item, Scores to_score) {
-    int lane = threadIdx.x % 32, g = lane / 4, matrix = lane / 8, row = lane % 8;
+    int g = threadIdx.x % 32 / 4;
     float scores[TILES][4] = {};
-    const T* key = keys + (matrix % 2 * 8 + row) * ROW<D> + matrix / 2 * 8;
+    Chunks<T, C, D> chunks(keys, values);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         unsigned a[4];
-        ptx::load_matrix_x4(a, key + k * 16);
+        chunks.load_key(a, k);
 #pragma unroll
         for (int n = 0; n < TILES; n++)
             ptx::mma_m16n8k16(scores[n], a, state.queries[n][k][0], state.queries[n][k][1], T());
@@ -81,21 +134,21 @@ __device__ inline void attend_tile(WarpState<T, D, TILES>& state, const T* keys,
         weights[n][0] = ptx::transpose_matrix(pack<T>(scores[n][0], scores[n][1]));
         weights[n][1] = ptx::transpose_matrix(pack<T>(scores[n][2], scores[n][3]));
     }
-    const T* value = values + (matrix / 2 * 8 + row) * ROW<D> + matrix % 2 * 8;
 #pragma unroll
     for (int m = 0; m < D / 16; m++) {
         unsigned a[4];
-        ptx::load_matrix_x4_transposed(a, value + m * 16);
+        chunks.load_value(a, m);
 #pragma unroll
         for (int n = 0; n < TILES; n++)
             ptx::mma_m16n8k16(state.out[n][m], a, weights[n][0], weights[n][1], T());
     }
 }
 
-// The four warps' results as one, to `out` or, with its logarithm of the sum, to the partial one.
-template <class T, int D, int TILES>
+// The four warps' results as one, times the values' scale, to `out` or, with its logarithm of the sum,
+// to the partial one.
+template <class Chunks, class T, int D, int TILES>
 __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float* partial,
-                                   float* partial_log, int group, bool whole) {
+                                   float* partial_log, int group, bool whole, float value_scale) {
     constexpr int HEADS = TILES * 8, STRIDE = D + 4;
     __shared__ float largest[WARPS][HEADS], sums[WARPS][HEADS];
     float* results = reinterpret_cast<float*>(ptx::dynamic_shared());  // [warp, head, STRIDE]
@@ -114,11 +167,11 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
                 largest[warp][head] = softmax.largest;
                 sums[warp][head] = softmax.sum;
             }
-            float* result = results + (warp * HEADS + head) * STRIDE + g;
+            float* result = results + (warp * HEADS + head) * STRIDE + Chunks::ROW_STEP * g;
 #pragma unroll
             for (int m = 0; m < D / 16; m++) {
                 result[m * 16] = state.out[n][m][i];
-                result[m * 16 + 8] = state.out[n][m][i + 2];
+                result[m * 16 + Chunks::LATER_ROW] = state.out[n][m][i + 2];
             }
         }
     }
@@ -134,28 +187,30 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
             sum += factor * sums[w][head];
             result += factor * results[(w * HEADS + head) * STRIDE + d];
         }
+        result = result / sum * value_scale;
         if (whole) {
-            out[index] = from_float<T>(result / sum);
+            out[index] = from_float<T>(result);
         } else {
-            partial[index] = result / sum;
+            partial[index] = result;
             if (d == 0) partial_log[head] = most + log2f(sum);
         }
     }
 }
 
-// Grid: (items, kv heads). Dynamic shared memory: WARPS * STAGES * 2 * TILE rows.
-template <class T, int D, int TILES>
-__global__ void __launch_bounds__(WARPS * 32) generation_attention(
+// Grid: (items, kv heads). Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the cache.
+template <class T, int D, int TILES, class C = T>
+__global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
     T* out,                   // [tokens, heads, D]
     float* partial,           // [partials, heads, D]
     float* partial_log,       // [partials, heads]: log2 of the sum of 2^score
     const T* queries,         // [tokens, heads, D]
-    const T* keys,            // [blocks, kv_heads, tokens_per_block, D]
-    const T* values,          // [blocks, kv_heads, tokens_per_block, D]
+    const C* keys,            // [blocks, kv_heads, tokens_per_block, D]
+    const C* values,          // [blocks, kv_heads, tokens_per_block, D]
     const Item* items,        // [items]; row -1: nothing to do
     const int* row_starts,    // [rows + 1]: a row's only token
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
+    const float* scales,      // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, float scale, float softcap) {
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
@@ -163,95 +218,58 @@ __global__ void __launch_bounds__(WARPS * 32) generation_attention(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<T, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const T* value_memory = values + (pages.memory - keys);
-    constexpr int TILE_SIZE = TILE * ROW<D>;
-    T* mine = reinterpret_cast<T*>(ptx::dynamic_shared()) + warp * STAGES * 2 * TILE_SIZE;
+    auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+    const C* value_memory = values + (pages.memory - keys);
+    constexpr int TILE_SIZE = TILE * ROW<C, D>, STAGES = ::STAGES<C>;
+    C* mine = reinterpret_cast<C*>(ptx::dynamic_shared()) + warp * STAGES * 2 * TILE_SIZE;
 
     // This warp's tiles begin at start, start + step, ...
     constexpr int STEP = WARPS * TILE;
     int start = item.first / TILE * TILE + warp * TILE;
     int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
-    auto block_of = [&](int tile) {  // the table is read ahead of its use
-        return tile < num_tiles ? pages.block_of(max(start + tile * STEP, item.first)) : 0;
+    auto rows_of = [&](int tile) {  // the table is read ahead of its use
+        int position = start + tile * STEP + lane % TILE;
+        // Pages outside of the item may be gone, and rows behind its end were never written.
+        return position >= item.first && position < item.last ? pages.row(position) : -1;
     };
-    auto copy = [&](int tile, int block) {
-        T* to = mine + tile % STAGES * 2 * TILE_SIZE;
-        if (tile < num_tiles)
-            copy_tile<T, D>(
-                to, to + TILE_SIZE, pages, value_memory, start + tile * STEP, block, item);
+    auto copy = [&](int tile, int rows) {
+        C* to = mine + tile % STAGES * 2 * TILE_SIZE;
+        copy_tile<C, D>(to, to + TILE_SIZE, pages.memory, value_memory, rows);
         ptx::cp_async_commit();
     };
 #pragma unroll
-    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, block_of(tile));
-    int next_block = block_of(STAGES - 1);
+    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, rows_of(tile));
+    int next_rows = rows_of(STAGES - 1);
 
     WarpState<T, D, TILES> state = {};
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
-        const T* query = queries + (first_head + n * 8 + g) * D + 2 * t;
+        const T* query = queries + (first_head + n * 8 + g) * D + Chunks<T, C, D>::COLUMN * t;
 #pragma unroll
-        for (int k = 0; k < D / 8; k++)
+        for (int k = 0; k < D / 8; k++) {
+            int d = k / 2 * 16 + k % 2 * Chunks<T, C, D>::LATER_COLUMN;
             state.queries[n][k / 2][k % 2] =
-                n * 8 + g < group ? *reinterpret_cast<const unsigned*>(query + k * 8) : 0;
+                n * 8 + g < group ? *reinterpret_cast<const unsigned*>(query + d) : 0;
+        }
+    }
+    float value_scale = 1;
+    if constexpr (IS_FP8<C>) {
+        scale *= scales[kv_head];
+        value_scale = scales[num_kv_heads + kv_head];
     }
     Scores to_score(scale, softcap);
     for (int tile = 0; tile < num_tiles; tile++) {
         ptx::cp_async_wait<STAGES - 2>();
         __syncwarp();  // this tile has come for all lanes, and all have done with the one before
-        copy(tile + STAGES - 1, next_block);
-        next_block = block_of(tile + STAGES);
-        const T* from = mine + tile % STAGES * 2 * TILE_SIZE;
-        attend_tile(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
+        copy(tile + STAGES - 1, next_rows);
+        next_rows = rows_of(tile + STAGES);
+        const C* from = mine + tile % STAGES * 2 * TILE_SIZE;
+        attend_tile<T, C, D>(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
     }
     ptx::cp_async_wait<0>();
     size_t to = size_t(item.partial) * num_heads + kv_head * group;
-    merge_warps(state, out + first_head * D, partial + to * D, partial_log + to, group,
-                item.partial < 0);
-}
-
-// float32 has no tensor cores of its precision: a warp takes a query head, lanes its elements.
-template <int D>
-__global__ void __launch_bounds__(WARPS * 32, 4) generation_attention_float(
-    float* out, float* partial, float* partial_log, const float* queries, const float* keys,
-    const float* values, const Item* items, const int* row_starts, const int* slots,
-    const int* block_tables, int num_heads, int table_width, int tokens_per_block, float scale,
-    float softcap) {
-    constexpr int COUNT = (D + 31) / 32;
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
-    int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-    int lane = threadIdx.x % 32;
-    const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<float, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const float* value_memory = values + (pages.memory - keys);
-    Scores to_score(scale, softcap);
-    for (int own = threadIdx.x / 32; own < group; own += WARPS) {
-        int head = kv_head * group + own;
-        size_t index = (size_t(row_starts[item.row]) * num_heads + head) * D;
-        float query[COUNT], result[COUNT] = {};
-        for (int i = 0; i < COUNT; i++)
-            query[i] = lane + 32 * i < D ? queries[index + lane + 32 * i] : 0.0f;
-        Softmax softmax;
-        for (int position = item.first; position < item.last; position++) {
-            size_t from = pages.offset(position) + lane;
-            float product = 0;
-            for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D) product += query[i] * pages.memory[from + 32 * i];
-            float score = to_score(warp_sum(product));
-            float factor = softmax.raise(score), weight = ptx::exp2_approx(score - softmax.largest);
-            softmax.sum += weight;
-            for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D)
-                    result[i] = result[i] * factor + weight * value_memory[from + 32 * i];
-        }
-        bool whole = item.partial < 0;
-        size_t place = size_t(item.partial) * num_heads + head;
-        float* to = whole ? out + index : partial + place * D;
-        for (int i = 0; i < COUNT; i++)
-            if (lane + 32 * i < D) to[lane + 32 * i] = result[i] / softmax.sum;
-        if (!whole && lane == 0) partial_log[place] = softmax.largest + log2f(softmax.sum);
-    }
+    merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
+                                 group, item.partial < 0, value_scale);
 }
 
 // out = sum of 2^(log - largest log) * partial / sum of 2^(log - largest log), over a row's partials.

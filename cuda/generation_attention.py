@@ -6,22 +6,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.cache_write import HEAD_DIMS
+from gptmanager.cuda.cache_write import CACHES, HEAD_DIMS, check_cache, row_bytes
+from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
-_WARPS, _TILE, _STAGES = 4, 16, 3  # as in the .cu
+_WARPS, _TILE = 4, 16  # as in the .cu
 MAX_GROUP = 16
 _NARROW = (torch.float16, torch.bfloat16)
 PROGRAM = Program(
     "generation_attention.cu",
     (
         *(
-            f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}>"
+            f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache}>"
             for dtype in _NARROW
             for head_dim in HEAD_DIMS
             for tiles in (1, 2)
+            for cache in CACHES
         ),
-        *(f"generation_attention_float<{head_dim}>" for head_dim in HEAD_DIMS),
         *(
             f"merge_partials<{name}, {head_dim}>"
             for name in NAMES.values()
@@ -47,6 +48,7 @@ def generation_attention(
     *,
     scale: float,
     softcap: float = 0.0,
+    cache_scales: Tensor | None = None,
 ) -> None:
     """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` for each row's only token.
 
@@ -56,40 +58,46 @@ def generation_attention(
     `partial_starts` `[R + 1]`: a GenerationPlan's. `row_starts` `[R + 1]`, `slots` `[R]`,
     `block_tables` `[slots, blocks]`; all int32. Changed as working memory: `partial` `[n, H, D]`
     and `partial_log` `[n, H]` float32, n >= the plan's `num_partials` (where n is 0 nothing is
-    merged). ValueError for other tensors.
+    merged). With `cache_scales` `[2, K]` float32, of keys, then of values, `keys` and `values` are
+    float8_e4m3fn: element * scale. ValueError for other tensors.
     """
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads, tokens_per_block = keys.shape[1:3]
     num_rows, dtype = slots.shape[0], queries.dtype
     pages = (keys.shape[0], num_kv_heads, tokens_per_block, head_dim)
+    cache = check_cache(dtype, keys, cache_scales)
     check_tensors(
         out=(out, (queries.shape[0], num_heads, head_dim), dtype),
         partial=(partial, (None, num_heads, head_dim), torch.float32),
         partial_log=(partial_log, (partial.shape[0], num_heads), torch.float32),
         queries=(queries, (None, num_heads, head_dim), dtype),
-        keys=(keys, pages, dtype),
-        values=(values, pages, dtype),
+        keys=(keys, pages, cache.dtype),
+        values=(values, pages, cache.dtype),
         items=(items, (None, 4), torch.int32),
         partial_starts=(partial_starts, (num_rows + 1,), torch.int32),
         row_starts=(row_starts, (num_rows + 1,), torch.int32),
         slots=(slots, (num_rows,), torch.int32),
         block_tables=(block_tables, (None, None), torch.int32),
+        cache_scales=(cache_scales, (2, num_kv_heads), torch.float32),
     )
     group = check_heads(num_heads, num_kv_heads, head_dim)
     if items.shape[0] == 0:
         return
     arguments: tuple[Argument, ...] = (
         *(out, partial, partial_log, queries, keys, values),
-        *(items, row_starts, slots, block_tables),
+        *(items, row_starts, slots, block_tables, cache_scales),
         *ints(num_heads, block_tables.shape[1], tokens_per_block),
         *(np.float32(scale), np.float32(softcap)),
     )
     if dtype in _NARROW:
-        name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {1 if group <= 8 else 2}>"
-        shared = _WARPS * _STAGES * 2 * _TILE * (head_dim + 8) * queries.itemsize
+        tiles = 1 if group <= 8 else 2
+        name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
+        stages = 2 if cache_scales is None else 3
+        shared = _WARPS * stages * 2 * _TILE * row_bytes(head_dim, cache.dtype)
+        kernel = launcher.kernel(PROGRAM, name, shared)
     else:
-        name, shared = f"generation_attention_float<{head_dim}>", 0
-    kernel = launcher.kernel(PROGRAM, name, shared)
+        name, shared = f"generation_attention_float<{head_dim}{cache.argument}>", 0
+        kernel = launcher.kernel(FLOAT_PROGRAM, name)
     kernel((items.shape[0], num_kv_heads), (_WARPS * 32,), arguments, shared)
     if partial.shape[0]:
         merge = launcher.kernel(PROGRAM, f"merge_partials<{NAMES[dtype]}, {head_dim}>")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 
 STRETCH_UNIT = 64  # tokens that one pass of a block's warps takes
-_RESIDENT = 2  # blocks that run at the same time on a multiprocessor
+_RESIDENT = 3  # blocks that run at the same time on a multiprocessor
 _WAVES = 4  # how often each of them is replaced: what evens out unequal items
 
 

@@ -93,6 +93,7 @@ class CudaKernels(Kernels):
                 shape.head_dim,
                 window=window,
                 sink=shape.sink,
+                fp8=shape.fp8,
             )
             generation = plan_generation(
                 kv_lengths[middle:alive], *size, window=window, sink=shape.sink
@@ -180,10 +181,14 @@ class CudaKernels(Kernels):
         slots: Tensor,
         block_tables: Tensor,
         plan: Any = None,
+        cache_scales: Tensor | None = None,
     ) -> Tensor:
         if plan is None:
-            own = (qkv, positions, cos_sin, q_norm, k_norm, eps, keys, values)
-            return super().rope_and_write(*own, row_starts, kv_lengths, slots, block_tables)
+            return super().rope_and_write(
+                *(qkv, positions, cos_sin, q_norm, k_norm, eps, keys, values),
+                *(row_starts, kv_lengths, slots, block_tables),
+                cache_scales=cache_scales,
+            )
         num_kv_heads, head_dim = keys.shape[1:3]
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         queries = qkv.new_empty(len(qkv), num_heads, head_dim)
@@ -199,6 +204,7 @@ class CudaKernels(Kernels):
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
+            cache_scales=cache_scales,
         )
         return queries
 
@@ -215,6 +221,8 @@ class CudaKernels(Kernels):
         scale: float,
         window: int | None = None,
         sink: int = 0,
+        softcap: float = 0.0,
+        cache_scales: Tensor | None = None,
         num_context_rows: int = 0,
         plan: Any = None,
     ) -> Tensor:
@@ -224,6 +232,8 @@ class CudaKernels(Kernels):
                 scale=scale,
                 window=window,
                 sink=sink,
+                softcap=softcap,
+                cache_scales=cache_scales,
             )
         out, items = torch.empty_like(q), plan.items[window]
         keys = keys.mT
@@ -236,6 +246,8 @@ class CudaKernels(Kernels):
                 scale=scale,
                 window=window,
                 sink=sink,
+                softcap=softcap,
+                cache_scales=cache_scales,
             )
         if plan.generation is not None:
             rows = plan.generation
@@ -244,6 +256,8 @@ class CudaKernels(Kernels):
                 *(out, plan.partial, plan.partial_log, q, keys, values, items.generation),
                 *(items.partial_starts, rows.row_starts, rows.slots, block_tables),
                 scale=scale,
+                softcap=softcap,
+                cache_scales=cache_scales,
             )
         return out.flatten(1)
 

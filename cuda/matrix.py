@@ -23,6 +23,7 @@ from gptmanager.cuda import (
     block_copy,
     cache_write,
     context_attention,
+    float_attention,
     generation_attention,
     log_probs,
     norms,
@@ -39,6 +40,7 @@ PROGRAMS: tuple[Program, ...] = (
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
     context_attention.PROGRAM,
+    float_attention.PROGRAM,
     token_masks.PROGRAM,
     adjustments.PROGRAM,
     sampling.PROGRAM,
@@ -85,6 +87,7 @@ def table(rows: Iterable[Row]) -> str:
         element = arguments.partition(",")[0]
         if element not in NAMES.values():
             element = ""
+        element += " fp8" if "fp8" in arguments else ""
         by_arch = most.setdefault((row.file, name, element), {})
         by_arch.setdefault(row.arch, []).append(row)
     head = f"| file | kernel | type | instantiations | {' | '.join(ARCHITECTURES)} | shared |"
@@ -93,7 +96,7 @@ def table(rows: Iterable[Row]) -> str:
         count = max(map(len, by_arch.values()))
         registers = [_registers(by_arch.get(arch, [])) for arch in ARCHITECTURES]
         shared = max(row.figures.shared_memory for own in by_arch.values() for row in own)
-        cells = [file, name, element.strip("_"), str(count), *registers, str(shared)]
+        cells = [file, name, element.strip("_ "), str(count), *registers, str(shared)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -1,39 +1,36 @@
 // Rows of paged keys and values, and their way to shared memory.
 #pragma once
 
-#include "numerics.cuh"
+#include "fp8.cuh"
 
-// One layer's pages `[blocks, kv_heads, tokens_per_block, D]` of one sequence and one KV head.
-template <class T, int D> struct Pages {
-    const T* memory;   // of the KV head in block 0
+// One layer's pages `[blocks, kv_heads, tokens_per_block, D]` of one sequence and one KV head, as rows
+// of D elements: fewer than 2^31, or a layer would fill a device.
+template <class C, int D> struct Pages {
+    const C* memory;   // of the KV head in block 0
     const int* table;  // position / tokens_per_block -> block
     int tokens_per_block;
-    int shift;          // its logarithm; -1 if it is no power of two
-    size_t block_size;  // elements from a block to the next
+    int shift;       // its logarithm; -1 if it is no power of two
+    int block_rows;  // from a block to the next
 
-    // Elements from `memory` to the token at a position, whose block the caller may know.
-    __device__ size_t offset(int position) const { return offset(position, block_of(position)); }
-    __device__ size_t offset(int position, int block) const {
-        int begin = shift >= 0 ? position >> shift << shift
-                               : position / tokens_per_block * tokens_per_block;
-        return block * block_size + size_t(position - begin) * D;
+    // The row of the token at a position, counted from `memory`.
+    __device__ int row(int position) const {
+        int number = shift >= 0 ? position >> shift : position / tokens_per_block;
+        return table[number] * block_rows + position - number * tokens_per_block;
     }
-    __device__ int block_of(int position) const {
-        return table[shift >= 0 ? position >> shift : position / tokens_per_block];
-    }
+    __device__ size_t offset(int position) const { return size_t(row(position)) * D; }
 };
 
-// Rows of D elements in shared memory are 16 bytes further apart than they are long: eight rows at
-// the same column lie in different banks.
-template <int D> constexpr int ROW = D + 8;
+// How far rows of D elements are apart in shared memory: an odd number of 16 bytes, so that eight
+// rows at the same column lie in different banks.
+template <class T, int D> constexpr int ROW = D + (D / WIDE<T> % 2 ? 0 : WIDE<T>);
 
-template <class T, int D>
-__device__ inline Pages<T, D> find_pages(
-    const T* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block) {
+template <class C, int D>
+__device__ inline Pages<C, D> find_pages(
+    const C* pages, const int* table, int kv_head, int num_kv_heads, int tokens_per_block) {
     bool is_power = __popc(tokens_per_block) == 1;
     return {pages + size_t(kv_head) * tokens_per_block * D, table, tokens_per_block,
             is_power ? __ffs(tokens_per_block) - 1 : -1,
-            size_t(num_kv_heads) * tokens_per_block * D};
+            num_kv_heads * tokens_per_block};
 }
 
 // What online softmax knows of a score so far: the largest (base 2), and the sum of 2^(score - it).
@@ -63,6 +60,6 @@ struct Scores {
         return turns == 0 ? product * scale : capped(product);
     }
     __device__ float capped(float product) const {
-        return softcap - 2 * softcap * __fdividef(1, ptx::exp2_approx(product * turns) + 1);
+        return softcap * (1 - 2 * __fdividef(1, ptx::exp2_approx(product * turns) + 1));
     }
 };

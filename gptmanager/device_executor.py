@@ -1,21 +1,23 @@
 """`DeviceExecutor`: a step enqueued on a device, whose tokens arrive while the next one runs.
 
-Decides what stays on the device between steps: sequences' tokens, block tables and parameters. What
-it does not do there it leaves to the `TorchExecutor`, at the price of waiting for the device.
+Decides what stays on the device between steps: sequences' tokens, block tables and parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.streams import Event, Stream
-from gptmanager.decoding.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
+from gptmanager.arrivals import Arrivals
+from gptmanager.cuda.streams import Stream
+from gptmanager.decoding.device_sampling import DeviceSampler
+from gptmanager.decoding.logits import PostProcessing
+from gptmanager.device_chooser import DeviceChooser
 from gptmanager.executor import TorchExecutor
 from gptmanager.generation_graphs import GenerationGraphs
 from gptmanager.memory.kv_pool import KvPool
@@ -25,32 +27,15 @@ from gptmanager.packed_rows import PackedRows, padded
 from gptmanager.sequence_tables import DeviceTables
 from gptmanager.staging import Staging
 from gptmanager.statistics import Memory
-from gptmanager.step import BeamCandidates, Extras, Schedule, StepResult
-from gptmanager.token_chooser import TorchStep
-
-_NUM_ARRIVALS = 4  # buffers for tokens: more than steps are under way
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """A choice on its way to the host. Of its rows those that are `is_single` are sequences of one
-    beam; `starts`: what had started in their lines when it left.
-    """
-
-    choice: Choice
-    copied: Event
-    is_single: np.ndarray
-    starts: np.ndarray
+from gptmanager.step import Schedule, StepResult
+from gptmanager.torch_step import TorchStep
 
 
 class DeviceExecutor(TorchExecutor):
     """Runs schedules on `stream`. `graph_sizes`: numbers of rows for which a generation step of a
     `PlanningModel` is recorded at the start; steps of so many rows at most run as a recording.
 
-    A step is adjusted, chosen, and its beams' continuations found, on the device, and nothing waits
-    for it before `result`. Steps with guesses, sampled beams, logits post-processors, or logits
-    that a host wants bring their logits to the host, behind the processors, which work on the
-    device's.
+    Nothing waits for the device before `result`, but where the `DeviceChooser` says so.
     """
 
     def __init__(
@@ -66,13 +51,10 @@ class DeviceExecutor(TorchExecutor):
     ) -> None:
         self._stream = stream
         self._staging = Staging(stream)
-        num_lines = num_slots * max_beam_width
-        self._num_starts = np.zeros(num_lines, dtype=np.int64)
-        self._arrivals = [
-            (stream.staging(8 * num_lines), stream.event()) for _ in range(_NUM_ARRIVALS)
-        ]
-        self._turn = 0
-        self._plans = isinstance(model, PlanningModel)
+        # of each line a token, and its log probability
+        self._arrivals = Arrivals(stream, 8 * num_slots * max_beam_width)
+        self._places: Mapping[str, Tensor] = {}  # of a recording's rows
+        self._planning = model if isinstance(model, PlanningModel) else None
         with stream:
             super().__init__(
                 model, kv_pool, num_slots=num_slots, max_beam_width=max_beam_width, **options
@@ -86,8 +68,12 @@ class DeviceExecutor(TorchExecutor):
             stream.synchronize()
 
     def forward(self, schedule: Schedule) -> TorchStep:
+        self._places = {}
         with self._stream:
-            return super().forward(schedule)
+            step = super().forward(schedule)
+        if self._places and len(self._places["lines"]) == len(step.lines):
+            step.places = self._places  # the whole step was one recording
+        return step
 
     def sample(self, step: TorchStep) -> None:
         with self._stream:
@@ -99,11 +85,10 @@ class DeviceExecutor(TorchExecutor):
 
     @property
     def memory(self) -> Memory:
-        arrivals = sum(memory.nbytes for memory, _ in self._arrivals)
         return Memory(
             cpu=self._tables.nbytes,
             gpu=self.model.nbytes + self.kv_pool.nbytes + self._device_tables.device_nbytes,
-            pinned=self._staging.nbytes + arrivals + self.kv_pool.host_nbytes,
+            pinned=self._staging.nbytes + self._arrivals.nbytes + self.kv_pool.host_nbytes,
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
@@ -137,17 +122,23 @@ class DeviceExecutor(TorchExecutor):
         )
         return self._device_tables
 
-    def _new_sampler(self, vocab_size: int) -> DeviceSampler:
-        tokens, stream = self._tables.tokens, self._stream
-        self._sampler = DeviceSampler(
-            len(tokens), vocab_size, tokens, stream.launcher, stream.device
+    def _new_chooser(self, processing: PostProcessing) -> DeviceChooser:
+        tables, stream = self._device_tables, self._stream
+        sampler = DeviceSampler(
+            *(len(tables.tokens), self.model.spec.vocab_size, tables.tokens),
+            *(stream.launcher, stream.device),
         )
-        return self._sampler
+        return DeviceChooser(
+            *(tables, sampler, self.max_beam_width, self._outputs, processing),
+            staging=self._staging,
+            arrivals=self._arrivals,
+        )
+
+    def _bring(self, logits: Tensor) -> Tensor:
+        return self._arrivals.bring(logits)
 
     def _load(self, schedule: Schedule) -> None:
         super()._load(schedule)
-        for start in schedule.starts:
-            self._num_starts[start.slot * self.max_beam_width] += 1
         self._device_tables.flush(self._staging.upload)
 
     # The model -------------------------------------------------------------------------------
@@ -158,7 +149,11 @@ class DeviceExecutor(TorchExecutor):
             size = self._graphs.size_for(num_rows)
             if size is not None:
                 arrays = self._arrays(padded(rows, size), fixed=True)
-                return self._graphs.run(size, arrays)[:num_rows]
+                logits, inputs = self._graphs.run(size, arrays)
+                if self.max_beam_width == 1:
+                    names = {"lines": "slots", "positions": "next positions", "cells": "next cells"}
+                    self._places = {name: inputs[own][:num_rows] for name, own in names.items()}
+                return logits[:num_rows]
         return super()._compute(rows)
 
     def _relieve(self) -> None:
@@ -173,9 +168,9 @@ class DeviceExecutor(TorchExecutor):
         places, embeddings = self._embeddings.take(token_ids, lines)
         if places is None or embeddings is None:
             return batch
-        places = places.to(self._stream.device)
+        sent = self._staging.upload({"places": places.numpy(), "embeddings": embeddings.numpy()})
+        places, embeddings = sent["places"], sent["embeddings"]
         batch.token_ids.index_fill_(0, places, 0)
-        embeddings = embeddings.to(self._stream.device)
         return replace(batch, prompt_index=places, prompt_embeddings=embeddings)
 
     def _arrays(self, rows: PackedRows, fixed: bool = False) -> dict[str, np.ndarray]:
@@ -189,9 +184,12 @@ class DeviceExecutor(TorchExecutor):
             "sample_index": rows.sample_index,
             "sample_rows": rows.sample_rows,
         }
-        if self._plans:
+        if fixed:  # and for the choice that follows
+            arrays["next positions"] = rows.positions + 1
+            arrays["next cells"] = self._device_tables.cells(rows.token_lines, rows.positions + 1)
+        if self._planning is not None:
             numbers = rows.row_starts, rows.kv_lengths, rows.num_context_rows
-            for number, array in enumerate(self.model.plan(*numbers, fixed)):
+            for number, array in enumerate(self._planning.plan(*numbers, fixed)):
                 arrays[f"plan {number}"] = array
         return arrays
 
@@ -224,93 +222,3 @@ class DeviceExecutor(TorchExecutor):
             none, np.zeros(1, dtype=np.int32), lengths, none, none, none, none, num_context_rows=0
         )
         return self._arrays(padded(rows, size), fixed=True)
-
-    # The tokens ------------------------------------------------------------------------------
-
-    def _choose(self, step: TorchStep) -> None:
-        if self._is_plain(step):
-            self._enqueue_choice(step)
-            return
-        super()._choose(step)
-        cells = self._device_tables.cells(step.lines, step.positions)
-        fits = cells < self._tables.tokens.size
-        tokens = self._tables.tokens[step.lines[fits], step.positions[fits]]
-        sent = self._staging.upload({"cells": cells[fits], "tokens": tokens})
-        self._device_tables.token_cells.index_copy_(0, sent["cells"], sent["tokens"])
-
-    def _is_plain(self, step: TorchStep) -> bool:
-        """Nothing else is done with its logits than what the device does."""
-        return 2 * self.max_beam_width <= MAX_CONTINUATIONS and not self._chooser.sees(step)
-
-    def _enqueue_choice(self, step: TorchStep) -> None:
-        tables, upload = self._device_tables, self._staging.upload
-        widths = np.ones(len(step.lines), dtype=np.int64)
-        if self.max_beam_width > 1:
-            widths = np.array([row.beam_width for row in step.rows]).repeat(np.diff(step.firsts))
-        searched = widths > 1
-        arrays = {
-            "lines": step.lines.astype(np.int32),
-            "positions": step.positions,
-            "cells": tables.cells(step.lines, step.positions),
-        }
-        most = 0
-        if searched.any():  # whose next tokens a fork will bring
-            arrays["cells"][searched] = tables.tokens.size
-            arrays["counts"] = np.where(searched, 2 * widths, 0).astype(np.int32)
-            most = int(arrays["counts"].max())
-        places = upload(arrays)
-        choice = self._sampler.enqueue(
-            step.logits, places, step.lines, tables.token_tensor, upload, most
-        )
-        tables.token_cells.index_copy_(0, places["cells"], choice.tokens)
-        step.arrival = self._send(choice, ~searched, self._num_starts[step.lines])
-
-    def _send(self, choice: Choice, is_single: np.ndarray, starts: np.ndarray) -> _Arrival:
-        """Enqueue the way of a choice to the host."""
-        memory, copied = self._arrivals[self._turn]
-        self._turn = (self._turn + 1) % len(self._arrivals)
-        num_bytes = sum(tensor.nbytes for tensor in choice if tensor is not None)
-        if num_bytes > len(memory):  # beams: 8 bytes for each continuation
-            memory = self._stream.staging(num_bytes)
-        arriving: list[Tensor | None] = []
-        start = 0
-        for tensor in choice:
-            if tensor is not None:
-                own = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                own.copy_(tensor, non_blocking=True)
-                start += tensor.nbytes
-            arriving.append(None if tensor is None else own)
-        copied.record()
-        return _Arrival(Choice(*arriving), copied, is_single, starts)  # type: ignore[arg-type]
-
-    def _receive(self, step: TorchStep) -> None:
-        arrival, step.arrival = step.arrival, None
-        if arrival is None:
-            return
-        arrival.copied.synchronize()
-        choice = arrival.choice
-        tokens = choice.tokens.numpy().copy()
-        heads = step.firsts[:-1]
-        step.tokens = tokens[heads, None]
-        if choice.log_probs is not None or step.context_logits:
-            values = None if choice.log_probs is None else choice.log_probs.numpy()[heads, None]
-            step.extras = Extras(values, context_logits=step.context_logits)
-        if choice.best_tokens is not None and choice.best_log_probs is not None:
-            best = choice.best_tokens.numpy(), choice.best_log_probs.numpy()
-            step.beams = tuple(self._candidates(step, *best))
-        # another sequence may have started in a line meanwhile
-        own = arrival.is_single & (arrival.starts == self._num_starts[step.lines])
-        own &= step.positions < self._tables.tokens.shape[1]
-        self._tables.tokens[step.lines[own], step.positions[own]] = tokens[own]
-
-    def _candidates(
-        self, step: TorchStep, tokens: np.ndarray, log_probs: np.ndarray
-    ) -> Iterator[BeamCandidates]:
-        """Those of each row of several beams."""
-        for row, first, end in zip(
-            step.rows, step.firsts.tolist(), step.firsts[1:].tolist(), strict=False
-        ):
-            if row.beam_width > 1:
-                count = min(2 * row.beam_width, self.model.spec.vocab_size)
-                own = tokens[first:end, :count], log_probs[first:end, :count]
-                yield BeamCandidates(*(tuple(map(tuple, part.tolist())) for part in own))

@@ -28,7 +28,8 @@ from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import ContextPart, SlotOutputs, split_context
 from gptmanager.statistics import Memory
 from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
-from gptmanager.token_chooser import TokenChooser, TorchStep
+from gptmanager.token_chooser import TokenChooser
+from gptmanager.torch_step import TorchStep
 
 logger = logging.getLogger("gptmanager")
 
@@ -62,14 +63,7 @@ class TorchExecutor:
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._tables = self._new_tables(num_lines, max_seq_len, blocks_per_sequence)
-        self._chooser = TokenChooser(
-            self._tables.tokens,
-            self._new_sampler(model.spec.vocab_size),
-            max_beam_width,
-            self._outputs,
-            processing or PostProcessing(),
-            self._tables.token_tensor,
-        )
+        self._chooser = self._new_chooser(processing or PostProcessing())
         self._starved: dict[int, str] = {}  # by line, why
         self._num_cuts = 0
         self._stalled_ns = 0
@@ -102,11 +96,11 @@ class TorchExecutor:
     def sample(self, step: TorchStep) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
         stall = _Stall()
-        self._choose(step)
+        self._chooser.choose(step)
         self._stalled_ns += stall.nanoseconds()
 
     def result(self, step: TorchStep) -> StepResult:
-        self._receive(step)
+        self._chooser.receive(step)
         if step.tokens is None:
             raise RuntimeError("result() of a step that was not sampled")
         counts = step.counts
@@ -147,14 +141,13 @@ class TorchExecutor:
         pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
         return Memory(cpu=self.model.nbytes + pages + self._tables.nbytes)
 
-    def _choose(self, step: TorchStep) -> None:
-        self._chooser.choose(step)
+    def _new_chooser(self, processing: PostProcessing) -> TokenChooser:
+        sampler = Sampler(len(self._tables.tokens), self.model.spec.vocab_size, self._tables.tokens)
+        return TokenChooser(self._tables, sampler, self.max_beam_width, self._outputs, processing)
 
-    def _receive(self, step: TorchStep) -> None:
-        """Wait for what was chosen, where it does not come at once."""
-
-    def _new_sampler(self, vocab_size: int) -> Sampler:
-        return Sampler(len(self._tables.tokens), vocab_size, self._tables.tokens)
+    def _bring(self, logits: Tensor) -> Tensor:
+        """Logits that a host wants, on the CPU by the time of the step's result."""
+        return logits
 
     def _new_tables(
         self, num_lines: int, max_seq_len: int, blocks_per_sequence: int
@@ -186,10 +179,10 @@ class TorchExecutor:
         parts = self._outputs.context_parts(context)
         if self.fused or not (context and generation):
             logits = self._run(self._pack(context, generation, parts))
-            logits, context_logits = split_context(logits, parts)
+            logits, context_logits = split_context(logits, parts, self._bring)
             return logits, early + context_logits
         logits = self._run(self._pack(context, (), parts))
-        first, context_logits = split_context(logits, parts)
+        first, context_logits = split_context(logits, parts, self._bring)
         second = self._run(self._pack((), generation))
         return torch.cat([first, second]), early + context_logits
 
@@ -210,7 +203,7 @@ class TorchExecutor:
                 piece = row._replace(position=first, num_tokens=end - first, samples=False)
                 parts = self._outputs.context_parts((piece,))
                 computed = self._run(self._pack((piece,), (), parts))
-                logits += split_context(computed, parts)[1]
+                logits += split_context(computed, parts, self._bring)[1]
             left.append(row._replace(position=rest[0], num_tokens=rest[1] - rest[0]))
         return tuple(left), logits
 

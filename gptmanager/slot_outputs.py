@@ -1,13 +1,13 @@
 """`SlotOutputs`: what an executor must keep of its logits, by slot, besides the tokens.
 
-Decides which rows of a step's logits are copied, and copies them; raw, as the model gave them. It
-knows slots and rows of schedules, nothing of requests and responses. On the CPU only those who ask
-pay; a step in which nobody does costs a look at a flag.
+Decides which rows of a step's logits are brought to the CPU; raw, as the model gave them. It knows
+slots and rows of schedules, nothing of requests and responses, nor of how logits travel. Only those
+who ask pay; a step in which nobody does costs a look at a flag.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.step import ContextLogits, Row, SequenceStart
+
+Bring = Callable[[Tensor], Tensor]  # logits to the CPU, at once or later
 
 
 class ContextPart(NamedTuple):
@@ -55,23 +57,23 @@ class SlotOutputs:
                 parts.append(ContextPart(place, row, row.position, end - row.position))
         return parts
 
-    def wants_generation_logits(self, slots: np.ndarray) -> bool:
-        return self._any_generation and bool(self._generation[slots].any())
-
     def generation_logits(
-        self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor
+        self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor, bring: Bring
     ) -> tuple[tuple[int, Tensor], ...]:
-        """(row, its logits `[n, vocab]`) for each row that wants them, each in memory of its own.
+        """(row, its logits `[n, vocab]` on the CPU) for each row that wants them.
 
-        Row r's are `logits[firsts[r] : firsts[r + 1]]`. To be called before anything changes the
-        logits, and outside of inference mode: the copies are the host's to write to.
+        Row r's are `logits[firsts[r] : firsts[r + 1]]`; rows side by side are brought as one. To be
+        called before anything changes the logits.
         """
         if not self._any_generation:
             return ()
-        rows = np.flatnonzero(self._generation[slots]).tolist()
-        return tuple(
-            (row, logits[firsts[row] : firsts[row + 1]].to("cpu", copy=True)) for row in rows
-        )
+        rows = np.flatnonzero(self._generation[slots])
+        found: list[tuple[int, Tensor]] = []
+        for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows.size else ():
+            bounds = firsts[run[0] : run[-1] + 2].tolist()
+            pieces = torch.split(bring(logits[bounds[0] : bounds[-1]]), np.diff(bounds).tolist())
+            found += zip(run.tolist(), pieces, strict=True)
+        return tuple(found)
 
     def log_probs(self, slots: np.ndarray, count: int) -> np.ndarray | None:
         """Room for `count` log probabilities, None if none of these slots wants any."""
@@ -81,14 +83,14 @@ class SlotOutputs:
 
 
 def split_context(
-    logits: Tensor, parts: Sequence[ContextPart]
+    logits: Tensor, parts: Sequence[ContextPart], bring: Bring
 ) -> tuple[Tensor, tuple[ContextLogits, ...]]:
-    """The logits that are sampled from, and behind them those of the context."""
+    """The logits that are sampled from, and those of the context behind them, brought."""
     if not parts:
         return logits, ()
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(
-        ContextLogits(part.row.request_id, part.row.epoch, part.first, piece.cpu())
+        ContextLogits(part.row.request_id, part.row.epoch, part.first, bring(piece))
         for part, piece in zip(parts, pieces, strict=True)
     )

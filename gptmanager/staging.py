@@ -6,22 +6,48 @@ Knows nothing of what they mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.streams import Event, Stream
+from gptmanager.cuda.streams import Event
 
 # arrays -> the same on the device
 Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
 _ALIGNMENT = 16
-_NUM_BUFFERS = 4  # more than copies are under way when a host is ahead of its device by a step
+_NUM_BUFFERS = 16  # more than copies are under way when a host is ahead of its device by a step
 _DTYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
 }
+
+
+class Source(Protocol):
+    """What copies to a device need: a `Stream` is one."""
+
+    device: torch.device
+
+    def staging(self, num_bytes: int) -> Tensor: ...
+
+    def event(self) -> Event: ...
+
+
+class CurrentStream:
+    """Of a CUDA device: whichever stream is current when a copy is enqueued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def staging(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(self) -> Event:
+        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return event
 
 
 class Layout:
@@ -45,13 +71,13 @@ class Layout:
 class Staging:
     """Host memory, used in turns: a buffer is written to again when its copy has run."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Source, num_buffers: int = _NUM_BUFFERS) -> None:
         self._stream = stream
-        self._buffers = [_Buffer(stream) for _ in range(_NUM_BUFFERS)]
+        self._buffers = [_Buffer(stream) for _ in range(num_buffers)]
         self._turn = 0
 
     def upload(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """The arrays (of integers) on the device, in memory of their own."""
+        """The arrays on the device, in memory of their own."""
         layout = Layout(arrays)
         memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
         self.fill(memory, layout, arrays)
@@ -75,7 +101,7 @@ class Staging:
 
 
 class _Buffer:
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Source) -> None:
         self._stream = stream
         self.memory = stream.staging(1 << 16)
         self.copied: Event = stream.event()

@@ -7,9 +7,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,61 +18,31 @@ from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.rejection import sample_guess
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams
+from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import SlotOutputs
-from gptmanager.step import (
-    BeamCandidates,
-    ContextLogits,
-    Extras,
-    Failure,
-    Row,
-    Schedule,
-    SequenceStart,
-)
+from gptmanager.step import Extras, SequenceStart
+from gptmanager.torch_step import TorchStep, candidates, part_of, searched_rows, settle
 
 DrawnGuesses = tuple[SamplingParams, np.ndarray]  # by what, and the logits `[n, vocab]`
 
 
-@dataclass(slots=True, eq=False)
-class TorchStep:
-    """A step under way."""
-
-    schedule: Schedule
-    rows: tuple[Row, ...]  # those that yield a token
-    slots: np.ndarray  # [rows]
-    firsts: np.ndarray  # [rows + 1], where each row's beams or positions begin among the S
-    lines: np.ndarray  # [S], of the sequences
-    positions: np.ndarray  # [S], absolute positions of the tokens to choose
-    logits: Tensor  # float32 [S, vocab]
-    context_logits: tuple[ContextLogits, ...] = ()
-    tokens: np.ndarray | None = None  # int32 [rows, n]
-    counts: np.ndarray | None = None  # int32 [rows], None: all of them count
-    arrival: Any = None  # of tokens that are on their way from a device
-    beams: tuple[BeamCandidates, ...] = ()
-    failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
-    starved: tuple[Failure, ...] = ()  # what could not be run
-    extras: Extras | None = None
-
-
 class TokenChooser:
-    """Chooses for slots of up to `max_beam_width` beams, whose histories lie in `token_table`.
+    """Chooses for slots of up to `max_beam_width` beams, whose histories lie in `tables`.
 
-    Line `slot * max_beam_width + beam` of `token_table` int32 `[lines, max_seq_len]` belongs to a
-    beam; a chosen token is written to it. Logits post-processors get the logits where they are, all
-    else has them on the CPU. `token_tensor`: the table where the logits are, None: on the CPU.
+    Line `slot * max_beam_width + beam` of its tokens belongs to a beam; a chosen token is written
+    to it. Logits post-processors get the logits where they are, all else has them on the CPU.
     """
 
     def __init__(
         self,
-        token_table: np.ndarray,
+        tables: SequenceTables,
         sampler: Sampler,
         max_beam_width: int,
         outputs: SlotOutputs,
         processing: PostProcessing,
-        token_tensor: Tensor | None = None,
     ) -> None:
         self.max_beam_width = max_beam_width
-        self._token_table = token_table
-        self._token_tensor = token_tensor
+        self._tables = tables
         self._sampler = sampler
         self._outputs = outputs
         self._processing = processing
@@ -97,37 +65,28 @@ class TokenChooser:
         elif self._drawn:
             self._drawn.pop(start.slot, None)
 
-    def sees(self, step: TorchStep) -> bool:
-        """More is done with these logits than to sample from them, or to search beams."""
-        return bool(
-            step.schedule.drafts
-            or self._outputs.wants_generation_logits(step.slots)
-            or self._processing.serves(step.slots)
-            or (self._sampled and not self._sampled.isdisjoint(step.slots.tolist()))
-        )
-
     def choose(self, step: TorchStep) -> None:
         """Tokens of each row, and what else its request wants."""
-        raw = self._outputs.generation_logits(step.slots, step.firsts, step.logits)
+        raw = self._outputs.generation_logits(step.slots, step.firsts, step.logits, lambda own: own)
+        raw = tuple((row, logits.to("cpu", copy=True)) for row, logits in raw)
         with torch.inference_mode():
-            if step.schedule.drafts:
-                log_probs = self._verify(step)
+            if self._depends_on_order(step):
+                log_probs = self._verify_in_order(step)
             else:
-                tokens, log_probs = self._choose(step)
-                step.tokens = tokens[step.firsts[:-1], None]
-                log_probs = None if log_probs is None else log_probs[step.firsts[:-1], None]
+                self._prepare(step)
+                log_probs = settle(step, *self._pick(step))
         if raw or step.context_logits or log_probs is not None:
             step.extras = Extras(log_probs, raw, step.context_logits)
-        for row in step.rows if self._drawn else ():  # a host's guesses follow the prompt alone
-            self._drawn.pop(row.slot, None)
+        self._forget_drawn(step)
 
-    def _choose(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens and log probabilities of all S; the tokens are their sequences' next inputs."""
-        self._process(step)
-        return self._pick(step)
+    def receive(self, step: TorchStep) -> None:
+        """Wait for what was chosen, where it does not come at once."""
 
     def _pick(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
-        """As `_choose`, behind the logits post-processors."""
+        """Tokens and log probabilities of all S, behind the logits post-processors.
+
+        The tokens are their sequences' next inputs; those behind a wrong guess are overwritten.
+        """
         log_probs = self._outputs.log_probs(step.slots, len(step.lines))
         logits = step.logits.cpu()
         if self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows):
@@ -135,46 +94,23 @@ class TokenChooser:
         else:
             tokens = self._sampler.sample(logits, step.lines, step.positions, log_probs)
         # the last position of a sequence needs no input after it
-        fits = step.positions < self._token_table.shape[1]
-        self._token_table[step.lines[fits], step.positions[fits]] = tokens[fits]
+        table = self._tables.tokens
+        fits = step.positions < table.shape[1]
+        table[step.lines[fits], step.positions[fits]] = tokens[fits]
         return tokens, log_probs
 
-    def _verify(self, step: TorchStep) -> np.ndarray | None:
-        """Choose tokens as long as the guesses agree with what is chosen; log probabilities."""
-        if (
-            self._drawn
-            or self._processing.serves(step.slots)
-            or self._sampler.adjusts(step.lines)
-            or any(row.beam_width > 1 for row in step.rows)
-        ):
-            return self._verify_in_order(step)
-        return self._verify_at_once(step)
+    def _depends_on_order(self, step: TorchStep) -> bool:
+        """Whether a token can be chosen only when the one before it is known.
 
-    def _verify_at_once(self, step: TorchStep) -> np.ndarray | None:
-        """Where no choice depends on the ones before it all are made, and the right ones kept."""
-        size = len(step.lines)
-        log_probs = self._outputs.log_probs(step.slots, size)
-        tokens = self._sampler.sample(step.logits.cpu(), step.lines, step.positions, log_probs)
-        guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
-        longest = int(np.diff(step.firsts).max(initial=1))
-        step.tokens = np.zeros((len(step.rows), longest), dtype=np.int32)
-        step.counts = np.ones(len(step.rows), dtype=np.int32)
-        values = None if log_probs is None else np.zeros(step.tokens.shape, dtype=np.float32)
-        for place, (row, first) in enumerate(zip(step.rows, step.firsts.tolist(), strict=False)):
-            chosen, count = tokens[first : first + 1 + row.num_drafts], 1
-            for guess in guesses[row.slot][: row.num_drafts] if row.num_drafts else ():
-                if guess != chosen[count - 1]:
-                    break
-                count += 1
-            step.tokens[place, :count] = chosen[:count]
-            step.counts[place] = count
-            if values is not None and log_probs is not None:
-                values[place, :count] = log_probs[first : first + count]
-            # the last position of a sequence needs no input after it
-            line, position = step.lines[first], step.positions[first]
-            own = self._token_table[line, position : position + count]
-            own[:] = chosen[: len(own)]
-        return values
+        Penalties are no reason: guesses stand in the histories, and a choice behind a wrong one
+        does not count.
+        """
+        if not step.schedule.drafts:
+            return False
+        guessed = [row.slot for row in step.rows if row.num_drafts]
+        return not self._drawn.keys().isdisjoint(guessed) or (
+            self._processing.is_on and self._processing.serves(np.array(guessed, dtype=np.int64))
+        )
 
     def _verify_in_order(self, step: TorchStep) -> np.ndarray | None:
         """Choose one token after the other, as long as the guesses agree with what is chosen.
@@ -190,15 +126,15 @@ class TokenChooser:
         places = np.arange(len(step.rows))
         failed: dict[int, BaseException] = {}
         for offset in range(found.shape[1]):
-            part = _part(step, places, offset)
-            self._process(part)
+            part = part_of(step, places, offset)
+            self._prepare(part)
             drawn = self._drawn_guesses(part, offset) if self._drawn else []
             tokens, log_probs = self._pick(part)
             for place, (params, draft_logits), scores in drawn:
                 position = int(part.positions[place])
                 guess = guesses[int(part.lines[place]) // self.max_beam_width][offset]
                 token = sample_guess(scores, draft_logits, guess, params, position)
-                tokens[place] = self._token_table[part.lines[place], position] = token
+                tokens[place] = self._tables.tokens[part.lines[place], position] = token
                 if log_probs is not None:
                     log_probs[place] = scores[token]
             found[places, offset] = tokens[part.firsts[:-1]]
@@ -220,19 +156,46 @@ class TokenChooser:
         step.failed = failed
         return values
 
-    def _process(self, step: TorchStep) -> None:
-        """Let logits post-processors change the logits."""
-        if not self._processing.is_on:
+    def _prepare(self, step: TorchStep) -> None:
+        """Let logits post-processors change the logits; then each sampled beam gets its own."""
+        if self._processing.is_on:
+            step.failed = self._processing.run(
+                step.logits,
+                [row.request_id for row in step.rows],
+                step.lines,
+                step.positions,
+                self._tables.tokens,
+                step.firsts,
+                self._tables.token_tensor,
+            )
+        if self._sampled and not self._sampled.isdisjoint(step.slots.tolist()):
+            self._spread(step)
+
+    def _spread(self, step: TorchStep) -> None:
+        """After the context each sampled beam gets a row, of the same logits and history."""
+        step.is_sampled = np.array([row.slot in self._sampled for row in step.rows])
+        starts, pieces, end = step.firsts.tolist(), [], 0
+        copies = np.ones(len(step.lines), dtype=np.int64)
+        for place in np.flatnonzero(step.is_sampled).tolist():
+            first, width = starts[place], step.rows[place].beam_width
+            if width == 1 or starts[place + 1] > first + 1:
+                continue
+            pieces += [step.logits[end:first], step.logits[first : first + 1].expand(width, -1)]
+            end, copies[first] = first + 1, width
+            self._tables.fork(int(step.lines[first]), [0] * width, int(step.positions[first]))
+        if not pieces:
             return
-        step.failed = self._processing.run(
-            step.logits,
-            [row.request_id for row in step.rows],
-            step.lines,
-            step.positions,
-            self._token_table,
-            step.firsts,
-            self._token_tensor,
-        )
+        step.logits = torch.cat([*pieces, step.logits[end:]])
+        firsts = np.concatenate(([0], np.cumsum(copies)))
+        beams = np.arange(firsts[-1]) - firsts[:-1].repeat(copies)
+        step.lines = step.lines.repeat(copies) + beams
+        step.positions = step.positions.repeat(copies)
+        step.firsts = firsts[step.firsts]
+
+    def _forget_drawn(self, step: TorchStep) -> None:
+        """A host's guesses follow the prompt alone."""
+        for row in step.rows if self._drawn else ():
+            self._drawn.pop(row.slot, None)
 
     def _drawn_guesses(
         self, part: TorchStep, offset: int
@@ -250,74 +213,26 @@ class TokenChooser:
         return found
 
     def _search(self, step: TorchStep, logits: Tensor, log_probs: np.ndarray | None) -> np.ndarray:
-        """Tokens of the sequences of one beam; candidates of the beams, whose tokens stay 0."""
-        rows, firsts = step.rows, step.firsts
-        widths = np.array([row.beam_width for row in rows], dtype=np.int64)
-        searched = np.repeat(widths > 1, np.diff(firsts))
+        """Tokens of what is sampled, 0 for beams that are searched; candidates of all beams."""
+        searched = searched_rows(step)
         tokens = np.zeros(len(step.lines), dtype=np.int32)
+        values = np.zeros(len(step.lines), dtype=np.float32) if log_probs is None else log_probs
         single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
-        values = None if log_probs is None else log_probs[single]
+        own = values[single]
         tokens[single] = self._sampler.sample(
-            logits[torch.from_numpy(single)], step.lines[single], step.positions[single], values
+            logits[torch.from_numpy(single)], step.lines[single], step.positions[single], own
         )
-        if log_probs is not None:
-            log_probs[single] = values
-        logits = logits[torch.from_numpy(beams)]
-        lines, positions = step.lines[beams], step.positions[beams]
-        found, first = [], 0
-        for row, count in zip(rows, np.diff(firsts).tolist(), strict=True):
-            if row.beam_width > 1:
-                part = slice(first, first + count)
-                find = self._sample_beams if row.slot in self._sampled else self._search_beams
-                found.append(find(row, logits[part], lines[part], positions[part]))
-                first += count
-        step.beams = tuple(found)
+        values[single] = own
+        scores = self._sampler.log_probs(
+            logits[torch.from_numpy(beams)], step.lines[beams], step.positions[beams]
+        )
+        best = _best(scores, 2 * self.max_beam_width)
+        most = best[0].shape[1]
+        best_tokens = np.zeros((len(step.lines), most), dtype=np.int32)
+        best_values = np.zeros((len(step.lines), most), dtype=np.float32)
+        best_tokens[beams], best_values[beams] = best
+        step.beams = candidates(step, tokens, values, best_tokens, best_values)
         return tokens
-
-    def _search_beams(
-        self, row: Row, logits: Tensor, lines: np.ndarray, positions: np.ndarray
-    ) -> BeamCandidates:
-        scores = self._sampler.log_probs(logits, lines, positions)
-        ids, best = _best(scores, 2 * row.beam_width)
-        return BeamCandidates(tuple(map(tuple, ids.tolist())), tuple(map(tuple, best.tolist())))
-
-    def _sample_beams(
-        self, row: Row, logits: Tensor, lines: np.ndarray, positions: np.ndarray
-    ) -> BeamCandidates:
-        """A token for each beam; after the context all from the same logits and history."""
-        count = row.beam_width
-        if len(lines) < count:
-            lines = lines[0] + np.arange(count)
-            self._token_table[lines[1:], : positions[0]] = self._token_table[
-                lines[0], : positions[0]
-            ]
-            logits, positions = logits.repeat(count, 1), positions.repeat(count)
-        log_probs = np.zeros(count, dtype=np.float32)
-        tokens = self._sampler.sample(logits, lines, positions, log_probs)
-        return BeamCandidates(
-            tuple((token,) for token in tokens.tolist()),
-            tuple((value,) for value in log_probs.tolist()),
-        )
-
-
-def _part(step: TorchStep, places: np.ndarray, offset: int) -> TorchStep:
-    """The rows `places` alone; of those with guesses, the position `offset`."""
-    pieces = []
-    for place in places:
-        first, end = step.firsts[place] + offset, step.firsts[place + 1]
-        if step.rows[place].num_drafts:
-            end = first + 1
-        pieces.append(np.arange(first, end))
-    index = np.concatenate(pieces)
-    return TorchStep(
-        step.schedule,
-        tuple(step.rows[place] for place in places),
-        step.slots[places],
-        np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))),
-        step.lines[index],
-        step.positions[index],
-        step.logits[torch.from_numpy(index)],
-    )
 
 
 def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -72,7 +72,9 @@ class Pages:
     q: Tensor
     histories: list[tuple[Tensor, Tensor]]
 
-    def attend(self, kernels: Kernels, parts: Sequence[tuple[int, int, int]]) -> Tensor:
+    def attend(
+        self, kernels: Kernels, parts: Sequence[tuple[int, int, int]], **options: Any
+    ) -> Tensor:
         """The queries `start:stop` of each (row, start, stop), packed in that order."""
         begins = np.cumsum([0, *[new for new, _ in self.rows]])
         lengths = [self.rows[row][1] - self.rows[row][0] + stop for row, _, stop in parts]
@@ -90,10 +92,12 @@ class Pages:
             window=self.sizes.window,
             sink=self.sizes.sink,
             num_context_rows=sum(count > 1 for count in counts),
+            **options,
         )
 
-    def attend_all(self, kernels: Kernels) -> Tensor:
-        return self.attend(kernels, [(row, 0, new) for row, (new, _) in enumerate(self.rows)])
+    def attend_all(self, kernels: Kernels, **options: Any) -> Tensor:
+        parts = [(row, 0, new) for row, (new, _) in enumerate(self.rows)]
+        return self.attend(kernels, parts, **options)
 
 
 def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Pages:
@@ -192,6 +196,29 @@ def test_attention_is_the_same_bits_alone_chunked_and_in_any_company(sizes: Size
 def test_attention_of_any_shape(sizes: Sizes, rows: list[tuple[int, int]]) -> None:
     pages = new_pages(sizes, [(new, new + past) for new, past in rows])
     close(pages.attend_all(CPU), textbook_attention(pages))
+
+
+@both_kernels
+def test_softcap_of_attention(kernels: Kernels) -> None:
+    pages = new_pages(SHAPES[0], [(1, 1), (3, 20)])
+    # a cap far above all scores changes nothing; one far below leaves weights that are all alike
+    close(pages.attend_all(kernels, softcap=1e4), textbook_attention(pages), 1e-5)
+    group = pages.sizes.heads // pages.sizes.kv_heads
+    mean = pages.histories[1][1].mean(0).double().repeat_interleave(group, 0)
+    close(pages.attend_all(kernels, softcap=1e-5)[-1], mean.flatten(), 1e-4)
+
+
+@both_kernels
+def test_attention_over_8_bit_pages(kernels: Kernels) -> None:
+    pages = new_pages(SHAPES[0], ROWS)
+    scales = torch.rand(2, pages.sizes.kv_heads) + 0.5
+    narrow = pages.keys.to(torch.float8_e4m3fn), pages.values.to(torch.float8_e4m3fn)
+    pages.keys, pages.values = (
+        it.float() * own[:, None, None] for it, own in zip(narrow, scales, strict=True)
+    )
+    expected = pages.attend_all(Kernels())
+    pages.keys, pages.values = narrow
+    close(pages.attend_all(kernels, cache_scales=scales), expected.double())
 
 
 @pytest.mark.parametrize("threads", [2, 5])

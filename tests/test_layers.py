@@ -71,6 +71,7 @@ cuda.activations        SiLU times up, GELU
 cuda.cache_write        rotation, QK norm, and keys and values to their pages
 cuda.block_copy         beginnings of blocks, copied
 cuda.generation_plan    how the work of generation attention is cut (no torch)
+cuda.float_attention    attention of both phases in float32
 cuda.generation_attention  attention of rows with one token, by a plan
 cuda.context_attention  attention of rows with several tokens
 cuda.token_masks        bits for tokens that may come, on rows of logits
@@ -115,9 +116,12 @@ decoding
 
 prompt_embeddings       the own embeddings of those that run, by slot
 slot_outputs            what an executor keeps of its logits, by slot
-token_chooser           from the logits of a step to its tokens
 packed_rows             a batch as the host knows it, padded or cut (no torch)
 sequence_tables         tokens and blocks of each sequence, by line, and what a device has of them
+torch_step              a step under way: what belongs to which row
+token_chooser           from the logits of a step to its tokens
+arrivals                tensors of a device on their way to the host
+device_chooser          the same choice, enqueued on a device
 generation_graphs       generation steps, recorded and run again
 statistics              what an iteration tells of itself
 executor                one step, in torch

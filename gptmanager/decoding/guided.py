@@ -24,7 +24,9 @@ from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Ro
 from gptmanager.errors import ConfigError, InvalidRequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.post_processor import BoundProcessor
+from gptmanager.staging import CurrentStream, Staging, Upload
 
+_NUM_BUFFERS = 4  # of masks: more than steps are under way
 Words = npt.NDArray[np.int32]
 
 
@@ -86,8 +88,10 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", grammar)
 
     def open(self, num_slots: int, device: torch.device) -> RowSession:
-        launcher = DeviceLauncher() if device.type == "cuda" else None
-        return _Session(self.vocab_size, self.end_ids, launcher)
+        if device.type != "cuda":
+            return _Session(self.vocab_size, self.end_ids)
+        upload = Staging(CurrentStream(device), num_buffers=_NUM_BUFFERS).upload
+        return _Session(self.vocab_size, self.end_ids, (DeviceLauncher(), upload))
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text
@@ -220,12 +224,17 @@ class _Session(RowSession):
     """Computes masks on the loop's thread.
 
     llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
-    which costs milliseconds beside a busy host thread, and a mask takes 20 us. With a `launcher`
-    they are applied by its kernel.
+    which costs milliseconds beside a busy host thread, and a mask takes 20 us. On a device, of
+    which it is told by `there`, a kernel applies them, and nothing waits for that.
     """
 
-    def __init__(self, vocab_size: int, end_ids: frozenset[int], launcher: Launcher | None) -> None:
-        self._launcher = launcher
+    def __init__(
+        self,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        there: tuple[Launcher, Upload] | None = None,
+    ) -> None:
+        self._there = there
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
@@ -257,12 +266,11 @@ class _Session(RowSession):
 
     def _apply(self, masks: Words, rows: Rows) -> int:
         """Write the masks into the logits; how many permit nothing."""
-        if self._launcher is None:
+        if self._there is None:
             return mask_logits(rows.logits, rows.index, masks)
-        there = rows.logits.device
-        index = torch.from_numpy(rows.index.astype(np.int32)).to(there)
-        words = torch.from_numpy(masks).to(there)
-        token_masks.mask_logits(self._launcher, rows.logits, index, words)
+        launcher, upload = self._there
+        sent = upload({"index": rows.index.astype(np.int32), "masks": masks})
+        token_masks.mask_logits(launcher, rows.logits, sent["index"], sent["masks"])
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:

@@ -218,7 +218,14 @@ class CpuKernels(Kernels):
         slots: Tensor,
         block_tables: Tensor,
         plan: Any = None,
+        cache_scales: Tensor | None = None,
     ) -> Tensor:
+        if cache_scales is not None:
+            return super().rope_and_write(
+                *(qkv, positions, cos_sin, q_norm, k_norm, eps, keys, values),
+                *(row_starts, kv_lengths, slots, block_tables),
+                cache_scales=cache_scales,
+            )
         num_tokens, head_dim = qkv.shape[0], keys.shape[2]
         num_heads = qkv.shape[1] // head_dim - 2 * keys.shape[1]
         qkv, q_norm, k_norm = _wide(qkv), _wide_if_given(q_norm), _wide_if_given(k_norm)
@@ -253,9 +260,20 @@ class CpuKernels(Kernels):
         scale: float,
         window: int | None = None,
         sink: int = 0,
+        softcap: float = 0.0,
+        cache_scales: Tensor | None = None,
         num_context_rows: int = 0,
         plan: Any = None,
     ) -> Tensor:
+        if softcap or cache_scales is not None:
+            return super().attention(
+                *(q, keys, values, row_starts, kv_lengths, slots, block_tables),
+                scale=scale,
+                window=window,
+                sink=sink,
+                softcap=softcap,
+                cache_scales=cache_scales,
+            )
         num_tokens, num_heads, head_dim = q.shape
         wide, size = _wide(q), self._team.max_size
         result = wide.new_empty(num_tokens, num_heads * head_dim)

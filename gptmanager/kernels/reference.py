@@ -27,13 +27,16 @@ Ints = npt.NDArray[np.int32]
 
 
 class AttentionShape(NamedTuple):
-    """What the attention of all layers of a model has in common; `windows`: those there are."""
+    """What the attention of all layers of a model has in common; `windows`: those there are;
+    `fp8`: pages are of 8-bit floats.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...] = (None,)
     sink: int = 0
+    fp8: bool = False
 
 
 class Kernels:
@@ -151,6 +154,7 @@ class Kernels:
         slots: Tensor,
         block_tables: Tensor,
         plan: Any = None,
+        cache_scales: Tensor | None = None,
     ) -> Tensor:
         """Rotates queries and keys, writes keys and values to their pages, returns the queries.
 
@@ -161,15 +165,17 @@ class Kernels:
         `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3).
         `keys [P, K, D, B]`, `values [P, K, B, D]`: one layer's pages, written in place.
         `row_starts [R + 1]`, `kv_lengths [R]`, `slots [R]`, `block_tables [slots, blocks]`: int32.
-        Returns `[T, H, D]` in the pages' dtype (float32 on the CPU).
+        Pages may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a
+        value is element * scale; written is value / scale to the nearest, beyond 448 as 448.
+        Returns `[T, H, D]` in the pages' dtype, beside float8 ones in qkv's (float32 on the CPU).
         """
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
         heads = qkv.float().reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        if q_norm is not None:
-            q = self.rms_norm(q, q_norm, eps)
+        if q_norm is not None:  # a subclass's may be for rows alone
+            q = Kernels.rms_norm(self, q, q_norm, eps)
         if k_norm is not None:
-            k = self.rms_norm(k, k_norm, eps)
+            k = Kernels.rms_norm(self, k, k_norm, eps)
         if cos_sin is not None:
             turns = cos_sin[positions].unsqueeze(1)
             q, k = _rotate(q, turns), _rotate(k, turns)
@@ -180,9 +186,12 @@ class Kernels:
         slot = slots.long().repeat_interleave(num_new)
         block = block_tables[slot, cache_positions // tokens_per_block].long()
         offset = cache_positions % tokens_per_block
+        if cache_scales is not None:
+            k, v = (_to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
+            keys, values = keys.view(torch.uint8), values.view(torch.uint8)  # as what torch moves
         keys[block, :, :, offset] = k.to(keys.dtype)
         values[block, :, offset, :] = v.to(values.dtype)
-        return q.to(keys.dtype)
+        return q.to(keys.dtype if cache_scales is None else qkv.dtype)
 
     def attention(
         self,
@@ -197,6 +206,8 @@ class Kernels:
         scale: float,
         window: int | None = None,
         sink: int = 0,
+        softcap: float = 0.0,
+        cache_scales: Tensor | None = None,
         num_context_rows: int = 0,
         plan: Any = None,
     ) -> Tensor:
@@ -204,8 +215,9 @@ class Kernels:
 
         Token i of a row with n new tokens and KV length m stands at position m - n + i and sees
         the positions 0 to there; with `window`, only the last `window` of them, its own included,
-        and the first `sink`. Pages as in `rope_and_write`; those that hold neither may be gone
-        (their block ids are not read). The first `num_context_rows` rows may have several tokens, a
+        and the first `sink`. With `softcap` a score is softcap * tanh(score / softcap).
+        Pages and `cache_scales` as in `rope_and_write`; those that hold neither may be gone (their
+        block ids are not read). The first `num_context_rows` rows may have several tokens, a
         hint. `plan`: what `begin` returned, or None.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -220,25 +232,46 @@ class Kernels:
             at = at[(at < sink) | (at >= first)]
             block = block_tables[slot, at // tokens_per_block].long()
             offset = at % tokens_per_block
-            k = keys[block, :, :, offset].permute(1, 2, 0)
-            v = values[block, :, offset].transpose(0, 1)
+            k, v = _take(keys.mT, block, offset), _take(values, block, offset)
+            if cache_scales is not None:
+                k, v = k.float() * cache_scales[0, :, None], v.float() * cache_scales[1, :, None]
+            k, v = k.permute(1, 2, 0), v.transpose(0, 1)
             position = torch.arange(length - num_new, length, device=q.device).unsqueeze(1)
             hidden = at > position
             if window is not None:
                 hidden |= (at <= position - window) & (at >= sink)
-            result[tokens] = _attend(q[tokens], k, v, scale, hidden).to(q.dtype)
+            result[tokens] = _attend(q[tokens], k, v, scale, softcap, hidden).to(q.dtype)
         return result
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, hidden: Tensor
+) -> Tensor:
     """`q [n, H, D]` over `keys [K, D, N]` and `values [K, N, D]`, where not `hidden [n, N]`."""
     num_new, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
     by_group = q.float().reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = by_group.permute(1, 2, 0, 3)
-    scores = (grouped @ keys.unsqueeze(1).float() * scale).masked_fill(hidden, float("-inf"))
-    mixed = scores.softmax(-1) @ values.unsqueeze(1).float()
+    scores = grouped @ keys.unsqueeze(1).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    mixed = weights @ values.unsqueeze(1).float()
     return mixed.permute(2, 0, 1, 3).flatten(1)
+
+
+def _take(pages: Tensor, block: Tensor, offset: Tensor) -> Tensor:
+    """`[N, K, D]` of `pages [P, K, B, D]`; torch moves float8 elements as bits."""
+    if pages.dtype is not torch.float8_e4m3fn:
+        return pages[block, :, offset]
+    return pages.view(torch.uint8)[block, :, offset].view(pages.dtype)
+
+
+def _to_fp8(heads: Tensor, scales: Tensor) -> Tensor:
+    """The bits of `heads [T, K, D] / scales [K]` as float8_e4m3fn; torch would make 500 a NaN."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scaled = (heads / scales[:, None]).clamp(-limit, limit)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 from requirements import skip
@@ -13,7 +12,7 @@ from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher, EmulatorLauncher
 from gptmanager.errors import ConfigError
 
-BITS = {torch.bfloat16: np.uint16}
+BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 class EmulatedMachine:
@@ -23,7 +22,7 @@ class EmulatedMachine:
     def tensor(self, values):
         """A copy that ends where nothing can be read."""
         bits = BITS.get(values.dtype)
-        array = values.view(torch.uint16).numpy() if bits else values.numpy()
+        array = values.view(bits).numpy() if bits else values.numpy()
         copy = torch.from_numpy(emulator.asarray(array))
         return copy.view(values.dtype) if bits else copy
 

@@ -1,14 +1,28 @@
-"""Where managers run in these tests, and a model whose heads CUDA kernels have."""
+"""Where managers run in these tests, what they answer there, and a model of CUDA kernels' heads."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-from checkpoints import CONFIGS
+import torch
+from checkpoints import CONFIGS, random_model
 from requirements import skip
 
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
 from gptmanager.cuda import emulator
 from gptmanager.cuda.streams import DeviceStream
 from gptmanager.errors import ConfigError
+from gptmanager.testing import ContractChecker, RecordingCallbacks
+
+NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 
 WIDE = {
     "hidden_size": 64,
@@ -31,3 +45,61 @@ def there_is(device):
     except ConfigError as error:
         skip(str(error))
     return device
+
+
+def finals(
+    requests,
+    device,
+    config=LLAMA,
+    max_beam_width=1,
+    policy=NO_EVICT,
+    model_type=ModelType.INFLIGHT_FUSED_BATCHING,
+    cache=None,
+    **options,
+):
+    """The last responses, in the order of the requests, of a manager under a tight pool."""
+    host = RecordingCallbacks(requests)
+    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    with GptManager(
+        (config, checkpoint(tuple(sorted(config.items(), key=str)))),
+        model_type,
+        max_beam_width,
+        SchedulerConfig(policy),
+        checker.get_inference_requests,
+        checker.send_response,
+        host.poll_stop_signal,
+        host.return_batch_manager_stats,
+        OptionalParams(
+            cache or KvCacheConfig(max_tokens=256, tokens_per_block=16),
+            max_batch_size=4,
+            device=device,
+            **options,
+        ),
+    ) as manager:
+        assert manager.wait_idle(120), manager.exception
+        assert manager.audit().ok
+    checker.check()
+    return [host.final(request.request_id) for request in requests]
+
+
+@functools.cache
+def checkpoint(config):
+    return random_model(dict(config)).state_dict()
+
+
+def check_same(device, requests, **options):
+    """Both give the same tokens, and numbers that differ by rounding; returns the device's."""
+    found, expected = (finals(requests(), where, **options) for where in (device, "cpu"))
+    for one, other in zip(found, expected, strict=True):
+        assert not one.error and not other.error, (one.error, other.error)
+        assert one.tensors.keys() == other.tensors.keys()
+        for name, tensor in other.tensors.items():
+            assert one.tensors[name].device.type == "cpu"
+            if name == "request_metrics":
+                continue
+            torch.testing.assert_close(one.tensors[name], tensor, atol=2e-4, rtol=2e-4, msg=name)
+    return found
+
+
+def prompt(start, length):
+    return [(start + 7 * i) % 90 for i in range(length)]

@@ -23,6 +23,7 @@ class PagedRows:
     head_dim: int
     tokens_per_block: int = 16
     dtype: torch.dtype = torch.bfloat16
+    cache_scales: torch.Tensor | None = None  # with them pages are float8_e4m3fn
 
     def __post_init__(self):
         blocks = [-(-length // self.tokens_per_block) for _, length in self.rows]
@@ -30,8 +31,9 @@ class PagedRows:
         tables = torch.full((len(self.rows) + 1, max(blocks) + 1), -7, dtype=torch.int32)
         self.slots = torch.arange(len(self.rows), 0, -1, dtype=torch.int32)
         shape = (len(order), self.kv_heads, self.tokens_per_block, self.head_dim)
-        self.keys = torch.full(shape, torch.nan, dtype=self.dtype)
-        self.values = torch.full(shape, torch.nan, dtype=self.dtype)
+        cache_dtype = self.dtype if self.cache_scales is None else torch.float8_e4m3fn
+        self.keys = torch.full(shape, torch.nan).to(cache_dtype)
+        self.values = torch.full(shape, torch.nan).to(cache_dtype)
         self.history = []
         for row, (end, (_, length)) in enumerate(zip(np.cumsum(blocks), self.rows, strict=True)):
             own = torch.from_numpy(order[end - blocks[row] : end])
@@ -46,11 +48,14 @@ class PagedRows:
     def _fill(self, blocks, length, row):
         both = []
         for seed, pages in enumerate((self.keys, self.values)):
-            own = randn(length, self.kv_heads, self.head_dim, dtype=self.dtype, seed=2 * row + seed)
+            own = randn(
+                length, self.kv_heads, self.head_dim, dtype=pages.dtype, seed=2 * row + seed
+            )
             for start in range(0, length, self.tokens_per_block):
                 part = own[start : start + self.tokens_per_block]
                 pages[blocks[start // self.tokens_per_block], :, : len(part)] = part.transpose(0, 1)
-            both.append(own.double())
+            scales = 1 if self.cache_scales is None else self.cache_scales[seed].double()[:, None]
+            both.append(own.double() * scales)
         return both
 
     def lose_unseen_blocks(self, window, sink):

@@ -92,13 +92,50 @@ def test_writes_have_no_race(checked_machine):
     check_write(checked_machine, torch.bfloat16, 80, 4, 2, 80, norms=True)
 
 
+def written(machine, qkv, kv_heads, head_dim, scales):
+    """Keys and values of tokens in one page each, as 8-bit elements, and the queries."""
+    tokens, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
+    pages = torch.zeros(tokens, kv_heads, 1, head_dim).to(torch.float8_e4m3fn)
+    queries = machine.empty((tokens, heads, head_dim), qkv.dtype)
+    keys, values = machine.tensor(pages), machine.tensor(pages)
+    at = torch.arange(tokens)
+    given = map(machine.tensor, (qkv, at, at.int()))
+    scales = machine.tensor(scales)
+    rope_and_write(machine.launcher, queries, keys, values, *given, cache_scales=scales)
+    return queries.cpu(), keys.cpu(), values.cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bit_pages(machine, dtype):
+    scales = torch.tensor([[0.01, 3.0], [1.0, 0.3]])
+    qkv = randn(6, 8 * 64, dtype=dtype)
+    qkv[2, 4 * 64 : 4 * 64 + 5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 4.6, -300.0])
+    queries, keys, values = written(machine, qkv, 2, 64, scales)
+    expected = [torch.zeros(6, 2, 64, 1).to(torch.float8_e4m3fn), torch.zeros_like(values)]
+    table, starts = torch.arange(6).int()[:, None], torch.arange(7).int()
+    again = Kernels().rope_and_write(
+        *(qkv, torch.arange(6), None, None, None, 0.0, *expected),
+        *(starts, torch.ones(6).int(), torch.arange(6).int(), table),
+        cache_scales=scales,
+    )
+    assert torch.equal(queries, again)
+    for own, other in ((keys, expected[0].mT), (values, expected[1])):  # a NaN's sign is free
+        close(own.float(), other.double(), 0)
+    assert keys[2, 0, 0, 1:5].tolist() == [448, -448, 448, -448]
+    assert keys[2, 0, 0, 0].isnan()
+
+
+def test_writes_of_8_bit_pages_have_no_race(checked_machine):
+    written(checked_machine, randn(3, 4 * 80, dtype=torch.bfloat16), 1, 80, torch.ones(2, 1))
+
+
 def test_tensors_that_do_not_fit(machine):
     queries, pages = (
         machine.empty((1, 2, 72), torch.float32),
         machine.empty((1, 1, 4, 72), torch.float32),
     )
     qkv, ids = machine.empty((1, 4 * 72), torch.float32), machine.tensor(ints(0))
-    with pytest.raises(ValueError, match=r"head dimension of 72 is not among \(64"):
+    with pytest.raises(ValueError, match=r"head dimension of 72 is not among \(32"):
         rope_and_write(machine.launcher, queries, pages, pages, qkv, ids.long(), ids)
     with pytest.raises(ValueError, match="positions is torch.int32"):
         rope_and_write(machine.launcher, queries, pages, pages, qkv, ids, ids)

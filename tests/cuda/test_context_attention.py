@@ -17,7 +17,10 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0):
     num_new = np.array([new for new, _ in rows.rows], dtype=np.int32)
     group = rows.heads // rows.kv_heads
     items = plan_context(
-        num_new, rows.kv_lengths.numpy(), group, rows.head_dim, window=window, sink=sink
+        *(num_new, rows.kv_lengths.numpy(), group, rows.head_dim),
+        window=window,
+        sink=sink,
+        fp8=rows.cache_scales is not None,
     )
     out = machine.empty(rows.queries.shape, rows.dtype)
     given = (rows.queries, rows.keys, rows.values, torch.from_numpy(items))
@@ -30,6 +33,7 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0):
         window=window,
         sink=sink,
         softcap=softcap,
+        cache_scales=None if rows.cache_scales is None else machine.tensor(rows.cache_scales),
     )
     return out.cpu()
 
@@ -79,6 +83,7 @@ def test_windows_and_sinks(machine, window, sink, dtype):
 def test_sinks_with_heads_of_any_dimension(machine, head_dim):
     rows = PagedRows([(90, 100)], 2, 1, head_dim)
     check(machine, rows, window=20, sink=5)
+    check(machine, rows, window=20, sink=5, softcap=1.5)
 
 
 def test_softcap(machine):
@@ -109,7 +114,7 @@ def test_a_query_that_is_not_a_number_stays_its_own(machine):
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 128), (8, 256)])
+@pytest.mark.parametrize(("group", "head_dim"), [(4, 32), (1, 64), (3, 128), (8, 256)])
 def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
     num_new = np.array([1, 0, 300, 64, 7], np.int32)
     lengths = num_new + np.array([0, 9, 0, 1000, 31], np.int32)
@@ -124,6 +129,38 @@ def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
             assert last > position
     assert len(seen) == num_new.sum() * group
     assert (np.diff(items[:, 3] - items[:, 2]) <= 0).all()
+
+
+SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_8_bit_pages(machine, head_dim, dtype):
+    check(machine, PagedRows([(70, 90), (5, 5)], 4, 2, head_dim, 16, dtype, SCALES))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 20, "sink": 3}, {"softcap": 1.5}, {"window": 20, "sink": 3, "softcap": 1.5}],
+    ids=str,
+)
+def test_8_bit_pages_in_float16(machine, options, head_dim):
+    rows = PagedRows([(70, 90), (5, 5)], 18, 2, head_dim, 3, torch.float16, SCALES)
+    check(machine, rows, **options)
+
+
+def test_8_bit_pages_have_no_race(checked_machine):
+    rows = PagedRows([(9, 150), (2, 2)], 2, 1, 64, cache_scales=SCALES[:, :1].contiguous())
+    check(checked_machine, rows)
+
+
+def test_8_bit_pages_without_scales(machine):
+    rows = PagedRows([(9, 150), (2, 2)], 2, 2, 64, cache_scales=SCALES)
+    rows.cache_scales = None
+    with pytest.raises(ValueError, match="pages of torch.float8_e4m3fn need cache_scales"):
+        attend(machine, rows)
 
 
 def test_tensors_that_do_not_fit(machine):

@@ -5,13 +5,11 @@ On the emulator always; on a GPU where there is one.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS, random_model
-from devices import GPU, LLAMA, WIDE, there_is
+from checkpoints import CONFIGS
+from devices import GPU, LLAMA, WIDE, check_same, checkpoint, finals, prompt, there_is
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -20,12 +18,12 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
-    SchedulerConfig,
 )
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.device_chooser import DeviceChooser
 from gptmanager.device_executor import DeviceExecutor
 from gptmanager.errors import ConfigError
 from gptmanager.generation_graphs import GenerationGraphs, ladder
@@ -33,9 +31,7 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 from gptmanager.sequence_tables import DeviceTables
 from gptmanager.staging import Staging
-from gptmanager.testing import ContractChecker, RecordingCallbacks
 
-NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 from_tokens = InferenceRequest.from_tokens
 
@@ -43,64 +39,6 @@ from_tokens = InferenceRequest.from_tokens
 @pytest.fixture(params=["emulator", GPU])
 def device(request):
     return there_is(request.param)
-
-
-def finals(
-    requests,
-    device,
-    config=LLAMA,
-    max_beam_width=1,
-    policy=NO_EVICT,
-    model_type=ModelType.INFLIGHT_FUSED_BATCHING,
-    cache=None,
-    **options,
-):
-    """The last responses, in the order of the requests, of a manager under a tight pool."""
-    host = RecordingCallbacks(requests)
-    checker = ContractChecker(host.get_inference_requests, host.send_response)
-    with GptManager(
-        (config, checkpoint(tuple(sorted(config.items(), key=str)))),
-        model_type,
-        max_beam_width,
-        SchedulerConfig(policy),
-        checker.get_inference_requests,
-        checker.send_response,
-        host.poll_stop_signal,
-        host.return_batch_manager_stats,
-        OptionalParams(
-            cache or KvCacheConfig(max_tokens=256, tokens_per_block=16),
-            max_batch_size=4,
-            device=device,
-            **options,
-        ),
-    ) as manager:
-        assert manager.wait_idle(120), manager.exception
-        assert manager.audit().ok
-    checker.check()
-    return [host.final(request.request_id) for request in requests]
-
-
-@functools.cache
-def checkpoint(config):
-    return random_model(dict(config)).state_dict()
-
-
-def check_same(device, requests, **options):
-    """Both give the same tokens, and numbers that differ by rounding; returns the device's."""
-    found, expected = (finals(requests(), where, **options) for where in (device, "cpu"))
-    for one, other in zip(found, expected, strict=True):
-        assert not one.error and not other.error, (one.error, other.error)
-        assert one.tensors.keys() == other.tensors.keys()
-        for name, tensor in other.tensors.items():
-            assert one.tensors[name].device.type == "cpu"
-            if name == "request_metrics":
-                continue
-            torch.testing.assert_close(one.tensors[name], tensor, atol=2e-4, rtol=2e-4, msg=name)
-    return found
-
-
-def prompt(start, length):
-    return [(start + 7 * i) % 90 for i in range(length)]
 
 
 def several(**by_name):
@@ -321,7 +259,7 @@ def test_outputs_are_bitwise_the_same_under_any_schedule(device):
 
 def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeypatch):
     replays, chosen = [], []
-    run, enqueue = GenerationGraphs.run, DeviceExecutor._enqueue_choice
+    run, enqueue = GenerationGraphs.run, DeviceChooser._enqueue
 
     def spy(self, size, arrays):
         replays.append(size)
@@ -329,10 +267,10 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
 
     def spy_on_choice(self, step):
         chosen.append(len(step.rows))
-        enqueue(self, step)
+        return enqueue(self, step)
 
     monkeypatch.setattr(GenerationGraphs, "run", spy)
-    monkeypatch.setattr(DeviceExecutor, "_enqueue_choice", spy_on_choice)
+    monkeypatch.setattr(DeviceChooser, "_enqueue", spy_on_choice)
     finals([from_tokens(i, prompt(i, 9), 5) for i in range(3)], device)
     assert replays == [4] * 4 and chosen == [3] * 5
     replays.clear()
@@ -346,7 +284,24 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
     replays.clear()
     chosen.clear()
     finals([from_tokens(1, prompt(1, 9), 5, return_generation_logits=True)], device)
-    assert not chosen  # the host wants the logits
+    assert chosen == [1] * 5
+
+
+def test_a_recorded_step_takes_one_copy_to_the_device(device, monkeypatch):
+    copies = []
+    fill = Staging.fill
+
+    def spy(self, *arguments):
+        copies.append(1)
+        fill(self, *arguments)
+
+    monkeypatch.setattr(Staging, "fill", spy)
+    counts = []
+    for num_tokens in (3, 6):
+        copies.clear()
+        finals([from_tokens(1, prompt(1, 8), num_tokens)], device, run_ahead=1)
+        counts.append(len(copies))
+    assert counts[1] == counts[0] + 3
 
 
 def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():

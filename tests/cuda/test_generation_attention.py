@@ -32,6 +32,7 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stret
         *map(machine.tensor, (*given, *numbers, *tables)),
         scale=scale,
         softcap=softcap,
+        cache_scales=None if rows.cache_scales is None else machine.tensor(rows.cache_scales),
     )
     return out.cpu()
 
@@ -106,6 +107,45 @@ def test_a_row_is_the_same_bits_in_any_company_with_a_fixed_stretch(machine):
     alone = PagedRows(one_token_each(200), 8, 2, 64)
     alone.queries = together.queries[:1]
     assert torch.equal(attend(machine, together)[:1], attend(machine, alone))
+
+
+SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_8_bit_pages(machine, head_dim, dtype):
+    rows = PagedRows(one_token_each(5, 64, 90), 4, 2, head_dim, 16, dtype, SCALES)
+    check(machine, rows)
+
+
+@pytest.mark.parametrize("options", [{"window": 20, "sink": 3}, {"softcap": 1.5}], ids=str)
+def test_8_bit_pages_in_float16(machine, options):
+    rows = PagedRows(one_token_each(5, 64, 90), 18, 2, 64, 3, torch.float16, SCALES)
+    check(machine, rows, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_all_8_bit_elements(machine, dtype):
+    """A token that is seen alone comes out as its values are."""
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    rows = PagedRows(one_token_each(1), 1, 1, 256, 16, dtype, torch.ones(2, 1))
+    rows.values[rows.block_tables[1, 0], 0, 0] = codes
+    torch.testing.assert_close(
+        attend(machine, rows)[0, 0], codes.to(dtype), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def test_8_bit_pages_have_no_race(checked_machine):
+    rows = PagedRows(one_token_each(350, 5), 2, 1, 64, cache_scales=SCALES[:, :1].contiguous())
+    check(checked_machine, rows, stretch=320)
+
+
+def test_8_bit_pages_without_scales(machine):
+    rows = PagedRows(one_token_each(350, 5), 2, 2, 64, cache_scales=SCALES)
+    rows.cache_scales = None
+    with pytest.raises(ValueError, match="pages of torch.float8_e4m3fn need cache_scales"):
+        attend(machine, rows)
 
 
 def test_tensors_that_do_not_fit(machine):

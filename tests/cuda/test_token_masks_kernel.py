@@ -71,9 +71,15 @@ def test_guided_decoding_by_the_kernel(machine, monkeypatch):
         "gptmanager.decoding.guided.token_masks.mask_logits",
         lambda *arguments: (calls.append(1), mask_logits(*arguments)),
     )
+
+    def upload(arrays):
+        return {name: machine.tensor(torch.from_numpy(array)) for name, array in arrays.items()}
+
     monkeypatch.setattr(
         GuidedDecoding,
         "open",
-        lambda self, num_slots, device: _Session(self.vocab_size, self.end_ids, machine.launcher),
+        lambda self, num_slots, device: _Session(
+            self.vocab_size, self.end_ids, (machine.launcher, upload)
+        ),
     )
     assert outputs() == expected and calls

@@ -1,0 +1,328 @@
+"""Choices that a device makes: those of the CPU, and nothing waits for them before the result.
+
+Copies to the host come late here: it finds nothing of use before it has waited for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from devices import GPU, check_same, finals, prompt, there_is
+from torch.overrides import TorchFunctionMode
+
+from gptmanager import InferenceRequest, arrivals, placement
+from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
+from gptmanager.config import PromptLookup
+from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.device_executor import DeviceExecutor
+
+from_tokens = InferenceRequest.from_tokens
+WAITS = {"cpu", "item", "tolist", "nonzero", "masked_select", "unique", "__bool__", "__int__"}
+
+
+@pytest.fixture(params=["emulator", GPU])
+def device(request):
+    return there_is(request.param)
+
+
+class Watched:
+    """A stream that notes who waits inside of a step for what has not been waited for yet."""
+
+    def __init__(self, *where):
+        super().__init__(*where)
+        self.numbers = itertools.count(1)
+        self.done = 0
+        self.is_inside = False
+        self.waits = []
+        self.memories = []
+        self.under_way = []
+
+    def staging(self, num_bytes):
+        self.memories.append(super().staging(num_bytes))
+        return self.memories[-1]
+
+    def event(self):
+        return WatchedEvent(self, super().event())
+
+    def goes_to_host(self, tensor):
+        start = tensor.untyped_storage().data_ptr()
+        return any(start == memory.data_ptr() for memory in self.memories)
+
+    def deliver(self, number):
+        """What was enqueued before the event of that number."""
+        self.done = max(self.done, number)
+        left = []
+        for sent, target, values in self.under_way:
+            if sent > number:
+                left.append((sent, target, values))
+                continue
+            with torch.inference_mode():
+                target.copy_(values)
+        self.under_way = left
+
+
+class WatchedEvent:
+    def __init__(self, stream, event):
+        self.stream, self.event, self.number = stream, event, 0
+
+    def record(self):
+        self.number = next(self.stream.numbers)
+        self.event.record()
+
+    def synchronize(self):
+        if self.stream.is_inside and self.number > self.stream.done:
+            self.stream.waits.append("an event")
+        self.stream.deliver(self.number)
+        self.event.synchronize()
+
+
+class Late(Watched, EmulatedStream):
+    pass
+
+
+class LateDevice(Watched, DeviceStream):
+    pass
+
+
+class Inside(TorchFunctionMode):
+    """Around `forward` and `sample`; on a GPU torch itself says what would wait."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+        self.on_gpu = stream.device.type == "cuda"
+
+    def __enter__(self):
+        self.stream.is_inside = True
+        if self.on_gpu:
+            self.warnings = warnings.catch_warnings(record=True)
+            self.warned = self.warnings.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        self.stream.is_inside = False
+        if self.on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+            self.warnings.__exit__(*raised)
+            texts = [str(warning.message) for warning in self.warned]
+            self.stream.waits += [text for text in texts if "synchronizing" in text]
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name, stream = kwargs or {}, function.__name__, self.stream
+        if name in WAITS or (name == "to" and "cpu" in args[1:]):
+            stream.waits.append(name)
+        late = not self.on_gpu and name == "copy_" and kwargs.get("non_blocking")
+        if late and stream.goes_to_host(args[0]):
+            target, values = args
+            stream.under_way.append((next(stream.numbers), target, values.clone()))
+            return target.fill_(77)
+        return function(*args, **kwargs)
+
+
+@pytest.fixture
+def watched(device, monkeypatch):
+    """All streams that are made."""
+    streams = []
+
+    def made(kind):
+        def make(*where):
+            streams.append(kind(*where))
+            return streams[-1]
+
+        return make
+
+    def inside(method):
+        def run(self, step):
+            with Inside(streams[-1]):
+                return method(self, step)
+
+        return run
+
+    monkeypatch.setattr(placement, "EmulatedStream", made(Late))
+    monkeypatch.setattr(placement, "DeviceStream", made(LateDevice))
+    for name in ("forward", "sample"):
+        monkeypatch.setattr(DeviceExecutor, name, inside(getattr(DeviceExecutor, name)))
+    return streams
+
+
+def check(device, watched, requests, waits=False, **options):
+    options.setdefault("run_ahead", 1)
+    found = check_same(device, requests, **options)
+    assert bool(watched[-1].waits) is waits, watched[-1].waits
+    return found
+
+
+def forbid(request_id, logits, tokens, stream, client_id):
+    logits[..., tokens[0][-1]] = -torch.inf
+
+
+def replace(request_id, logits, tokens, stream, client_id):
+    return logits.flip(-1)
+
+
+class Batched:
+    """Its rule depends on the whole history."""
+
+    def process_batch(self, request_ids, logits, tokens, stream, client_ids):
+        for own, beams in zip(logits, tokens, strict=True):
+            for place, history in enumerate(beams):
+                own[0, place, sum(history) % 90] += 5.0
+
+
+banned, bias, watermark = BannedTokens(8), TokenBias(8), Watermark(5)
+
+
+def plain():
+    return [from_tokens(i, prompt(i, 7 + 9 * i), 6, temperature=0.5 * (i % 3)) for i in range(5)]
+
+
+def processed():
+    shared = Batched()
+    own = [forbid, shared, replace, None, shared, banned.bind([3, 10, 17]), watermark.bind()]
+    return [
+        from_tokens(
+            *(i, prompt(i, 6 + 5 * i), 6),
+            logits_post_processor=processor,
+            temperature=0.7 * (i % 2),
+            return_log_probs=i > 3,
+        )
+        for i, processor in enumerate(own)
+    ]
+
+
+def wanted():
+    """Logits are raw, whatever is done to them afterwards."""
+    options = [
+        {"return_generation_logits": True},
+        {"return_generation_logits": True, "repetition_penalty": 1.5},
+        {},
+        {"return_context_logits": True, "return_log_probs": True},
+        {"return_generation_logits": True, "logits_post_processor": replace},
+        {"return_context_logits": True, "return_generation_logits": True, "temperature": 0.6},
+    ]
+    return [from_tokens(i, prompt(i, 5 + 7 * i), 5, **own) for i, own in enumerate(options)]
+
+
+def texts():
+    """Several of a prompt, beside searches, and one of each with all that changes logits."""
+    drawn = {"num_return_sequences": 3, "temperature": 0.9}
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.2}
+    return [
+        from_tokens(1, prompt(1, 9), 7, **drawn),
+        from_tokens(2, prompt(2, 12), 7, **drawn, **penalties, return_log_probs=True),
+        from_tokens(3, prompt(3, 15), 7, beam_width=2, return_log_probs=True),
+        from_tokens(4, prompt(4, 8), 7, temperature=0.8, random_seed=4),
+        from_tokens(5, prompt(5, 20), 6, **drawn, logits_post_processor=Batched()),
+        from_tokens(6, prompt(6, 11), 6, **drawn, return_generation_logits=True),
+        from_tokens(7, prompt(7, 11), 6, beam_width=3, logits_post_processor=Batched()),
+    ]
+
+
+@pytest.mark.parametrize("requests", [plain, processed, wanted])
+def test_nothing_waits_for_a_choice(device, watched, requests):
+    check(device, watched, requests)
+
+
+def test_nothing_waits_for_beams(device, watched):
+    check(device, watched, texts, max_beam_width=3)
+
+
+def test_a_search_too_wide_for_the_kernel_is_the_hosts(device, watched, monkeypatch):
+    monkeypatch.setattr("gptmanager.device_chooser.MAX_CONTINUATIONS", 5)
+    check(device, watched, texts, waits=True, max_beam_width=3)
+
+
+def test_huge_logits_are_waited_for(device, watched, monkeypatch):
+    monkeypatch.setattr(arrivals, "MOST_BYTES", 100)
+    check(device, watched, wanted, waits=True)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_nothing_waits_for_guesses(device, watched, run_ahead):
+    """Neither where penalties read them as history."""
+
+    def requests():
+        text = prompt(4, 12)
+        options = [
+            {},
+            {"repetition_penalty": 1.2, "return_log_probs": True},
+            {"temperature": 0.7, "random_seed": 3, "return_generation_logits": True},
+            {"no_repeat_ngram_size": 6, "min_length": 5, "end_id": 7},
+        ]
+        return [from_tokens(i, text * 3 + text[: 4 + i], 12, **options[i]) for i in range(4)]
+
+    lookup = PromptLookup(max_draft_tokens=4)
+    check(device, watched, requests, speculative_decoding_config=lookup, run_ahead=run_ahead)
+
+
+def guessed(*options):
+    """Requests whose guesses are right for a while, and one that has none and a processor."""
+    found = finals([from_tokens(i, prompt(i, 9), 10) for i in range(len(options))], "cpu")
+    guesses = [final.tensors["output_ids"][0, 0, 9:].tolist() for final in found]
+
+    def requests():
+        return [
+            from_tokens(i, prompt(i, 9), 10, draft_input_ids=[*guesses[i][1 : 2 + 2 * i], 5], **own)
+            for i, own in enumerate(options)
+        ] + [
+            from_tokens(8, prompt(8, 9), 10, logits_post_processor=forbid),
+            from_tokens(9, prompt(9, 9), 10, num_return_sequences=2, temperature=1.0),
+        ]
+
+    return requests
+
+
+def test_guesses_of_a_host_beside_rows_of_other_kinds(device, watched):
+    requests = guessed({}, {"return_log_probs": True}, {"frequency_penalty": 0.1})
+    check(device, watched, requests, max_beam_width=2)
+
+
+def test_guesses_that_depend_on_one_another_are_verified_by_the_host(device, watched):
+    requests = guessed({"logits_post_processor": forbid}, {"return_context_logits": True})
+    check(device, watched, requests, waits=True, max_beam_width=2)
+
+
+def test_a_processor_that_fails_ends_its_request_alone(device, watched):
+    calls = []
+
+    def failing(request_id, logits, tokens, stream, client_id):
+        logits.fill_(torch.nan)
+        calls.append(len(tokens[0]))
+        if len(tokens[0]) > 13:
+            raise OSError("no")
+
+    def requests(own):
+        return [
+            from_tokens(1, prompt(1, 10), 8),
+            from_tokens(2, prompt(2, 10), 8, logits_post_processor=own),
+            from_tokens(3, prompt(3, 10), 8, logits_post_processor=forbid),
+            from_tokens(4, prompt(4, 10), 8, temperature=0.8, return_log_probs=True),
+        ]
+
+    found = finals(requests(failing), device, run_ahead=1)
+    expected = finals(requests(None), device, run_ahead=1)
+    assert "OSError" in found[1].error and calls == [10, 11, 12, 13, 14]
+    assert not watched[0].waits
+    for place in (0, 2, 3):
+        assert not found[place].error
+        ids = [finals_of[place].tensors["output_ids"] for finals_of in (found, expected)]
+        assert torch.equal(*ids)
+
+
+def test_logits_are_the_hosts_to_keep_and_to_write_to(device, watched):
+    """One host destroys what it gets; what others have got stays as it is."""
+    first = finals(wanted(), device, run_ahead=1)
+    second = finals(wanted(), device, run_ahead=1)
+    kept = [final.tensors["generation_logits"].clone() for final in second if final.tensors]
+    for final in first:
+        for tensor in final.tensors.values():
+            tensor.zero_()
+    for final, tensor in zip(second, kept, strict=True):
+        assert not tensor.is_inference()
+        assert torch.equal(final.tensors["generation_logits"], tensor)
