@@ -129,6 +129,27 @@ __global__ void with_sync_warp(float* x) {
     x[threadIdx.x] += memory[warp + (lane ^ 1)];
 }
 
+struct Pair {
+    float first, second;
+    Pair() = default;
+};
+
+__global__ void shared_half(float* x) {
+    __shared__ __half halves[64];
+    __shared__ __nv_bfloat16 one;
+    __shared__ __half2 two;
+    __shared__ Pair pair;
+    halves[threadIdx.x] = __float2half(x[threadIdx.x]);
+    if (threadIdx.x == 0) {
+        one = __float2bfloat16(1.0f);
+        two = __floats2half2_rn(2.0f, 2.0f);
+        pair.first = 1;
+    }
+    __syncthreads();
+    float factor = __bfloat162float(one) + __low2float(two) + pair.first;
+    x[threadIdx.x] = factor * __half2float(halves[threadIdx.x]);
+}
+
 __global__ void with_atomics(float* x) {  // two blocks
     atomicAdd(x, 1.0f);
 }

@@ -40,7 +40,8 @@ NAMED_IN_CHECK_MODE = {
     "misaligned_vector": "misaligned access",
     "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
 }
-CONTROLS = ("with_sync_warp", "with_atomics", "with_wait", "last_block", "last_block_own_fences")
+CONTROLS = ("with_sync_warp", "shared_half", "with_atomics", "with_wait", "last_block")
+CONTROLS += ("last_block_own_fences",)
 NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2, "missing_fence": 4}
 NUM_BLOCKS |= {"last_block": 4, "last_block_own_fences": 4}
 
