@@ -119,6 +119,14 @@ __global__ void missing_fence(float* x, float* partial, unsigned* ticket) {  // 
     }
 }
 
+__global__ void race_after_many_barriers(float* x) {
+    __shared__ float memory;
+    if (threadIdx.x == 0) memory = 0;
+    for (int i = 0; i < 65536; i++) __syncthreads();
+    if (threadIdx.x == 0) memory = 1;
+    x[threadIdx.x] = memory;  // HERE race_after_many_barriers
+}
+
 // Controls ----------------------------------------------------------------------------------------
 
 __global__ void with_sync_warp(float* x) {
@@ -127,6 +135,16 @@ __global__ void with_sync_warp(float* x) {
     memory[threadIdx.x] = x[threadIdx.x];
     __syncwarp();
     x[threadIdx.x] += memory[warp + (lane ^ 1)];
+}
+
+// Lane 30 reads what lane 31 wrote, two __syncwarps later; lane 31 had many for itself.
+__global__ void many_sync_warps(float* x) {
+    __shared__ float memory[64];
+    for (int i = 0; i < 65534 && threadIdx.x % 32 == 31; i++) __syncwarp(1u << 31);
+    memory[threadIdx.x] = x[threadIdx.x];
+    __syncwarp();
+    __syncwarp();
+    x[threadIdx.x] += memory[threadIdx.x ^ 1];
 }
 
 struct Pair {
