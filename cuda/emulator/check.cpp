@@ -17,24 +17,24 @@ namespace emulator {
 
 bool checking;
 
-// Who accessed a byte, when: 0 is nobody.
+// The number of block barriers passed, then (in 32 bits) of a thread's warp barriers since.
+using Stamp = uint64_t;
+
+// Who accessed a byte, where, when: 0 is nobody.
 struct Access {
-    uint64_t bits;
-    Access() = default;
-    Access(unsigned block, unsigned thread, uint32_t stamp, unsigned flags)
-        : bits(uint64_t(stamp) << 32 | (block & 0x7FFFF) << 13 | thread << 3 | flags) {}
+    Stamp stamp;
+    uint32_t bits;
+    uint32_t at;  // offset into the library
     explicit operator bool() const { return bits & 1; }
     bool atomic() const { return bits & 2; }
     bool in_flight() const { return bits & 4; }
     unsigned thread() const { return bits >> 3 & 0x3FF; }
-    unsigned block() const { return bits >> 13 & 0x7FFFF; }
-    uint32_t stamp() const { return bits >> 32; }
+    unsigned block() const { return bits >> 13; }
 };
 constexpr unsigned VALID = 1, ATOMIC = 2, IN_FLIGHT = 4;
 
 struct Byte {
     Access write, read;
-    uint32_t write_at, read_at;  // offsets into the library
 };
 
 struct Shadow {
@@ -43,20 +43,21 @@ struct Shadow {
     bool shared;
 };
 
-// A stamp is the number of block barriers passed, then the number of warp barriers since.
-using Stamps = std::shared_ptr<std::vector<uint32_t>>;  // the latest known of each thread
-using Known = std::map<unsigned, Stamps>;               // of each block
+using Stamps = std::shared_ptr<std::vector<Stamp>>;  // the latest known of each thread
+using Known = std::map<unsigned, Stamps>;            // of each block
 
 static std::vector<Shadow> shadows;
-static uint32_t epoch;
-static std::vector<uint16_t> clock_of;
-static std::vector<uint16_t> seen;  // [thread][lane]: that lane's clock at the last common __syncwarp
-static std::vector<uint32_t> fenced;            // [thread]: its stamp at its last fence
-static std::vector<uint16_t> seen_when_fenced;  // [thread][lane]
+static Stamp epoch;
+static std::vector<uint32_t> clock_of;
+static std::vector<uint32_t> seen;  // [thread][lane]: that lane's clock at the last common __syncwarp
+static std::vector<Stamp> fenced;   // [thread]: its stamp at its last fence
+static std::vector<uint32_t> seen_when_fenced;  // [thread][lane]
 static Known acquired;                          // by the running block
 static std::map<const void*, Known> released;   // at an address
 
-static uint32_t stamp_of(unsigned thread) { return epoch << 16 | clock_of[thread]; }
+static Stamp stamp_of(unsigned thread) { return epoch << 32 | clock_of[thread]; }
+static Stamp epoch_in(Stamp stamp) { return stamp >> 32; }
+static uint32_t clock_in(Stamp stamp) { return uint32_t(stamp); }
 
 // Launch and block --------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ void check_barrier() {
 }
 
 void check_sync_warp(unsigned first, unsigned mask) {
-    uint16_t joined[WARP] = {};
+    uint32_t joined[WARP] = {};
     for (int lane = 0; lane < WARP; lane++) {
         if (!(mask >> lane & 1)) continue;
         for (int other = 0; other < WARP; other++)
@@ -134,17 +135,17 @@ void check_fence() {
 }
 
 // The latest access of a thread of this block that others may rely on, once `self` has done an atomic.
-static uint32_t released_stamp(unsigned thread, unsigned self) {
+static Stamp released_stamp(unsigned thread, unsigned self) {
     if (thread == self) return fenced[self];
     bool same_warp = thread / WARP == self / WARP;
     unsigned pair = self * WARP + thread % WARP;
-    uint32_t stamp = 0;
-    if (uint32_t at = fenced[self]) {  // ordered before the fence of `self`
-        uint32_t base = at >> 16;
-        stamp = same_warp ? base << 16 | seen_when_fenced[pair] : base ? (base << 16) - 1 : 0;
+    Stamp stamp = 0;
+    if (Stamp at = fenced[self]) {  // ordered before the fence of `self`
+        Stamp base = epoch_in(at) << 32;
+        stamp = same_warp ? base | seen_when_fenced[pair] : base ? base - 1 : 0;
     }
-    uint32_t own = fenced[thread];  // or fenced by itself, and ordered before the atomic
-    bool ordered = own >> 16 < epoch || (same_warp && (own & 0xFFFF) <= seen[pair]);
+    Stamp own = fenced[thread];  // or fenced by itself, and ordered before the atomic
+    bool ordered = epoch_in(own) < epoch || (same_warp && clock_in(own) <= seen[pair]);
     return ordered ? std::max(stamp, own) : stamp;
 }
 
@@ -154,7 +155,7 @@ static void merge(Known& into, unsigned block, const Stamps& stamps) {
         known = stamps;
         return;
     }
-    auto joined = std::make_shared<std::vector<uint32_t>>(*known);
+    auto joined = std::make_shared<std::vector<Stamp>>(*known);
     for (size_t i = 0; i < joined->size(); i++) (*joined)[i] = std::max((*joined)[i], (*stamps)[i]);
     known = joined;
 }
@@ -162,7 +163,7 @@ static void merge(Known& into, unsigned block, const Stamps& stamps) {
 static void synchronize(const void* address) {
     Known& here = released[address];
     for (auto& [block, stamps] : here) merge(acquired, block, stamps);
-    auto mine = std::make_shared<std::vector<uint32_t>>(threads.size());
+    auto mine = std::make_shared<std::vector<Stamp>>(threads.size());
     for (size_t i = 0; i < threads.size(); i++) (*mine)[i] = released_stamp(i, current->linear);
     for (auto& [block, stamps] : acquired) merge(here, block, stamps);
     merge(here, block_number(), mine);
@@ -172,20 +173,20 @@ static bool ordered(Access before) {
     unsigned thread = before.thread(), self = current->linear;
     if (before.block() != (block_number() & 0x7FFFF)) {
         auto known = acquired.find(before.block());
-        return known != acquired.end() && before.stamp() <= (*known->second)[thread];
+        return known != acquired.end() && before.stamp <= (*known->second)[thread];
     }
-    if (thread == self || before.stamp() >> 16 < epoch) return true;
+    if (thread == self || epoch_in(before.stamp) < epoch) return true;
     bool same_warp = thread / WARP == self / WARP;
-    return same_warp && (before.stamp() & 0xFFFF) <= seen[self * WARP + thread % WARP];
+    return same_warp && clock_in(before.stamp) <= seen[self * WARP + thread % WARP];
 }
 
 // Accesses ----------------------------------------------------------------------------------------
 
-static void fail_race(Place place, const char* now, const char* then, Access before, uint32_t at,
-                      const Shadow& in) {
+static void fail_race(
+    Place place, const char* now, const char* then, Access before, const Shadow& in) {
     char buffer[256], where[64] = "shared memory";
     if (!in.shared) snprintf(where, sizeof where, "argument %d", in.region.argument);
-    Place at_then = here(library().begin + at);
+    Place at_then = here(library().begin + before.at);
     fail(place, "race on %s: %s by thread %u of block %u at %s, then unordered with it a %s", where,
          then, before.thread(), before.block(), text(at_then, buffer), now);
 }
@@ -220,8 +221,8 @@ static void access(void* pointer, size_t size, Kind kind, unsigned flags, Place 
     const Region& region = shadow->region;
     if (address + size > region.end) fail_outside(region.end, place);
     unsigned block = block_number() & 0x7FFFF;
-    Access self(block, current->linear, stamp_of(current->linear), flags | VALID);
-    uint32_t at = offset(place);
+    uint32_t bits = block << 13 | current->linear << 3 | flags | VALID;
+    Access self{stamp_of(current->linear), bits, offset(place)};
     for (size_t i = 0; i < size; i++) {
         Byte& byte = shadow->bytes[address - region.begin + i];
         Access write = byte.write, read = byte.read;
@@ -234,12 +235,12 @@ static void access(void* pointer, size_t size, Kind kind, unsigned flags, Place 
             fail(place, "read of what cp.async has not delivered: no cp_async_wait before it");
         bool excused = self.atomic() && write.atomic();
         if (write && !excused && !ordered(write))
-            fail_race(place, kind & WRITE ? "write" : "read", "write", write, byte.write_at, *shadow);
+            fail_race(place, kind & WRITE ? "write" : "read", "write", write, *shadow);
         excused = self.atomic() && read.atomic();
         if (kind & WRITE && read && !excused && !ordered(read))
-            fail_race(place, "write", "read", read, byte.read_at, *shadow);
-        if (kind & READ) byte.read = self, byte.read_at = at;
-        if (kind & WRITE) byte.write = self, byte.write_at = at;
+            fail_race(place, "write", "read", read, *shadow);
+        if (kind & READ) byte.read = self;
+        if (kind & WRITE) byte.write = self;
     }
 }
 

@@ -59,8 +59,10 @@ struct dim3 {
 };
 #endif
 
-// One OS thread runs a block. Arrays without a size are found by Python, see source.py.
-#define __shared__ thread_local
+// One OS thread runs a block. Arrays without a size are found by Python, see source.py. Without
+// __constinit g++ guards what has a constructor, even a trivial one, by a variable beside it, which
+// would be poisoned, and checked as if it were the kernel's.
+#define __shared__ __constinit thread_local
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __cluster_dims__(...)

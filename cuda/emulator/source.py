@@ -12,7 +12,7 @@ from gptmanager.cuda.emulator.reports import EmulatorError
 
 # What `extern __shared__ __align__(16) float x[];` is after the preprocessor.
 _DYNAMIC = re.compile(
-    r"\bextern\s+thread_local\s+(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
+    r"\bextern\s+__constinit\s+thread_local\s+(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
     r"([^;{}()\[\]]+?)\b(\w+)\s*\[\s*\]\s*;"
 )
 _MEANINGFUL = ("-D", "-U", "-I", "-include", "-std=", "--std=")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -32,6 +33,8 @@ CHECKED = (
     *("-fno-omit-frame-pointer", "-DEMULATOR_CHECKED"),
 )
 
+_STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
+
 
 class Toolchain:
     """One g++, one set of headers, one cache folder. `ConfigError` where there is no g++."""
@@ -51,7 +54,9 @@ class Toolchain:
     def preprocess(self, text: str, name: str, options: Sequence[str]) -> str:
         """The C++ that is compiled, includes and macros done. `EmulatorError` with g++'s words."""
         flags = [*_FLAGS, *options, *self._includes()]
-        return self._run(["-E", *flags, "-x", "c++", "-"], text, name)
+        made = self._run(["-E", *flags, "-x", "c++", "-"], text, name)
+        # What g++ calls the source itself; with one function in it, that is what addr2line says.
+        return _STDIN.sub(lambda found: f'{found[1]}"{name}"', made)
 
     def build(self, text: str, name: str, checked: bool) -> Path:
         """A shared library of preprocessed `text` and the machine that runs its kernels."""

@@ -119,6 +119,14 @@ __global__ void missing_fence(float* x, float* partial, unsigned* ticket) {  // 
     }
 }
 
+__global__ void race_after_many_barriers(float* x) {
+    __shared__ float memory;
+    if (threadIdx.x == 0) memory = 0;
+    for (int i = 0; i < 65536; i++) __syncthreads();
+    if (threadIdx.x == 0) memory = 1;
+    x[threadIdx.x] = memory;  // HERE race_after_many_barriers
+}
+
 // Controls ----------------------------------------------------------------------------------------
 
 __global__ void with_sync_warp(float* x) {
@@ -127,6 +135,37 @@ __global__ void with_sync_warp(float* x) {
     memory[threadIdx.x] = x[threadIdx.x];
     __syncwarp();
     x[threadIdx.x] += memory[warp + (lane ^ 1)];
+}
+
+// Lane 30 reads what lane 31 wrote, two __syncwarps later; lane 31 had many for itself.
+__global__ void many_sync_warps(float* x) {
+    __shared__ float memory[64];
+    for (int i = 0; i < 65534 && threadIdx.x % 32 == 31; i++) __syncwarp(1u << 31);
+    memory[threadIdx.x] = x[threadIdx.x];
+    __syncwarp();
+    __syncwarp();
+    x[threadIdx.x] += memory[threadIdx.x ^ 1];
+}
+
+struct Pair {
+    float first, second;
+    Pair() = default;
+};
+
+__global__ void shared_half(float* x) {
+    __shared__ __half halves[64];
+    __shared__ __nv_bfloat16 one;
+    __shared__ __half2 two;
+    __shared__ Pair pair;
+    halves[threadIdx.x] = __float2half(x[threadIdx.x]);
+    if (threadIdx.x == 0) {
+        one = __float2bfloat16(1.0f);
+        two = __floats2half2_rn(2.0f, 2.0f);
+        pair.first = 1;
+    }
+    __syncthreads();
+    float factor = __bfloat162float(one) + __low2float(two) + pair.first;
+    x[threadIdx.x] = factor * __half2float(halves[threadIdx.x]);
 }
 
 __global__ void with_atomics(float* x) {  // two blocks

@@ -190,6 +190,25 @@ def test_errors_carry_the_line_numbers_of_the_source():
         emulator.Module(source=source.replace("missing", "1"), name_expressions=["g"])
 
 
+ONE_KERNEL = """// A source with no other function.
+__global__ void one(float* x) {
+    x[threadIdx.x + 1] = 1;
+}
+"""
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
+@pytest.mark.parametrize("given", ["source", "path"])
+def test_reports_name_the_file_of_the_only_kernel(given, check, tmp_path):
+    path = tmp_path / "lonely.cu"
+    path.write_text(ONE_KERNEL)
+    text = {"path": path} if given == "path" else {"source": ONE_KERNEL}
+    module = emulator.Module(**text, name_expressions=["one"], check=check)
+    file = "lonely.cu" if given == "path" else "kernel.cu"
+    with pytest.raises(emulator.EmulatorError, match=f"one: access to byte 256 .*, at {file}:3, "):
+        module.get_function("one")((1,), (64,), (emulator.empty(64),))
+
+
 def test_inline_ptx_is_explained():
     source = """
     __global__ void f(unsigned* x) {

@@ -37,10 +37,12 @@ NAMED_IN_CHECK_MODE = {
     "missing_wait": "read of what cp.async has not delivered",
     "missing_sync_warp": "race on shared memory: write by thread .* unordered with it a read",
     "missing_atomics": "race on argument 0: .*by thread . of block .* at planted_bugs.cu:",
+    "race_after_many_barriers": "race on shared memory: (read|write) by",
     "misaligned_vector": "misaligned access",
     "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
 }
-CONTROLS = ("with_sync_warp", "with_atomics", "with_wait", "last_block", "last_block_own_fences")
+CONTROLS = ("with_sync_warp", "many_sync_warps", "shared_half", "with_atomics", "with_wait")
+CONTROLS += ("last_block", "last_block_own_fences")
 NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2, "missing_fence": 4}
 NUM_BLOCKS |= {"last_block": 4, "last_block_own_fences": 4}
 
@@ -108,6 +110,7 @@ def test_a_correct_kernel_passes(name, check, order):
     swapped = x.reshape(-1, 2)[:, ::-1].reshape(-1)
     expected = {
         "with_sync_warp": x + swapped,
+        "many_sync_warps": x + swapped,
         "with_atomics": x + 128 * (np.arange(64) == 0),
         "with_wait": 2 * x,
     }
