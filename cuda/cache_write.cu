@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
     float scale = rsqrtf(warp_sum<LANES>(square) / D + eps);
     int place = there ? places[token] : -1;
     if (!there || (!is_query && place < 0)) return;
-    C* to = nullptr;
+    void* to = queries + (size_t(token) * num_heads + head) * D;
     if (!is_query) {
         int kv_head = (head - num_heads) % num_kv_heads;
         size_t block = place / tokens_per_block, offset = place % tokens_per_block;
@@ -103,14 +103,12 @@ __global__ void __launch_bounds__(128) rope_and_write(
             for (int j = 0; j < WIDTH; j++)
                 own[i][j] = own[i][j] * cosine[j] + (low ? -partner[j] : partner[j]) * sine[j];
         }
-        if (is_query) {
-            store(queries + (size_t(token) * num_heads + head) * D + element, own[i]);
-            continue;
-        }
-        if constexpr (IS_FP8<C>) {
+        if (IS_FP8<C> && !is_query) {
 #pragma unroll
             for (int j = 0; j < WIDTH; j++) own[i][j] /= scales[head - num_heads];
+            store(static_cast<C*>(to) + element, own[i]);
+        } else {
+            store(static_cast<T*>(to) + element, own[i]);
         }
-        store(to + element, own[i]);
     }
 }

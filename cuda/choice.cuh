@@ -26,6 +26,7 @@ __device__ inline float from_key(unsigned key) {
 // The largest key that at least k of what `count(key)` counts in the block reach.
 template <class F> __device__ unsigned kth_key(long long k, F count) {
     unsigned key = 0;
+#pragma unroll 1
     for (unsigned bit = 1u << 31; bit; bit >>= 1) {
         if (count(key | bit) >= k) key |= bit;
     }

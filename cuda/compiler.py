@@ -6,6 +6,7 @@ with its own headers, the options, and the compiler's version. It knows nothing 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -100,7 +101,8 @@ def compile(
     if not (kept / "cubin").exists():
         includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
         made = _compile(nvrtc, text, file, names, (*flags, *includes))
-        _keep(kept, made)
+        with contextlib.suppress(OSError):  # where nothing can be kept it is compiled each time
+            _keep(kept, made)
         return made
     described = json.loads((kept / "kernels.json").read_text("utf-8"))
     figures = {name: Figures(**values) for name, values in described["figures"].items()}

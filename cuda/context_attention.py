@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.cache_write import CACHES, FP8, HEAD_DIMS, check_cache, row_bytes
+from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
 from gptmanager.cuda.generation_attention import check_heads
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
@@ -24,11 +25,6 @@ PROGRAM = Program(
             for head_dim in HEAD_DIMS
             for softcap in ("false", "true")
             for sink in ("false", "true")
-            for cache in CACHES
-        ),
-        *(
-            f"context_attention_float<{head_dim}{cache}>"
-            for head_dim in HEAD_DIMS
             for cache in CACHES
         ),
     ),
@@ -126,17 +122,18 @@ def context_attention(
         ),
         *(np.float32(scale), np.float32(softcap)),
     )
-    if dtype in _NARROW:
-        capped = str(softcap > 0).lower()
-        sinks = str(bool(window and sink)).lower()
-        name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}>"
-        own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
-        num_queries = _queries(head_dim, window, sink, cache.dtype is FP8)
-        shared = num_queries * own + 2 * _tokens(head_dim, softcap) * (own + other)
-    else:
-        name, shared = f"context_attention_float<{head_dim}{cache.argument}>", 0
-    kernel = launcher.kernel(PROGRAM, name, shared)
-    kernel((items.shape[0], num_kv_heads), (_THREADS,), arguments, shared)
+    grid, fp8 = (items.shape[0], num_kv_heads), cache.dtype is FP8
+    num_queries = _queries(head_dim, window, sink, fp8)
+    if dtype not in _NARROW:
+        name = f"context_attention_float<{head_dim}{cache.argument}>"
+        kernel = launcher.kernel(FLOAT_PROGRAM, name)
+        kernel(grid, (_THREADS,), (*arguments, *ints(num_queries)))
+        return
+    capped, sinks = str(softcap > 0).lower(), str(bool(window and sink)).lower()
+    name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}>"
+    own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
+    shared = num_queries * own + 2 * _tokens(head_dim, softcap) * (own + other)
+    launcher.kernel(PROGRAM, name, shared)(grid, (_THREADS,), arguments, shared)
 
 
 def _queries(head_dim: int, window: int | None, sink: int, fp8: bool) -> int:

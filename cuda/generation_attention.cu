@@ -272,55 +272,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
                                  group, item.partial < 0, value_scale);
 }
 
-// float32 has no tensor cores of its precision: a warp takes a query head, lanes its elements.
-template <int D, class C = float>
-__global__ void __launch_bounds__(WARPS * 32, 4) generation_attention_float(
-    float* out, float* partial, float* partial_log, const float* queries, const C* keys,
-    const C* values, const Item* items, const int* row_starts, const int* slots,
-    const int* block_tables, const float* scales, int num_heads, int table_width,
-    int tokens_per_block, float scale, float softcap) {
-    constexpr int COUNT = (D + 31) / 32;
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
-    int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-    int lane = threadIdx.x % 32;
-    const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const C* value_memory = values + (pages.memory - keys);
-    float value_scale = 1;
-    if constexpr (IS_FP8<C>) {
-        scale *= scales[kv_head];
-        value_scale = scales[num_kv_heads + kv_head];
-    }
-    Scores to_score(scale, softcap);
-    for (int own = threadIdx.x / 32; own < group; own += WARPS) {
-        int head = kv_head * group + own;
-        size_t index = (size_t(row_starts[item.row]) * num_heads + head) * D;
-        float query[COUNT], result[COUNT] = {};
-        for (int i = 0; i < COUNT; i++)
-            query[i] = lane + 32 * i < D ? queries[index + lane + 32 * i] : 0.0f;
-        Softmax softmax;
-        for (int position = item.first; position < item.last; position++) {
-            size_t from = pages.offset(position) + lane;
-            float product = 0;
-            for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D) product += query[i] * to_float(pages.memory[from + 32 * i]);
-            float score = to_score(warp_sum(product));
-            float factor = softmax.raise(score), weight = ptx::exp2_approx(score - softmax.largest);
-            softmax.sum += weight;
-            for (int i = 0; i < COUNT; i++)
-                if (lane + 32 * i < D)
-                    result[i] = result[i] * factor + weight * to_float(value_memory[from + 32 * i]);
-        }
-        bool whole = item.partial < 0;
-        size_t place = size_t(item.partial) * num_heads + head;
-        float* to = whole ? out + index : partial + place * D;
-        for (int i = 0; i < COUNT; i++)
-            if (lane + 32 * i < D) to[lane + 32 * i] = result[i] / softmax.sum * value_scale;
-        if (!whole && lane == 0) partial_log[place] = softmax.largest + log2f(softmax.sum);
-    }
-}
-
 // out = sum of 2^(log - largest log) * partial / sum of 2^(log - largest log), over a row's partials.
 // Grid: (rows, heads), D threads.
 template <class T, int D>

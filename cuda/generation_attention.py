@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.cache_write import CACHES, HEAD_DIMS, check_cache, row_bytes
+from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
 _WARPS, _TILE = 4, 16  # as in the .cu
@@ -20,11 +21,6 @@ PROGRAM = Program(
             for dtype in _NARROW
             for head_dim in HEAD_DIMS
             for tiles in (1, 2)
-            for cache in CACHES
-        ),
-        *(
-            f"generation_attention_float<{head_dim}{cache}>"
-            for head_dim in HEAD_DIMS
             for cache in CACHES
         ),
         *(
@@ -98,9 +94,10 @@ def generation_attention(
         name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
         stages = 2 if cache_scales is None else 3
         shared = _WARPS * stages * 2 * _TILE * row_bytes(head_dim, cache.dtype)
+        kernel = launcher.kernel(PROGRAM, name, shared)
     else:
         name, shared = f"generation_attention_float<{head_dim}{cache.argument}>", 0
-    kernel = launcher.kernel(PROGRAM, name, shared)
+        kernel = launcher.kernel(FLOAT_PROGRAM, name)
     kernel((items.shape[0], num_kv_heads), (_WARPS * 32,), arguments, shared)
     if partial.shape[0]:
         merge = launcher.kernel(PROGRAM, f"merge_partials<{NAMES[dtype]}, {head_dim}>")

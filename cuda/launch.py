@@ -94,7 +94,7 @@ class DeviceKernel:
         self._device = torch.cuda.current_device()
 
     def allow(self, shared_mem: int) -> None:
-        """Ask once for so much dynamic shared memory: of itself a kernel has 48 KiB less its static.
+        """Ask once for so much dynamic shared memory: unasked there are 48 KiB less the static.
 
         ConfigError where the device has less.
         """

@@ -134,11 +134,12 @@ class DeviceStream:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        run()
-        self.synchronize()
-        return max(0, torch.cuda.max_memory_allocated(self.device) - before)
+        with self._turn:  # the allocator counts what all streams hold
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            run()
+            self.synchronize()
+            return max(0, torch.cuda.max_memory_allocated(self.device) - before)
 
 
 class EmulatedStream:

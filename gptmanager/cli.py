@@ -186,6 +186,7 @@ def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-tokens", default=8192, help="an iteration (default %(default)s)", **number)
     add("--max-seq-len", help="tokens of a request (default: the checkpoint's)", **number)
     add("--kv-cache-tokens", help="size of the KV cache (default: by free memory)", **number)
+    add("--kv-cache-dtype", choices=("fp8",), help="(default: the model's)")
     add("--tokens-per-block", default=64, help="of the KV cache (default %(default)s)", **number)
     add("--chunked-context", action="store_true", help="cut long contexts in chunks")
     policies = [policy.name.lower() for policy in CapacitySchedulerPolicy]
@@ -216,7 +217,9 @@ def _seconds(text: str) -> float:
 def optional_params(options: argparse.Namespace) -> OptionalParams:
     return OptionalParams(
         kv_cache_config=KvCacheConfig(
-            max_tokens=options.kv_cache_tokens, tokens_per_block=options.tokens_per_block
+            max_tokens=options.kv_cache_tokens,
+            tokens_per_block=options.tokens_per_block,
+            dtype=options.kv_cache_dtype,
         ),
         enable_chunked_context=True if options.chunked_context else None,
         max_batch_size=options.max_batch_size,

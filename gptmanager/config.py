@@ -69,6 +69,9 @@ class KvCacheConfig:
     `host_swap` says whether evicted blocks go to the `host_cache_size` bytes of host memory:
     "always", or by the rule of cost ("auto"): if a block is moved there and back, 2 x its bytes at
     `host_bytes_per_s`, sooner than its tokens are computed again, at `recompute_tokens_per_s`.
+
+    `dtype` of keys and values: None, the model's (on the CPU float32); "fp8", 8-bit floats (e4m3)
+    times the checkpoint's scales, on CUDA devices only.
     """
 
     max_tokens: int | None = None
@@ -88,6 +91,7 @@ class KvCacheConfig:
     host_swap: Literal["auto", "always"] = "auto"
     host_bytes_per_s: float = 10e9
     recompute_tokens_per_s: float = 20e3
+    dtype: Literal["fp8"] | None = None
 
 
 @dataclass(slots=True)

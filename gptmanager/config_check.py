@@ -91,6 +91,7 @@ _UNBOUNDED = (
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")
 _DTYPES = (None, "float32", "bfloat16", "float16")
+_CACHE_DTYPES = (None, "fp8")
 
 
 def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
@@ -173,8 +174,15 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
                 f"OptionalParams.device = {params.device!r} is none of 'cpu', 'cuda', 'cuda:0' and "
                 "so on, 'emulator'"
             )
+    on_host = params.device in (None, "cpu")
+    if kv_cache.dtype not in _CACHE_DTYPES:
+        raise ConfigError(f"KvCacheConfig.dtype = {kv_cache.dtype!r} is not one of {_CACHE_DTYPES}")
+    if kv_cache.dtype is not None and on_host:
+        raise ConfigError(
+            f"KvCacheConfig.dtype = {kv_cache.dtype!r} is refused with OptionalParams.device = "
+            f"{params.device!r}: the KV cache of the CPU is float32"
+        )
     if params.run_ahead is None:
-        on_host = params.device in (None, "cpu")
         params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")

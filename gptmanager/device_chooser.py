@@ -104,21 +104,22 @@ class DeviceChooser(TokenChooser):
         """Choose for all S; which of them belong to sequences of one beam."""
         tables, upload = self._device_tables, self._staging.upload
         tables.flush(upload)  # the histories of beams that part here
-        widths = np.ones(len(step.lines), dtype=np.int64)
-        if self.max_beam_width > 1:
-            widths = np.array([row.beam_width for row in step.rows]).repeat(np.diff(step.firsts))
-        is_single = widths == 1
-        arrays = {
-            "lines": step.lines.astype(np.int32),
-            "positions": step.positions,
-            "cells": tables.cells(step.lines, step.positions),
-        }
-        most = 0
-        if not is_single.all():
-            arrays["cells"][~is_single] = tables.tokens.size  # a fork will bring them
-            arrays["counts"] = np.where(searched_rows(step), 2 * widths, 0).astype(np.int32)
-            most = int(arrays["counts"].max())
-        places = upload(arrays)
+        is_single, most = np.ones(len(step.lines), dtype=np.bool_), 0
+        places = step.places
+        if places is None:
+            arrays = {
+                "lines": step.lines.astype(np.int32),
+                "positions": step.positions,
+                "cells": tables.cells(step.lines, step.positions),
+            }
+            if self.max_beam_width > 1:
+                widths = np.array([row.beam_width for row in step.rows], dtype=np.int64)
+                widths = widths.repeat(np.diff(step.firsts))
+                is_single = widths == 1
+                arrays["cells"][~is_single] = tables.tokens.size  # a fork will bring them
+                arrays["counts"] = np.where(searched_rows(step), 2 * widths, 0).astype(np.int32)
+                most = int(arrays["counts"].max(initial=0))
+            places = upload(arrays)
         choice = self._device_sampler.enqueue(
             step.logits, places, step.lines, tables.token_tensor, upload, most
         )
@@ -130,6 +131,7 @@ class DeviceChooser(TokenChooser):
         """Wait for the logits; the tokens go back to the device."""
         super().choose(step)
         tables = self._device_tables
+        tables.flush(self._staging.upload)
         cells = tables.cells(step.lines, step.positions)
         fits = cells < tables.tokens.size
         tokens = tables.tokens[step.lines[fits], step.positions[fits]]

@@ -53,6 +53,7 @@ class DeviceExecutor(TorchExecutor):
         self._staging = Staging(stream)
         # of each line a token, and its log probability
         self._arrivals = Arrivals(stream, 8 * num_slots * max_beam_width)
+        self._places: Mapping[str, Tensor] = {}  # of a recording's rows
         self._planning = model if isinstance(model, PlanningModel) else None
         with stream:
             super().__init__(
@@ -67,8 +68,12 @@ class DeviceExecutor(TorchExecutor):
             stream.synchronize()
 
     def forward(self, schedule: Schedule) -> TorchStep:
+        self._places = {}
         with self._stream:
-            return super().forward(schedule)
+            step = super().forward(schedule)
+        if self._places and len(self._places["lines"]) == len(step.lines):
+            step.places = self._places  # the whole step was one recording
+        return step
 
     def sample(self, step: TorchStep) -> None:
         with self._stream:
@@ -144,7 +149,11 @@ class DeviceExecutor(TorchExecutor):
             size = self._graphs.size_for(num_rows)
             if size is not None:
                 arrays = self._arrays(padded(rows, size), fixed=True)
-                return self._graphs.run(size, arrays)[:num_rows]
+                logits, inputs = self._graphs.run(size, arrays)
+                if self.max_beam_width == 1:
+                    names = {"lines": "slots", "positions": "next positions", "cells": "next cells"}
+                    self._places = {name: inputs[own][:num_rows] for name, own in names.items()}
+                return logits[:num_rows]
         return super()._compute(rows)
 
     def _relieve(self) -> None:
@@ -175,6 +184,9 @@ class DeviceExecutor(TorchExecutor):
             "sample_index": rows.sample_index,
             "sample_rows": rows.sample_rows,
         }
+        if fixed:  # and for the choice that follows
+            arrays["next positions"] = rows.positions + 1
+            arrays["next cells"] = self._device_tables.cells(rows.token_lines, rows.positions + 1)
         if self._planning is not None:
             numbers = rows.row_starts, rows.kv_lengths, rows.num_context_rows
             for number, array in enumerate(self._planning.plan(*numbers, fixed)):

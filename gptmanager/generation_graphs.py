@@ -27,6 +27,7 @@ Step = Callable[[Mapping[str, Tensor]], Tensor]
 class _Graph:
     memory: Tensor  # the inputs
     layout: Layout
+    inputs: Mapping[str, Tensor]  # in that memory
     replay: Callable[[], None]
     result: Tensor
 
@@ -50,7 +51,7 @@ class GenerationGraphs:
             self._staging.fill(memory, layout, arrays)
             views = layout.views(memory)
             replay, result = self._stream.capture(functools.partial(step, views))
-            self._graphs[size] = _Graph(memory, layout, replay, result)
+            self._graphs[size] = _Graph(memory, layout, views, replay, result)
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest recorded size of at least so many rows."""
@@ -58,12 +59,12 @@ class GenerationGraphs:
         size = self._sizes[place] if place < len(self._sizes) else None
         return size if size in self._graphs else None
 
-    def run(self, size: int, arrays: Arrays) -> Tensor:
-        """The result for arrays of that size; it stays as it is until the next run."""
+    def run(self, size: int, arrays: Arrays) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The result for arrays of that size, and these on the device; both until the next run."""
         graph = self._graphs[size]
         self._staging.fill(graph.memory, graph.layout, arrays)
         graph.replay()
-        return graph.result
+        return graph.result, graph.inputs
 
 
 def ladder(most: int) -> tuple[int, ...]:

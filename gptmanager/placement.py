@@ -56,6 +56,7 @@ class Placement(ABC):
                 max_seq_len=params.max_seq_len,
                 attention_window=params.kv_cache_config.max_attention_window,
                 sink=params.kv_cache_config.sink_token_length or 0,
+                kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
             )
         if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
             _refuse_for_models(params)
@@ -100,7 +101,9 @@ class HostPlacement(Placement):
 
 
 class DevicePlacement(Placement):
-    """A CUDA device, or the emulator in its place. Pages have the model's dtype."""
+    """A CUDA device, or the emulator in its place. Pages have the dtype that the model's spec asks
+    for, by default its own.
+    """
 
     def __init__(self, stream: Stream, deterministic: bool) -> None:
         self.device = stream.device
@@ -157,7 +160,8 @@ class DevicePlacement(Placement):
         return _pool(make, model.spec, sizes, **where)
 
     def _dtype(self, model: Model) -> torch.dtype:
-        return getattr(model.spec, "dtype", torch.float32)
+        own = getattr(model.spec, "dtype", torch.float32)
+        return getattr(model.spec, "kv_cache_dtype", None) or own
 
 
 def _pool(make: Callable[..., KvPool], spec: Dimensions, sizes: Sizes, **options: Any) -> KvPool:
@@ -179,7 +183,9 @@ def _refuse_for_models(params: OptionalParams) -> None:
             "KvCacheConfig.max_attention_window has no effect on a Model object: its own "
             "attention decides"
         )
-    if params.dtype is not None:
-        raise ConfigError(
-            f"OptionalParams.dtype = {params.dtype!r} has no effect on a Model object"
-        )
+    for name, dtype in (
+        ("OptionalParams.dtype", params.dtype),
+        ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
+    ):
+        if dtype is not None:
+            raise ConfigError(f"{name} = {dtype!r} has no effect on a Model object")

@@ -86,13 +86,14 @@ class DeviceTables(SequenceTables):
 
     def flush(self, upload: Upload) -> None:
         """Enqueue what the device's copy lacks: beams first, then what was written to them."""
-        for first_line, parents in self._forks:
-            sources = upload({"lines": first_line + np.array(parents, dtype=np.int64)})["lines"]
-            self.token_tensor[first_line : first_line + len(parents)] = self.token_tensor[sources]
-        self._forks.clear()
-        if not self._written:
+        if not (self._forks or self._written):
             return
         arrays = {}
+        if self._forks:  # of one sequence each
+            lines = [first + np.arange(len(parents)) for first, parents in self._forks]
+            sources = [first + np.array(parents) for first, parents in self._forks]
+            arrays = {"lines": np.concatenate(lines), "sources": np.concatenate(sources)}
+            self._forks.clear()
         for name, pieces in self._written.items():
             arrays[f"{name} places"] = np.concatenate(
                 [np.arange(start, start + len(values)) for start, values in pieces]
@@ -100,6 +101,9 @@ class DeviceTables(SequenceTables):
             arrays[name] = np.concatenate([values for _, values in pieces])
         self._written = {}
         uploaded = upload(arrays)
+        if "lines" in uploaded:
+            rows = self.token_tensor.index_select(0, uploaded["sources"])
+            self.token_tensor.index_copy_(0, uploaded["lines"], rows)
         cells = {"tokens": self.token_cells, "blocks": self.block_tensor.view(-1)}
         for name, whole in cells.items():
             if name in uploaded:

@@ -32,6 +32,7 @@ class TorchStep:
     tokens: np.ndarray | None = None  # int32 [rows, n]
     counts: np.ndarray | None = None  # int32 [rows], None: all of them count
     is_sampled: np.ndarray | None = None  # bool [rows]: beams that are sampled; None: none
+    places: Mapping[str, Tensor] | None = None  # where the S are, if a device has been told already
     arrival: Any = None  # of tokens that are on their way from a device
     beams: tuple[BeamCandidates, ...] = ()
     failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row

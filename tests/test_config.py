@@ -51,6 +51,14 @@ def test_the_documented_defaults_are_taken():
         ({"kv_cache_config": KvCacheConfig(max_tokens=0)}, "KvCacheConfig.max_tokens = 0"),
         ({"kv_cache_config": KvCacheConfig(use_uvm=True)}, "KvCacheConfig.use_uvm = True"),
         (
+            {"kv_cache_config": KvCacheConfig(dtype="int8"), "device": "cuda"},
+            "KvCacheConfig.dtype = 'int8' is not one of",
+        ),
+        (
+            {"kv_cache_config": KvCacheConfig(dtype="fp8")},
+            "KvCacheConfig.dtype = 'fp8' is refused with OptionalParams.device = None",
+        ),
+        (
             {"kv_cache_config": KvCacheConfig(host_cache_size=1)},
             "host_cache_size = 1 needs enable_",
         ),

@@ -72,6 +72,7 @@ cuda.activations        SiLU times up, GELU
 cuda.cache_write        rotation, QK norm, and keys and values to their pages
 cuda.block_copy         beginnings of blocks, copied
 cuda.generation_plan    how the work of generation attention is cut (no torch)
+cuda.float_attention    attention of both phases in float32
 cuda.generation_attention  attention of rows with one token, by a plan
 cuda.context_attention  attention of rows with several tokens
 cuda.token_masks        bits for tokens that may come, on rows of logits

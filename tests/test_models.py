@@ -322,6 +322,24 @@ def test_replaced_weights_are_used() -> None:
     assert (logits - expected_logits(other, tokens)).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.kv_scale",),
+    ],
+)
+def test_scales_of_an_8_bit_cache_have_several_names(names: tuple[str, ...]) -> None:
+    config, tensors = checkpoint(random_model(CONFIGS["llama"]))
+    for name in names:
+        tensors[f"model.layers.1.{name}"] = torch.tensor(0.25)
+    weights = load_model((config, tensors), kernels=Kernels()).weights
+    assert (weights["layers.0.cache_scales"] == 1).all()
+    assert (weights["layers.1.cache_scales"] == 0.25).all()
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2_windows", "gpt2"])
 def test_folders_single_and_sharded_equal_the_state_dict(name: str, tmp_path: Path) -> None:
     hf = reference(name)

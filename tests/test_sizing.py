@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 import pytest
+import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 
 from gptmanager import (
@@ -60,6 +61,17 @@ def sizes(
     scheduler = SchedulerConfig() if policy is None else SchedulerConfig(policy)
     params = checked_optional_params(params)
     return size(params, scheduler, Spec(), model_type, beams, Room(room, shared=shared))
+
+
+def test_pages_of_8_bits_are_twice_as_many_as_of_16():
+    counts = [
+        size(
+            OptionalParams(), SchedulerConfig(), Spec(), FUSED, 1, Room(GIB, dtype, False)
+        ).num_blocks
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    ]
+    assert counts[0] > 1000
+    assert 2 * counts[0] <= counts[1] <= 2 * counts[0] + 1
 
 
 # The pool of a CPU by default ----------------------------------------------------------------

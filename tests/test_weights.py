@@ -107,6 +107,45 @@ def test_a_twin_must_be_equal() -> None:
         weights.load({"head.weight": fused + 1} | tensors)
 
 
+SCALES = {
+    "norm.weight": Place("norm.weight"),
+    "k_scale": Place("scales", 0, 2, scale=True),
+    "v_scale": Place("scales", 2, 2, scale=True),
+}
+
+
+def new_scaled() -> Weights:
+    return Weights({"norm.weight": (3,), "scales": (4,)}, SCALES, dtype=torch.bfloat16)
+
+
+def test_scales_are_one_number_or_one_for_each_row_and_1_without_any(tmp_path: Path) -> None:
+    weights, norm = new_scaled(), {"norm.weight": torch.ones(3)}
+    scales = {"k_scale": torch.tensor(0.3), "v_scale": torch.tensor([0.5, 2.0])}
+    save_file(norm | scales, tmp_path / "model.safetensors")
+    weights.load(SafetensorsFolder(tmp_path))
+    held = weights["scales"]
+    assert torch.equal(held, torch.tensor([0.3, 0.3, 0.5, 2.0]))  # float32 beside bfloat16
+
+    weights.load({"v_scale": torch.tensor([4.0]).bfloat16()}, partial=True)
+    assert torch.equal(held, torch.tensor([0.3, 0.3, 4.0, 4.0]))
+    weights.load(norm)
+    assert torch.equal(held, torch.ones(4))
+    assert weights["scales"] is held
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, torch.nan, torch.inf])
+def test_scales_are_positive(number: float) -> None:
+    tensors = {"norm.weight": torch.ones(3), "k_scale": torch.tensor(number)}
+    with pytest.raises(ConfigError, match=r"tensor k_scale holds .*: scales are positive"):
+        new_scaled().load(tensors)
+
+
+def test_scales_of_another_shape_are_named() -> None:
+    tensors = {"norm.weight": torch.ones(3), "k_scale": torch.ones(3)}
+    with pytest.raises(ConfigError, match=r"has shape \[3\], the config asks for \[2\] or \[1\]"):
+        new_scaled().load(tensors)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

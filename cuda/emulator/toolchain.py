@@ -139,7 +139,10 @@ def cuda_headers() -> Path | None:
         places.insert(0, Path(str(runtime.locate_file("nvidia/cu13/include"))))
     except importlib.metadata.PackageNotFoundError:
         pass
-    needed = ("cuda_fp16.h", "cuda_bf16.h", "vector_types.h", "nv/target", "crt/host_defines.h")
+    needed = (
+        *("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "vector_types.h"),
+        *("nv/target", "crt/host_defines.h"),
+    )
     for place in places:
         if all((place / name).exists() for name in needed):
             return place

@@ -25,6 +25,7 @@ from gptmanager.cuda.generation_attention import generation_attention
 from gptmanager.cuda.generation_plan import plan_generation
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
+_FP8 = torch.float8_e4m3fn
 
 
 def attention_cases(sizes: Sizes) -> list[Case]:
@@ -51,6 +52,7 @@ def generation_cases(sizes: Sizes) -> list[Case]:
         ),
         case(f"{batch - 1} x {context // 4}, one {one[-1][1]}", one, block, quick=False),
         case(f"1 x {max(1, context // 4)}", [(1, max(1, context // 4))], block),
+        case(f"{uniform}, fp8", [(1, context)] * batch, block, dtype=_FP8),
         *(
             case(f"{uniform}, blocks of {other}", [(1, context)] * batch, other, quick=False)
             for other in sizes.other_blocks
@@ -66,21 +68,24 @@ def _generation_case(
     *,
     goal: Goal | None = None,
     quick: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Case:
-    own = (sizes.num_kv_heads, sizes.head_dim, sizes.dtype.itemsize)
+    """`dtype`: of the pages, None: that of all."""
     return Case(
         part="generation_attention",
         name=name,
-        num_bytes=kv_bytes(own, rows),
+        num_bytes=_kv_bytes(sizes, rows, dtype),
         flops=attention_flops(sizes.num_heads, sizes.head_dim, rows),
-        prepare=functools.partial(_prepare_generation, rows, tokens_per_block),
+        prepare=functools.partial(_prepare_generation, rows, tokens_per_block, dtype),
         goal=goal,
         quick=quick,
     )
 
 
-def _prepare_generation(rows: Rows, tokens_per_block: int, bed: Bed) -> Prepared:
-    sets = _sets(bed, rows, tokens_per_block)
+def _prepare_generation(
+    rows: Rows, tokens_per_block: int, dtype: torch.dtype | None, bed: Bed
+) -> Prepared:
+    sets = _sets(bed, rows, tokens_per_block, dtype)
     runs = [_generation(bed, own) for own in sets]
     return Prepared(
         num_sets=len(sets),
@@ -89,10 +94,19 @@ def _prepare_generation(rows: Rows, tokens_per_block: int, bed: Bed) -> Prepared
         tolerance=tolerance(bed.sizes.dtype),
         peers={
             "flashinfer": lambda: attention_peers.flashinfer_generation(sets),
-            "torch sdpa, dense": lambda: attention_peers.torch_sdpa(sets),
-            "torch varlen, dense": lambda: attention_peers.torch_varlen(sets),
+            **_torch_peers(sets),
         },
     )
+
+
+def _torch_peers(sets: Sequence[PagedRows]) -> dict[str, Callable[[], Contender]]:
+    """None over pages of 8-bit floats."""
+    if sets[0].cache_scales is not None:
+        return {}
+    return {
+        "torch sdpa, dense": lambda: attention_peers.torch_sdpa(sets),
+        "torch varlen, dense": lambda: attention_peers.torch_varlen(sets),
+    }
 
 
 def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
@@ -109,6 +123,7 @@ def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
             *(out, partial, partial_log, rows.queries, rows.keys, rows.values),
             *(items, starts, rows.row_starts, rows.slots, rows.block_tables),
             scale=rows.scale,
+            cache_scales=rows.cache_scales,
         )
         return out
 
@@ -123,28 +138,37 @@ def context_cases(sizes: Sizes) -> list[Case]:
     return [
         case(f"{context} causal", [(context, context)], goal=Goal("tflops", 300)),
         case(f"4 chunks of {chunk} up to {context}", [(chunk, context)] * 4),
+        case(f"4 chunks of {chunk} up to {context}, fp8", [(chunk, context)] * 4, dtype=_FP8),
         case(f"8 x {packed} causal", [(packed, packed)] * 8, quick=False),
     ]
 
 
-def _context_case(sizes: Sizes, name: str, rows: Rows, *, goal: Goal | None = None,
-                  quick: bool = True) -> Case:  # fmt: skip
-    own = (sizes.num_kv_heads, sizes.head_dim, sizes.dtype.itemsize)
+def _context_case(
+    sizes: Sizes,
+    name: str,
+    rows: Rows,
+    *,
+    goal: Goal | None = None,
+    quick: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Case:
     num_tokens = sum(new for new, _ in rows)
     return Case(
         part="context_attention",
         name=name,
-        num_bytes=kv_bytes(own, rows)
+        num_bytes=_kv_bytes(sizes, rows, dtype)
         + 2 * num_tokens * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize,
         flops=attention_flops(sizes.num_heads, sizes.head_dim, rows),
-        prepare=functools.partial(_prepare_context, rows, sizes.tokens_per_block),
+        prepare=functools.partial(_prepare_context, rows, sizes.tokens_per_block, dtype),
         goal=goal,
         quick=quick,
     )
 
 
-def _prepare_context(rows: Rows, tokens_per_block: int, bed: Bed) -> Prepared:
-    sets = _sets(bed, rows, tokens_per_block)
+def _prepare_context(
+    rows: Rows, tokens_per_block: int, dtype: torch.dtype | None, bed: Bed
+) -> Prepared:
+    sets = _sets(bed, rows, tokens_per_block, dtype)
     runs = [_context(bed, own) for own in sets]
 
     def flashinfer(backend: str) -> Callable[[], Contender]:
@@ -158,8 +182,7 @@ def _prepare_context(rows: Rows, tokens_per_block: int, bed: Bed) -> Prepared:
         peers={
             "flashinfer fa2": flashinfer("fa2"),
             "flashinfer fa3": flashinfer("fa3"),
-            "torch sdpa, dense": lambda: attention_peers.torch_sdpa(sets),
-            "torch varlen, dense": lambda: attention_peers.torch_varlen(sets),
+            **_torch_peers(sets),
         },
     )
 
@@ -167,7 +190,8 @@ def _prepare_context(rows: Rows, tokens_per_block: int, bed: Bed) -> Prepared:
 def _context(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
     num_heads, head_dim = rows.queries.shape[1:]
     group = num_heads // rows.keys.shape[1]
-    items = bed.ints(plan_context(rows.num_new, rows.lengths, group, head_dim))
+    is_fp8 = rows.cache_scales is not None
+    items = bed.ints(plan_context(rows.num_new, rows.lengths, group, head_dim, fp8=is_fp8))
     out = torch.empty_like(rows.queries)
 
     def run() -> Tensor:
@@ -176,14 +200,20 @@ def _context(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
             *(out, rows.queries, rows.keys, rows.values, items),
             *(rows.row_starts, rows.kv_lengths, rows.slots, rows.block_tables),
             scale=rows.scale,
+            cache_scales=rows.cache_scales,
         )
         return out
 
     return run
 
 
-def _sets(bed: Bed, rows: Rows, tokens_per_block: int) -> list[PagedRows]:
-    sizes = bed.sizes
-    own = (sizes.num_kv_heads, sizes.head_dim, sizes.dtype.itemsize)
-    number = bed.num_sets(kv_bytes(own, rows))
-    return [paged_rows(bed, rows, tokens_per_block, index) for index in range(number)]
+def _sets(
+    bed: Bed, rows: Rows, tokens_per_block: int, dtype: torch.dtype | None
+) -> list[PagedRows]:
+    number = bed.num_sets(_kv_bytes(bed.sizes, rows, dtype))
+    return [paged_rows(bed, rows, tokens_per_block, index, dtype) for index in range(number)]
+
+
+def _kv_bytes(sizes: Sizes, rows: Rows, dtype: torch.dtype | None) -> int:
+    own = (sizes.num_kv_heads, sizes.head_dim, (dtype or sizes.dtype).itemsize)
+    return kv_bytes(own, rows)

@@ -16,7 +16,8 @@ def watch(seconds: float) -> list[Interval]:
     """When anything ran on the device in the next `seconds`."""
     profiler: Any = torch.profiler
     device_type: Any = torch.autograd
-    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as profile:
+    cuda = profiler.ProfilerActivity.CUDA
+    with profiler.profile(activities=[cuda], acc_events=True) as profile:  # else torch 2.11 warns
         time.sleep(seconds)
     return [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)

@@ -22,7 +22,8 @@ _QUERIES = 512  # that the reference takes at a time
 class PagedRows:
     """`num_new[r]` tokens of row r are the last of its `lengths[r]`; one layer's pages.
 
-    `queries` `[T, H, D]`; `block_tables` int32 `[R, blocks]`, of row r its line r.
+    `queries` `[T, H, D]`; `block_tables` int32 `[R, blocks]`, of row r its line r. `cache_scales`
+    `[2, K]`: pages are float8_e4m3fn; they are 1.
     """
 
     num_new: np.ndarray
@@ -34,6 +35,7 @@ class PagedRows:
     row_starts: Tensor
     kv_lengths: Tensor
     slots: Tensor
+    cache_scales: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -44,11 +46,11 @@ class PagedRows:
         return self.keys.shape[2]
 
     def history(self, row: int) -> tuple[Tensor, Tensor]:
-        """Its keys and values, `[length, K, D]`."""
+        """Its keys and values, `[length, K, D]`, in the queries' dtype."""
         length = int(self.lengths[row])
         blocks = self.block_tables[row, : -(-length // self.tokens_per_block)].long()
         keys, values = (
-            pages[blocks].transpose(1, 2).flatten(0, 1)[:length]
+            _taken(pages, blocks).to(self.queries.dtype).transpose(1, 2).flatten(0, 1)[:length]
             for pages in (self.keys, self.values)
         )
         return keys, values
@@ -74,11 +76,23 @@ class PagedRows:
         return result
 
 
+def _taken(pages: Tensor, blocks: Tensor) -> Tensor:
+    """torch indexes no 8-bit floats, but their bits."""
+    if pages.itemsize > 1:
+        return pages[blocks]
+    return pages.view(torch.uint8)[blocks].view(pages.dtype)
+
+
 def paged_rows(
-    bed: Bed, rows: Sequence[tuple[int, int]], tokens_per_block: int, number: int
+    bed: Bed,
+    rows: Sequence[tuple[int, int]],
+    tokens_per_block: int,
+    number: int,
+    dtype: torch.dtype | None = None,
 ) -> PagedRows:
-    """Rows of (new tokens, length); each `number` has another order of pages."""
+    """Rows of (new tokens, length); each `number` has another order of pages, of `dtype`."""
     sizes = bed.sizes
+    is_fp8 = dtype is torch.float8_e4m3fn
     num_new, lengths = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
     counts = -(-lengths.astype(np.int64) // tokens_per_block)
     order = np.random.default_rng(number).permutation(int(counts.sum()))
@@ -90,12 +104,13 @@ def paged_rows(
         num_new=num_new,
         lengths=lengths,
         queries=bed.randn(int(num_new.sum()), sizes.num_heads, sizes.head_dim),
-        keys=bed.randn(*pages),
-        values=bed.randn(*pages),
+        keys=bed.randn(*pages, dtype=dtype),
+        values=bed.randn(*pages, dtype=dtype),
         block_tables=bed.ints(tables),
         row_starts=bed.ints(np.concatenate([[0], np.cumsum(num_new)])),
         kv_lengths=bed.ints(lengths),
         slots=bed.ints(np.arange(len(rows))),
+        cache_scales=torch.ones(2, pages[1], device=bed.device) if is_fp8 else None,
     )
 
 

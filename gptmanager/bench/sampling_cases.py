@@ -18,6 +18,7 @@ from gptmanager.cuda.sampling import PARAMS, pack, sample
 from gptmanager.request import SamplingParams
 
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
+_WIDE = 1000  # more than a block has threads
 _PEAKED = 6.0  # times a flat row
 _SLACK = 1e-4  # of the mass: sums in another order may put a token on the other side
 
@@ -27,12 +28,14 @@ def sampling_cases(sizes: Sizes) -> list[Case]:
         greedy=False, temperature=_TEMPERATURE, top_k=_TOP_K, top_p=_TOP_P, seed=1
     )
     nucleus = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_p=_TOP_P, seed=1)
+    wide = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_k=_WIDE, seed=1)
     goal = Goal("ms", 0.25)
     case = functools.partial(_case, sizes)
     return [
         case(f"top-k {_TOP_K}, top-p {_TOP_P}, peaked", limited, _PEAKED, goal=goal),
         case(f"top-p {_TOP_P}, peaked", nucleus, _PEAKED, goal=goal),
         case(f"top-p {_TOP_P}, flat", nucleus, 1.0, goal=goal),
+        case(f"top-k {_WIDE}, flat", wide, 1.0, goal=goal, quick=False),
         case("greedy", SamplingParams(), 1.0, quick=False),
     ]
 

@@ -172,10 +172,10 @@ class Kernels:
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
         heads = qkv.float().reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
-        if q_norm is not None:
-            q = self.rms_norm(q, q_norm, eps)
+        if q_norm is not None:  # a subclass's may be for rows alone
+            q = Kernels.rms_norm(self, q, q_norm, eps)
         if k_norm is not None:
-            k = self.rms_norm(k, k_norm, eps)
+            k = Kernels.rms_norm(self, k, k_norm, eps)
         if cos_sin is not None:
             turns = cos_sin[positions].unsqueeze(1)
             q, k = _rotate(q, turns), _rotate(k, turns)

@@ -35,7 +35,8 @@ class Place:
 
     Rows `first_row` and on of `parameter`, as many as `num_rows` says (None: all). `transposed`:
     the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
-    embeddings); this one may be missing, and where it is present it must be equal.
+    embeddings); this one may be missing, and where it is present it must be equal. `scale`: one
+    number for all of the rows, or one for each, kept as float32; it may be missing, which means 1.
     """
 
     parameter: str
@@ -43,6 +44,7 @@ class Place:
     num_rows: int | None = None
     transposed: bool = False
     twin: bool = False
+    scale: bool = False
 
 
 class TensorInfo(NamedTuple):
@@ -111,6 +113,9 @@ class SafetensorsFolder:
 
     def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
         shape, dtype = self._tensors[name]
+        if not shape:
+            yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
+            return
         row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
         step = max(1, max_bytes // row_bytes)
         for start in range(0, shape[0], step):
@@ -192,15 +197,23 @@ class Weights:
         found = source.describe()
         names = self._names(found)
         if not (partial and self.version):
-            twins = {name for name, place in self._places.items() if place.twin}
-            _refuse("tensors are missing", self._places.keys() - names.keys() - twins)
+            optional = {name for name, place in self._places.items() if place.twin or place.scale}
+            _refuse("tensors are missing", self._places.keys() - names.keys() - optional)
         for name, given in names.items():
-            _check(given, found[given], self._expected_shape(self._places[name]))
+            _check(given, found[given], *self._expected_shapes(self._places[name]))
+        scales = {place.parameter for place in self._places.values() if place.scale}
         if not self._storage:
             self._storage = {
-                name: torch.empty(shape, dtype=self._dtype, device=self._device)
+                name: torch.empty(
+                    shape,
+                    dtype=torch.float32 if name in scales else self._dtype,
+                    device=self._device,
+                )
                 for name, shape in self._shapes.items()
             }
+        if not (partial and self.version):
+            for name in scales:
+                self._storage[name].fill_(1)
         self._copy_all(source, names)
         self.version += 1
 
@@ -236,11 +249,13 @@ class Weights:
         _refuse("tensors are unknown", unknown)
         return names
 
-    def _expected_shape(self, place: Place) -> tuple[int, ...]:
+    def _expected_shapes(self, place: Place) -> list[tuple[int, ...]]:
         shape = self._shapes[place.parameter]
         num_rows = shape[0] - place.first_row if place.num_rows is None else place.num_rows
         shape = (num_rows, *shape[1:])
-        return shape[::-1] if place.transposed else shape
+        if place.scale:
+            return [shape, (1,), ()]
+        return [shape[::-1] if place.transposed else shape]
 
     def _region(self, place: Place) -> Tensor:
         """The part of the storage that the tensor fills, in the checkpoint's orientation."""
@@ -248,7 +263,13 @@ class Weights:
         return rows.t() if place.transposed else rows
 
     def _copy(self, name: str, place: Place, start: int, piece: Tensor) -> None:
-        region = self._region(place)[start : start + len(piece)]
+        region = self._region(place)
+        if place.scale:
+            if not (piece.isfinite() & (piece > 0)).all():
+                raise ConfigError(f"tensor {name} holds {piece.tolist()}: scales are positive")
+            region.copy_(piece)
+            return
+        region = region[start : start + len(piece)]
         if not place.twin:
             region.copy_(piece)
         elif not torch.equal(region, piece.to(region)):
@@ -258,10 +279,11 @@ class Weights:
             )
 
 
-def _check(name: str, found: TensorInfo, expected: tuple[int, ...]) -> None:
-    if found.shape != expected:
+def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:
+    if found.shape not in expected:
+        wanted = " or ".join(str(list(shape)) for shape in expected)
         raise ConfigError(
-            f"tensor {name} has shape {list(found.shape)}, the config asks for {list(expected)}"
+            f"tensor {name} has shape {list(found.shape)}, the config asks for {wanted}"
         )
     if found.dtype not in _SAFETENSORS_DTYPES.values():
         needed = ", ".join(_SAFETENSORS_DTYPES.values())

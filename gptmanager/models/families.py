@@ -263,7 +263,25 @@ def place_tensors(spec: ModelSpec) -> dict[str, Place]:
                     )
     if spec.tied_embeddings:
         places["lm_head.weight"] = Place("embedding.weight", twin=True)
-    return places
+    return places | _place_scales(spec, family)
+
+
+def _place_scales(spec: ModelSpec, family: Family) -> dict[str, Place]:
+    """The scales of an 8-bit KV cache, by the names that quantizers give them."""
+    modules = [theirs for theirs, (ours, _) in family.tensors.items() if ours == "qkv"]
+    attention, heads = modules[0].rpartition(".")[0], spec.num_kv_heads
+    names = {
+        "kv_scale": (0, 2 * heads),
+        **{f"{part}k_scale": (0, heads) for part in ("", "attn.", "k_proj.")},
+        **{f"{part}v_scale": (heads, heads) for part in ("", "attn.", "v_proj.")},
+    }
+    return {
+        f"{attention}.{name}".format(layer): Place(
+            f"layers.{layer}.cache_scales", *rows, scale=True
+        )
+        for name, rows in names.items()
+        for layer in range(spec.num_layers)
+    }
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:

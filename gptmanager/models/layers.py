@@ -25,7 +25,8 @@ class ModelSpec:
 
     `rope` None: learned positions. `activation` "silu" is gated (gate * up), the GELUs are not.
     `windows[i]`: how many positions, its own included, a token sees in layer i; None: all.
-    `attention_scales[i]` multiplies the scores of layer i.
+    `attention_scales[i]` multiplies the scores of layer i. `kv_cache_dtype` float8_e4m3fn: pages
+    hold keys and values divided by the scales of their layer and head; None: as they are.
     """
 
     family: str
@@ -51,6 +52,7 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     attention_scales: tuple[float, ...]
     sink: int = 0  # so many first positions are seen whatever the windows
+    kv_cache_dtype: torch.dtype | None = None
 
     @property
     def sliding_window(self) -> int | None:
@@ -83,6 +85,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             shapes[f"layers.{layer}.{module}.weight"] = shape
             if biased:
                 shapes[f"layers.{layer}.{module}.bias"] = shape[:1]
+        shapes[f"layers.{layer}.cache_scales"] = (2 * spec.num_kv_heads,)  # of keys, of values
     shapes["final_norm.weight"] = (hidden,)
     if spec.norm == "layer":
         shapes["final_norm.bias"] = (hidden,)
@@ -104,6 +107,7 @@ class _Layer(NamedTuple):
     k_norm: Tensor | None
     scale: float
     window: int | None
+    cache_scales: Tensor | None
     out: Affine
     mlp_norm: Affine
     up: Affine
@@ -126,6 +130,7 @@ class Decoder:
             spec.head_dim,
             tuple(dict.fromkeys(spec.windows)),
             spec.sink,
+            fp8=spec.kv_cache_dtype is torch.float8_e4m3fn,
         )
         self._gelu: Literal["none", "tanh"] = "tanh" if spec.activation == "gelu_tanh" else "none"
         self._first_norm = _affine(weights, "layers.0.attention_norm")
@@ -195,6 +200,7 @@ class Decoder:
             values,
             *rows,
             plan,
+            layer.cache_scales,
         )
         return self._kernels.attention(
             queries,
@@ -204,6 +210,7 @@ class Decoder:
             scale=layer.scale,
             window=layer.window,
             sink=self._spec.sink,
+            cache_scales=layer.cache_scales,
             num_context_rows=batch.num_context_rows,
             plan=plan,
         )
@@ -246,6 +253,11 @@ def _resolve_layer(spec: ModelSpec, weights: Weights, index: int) -> _Layer:
         k_norm=weights[f"{prefix}.k_norm.weight"] if spec.qk_norm else None,
         scale=spec.attention_scales[index],
         window=spec.windows[index],
+        cache_scales=(
+            weights[f"{prefix}.cache_scales"].view(2, spec.num_kv_heads)
+            if spec.kv_cache_dtype is torch.float8_e4m3fn
+            else None
+        ),
         out=_affine(weights, f"{prefix}.out"),
         mlp_norm=_affine(weights, f"{prefix}.mlp_norm"),
         up=_affine(weights, f"{prefix}.up"),

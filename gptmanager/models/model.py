@@ -117,12 +117,14 @@ def load_model(
     max_seq_len: int | None = None,
     attention_window: int | None = None,
     sink: int = 0,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
     `attention_window`: no layer sees more than so many positions back, its own included, but for
-    the first `sink`, which are always seen.
+    the first `sink`, which are always seen. `kv_cache_dtype`: of the pages that it will be given:
+    float8_e4m3fn, or None: any other.
     `ConfigError` names the config field or the tensor that cannot be used. At the peak the
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
     mapped files.
@@ -139,6 +141,7 @@ def load_model(
             min(window or attention_window, attention_window) for window in spec.windows
         )
         spec = dataclasses.replace(spec, windows=narrowed, sink=sink)
+    spec = dataclasses.replace(spec, kv_cache_dtype=kv_cache_dtype)
     family = FAMILIES[spec.family]
     weights = Weights(
         parameter_shapes(spec),

@@ -6,11 +6,37 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kernel_values import randn
+from kernel_values import DTYPES, randn
+
+from gptmanager.cuda.generation_attention import HEAD_DIMS, MAX_GROUP
 
 
 def int32(values):
     return torch.tensor(np.asarray(values), dtype=torch.int32)
+
+
+def crossings(rows, seed, count):
+    """So many `PagedRows` of these rows, and options, of everything that may be crossed."""
+    draw = np.random.default_rng(seed)
+    for _ in range(count):
+        kv_heads = int(draw.choice([1, 2]))
+        scales = torch.from_numpy(draw.uniform(0.25, 4, (2, kv_heads)).astype(np.float32))
+        own = PagedRows(
+            rows,
+            kv_heads * int(draw.integers(1, MAX_GROUP + 1)),
+            kv_heads,
+            int(draw.choice(HEAD_DIMS)),
+            int(draw.choice([3, 8, 16, 32])),
+            DTYPES[int(draw.integers(len(DTYPES)))],
+            scales if draw.random() < 0.25 else None,
+        )
+        options = {}
+        if draw.random() < 0.5:
+            options["window"] = int(draw.choice([1, 30, 90]))
+            options["sink"] = int(draw.choice([0, 5, 70]))
+        if draw.random() < 0.3:
+            options["softcap"] = 1.5
+        yield own, options
 
 
 @dataclass
@@ -24,6 +50,13 @@ class PagedRows:
     tokens_per_block: int = 16
     dtype: torch.dtype = torch.bfloat16
     cache_scales: torch.Tensor | None = None  # with them pages are float8_e4m3fn
+
+    def __str__(self):
+        pages = "" if self.cache_scales is None else " 8-bit pages"
+        return (
+            f"{self.heads}/{self.kv_heads} heads of {self.head_dim} {self.dtype}{pages}, "
+            f"blocks of {self.tokens_per_block}"
+        )
 
     def __post_init__(self):
         blocks = [-(-length // self.tokens_per_block) for _, length in self.rows]

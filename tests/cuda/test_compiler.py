@@ -43,6 +43,12 @@ def test_a_cubin_and_its_figures(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_folder_in_which_nothing_can_be_kept(tmp_path):
+    cache = tmp_path / "file"
+    cache.write_text("no folder")
+    assert compiler.compile(SOURCE, "sm_80", ["add<32>"], cache=cache).code[:4] == b"\x7fELF"
+
+
 def test_spills_are_seen(tmp_path):
     source = """
     __global__ void __launch_bounds__(1024) wide(float* x) {

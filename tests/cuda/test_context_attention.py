@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_values import DTYPES
-from paged_rows import PagedRows
+from paged_rows import PagedRows, crossings
 
 from gptmanager.cuda.context_attention import HEAD_DIMS, context_attention, plan_context
 
@@ -88,6 +88,28 @@ def test_sinks_with_heads_of_any_dimension(machine, head_dim):
 
 def test_softcap(machine):
     check(machine, PagedRows([(20, 50)], 4, 2, 64), softcap=1.5)
+
+
+CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
+
+
+@pytest.mark.parametrize(("rows", "options"), CROSSED, ids=map(str, (rows for rows, _ in CROSSED)))
+def test_all_of_it_crossed(machine, rows, options):
+    check(machine, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (PagedRows([(20, 200)], 2, 1, 128), {"window": 30, "sink": 5}),
+        (PagedRows([(9, 150)], 2, 1, 256), {}),
+        (PagedRows([(9, 150)], 2, 1, 80), {"softcap": 1.5}),
+        (PagedRows([(9, 150)], 16, 1, 96, 3, torch.float16), {}),
+    ],
+    ids=str,
+)
+def test_there_is_no_race_in_others(checked_machine, rows, options):
+    check(checked_machine, rows, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -97,18 +97,21 @@ class Inside(TorchFunctionMode):
 
     def __enter__(self):
         self.stream.is_inside = True
-        self.set_mode("error")
+        if self.on_gpu:
+            self.warnings = warnings.catch_warnings(record=True)
+            self.warned = self.warnings.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
         return super().__enter__()
 
     def __exit__(self, *raised):
+        super().__exit__(*raised)
         self.stream.is_inside = False
-        self.set_mode("default")
-        return super().__exit__(*raised)
-
-    def set_mode(self, mode):
         if self.on_gpu:
-            with warnings.catch_warnings(action="ignore"):  # that it is a prototype
-                torch.cuda.set_sync_debug_mode(mode)
+            torch.cuda.set_sync_debug_mode("default")
+            self.warnings.__exit__(*raised)
+            texts = [str(warning.message) for warning in self.warned]
+            self.stream.waits += [text for text in texts if "synchronizing" in text]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name, stream = kwargs or {}, function.__name__, self.stream

@@ -287,6 +287,23 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
     assert chosen == [1] * 5
 
 
+def test_a_recorded_step_takes_one_copy_to_the_device(device, monkeypatch):
+    copies = []
+    fill = Staging.fill
+
+    def spy(self, *arguments):
+        copies.append(1)
+        fill(self, *arguments)
+
+    monkeypatch.setattr(Staging, "fill", spy)
+    counts = []
+    for num_tokens in (3, 6):
+        copies.clear()
+        finals([from_tokens(1, prompt(1, 8), num_tokens)], device, run_ahead=1)
+        counts.append(len(copies))
+    assert counts[1] == counts[0] + 3
+
+
 def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():
     assert ladder(1) == (1, 2, 4, 8) and ladder(20) == (1, 2, 4, 8, 16, 24)
     for most in range(1, 300):

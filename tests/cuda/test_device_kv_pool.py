@@ -19,7 +19,7 @@ def pages(pool):
 
 
 @pytest.mark.parametrize("head_dim", [16, 6])  # 6: no whole vectors, so torch copies
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_copies_are_those_of_the_cpu(machine, head_dim, dtype):
     device = machine.tensor(torch.zeros(1)).device
     options = {"num_host_blocks": 4, "dtype": dtype}
@@ -33,6 +33,8 @@ def test_copies_are_those_of_the_cpu(machine, head_dim, dtype):
         )
     ):
         numbers = torch.arange(two.numel()).view(two.shape) % 200 + 256 * start
+        if dtype.itemsize == 1:  # each a number of its own
+            numbers = ((numbers + 13 * start) % 126).to(torch.uint8).view(dtype)
         two.copy_(numbers)
         one.copy_(numbers)
     chance = np.random.default_rng(3)

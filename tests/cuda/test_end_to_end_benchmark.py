@@ -41,7 +41,9 @@ def test_all_that_a_manager_does_on_a_gpu(device, folder, dtype):
     assert steps[0]["status"] == load[0]["status"] == "ok"
     assert list(end_to_end_lines(report))
     if device == "cuda":
-        assert steps[-1]["trace"]["status"] == "ok" and load[0]["host_ms_per_iteration"] > 0
+        trace = steps[-1]["trace"]  # so few steps may be over before it begins
+        assert trace["status"] == "ok" or trace["note"].endswith("nothing ran on the device")
+        assert load[0]["host_ms_per_iteration"] > 0
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_values import DTYPES
-from paged_rows import PagedRows
+from paged_rows import PagedRows, crossings
 
 from gptmanager.cuda.generation_attention import HEAD_DIMS, generation_attention
 from gptmanager.cuda.generation_plan import max_num_items, plan_generation
@@ -94,6 +94,28 @@ def test_scores_of_any_size(machine):
     rows.keys[rows.block_tables[1, 6], 0, 3] = 1e4 * rows.queries[0, 0]
     got = attend(machine, rows)[0, 0]
     assert torch.equal(got, rows.values[rows.block_tables[1, 6], 0, 3])
+
+
+CROSSED = list(crossings(one_token_each(130, 70, 3), seed=2, count=24))
+
+
+@pytest.mark.parametrize(("rows", "options"), CROSSED, ids=map(str, (rows for rows, _ in CROSSED)))
+def test_all_of_it_crossed(machine, rows, options):
+    check(machine, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (PagedRows(one_token_each(150, 5), 16, 1, 128), {}),
+        (PagedRows(one_token_each(90), 9, 1, 64, 3, torch.float16), {}),
+        (PagedRows(one_token_each(150), 2, 1, 64), {"window": 40, "sink": 3, "softcap": 1.5}),
+        (PagedRows(one_token_each(100), 2, 1, 256), {}),
+    ],
+    ids=str,
+)
+def test_there_is_no_race_in_others(checked_machine, rows, options):
+    check(checked_machine, rows, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

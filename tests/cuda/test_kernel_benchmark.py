@@ -142,6 +142,27 @@ def test_the_time_limit_skips_what_is_left(launcher):
     assert any("skipped" in line for line in kernel_lines(report))
 
 
+def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_path):
+    file, told = tmp_path / "report.json", []
+
+    def killed(result):
+        told.append(result)
+        if len(told) == 2:
+            raise SystemExit
+
+    monkeypatch.setattr(
+        command,
+        "bench_kernels",
+        lambda options, **hooks: bench_kernels(
+            options, ground(launcher), on_result=killed, **hooks
+        ),
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "kernels", "--only", "norms", "--output", str(file)])
+    kept = json.loads(file.read_text())
+    assert len(kept["kernels"]) == 1 and kept["ceilings"] and "interrupted" not in kept
+
+
 def test_an_interrupted_run_tells_what_it_has(launcher):
     def interrupt(result):
         raise KeyboardInterrupt
@@ -281,7 +302,9 @@ def test_an_older_torch_is_told(monkeypatch):
 
 def test_the_command(launcher, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        command, "bench_kernels", lambda options: bench_kernels(options, ground(launcher))
+        command,
+        "bench_kernels",
+        lambda options, **hooks: bench_kernels(options, ground(launcher), **hooks),
     )
     file = tmp_path / "report.json"
     arguments = ["bench", "kernels", "--only", "norms,silu", "--peers", "torch"]
@@ -297,7 +320,9 @@ def test_the_command(launcher, monkeypatch, capsys, tmp_path):
 
 def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsys):
     monkeypatch.setattr(
-        command, "bench_kernels", lambda options: bench_kernels(options, ground(SpoilingLauncher()))
+        command,
+        "bench_kernels",
+        lambda options, **hooks: bench_kernels(options, ground(SpoilingLauncher()), **hooks),
     )
     assert cli.main(["bench", "kernels", "--only", "norms"]) == 1
     assert "WRONG" in capsys.readouterr().out
@@ -310,7 +335,9 @@ def test_an_interrupted_command_prints_what_it_has(launcher, monkeypatch, capsys
     monkeypatch.setattr(
         command,
         "bench_kernels",
-        lambda options: bench_kernels(options, ground(launcher), on_result=interrupt),
+        lambda options, **hooks: bench_kernels(
+            options, ground(launcher), on_result=interrupt, **hooks
+        ),
     )
     assert cli.main(["bench", "kernels", "--only", "norms"]) == 130
     out, err = capsys.readouterr()

@@ -82,7 +82,9 @@ def test_much_shared_memory_is_asked_for_once(calls):
 
 
 def test_more_shared_memory_than_the_device_has(calls):
-    with pytest.raises(ConfigError, match="f<2> needs 300000 bytes of shared memory.*INVALID_VALUE"):
+    with pytest.raises(
+        ConfigError, match="f<2> needs 300000 bytes of shared memory.*INVALID_VALUE"
+    ):
         DeviceLauncher().kernel(PROGRAM, "f<2>", 300_000)
 
 

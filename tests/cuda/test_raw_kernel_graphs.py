@@ -93,6 +93,7 @@ def test_it_stays_in_the_order_of_the_stream(session):
     tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
     logits = torch.zeros(NUM_LINES, VOCAB_SIZE, device="cuda")
     session.process(rows_of(logits, tokens, STEPS[1]))
+    torch.cuda.synchronize()  # a stream of one's own waits for nothing of the default one
     with torch.cuda.stream(torch.cuda.Stream()):
         logits.zero_()
         after = torch.zeros(NUM_LINES, VOCAB_SIZE)

@@ -134,6 +134,17 @@ def test_more_candidates_than_fit(machine):
     check(machine, torch.zeros(4, 5000), drawing(4, top_k=7))
 
 
+@pytest.mark.parametrize("scale", [0.02, 1.0, 8.0])
+def test_a_wide_top_k(machine, scale):
+    """What reaches the last of them fits or does not, is far below the best or about as good."""
+    logits = rows(6, 9001, scale)
+    logits[4:, 600:8900] = -torch.inf
+    for top_k in (513, 700, 2040, 2500, 6000):
+        check(machine, logits, drawing(6, top_k=top_k))
+    check(machine, logits, drawing(6, top_k=800, top_p=0.9, temperature=0.6))
+    check(machine, rows(2, 4100, 30.0), drawing(2, top_k=4000))
+
+
 def test_both_zeros_tie_with_the_last_of_top_k(machine):
     logits = torch.full((1, 600), -3.0)
     logits[:, 0], logits[:, 1:40:2], logits[:, 2:40:2] = 1.0, 0.0, -0.0
@@ -176,6 +187,7 @@ def test_odd_logits(machine):
 
 def test_there_is_no_race(checked_machine):
     check(checked_machine, rows(2, 300), drawing(2, top_k=20, top_p=0.5, min_p=0.01))
+    check(checked_machine, rows(1, 2300), drawing(1, top_k=520))
 
 
 def test_tensors_that_do_not_fit(machine):

@@ -1,0 +1,138 @@
+// What a block of context attention works on, and its way to shared memory.
+#pragma once
+
+#include "pages.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * 32;
+
+// What a kernel is made for: queries of T, heads of D, a cache of C.
+template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement>
+struct Kind {
+    using T = Element;
+    using C = CacheElement;
+    static constexpr int D = HEAD_DIM;
+    static constexpr bool SOFTCAP = IS_CAPPED, SINK = HAS_SINK, FP8 = IS_FP8<C>;
+    // 16-row matrices of a warp: with two, each fragment of keys and values is used twice; the
+    // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink or
+    // elements to expand.
+    static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
+    static constexpr int QUERIES = WARPS * 16 * MATRICES;
+    // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
+    static constexpr int TOKENS = D > 128 || (D == 128 && SOFTCAP) ? 32 : 64;
+    static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
+};
+
+struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
+    int row, first_query, first, last;
+};
+
+struct Window {  // a query at a position sees the keys in (position - size, position]
+    int size;    // 0: all up to its own
+    __device__ bool sees(int position, int key) const {
+        return key <= position && (size == 0 || key > position - size);
+    }
+};
+
+struct Tile {  // TOKENS positions; while sinking, those that are the sink's
+    int start;
+    bool sinking;
+};
+
+// What a block works on. It lies in shared memory: the registers are for its results.
+template <class K> struct Work {
+    using C = typename K::C;
+    static constexpr int D = K::D;
+    Item item;
+    int num_packed, group, num_heads;
+    int first_position;  // of the row's first query
+    int low, high;       // positions of the item's first and last query
+    int sink;            // so many first keys are seen besides
+    size_t first_head;   // of its packed queries, in `queries` and `out`
+    Pages<C, D> pages;
+    const C* value_memory;
+    int rows[2][K::TOKENS];  // of a tile's tokens in the pages, -1 where nothing is to be read
+
+    __device__ int position(int packed) const {
+        return first_position + min(packed, num_packed - 1) / group;
+    }
+    // Tiles of the sink come first, and then those of the item from behind it on.
+    __device__ Tile first_tile() const { return {K::SINK ? 0 : item_tile(), K::SINK}; }
+    __device__ Tile tile_after(Tile tile) const {
+        int start = tile.start + K::TOKENS;
+        if (!K::SINK || !tile.sinking || start < sink) return {start, tile.sinking};
+        return {max(item_tile(), sink / K::TOKENS * K::TOKENS), false};
+    }
+    __device__ int item_tile() const { return item.first / K::TOKENS * K::TOKENS; }
+    // Elements from the beginning of `queries` or `out`.
+    __device__ size_t offset(int packed) const {
+        return (first_head + size_t(packed / group) * num_heads + packed % group) * D;
+    }
+};
+
+// The pages' table is read a tile ahead of its use.
+template <class K> __device__ inline void find_rows(Work<K>& work, int stage, Tile tile) {
+    if (threadIdx.x >= K::TOKENS) return;
+    int position = tile.start + threadIdx.x;
+    // Pages outside of the item may be gone, and rows behind its end were never written.
+    bool seen = position >= work.item.first || (K::SINK && position < work.sink);
+    bool valid = seen && position < work.item.last;
+    work.rows[stage][threadIdx.x] = valid ? work.pages.row(position) : -1;
+}
+
+// Keys of a tile, and their values behind them.
+template <class K, class C = typename K::C>
+__device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
+    constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
+    constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
+    // Some rows are read before the copies, which no reading can overtake: as many as fit.
+    constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
+    const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
+#pragma unroll 1
+    for (int first = 0; first < PASSES; first += STEP) {
+        int rows[STEP];
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            unsigned index = (first + i) * THREADS + threadIdx.x;
+            rows[i] = COUNT % THREADS == 0 || index < COUNT ? work.rows[stage][index / VECTORS] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < STEP; i++) {
+            unsigned index = (first + i) * THREADS + threadIdx.x;
+            if (COUNT % THREADS && index >= COUNT) break;
+            unsigned token = index / VECTORS, element = index % VECTORS * WIDE<C>;
+            ptrdiff_t from = ptrdiff_t(max(rows[i], 0)) * D;
+            C *key = to + token * ROW<C, D> + element, *value = key + K::TOKENS * ROW<C, D>;
+            ptx::cp_async_16(key, key_memory + element + from, rows[i] >= 0);
+            ptx::cp_async_16(value, value_memory + element + from, rows[i] >= 0);
+        }
+    }
+}
+
+// Keys and values of 8 bits as those of T.
+template <class K, class T = typename K::T, class C = typename K::C>
+__device__ inline void expand_tokens(T* to, const C* from) {
+    constexpr int D = K::D, VECTORS = D / 8;
+#pragma unroll 2
+    for (int i = 0; i < 2 * K::TOKENS * VECTORS / THREADS; i++) {
+        int index = i * THREADS + threadIdx.x;
+        int row = index / VECTORS, element = index % VECTORS * 8;
+        uint2 packed = *reinterpret_cast<const uint2*>(from + row * ROW<C, D> + element);
+        uint4 result = {expand<T>(packed.x), expand<T>(packed.x >> 16), expand<T>(packed.y),
+                        expand<T>(packed.y >> 16)};
+        *reinterpret_cast<uint4*>(to + row * ROW<T, D> + element) = result;
+    }
+}
+
+template <class K, class T = typename K::T>
+__device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
+    constexpr int D = K::D, VECTORS = D / 8;
+#pragma unroll 2
+    for (int i = 0; i < K::QUERIES * VECTORS / THREADS; i++) {
+        int index = i * THREADS + threadIdx.x;
+        int query = index / VECTORS, element = index % VECTORS * 8;
+        int packed = work.item.first_query + query;
+        bool valid = packed < work.num_packed;
+        size_t offset = valid ? work.offset(packed) : 0;
+        ptx::cp_async_16(to + query * ROW<T, D> + element, from + offset + element, valid);
+    }
+}

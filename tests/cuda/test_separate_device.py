@@ -1,0 +1,106 @@
+"""Steps on a device that shares nothing with the host: what a GPU would refuse is refused here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from devices import there_is
+from separate_device import DEVICE, DeviceTensor, SeparateDevice, SeparateStream
+from test_device_executor import check_same, mixed, prompt
+
+from gptmanager import InferenceRequest, KvCacheConfig, assembly
+from gptmanager.config import PromptLookup
+from gptmanager.placement import DevicePlacement
+
+from_tokens = InferenceRequest.from_tokens
+place = assembly.place
+
+
+@pytest.fixture(autouse=True)
+def separate(monkeypatch):
+    """Managers on the emulator get the separate device."""
+    there_is("emulator")
+
+    def place_apart(params):
+        if params.device != "emulator":
+            return place(params)
+        SeparateDevice().__enter__()  # until the manager's thread ends
+        return DevicePlacement(SeparateStream(), params.deterministic)
+
+    def without_pinning(make):
+        return lambda *given, pin_memory=False, **options: make(*given, **options)
+
+    monkeypatch.setattr(assembly, "place", place_apart)
+    for name in ("empty", "tensor"):  # a torch for CPUs pins nothing
+        monkeypatch.setattr(torch, name, without_pinning(getattr(torch, name)))
+
+
+def test_what_the_device_refuses():
+    with SeparateDevice():
+        there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+        assert type(there) is DeviceTensor and there.device == DEVICE != there.cpu().device
+        there[:2].copy_(here[:2])
+        assert torch.equal((there + 1).cpu(), here + 1)
+        with pytest.raises(RuntimeError, match="add.* of tensors on two devices"):
+            there + here
+        with pytest.raises(RuntimeError, match="numpy"):
+            there.numpy()
+
+
+def test_requests_of_all_kinds():
+    check_same("emulator", mixed, run_ahead=1)
+
+
+def test_beams():
+    def requests():
+        wide = [from_tokens(i, prompt(i, 9), 6, beam_width=2) for i in (1, 2)]
+        return [*wide, from_tokens(3, prompt(3, 9), 6, return_log_probs=True)]
+
+    check_same("emulator", requests, max_beam_width=2)
+
+
+def test_guesses():
+    def requests():
+        return [from_tokens(i, prompt(4, 12) * 3, 9) for i in range(2)]
+
+    lookup = PromptLookup(max_draft_tokens=4)
+    check_same("emulator", requests, speculative_decoding_config=lookup, run_ahead=1)
+
+
+def test_logits_post_processors():
+    def forbid(request_id, logits, tokens, stream, client_id):
+        logits[..., tokens[0][-1]] = -torch.inf
+
+    def requests():
+        return [
+            from_tokens(i, prompt(i, 12), 5, logits_post_processor=forbid if i % 2 else None)
+            for i in range(3)
+        ]
+
+    check_same("emulator", requests, run_ahead=1)
+
+
+def test_virtual_tokens():
+    table = np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(3, 64)
+
+    def requests():
+        own = {"prompt_embedding_table": table, "prompt_vocab_size": 3}
+        return [from_tokens(1, [96, 97, 98, 5], 6, **own), from_tokens(2, prompt(2, 9), 6)]
+
+    check_same("emulator", requests)
+
+
+def test_the_host_tier():
+    def requests():
+        shared = [prompt(4, 48), prompt(9, 48), prompt(2, 48)]
+        return [from_tokens(i, shared[i % 3] + prompt(i, 5), 5) for i in range(7)]
+
+    cache = KvCacheConfig(
+        max_tokens=160,
+        tokens_per_block=16,
+        enable_block_reuse=True,
+        host_cache_size=16 * 2 * 2 * 16 * 64 * 4,
+        host_swap="always",
+    )
+    check_same("emulator", requests, cache=cache)
