@@ -28,6 +28,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """`with stream:` makes it the current one of this thread."""
 
+    name: str  # of the device, as hosts write it
     device: torch.device
     launcher: Launcher
 
@@ -80,6 +81,7 @@ class DeviceStream:
         self.launcher: Launcher
         with torch.cuda.device(index if index is not None else torch.cuda.current_device()):
             self.device = torch.device("cuda", torch.cuda.current_device())
+            self.name = str(self.device)
             self.launcher = DeviceLauncher()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graph_memory: Any = None
@@ -146,7 +148,7 @@ class EmulatedStream:
     """CUDA kernels on the CPU, each run to its end when it is launched: for tests."""
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
-        self.device = torch.device("cpu")
+        self.name, self.device = "emulator", torch.device("cpu")
         self.launcher: Launcher = launcher or EmulatorLauncher()
 
     def __enter__(self) -> EmulatedStream:
