@@ -105,8 +105,8 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="fewer cases and repetitions")
     add("--minutes", type=_minutes, metavar="M", help="leave out what does not fit into M minutes")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--output", type=Path, metavar="FILE",
-        help="write the report as JSON to FILE, too, and what there is of it after each part")  # fmt: skip
+    told = "write the report as JSON to FILE, too, as far as it goes after each part"
+    add("--output", type=Path, metavar="FILE", help=told)
 
 
 def _kernels(options: argparse.Namespace) -> int:
