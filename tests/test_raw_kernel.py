@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from gptmanager.callbacks import (
     Watermark,
 )
 from gptmanager.cuda import compiler, emulator
+from gptmanager.decoding import raw_kernel
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.raw_kernel import _Session
 from gptmanager.decoding.rows import ProcessedSequence, Rows
@@ -394,6 +397,30 @@ def test_the_ready_made_kernels_neither_race_nor_stray(case):
     kernel((2,), (processor.block,), (*there, np.int32(9), np.int32(77)))
     processor.twin(*arguments, 9, 77)
     np.testing.assert_allclose(there[0], logits, rtol=1e-6)
+
+
+def test_what_cupy_gets_to_launch(monkeypatch):
+    """A CuPy without a device: pointers as ints, and of the stream no more than its address."""
+    compiled, launched = [], []
+
+    class RawKernel:
+        kernel = staticmethod(lambda *given: launched.append(given))
+
+        def __init__(self, source, name, *, options):
+            compiled.append((name, options))
+
+        def compile(self):
+            compiled.append("now")
+
+    monkeypatch.setattr(raw_kernel, "find_cupy", lambda: SimpleNamespace(RawKernel=RawKernel))
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    launch = raise_one(options=("-DX=1",)).prepare("cuda:0").result()
+    logits, width = torch.zeros(2), np.int32(5)
+    launch((3,), (64,), (logits, width))
+    assert compiled == [("raise_one", ("-std=c++17", "-DX=1", "-DPARAMS_SIZE=16")), "now"]
+    ((*given, last),) = launched
+    assert given == [(3,), (64,), (logits.data_ptr(), width), 0] and last.ptr == 77
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

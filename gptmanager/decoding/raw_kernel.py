@@ -106,8 +106,8 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         return _Session(launch, self.block, self.params_dtype, num_slots, device)
 
     def _compile(self, kind: str, future: Future[Launch]) -> None:
-        compile_for = {"cpu": _compile_for_cpu, "cuda": _compile_for_cuda}[kind]
         try:
+            compile_for = {"cpu": _compile_for_cpu, "cuda": _compile_for_cuda}[kind]
             future.set_result(compile_for(self.source, self.kernel_name, self.options))
         except BaseException as error:  # noqa: B036 - whoever waits is told
             text = f"{self.name} cannot be compiled: {response_text(error)}"
