@@ -55,6 +55,7 @@ kernels.token_masks     which tokens may come, written into logits
 kernels.cpu             the override for CPUs: what pays, compiled
 kernels
 cuda.device             CuPy, once a host asks for a CUDA device
+cuda.cache_folder       where what was compiled is kept (no torch)
 cuda.emulator.reports   what a kernel did wrong, with the line of its source (no torch)
 cuda.emulator.toolchain g++, NVIDIA's headers, and built libraries that are kept (no torch)
 cuda.emulator.source    from CUDA C++ to what g++ compiles (no torch)

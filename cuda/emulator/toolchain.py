@@ -1,6 +1,6 @@
 """g++ and NVIDIA's headers: where they are, and libraries that are built once and kept.
 
-Built libraries lie in the user's cache folder under a hash of all that they were made from. Two
+Built libraries lie in the cache folder under a hash of all that they were made from. Two
 processes may build the same one at once: each writes a file of its own and renames it.
 """
 
@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gptmanager.cuda.cache_folder import cache_folder
 from gptmanager.cuda.emulator.reports import EmulatorError
 from gptmanager.errors import ConfigError
 
@@ -49,7 +50,7 @@ class Toolchain:
             )
         self.compiler = found
         self.headers = cuda_headers()
-        self.cache = cache or _user_cache() / "gptmanager" / "emulator"
+        self.cache = cache or cache_folder("emulator")
 
     def preprocess(self, text: str, name: str, options: Sequence[str]) -> str:
         """The C++ that is compiled, includes and macros done. `EmulatorError` with g++'s words."""
@@ -146,7 +147,3 @@ def cuda_headers() -> Path | None:
         if all((place / name).exists() for name in needed):
             return place
     return None
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

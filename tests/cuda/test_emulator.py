@@ -265,6 +265,17 @@ def test_a_library_is_built_once(tmp_path, monkeypatch):
     assert len(list(kept[0].parent.iterdir())) == 3
 
 
+def test_a_kernel_runs_where_the_cache_cannot_be_written_to(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    module = emulator.Module(source=SCALE, name_expressions=["fill"])
+    x = emulator.empty(3, np.uint64)
+    module.get_function("fill")((1,), (3,), (x, np.int64(5)))
+    assert x.tolist() == [5, 5, 5]
+    assert "/proc/nope" in caplog.text
+
+
 def test_two_threads_build_the_same_at_once(tmp_path):
     def build(_):
         chain = emulator.Toolchain(tmp_path)
