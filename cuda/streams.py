@@ -6,9 +6,10 @@ of work to be run again. Knows nothing of steps.
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -109,6 +110,7 @@ class DeviceStream:
         graph = torch.cuda.CUDAGraph()
         with (
             self._turn,
+            _without_collection(),
             torch.cuda.graph(
                 graph,
                 pool=self._graph_memory,
@@ -142,6 +144,18 @@ class DeviceStream:
             run()
             self.synchronize()
             return max(0, torch.cuda.max_memory_allocated(self.device) - before)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Garbage may hold kernels and recordings, whose ends are calls that a recording forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class EmulatedStream:

@@ -396,6 +396,11 @@ def test_the_ready_made_kernels_neither_race_nor_stray(case):
     np.testing.assert_allclose(there[0], logits, rtol=1e-6)
 
 
+def test_a_device_that_there_is_not():
+    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+        raise_one().compile("nowhere")
+
+
 @pytest.mark.parametrize(
     ("declaration", "name"),
     [
