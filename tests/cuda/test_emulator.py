@@ -6,14 +6,20 @@ import concurrent.futures
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.cuda import emulator
 from gptmanager.cuda.emulator import toolchain as toolchains
+from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
+from gptmanager.testing import RecordingCallbacks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SCALE = """
 template <typename T>
@@ -250,6 +256,26 @@ def test_a_kernel_that_needs_one_says_where_to_get_it(no_headers):
     source = "#include <cuda_bf16.h>\n__global__ void f() {}"
     with pytest.raises(emulator.EmulatorError, match="pip install 'nvidia-cuda-runtime==13.0"):
         emulator.Module(source=source, name_expressions=["f"], toolchain=no_headers)
+
+
+def new_manager():
+    return GptManager(
+        ROOT / "examples" / "tiny_llama",
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(KvCacheConfig(max_tokens=256), device="emulator"),
+        **RecordingCallbacks([]).keywords(),
+    )
+
+
+@pytest.mark.parametrize("make", [EmulatorLauncher, new_manager])
+def test_nothing_is_made_where_no_kernel_could_be_compiled(make, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchains, "cuda_headers", lambda: None)
+        with pytest.raises(ConfigError, match="headers are not installed: pip install"):
+            make()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ compiler g\+\+"):
+        make()
 
 
 def test_a_library_is_built_once(tmp_path, monkeypatch):
