@@ -109,7 +109,8 @@ class Toolchain:
     def _includes(self) -> list[str]:
         if self.headers is None:
             return [f"-I{FOLDER}"]
-        return [f"-I{FOLDER}", "-DEMULATOR_CUDA_HEADERS", f"-I{self.headers}"]
+        folders = (f"-I{it}" for it in (FOLDER, self.headers, self.headers / "cccl"))
+        return [*folders, "-DEMULATOR_CUDA_HEADERS"]
 
     def _run(self, arguments: Sequence[str], text: str, name: str) -> str:
         command = [self.compiler, *arguments]

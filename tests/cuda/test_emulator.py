@@ -129,6 +129,35 @@ def test_warp_functions():
     assert np.all(out[:, 6] == 1) and np.all(out[:, 7] == 5)
 
 
+def test_lanes_that_run_together_count_by_one_atomic():
+    source = """
+    __global__ void count(unsigned* total, unsigned* place) {
+        unsigned active = __activemask(), leader = __ffs(active) - 1, before;
+        if (threadIdx.x == leader) before = atomicAdd(total, __popc(active));
+        before = __shfl_sync(active, before, leader);
+        place[threadIdx.x] = before + __popc(active & ((1u << threadIdx.x) - 1));
+    }"""
+    total, place = emulator.asarray(np.zeros(1, np.uint32)), emulator.empty(32, np.uint32)
+    module = emulator.Module(source=source, name_expressions=["count"], check=True)
+    module.get_function("count")((1,), (32,), (total, place))
+    assert total == 32 and sorted(place) == list(range(32))
+
+
+@pytest.mark.usefixtures("toolchain")
+def test_the_standard_library_of_cuda():
+    source = """
+    #include <cuda/std/array>
+    #include <cuda/std/limits>
+    __global__ void largest(float* x) {
+        cuda::std::array<float, 2> both{x[0], cuda::std::numeric_limits<float>::max()};
+        x[0] = both[1];
+    }"""
+    x = emulator.asarray(np.zeros(1, np.float32))
+    module = emulator.Module(source=source, name_expressions=["largest"])
+    module.get_function("largest")((1,), (1,), (x,))
+    assert x == np.finfo(np.float32).max
+
+
 # What CuPy would pass on, or the driver reject ---------------------------------------------------
 
 
