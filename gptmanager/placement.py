@@ -119,7 +119,10 @@ class DevicePlacement(Placement):
         """By a trial: the largest step that the options allow is run, with a cache of one block."""
         peak = self._stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
         gc.collect()  # of what the trial held nothing may be missing from what is free
-        free = self._stream.free_bytes() - peak
+        # what the trial has none of: the recordings' logits, and marks of the sampler beside them
+        rows = params.max_batch_size * max_beam_width
+        beside = 2 * rows * model.spec.vocab_size * torch.float32.itemsize
+        free = self._stream.free_bytes() - peak - beside
         return Room(free, self._dtype(model), shared=self.device.type == "cpu")
 
     def executor(

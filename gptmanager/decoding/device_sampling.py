@@ -20,6 +20,7 @@ from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 from gptmanager.staging import Upload
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
+_ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a token of a vocabulary
 
 
 class Choice(NamedTuple):
@@ -65,7 +66,11 @@ class DeviceSampler(Sampler):
         self._lists_changed = False
         self._changed: set[int] = set()
         # marks of tokens that a row has seen, all zero between steps
-        self._marks = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        shape = min(num_slots, _ADJUSTED_AT_ONCE), vocab_size
+        self._marks = torch.zeros(shape, dtype=torch.int32, device=device)
+        for part in (adjustments, sampling, log_probs, beam_step):
+            for name in part.PROGRAM.kernels:  # compiled now, and not while requests wait
+                launcher.kernel(part.PROGRAM, name)
 
     def load(
         self, slot: int, params: SamplingParams, orig_prompt_len: int, wanted: Wanted = NO_EXTRAS
@@ -104,13 +109,7 @@ class DeviceSampler(Sampler):
         self._flush(upload)
         lines, positions = places["lines"], places["positions"]
         if self.adjusts(slots):
-            if self._marks.shape[0] < len(slots):
-                self._marks = self._marks.new_zeros(len(slots), self.vocab_size)
-            adjustments.adjust(
-                self._launcher,
-                *(logits, self._tables["adjustment"], self._list_table, histories, self._marks),
-                *(lines, positions),
-            )
+            self._adjust(logits, histories, lines, positions)
         tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
         choice = self._tables["choice"]
         sampling.sample(self._launcher, tokens, logits, choice, lines, positions)
@@ -129,6 +128,16 @@ class DeviceSampler(Sampler):
                 *(best_tokens, best_log_probs, logits, choice, lines, places["counts"]),
             )
         return Choice(tokens, values, best_tokens, best_log_probs)
+
+    def _adjust(self, logits: Tensor, histories: Tensor, lines: Tensor, positions: Tensor) -> None:
+        params = self._tables["adjustment"]
+        for first in range(0, len(logits), len(self._marks)):
+            own = slice(first, first + len(self._marks))
+            adjustments.adjust(
+                self._launcher,
+                *(logits[own], params, self._list_table, histories, self._marks),
+                *(lines[own], positions[own]),
+            )
 
     def _flush(self, upload: Upload) -> None:
         if not self._changed:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gptmanager.cuda.block_copy import Copy, as_tensor, copy_blocks, rounds
+from gptmanager.cuda.block_copy import PROGRAM, Copy, as_tensor, copy_blocks, rounds
 from gptmanager.cuda.launch import Launcher
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.kv_pool import KvPool
@@ -24,6 +24,8 @@ class DeviceKvPool(KvPool):
     def __init__(self, launcher: Launcher, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, token_major=True, **options)
         self._launcher = launcher
+        for name in PROGRAM.kernels:  # compiled now, and not while requests wait
+            launcher.kernel(PROGRAM, name)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Enqueue copies of the beginnings of blocks, as if one after the other."""

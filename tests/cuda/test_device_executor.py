@@ -23,10 +23,13 @@ from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.decoding import device_sampling
+from gptmanager.decoding.device_sampling import DeviceSampler
 from gptmanager.device_chooser import DeviceChooser
 from gptmanager.device_executor import DeviceExecutor
 from gptmanager.errors import ConfigError
 from gptmanager.generation_graphs import GenerationGraphs, ladder
+from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 from gptmanager.sequence_tables import DeviceTables
@@ -84,6 +87,28 @@ def adjusted():
 @pytest.mark.parametrize("requests", [several, sampled, mixed, adjusted])
 def test_requests_of_all_kinds(device, requests, run_ahead):
     check_same(device, requests, run_ahead=run_ahead)
+
+
+def test_a_batch_is_adjusted_in_parts(device, monkeypatch):
+    monkeypatch.setattr(device_sampling, "_ADJUSTED_AT_ONCE", 2)
+    check_same(device, adjusted)
+
+
+def test_nothing_is_compiled_while_requests_wait(device):
+    """All kernels that a manager of that model needs are there before the first request."""
+    stream = DeviceStream("cuda") if device == "cuda" else EmulatedStream()
+    launcher, asked = stream.launcher, []
+    find = launcher.kernel
+
+    def kernel(program, name, shared_mem=0):
+        asked.append(name)
+        return find(program, name, shared_mem)
+
+    launcher.kernel = kernel
+    DeviceKvPool(launcher, 1, 4, 16, 1, 64, device=stream.device)
+    DeviceSampler(2, 96, np.zeros((2, 8), np.int32), launcher, stream.device)
+    names = {"adjust", "sample", "log_probs", "best_of_rows", "copy_blocks"}
+    assert {name.partition("<")[0] for name in asked} >= names
 
 
 @pytest.mark.parametrize(

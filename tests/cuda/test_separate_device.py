@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from devices import there_is
+from devices import check_same, prompt, there_is
 from separate_device import DEVICE, DeviceTensor, SeparateDevice, SeparateStream
-from test_device_executor import check_same, mixed, prompt
+from test_device_executor import mixed
 
 from gptmanager import InferenceRequest, KvCacheConfig, assembly
 from gptmanager.config import PromptLookup
 from gptmanager.placement import DevicePlacement
 
 from_tokens = InferenceRequest.from_tokens
+pytestmark = pytest.mark.timeout(180)  # the emulator beside busy neighbors
 place = assembly.place
 
 
