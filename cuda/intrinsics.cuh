@@ -39,13 +39,6 @@ __device__ inline float exp2_approx(float x) PTX(
     return result;
 )
 
-// tanh to about 2^-11 relative.
-__device__ inline float tanh_approx(float x) PTX(
-    float result;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-)
-
 // Copies from global to shared memory in the background -------------------------------------------
 
 // 16 bytes, both addresses aligned to them; past L1, since each byte is read once. Where not `valid`,

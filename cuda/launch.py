@@ -130,11 +130,16 @@ def _plain(argument: Argument) -> Any:
 
 
 class EmulatorLauncher:
-    """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`."""
+    """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`.
+
+    ConfigError without g++ or NVIDIA's headers.
+    """
 
     num_multiprocessors = 4
 
     def __init__(self, *, check: bool = False, order: str | int = "forward") -> None:
+        self._toolchain = emulator.Toolchain()
+        self._toolchain.require_headers()
         self._check = check
         self._order = order
         self._modules: dict[str, emulator.Module] = {}
@@ -147,6 +152,7 @@ class EmulatorLauncher:
                 name_expressions=program.kernels,
                 check=self._check,
                 order=self._order,
+                toolchain=self._toolchain,
             )
         kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)

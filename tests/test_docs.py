@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from gptmanager.api import PROPERTY_OF_TENSOR
+from gptmanager.cuda import emulator
+from gptmanager.errors import ConfigError
 from gptmanager.life import NEXT_MANAGER_STATES
 from gptmanager.loop import TokenLoop
 from gptmanager.request import NEXT_STATES, LlmRequestState
@@ -18,10 +19,24 @@ from gptmanager.testing import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+# Elsewhere an example may be pasted alone.
+PAGES_READ_IN_ORDER = ("recording.md", "scheduling.md")
+PAGES_ON_THE_EMULATOR = ("devices.md", "emulator.md", "logits_processors.md")
 
 
 def page(name):
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def examples(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def skip_without_emulator():
+    try:
+        emulator.Toolchain().require_headers()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def table_names(text):
@@ -93,12 +108,30 @@ def test_the_rules_of_schedulers_are_those_of_the_kit():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_examples_run(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    if path.name == "emulator.md" and shutil.which("g++") is None:
-        pytest.skip("the emulator needs g++")
+    if path.name in PAGES_ON_THE_EMULATOR:
+        skip_without_emulator()
     namespace: dict[str, object] = {}
-    prologue = "import numpy as np\nfrom gptmanager import *\n"
-    for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(prologue + block, str(path), "exec"), namespace)
+    for block in examples(path):
+        if path.name not in PAGES_READ_IN_ORDER:
+            namespace = {}
+        exec(compile(block, str(path), "exec"), namespace)
+
+
+def test_the_emulator_says_what_its_page_quotes():
+    skip_without_emulator()
+    wrong = examples(ROOT / "docs" / "emulator.md")[0].replace("    __syncthreads();\n", "")
+    with pytest.raises(emulator.EmulatorError) as caught:
+        exec(wrong, {})
+    quoted = re.findall(r"^> (.*)$", page("emulator.md"), re.MULTILINE)
+    assert str(caught.value) == " ".join(quoted)
+
+
+def test_the_report_that_the_page_of_processors_quotes(capsys):
+    skip_without_emulator()
+    (block,) = (it for it in examples(ROOT / "docs" / "logits_processors.md") if "run(token" in it)
+    exec(block, {})
+    quoted = block.rsplit("# ", 1)[1].rstrip(". \n")
+    assert capsys.readouterr().out.startswith(quoted)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

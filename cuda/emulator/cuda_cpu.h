@@ -66,7 +66,6 @@ struct dim3 {
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __cluster_dims__(...)
-#define EMULATOR_DYNAMIC_SHARED ::emulator::dynamic_shared()
 
 #define threadIdx (uint3{::emulator::thread_index.x, ::emulator::thread_index.y, ::emulator::thread_index.z})
 #define blockIdx (uint3{::emulator::block_index.x, ::emulator::block_index.y, ::emulator::block_index.z})

@@ -99,7 +99,6 @@ inline unsigned char* dynamic_shared() {
 }
 
 inline float exp2_approx(float x) { return exp2f(x); }
-inline float tanh_approx(float x) { return tanhf(x); }
 
 EMULATED void cp_async_16(void* to, const void* from, bool valid) {
     ::emulator::copy_async(to, from, 16, valid ? 16 : 0, EMULATOR_RETURN);

@@ -34,6 +34,10 @@ CHECKED = (
     *("-fno-omit-frame-pointer", "-DEMULATOR_CHECKED"),
 )
 
+_INSTALL_HEADERS = (
+    "NVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
+    "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
+)
 _STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
 
 
@@ -51,6 +55,11 @@ class Toolchain:
         self.compiler = found
         self.headers = cuda_headers()
         self.cache = cache or cache_folder("emulator")
+
+    def require_headers(self) -> None:
+        """`ConfigError` where kernels that include cuda_fp16.h or cuda_bf16.h do not compile."""
+        if self.headers is None:
+            raise ConfigError(f"the CUDA emulator cannot run these kernels: {_INSTALL_HEADERS}")
 
     def preprocess(self, text: str, name: str, options: Sequence[str]) -> str:
         """The C++ that is compiled, includes and macros done. `EmulatorError` with g++'s words."""
@@ -100,7 +109,8 @@ class Toolchain:
     def _includes(self) -> list[str]:
         if self.headers is None:
             return [f"-I{FOLDER}"]
-        return [f"-I{FOLDER}", "-DEMULATOR_CUDA_HEADERS", f"-I{self.headers}"]
+        folders = (f"-I{it}" for it in (FOLDER, self.headers, self.headers / "cccl"))
+        return [*folders, "-DEMULATOR_CUDA_HEADERS"]
 
     def _run(self, arguments: Sequence[str], text: str, name: str) -> str:
         command = [self.compiler, *arguments]
@@ -119,10 +129,7 @@ class Toolchain:
 
     def _hint(self, complaint: str) -> str:
         if self.headers is None and "No such file" in complaint and "cuda" in complaint:
-            return (
-                "\nNVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
-                "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
-            )
+            return f"\n{_INSTALL_HEADERS}"
         if "Assembler messages" in complaint or "'asm'" in complaint:
             return (
                 "\nInline PTX does not run on a CPU: call the functions of intrinsics.cuh, or put "

@@ -100,6 +100,8 @@ inline int __syncthreads_or(int predicate, EMULATOR_CALLER) {
 inline void __syncwarp(unsigned mask = ~0u, EMULATOR_CALLER) {
     ::emulator::sync_warp(mask, EMULATOR_PLACE);
 }
+// Nothing promises that lanes run together; here none ever does.
+inline unsigned __activemask() { return 1u << ::emulator::lane(); }
 inline void __threadfence() { ::emulator::fence(); }
 inline void __threadfence_block() {}
 inline void __threadfence_system() { ::emulator::fence(); }

@@ -6,14 +6,20 @@ import concurrent.futures
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.cuda import emulator
 from gptmanager.cuda.emulator import toolchain as toolchains
+from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
+from gptmanager.testing import RecordingCallbacks
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SCALE = """
 template <typename T>
@@ -121,6 +127,35 @@ def test_warp_functions():
     assert np.all(out[:, 4] == 99)
     assert np.array_equal(out[:, 5], np.where(lanes < 16, 0, lanes[16:].sum()))
     assert np.all(out[:, 6] == 1) and np.all(out[:, 7] == 5)
+
+
+def test_lanes_that_run_together_count_by_one_atomic():
+    source = """
+    __global__ void count(unsigned* total, unsigned* place) {
+        unsigned active = __activemask(), leader = __ffs(active) - 1, before;
+        if (threadIdx.x == leader) before = atomicAdd(total, __popc(active));
+        before = __shfl_sync(active, before, leader);
+        place[threadIdx.x] = before + __popc(active & ((1u << threadIdx.x) - 1));
+    }"""
+    total, place = emulator.asarray(np.zeros(1, np.uint32)), emulator.empty(32, np.uint32)
+    module = emulator.Module(source=source, name_expressions=["count"], check=True)
+    module.get_function("count")((1,), (32,), (total, place))
+    assert total == 32 and sorted(place) == list(range(32))
+
+
+@pytest.mark.usefixtures("toolchain")
+def test_the_standard_library_of_cuda():
+    source = """
+    #include <cuda/std/array>
+    #include <cuda/std/limits>
+    __global__ void largest(float* x) {
+        cuda::std::array<float, 2> both{x[0], cuda::std::numeric_limits<float>::max()};
+        x[0] = both[1];
+    }"""
+    x = emulator.asarray(np.zeros(1, np.float32))
+    module = emulator.Module(source=source, name_expressions=["largest"])
+    module.get_function("largest")((1,), (1,), (x,))
+    assert x == np.finfo(np.float32).max
 
 
 # What CuPy would pass on, or the driver reject ---------------------------------------------------
@@ -250,6 +285,26 @@ def test_a_kernel_that_needs_one_says_where_to_get_it(no_headers):
     source = "#include <cuda_bf16.h>\n__global__ void f() {}"
     with pytest.raises(emulator.EmulatorError, match="pip install 'nvidia-cuda-runtime==13.0"):
         emulator.Module(source=source, name_expressions=["f"], toolchain=no_headers)
+
+
+def new_manager():
+    return GptManager(
+        ROOT / "examples" / "tiny_llama",
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(KvCacheConfig(max_tokens=256), device="emulator"),
+        **RecordingCallbacks([]).keywords(),
+    )
+
+
+@pytest.mark.parametrize("make", [EmulatorLauncher, new_manager])
+def test_nothing_is_made_where_no_kernel_could_be_compiled(make, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchains, "cuda_headers", lambda: None)
+        with pytest.raises(ConfigError, match="headers are not installed: pip install"):
+            make()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ compiler g\+\+"):
+        make()
 
 
 def test_a_library_is_built_once(tmp_path, monkeypatch):
