@@ -36,8 +36,8 @@ def calls(monkeypatch):
             function.ptr = 77
             return function
 
-    def compile(source, arch, names):
-        calls.append(("compile", source.name, arch, names))
+    def compile(source, arch, names, options):
+        calls.append(("compile", source.name, arch, names, options))
         return compiler.Cubin(b"code", {name: f"_Z{name}" for name in names}, {}, "")
 
     def allow(function, attribute, size):
@@ -66,7 +66,7 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(calls):
     launched = ("launch", (2, 3), (32,), (tensor.data_ptr(), 0, np.int32(4)), 100, 5)
     assert launcher.num_multiprocessors == 132
     assert calls == [
-        ("compile", "norms.cu", "sm_90a", ["f<1>"]),
+        ("compile", "norms.cu", "sm_90a", ["f<1>"], ()),
         ("load", b"code"),
         launched,
         launched,
