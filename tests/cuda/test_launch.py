@@ -49,7 +49,9 @@ def calls(monkeypatch):
     cuda = SimpleNamespace(driver=driver, function=SimpleNamespace(Module=Module))
     monkeypatch.setattr(device, "find_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(compiler, "compile", compile)
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     raw_stream = "_cuda_getCurrentRawStream"  # absent without CUDA
