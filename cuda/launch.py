@@ -21,6 +21,7 @@ from gptmanager.errors import ConfigError
 FOLDER = Path(__file__).resolve().parent
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
+_COMPILED_AT_ONCE = 16  # kernels: by g++ some cost little more than one, and all of a file too much
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -145,14 +146,16 @@ class EmulatorLauncher:
         self._toolchain.require_headers()
         self._check = check
         self._order = order
-        self._modules: dict[str, emulator.Module] = {}
+        self._modules: dict[tuple[str, int], emulator.Module] = {}
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        module = self._modules.get(program.file)
-        if module is None:  # all kernels at once cost little more than one
-            module = self._modules[program.file] = emulator.Module(
+        place = program.kernels.index(name)
+        first = place - place % _COMPILED_AT_ONCE
+        module = self._modules.get((program.file, first))
+        if module is None:
+            module = self._modules[program.file, first] = emulator.Module(
                 path=program.path,
-                name_expressions=program.kernels,
+                name_expressions=program.kernels[first : first + _COMPILED_AT_ONCE],
                 check=self._check,
                 order=self._order,
                 toolchain=self._toolchain,
