@@ -66,17 +66,19 @@ class DeviceLauncher:
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> DeviceKernel:
         known = self._kernels.get((program.file, name))
         if known is None:
-            cubin = compiler.compile(program.path, self.arch, [name])
-            module = self._cupy.cuda.function.Module()
-            module.load(cubin.code)
-            function = module.get_function(cubin.lowered[name])
-            known = DeviceKernel(self._cupy, name, module, function)
-            self._kernels[program.file, name] = known
+            known = self._kernels[program.file, name] = self.load(program.path, name)
         known.allow(shared_mem)
         return known
 
+    def load(self, source: str | Path, name: str, options: Sequence[str] = ()) -> DeviceKernel:
+        """A kernel of a file, or of a text. Raises what `compiler.compile` raises."""
+        cubin = compiler.compile(source, self.arch, [name], options)
+        module = self._cupy.cuda.function.Module()
+        module.load(cubin.code)
+        return DeviceKernel(self._cupy, name, module, module.get_function(cubin.lowered[name]))
 
-class RawStream(NamedTuple):
+
+class _Stream(NamedTuple):
     """All that CuPy's functions read of a stream."""
 
     ptr: int
@@ -117,7 +119,7 @@ class DeviceKernel:
         shared_mem: int = 0,
     ) -> None:
         # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
-        stream = RawStream(torch._C._cuda_getCurrentRawStream(self._device))
+        stream = _Stream(torch._C._cuda_getCurrentRawStream(self._device))
         self._function(grid, block, tuple(map(_plain, args)), shared_mem, stream)
 
 

@@ -6,9 +6,10 @@ of work to be run again. Knows nothing of steps.
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """`with stream:` makes it the current one of this thread."""
 
+    name: str  # of the device, as hosts write it
     device: torch.device
     launcher: Launcher
 
@@ -80,6 +82,7 @@ class DeviceStream:
         self.launcher: Launcher
         with torch.cuda.device(index if index is not None else torch.cuda.current_device()):
             self.device = torch.device("cuda", torch.cuda.current_device())
+            self.name = str(self.device)
             self.launcher = DeviceLauncher()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graph_memory: Any = None
@@ -107,6 +110,7 @@ class DeviceStream:
         graph = torch.cuda.CUDAGraph()
         with (
             self._turn,
+            _without_collection(),
             torch.cuda.graph(
                 graph,
                 pool=self._graph_memory,
@@ -142,11 +146,23 @@ class DeviceStream:
             return max(0, torch.cuda.max_memory_allocated(self.device) - before)
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Garbage may hold kernels and recordings, whose ends are calls that a recording forbids."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class EmulatedStream:
     """CUDA kernels on the CPU, each run to its end when it is launched: for tests."""
 
     def __init__(self, launcher: EmulatorLauncher | None = None) -> None:
-        self.device = torch.device("cpu")
+        self.name, self.device = "emulator", torch.device("cpu")
         self.launcher: Launcher = launcher or EmulatorLauncher()
 
     def __enter__(self) -> EmulatedStream:

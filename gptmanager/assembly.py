@@ -192,9 +192,11 @@ def assemble(
             timer=host.processor_timer,
             num_slots=blueprint.num_slots,
             max_beam_width=max_beam_width,
-            device=str(placement.device),
+            stream=placement.stream,
         ),
     )
+    if placement.stream is not None:
+        host.device = placement.stream.name
     host.memory = executor.memory
     host.gil_wait_us = executor.take_gil_wait_us
     weights: Any = getattr(model, "weights", None)

@@ -43,6 +43,7 @@ class Placement(ABC):
 
     device: torch.device
     kernels: Kernels
+    stream: Stream | None = None  # that steps are enqueued on; None: they run when they are called
 
     def load(self, source: Any, params: OptionalParams) -> Model:
         """The model of a checkpoint, or one that the host made. ConfigError for what is neither."""
@@ -108,7 +109,7 @@ class DevicePlacement(Placement):
     def __init__(self, stream: Stream, deterministic: bool) -> None:
         self.device = stream.device
         self.kernels = CudaKernels(stream.launcher, deterministic=deterministic)
-        self._stream = stream
+        self.stream = self._stream = stream
 
     def load(self, source: Any, params: OptionalParams) -> Model:
         model = super().load(source, params)

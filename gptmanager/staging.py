@@ -6,13 +6,12 @@ Knows nothing of what they mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.streams import Event
+from gptmanager.cuda.streams import Event, Stream
 
 # arrays -> the same on the device
 Upload = Callable[[Mapping[str, np.ndarray]], Mapping[str, Tensor]]
@@ -24,30 +23,6 @@ _DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
 }
-
-
-class Source(Protocol):
-    """What copies to a device need: a `Stream` is one."""
-
-    device: torch.device
-
-    def staging(self, num_bytes: int) -> Tensor: ...
-
-    def event(self) -> Event: ...
-
-
-class CurrentStream:
-    """Of a CUDA device: whichever stream is current when a copy is enqueued."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def staging(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def event(self) -> Event:
-        event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return event
 
 
 class Layout:
@@ -71,7 +46,7 @@ class Layout:
 class Staging:
     """Host memory, used in turns: a buffer is written to again when its copy has run."""
 
-    def __init__(self, stream: Source, num_buffers: int = _NUM_BUFFERS) -> None:
+    def __init__(self, stream: Stream, num_buffers: int = _NUM_BUFFERS) -> None:
         self._stream = stream
         self._buffers = [_Buffer(stream) for _ in range(num_buffers)]
         self._turn = 0
@@ -101,7 +76,7 @@ class Staging:
 
 
 class _Buffer:
-    def __init__(self, stream: Source) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.memory = stream.staging(1 << 16)
         self.copied: Event = stream.event()

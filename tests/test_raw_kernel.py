@@ -208,7 +208,7 @@ def test_a_launch_of_one_size_can_be_replayed_with_fewer_rows():
     """As a CUDA graph would: the same kernel, grid and pointers, whatever they point to."""
     captured = []
     kernel = write_history()
-    session = kernel.open(4, torch.device("cpu"))
+    session = kernel.open(4, None)
     launch = session._launch
 
     def capture(grid, block, arguments):
@@ -394,6 +394,33 @@ def test_the_ready_made_kernels_neither_race_nor_stray(case):
     kernel((2,), (processor.block,), (*there, np.int32(9), np.int32(77)))
     processor.twin(*arguments, 9, 77)
     np.testing.assert_allclose(there[0], logits, rtol=1e-6)
+
+
+def test_a_device_that_there_is_not():
+    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+        raise_one().compile("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "name"),
+    [
+        ('extern "C" __global__ void add', "add"),
+        ("__global__ void add", "add"),
+        ("template <int N> __global__ void add", "add<1>"),
+    ],
+)
+def test_a_kernel_is_found_on_both_however_it_is_declared(declaration, name, tmp_path):
+    source = declaration + "(float* x) { x[0] += 1; }"
+    x = np.zeros(1, np.float32)
+    kernel = emulator.Module(source=source, name_expressions=[name]).get_function(name)
+    kernel((1,), (1,), (x,))
+    assert x[0] == 1
+    try:
+        compiler.find_nvrtc()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    made = compiler.compile(source, "sm_90a", [name], cache=tmp_path)
+    assert made.lowered[name].encode() in made.code
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

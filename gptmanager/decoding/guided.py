@@ -19,12 +19,13 @@ import numpy.typing as npt
 import torch
 
 from gptmanager.cuda import token_masks
-from gptmanager.cuda.launch import DeviceLauncher, Launcher
+from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, InvalidRequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.post_processor import BoundProcessor
-from gptmanager.staging import CurrentStream, Staging, Upload
+from gptmanager.staging import Staging, Upload
 
 _NUM_BUFFERS = 4  # of masks: more than steps are under way
 Words = npt.NDArray[np.int32]
@@ -87,11 +88,11 @@ class GuidedDecoding(RowProcessor):
         """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`."""
         return self._grammar("lark", grammar)
 
-    def open(self, num_slots: int, device: torch.device) -> RowSession:
-        if device.type != "cuda":
+    def open(self, num_slots: int, stream: Stream | None) -> RowSession:
+        if stream is None:
             return _Session(self.vocab_size, self.end_ids)
-        upload = Staging(CurrentStream(device), num_buffers=_NUM_BUFFERS).upload
-        return _Session(self.vocab_size, self.end_ids, (DeviceLauncher(), upload))
+        upload = Staging(stream, num_buffers=_NUM_BUFFERS).upload
+        return _Session(self.vocab_size, self.end_ids, (stream.launcher, upload))
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text

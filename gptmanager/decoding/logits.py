@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import (
     Errors,
     Ints,
@@ -44,7 +45,8 @@ class PostProcessing:
     """The processors of started sequences, and what they do to a step.
 
     `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
-    is named in the log, the 1st, 2nd, 4th, 8th ... time. `watches_streams`: one that works on
+    is named in the log, the 1st, 2nd, 4th, 8th ... time. `stream`: of the device of the logits;
+    None: they are on the CPU. `watches_streams`: one that works on
     another stream than the model's ends its requests, at the price of waiting for the device.
     """
 
@@ -56,7 +58,7 @@ class PostProcessing:
         timer: CallbackTimer | None = None,
         num_slots: int = 0,
         max_beam_width: int = 1,
-        device: str = "cpu",
+        stream: Stream | None = None,
         watches_streams: bool = False,
     ) -> None:
         self._batched = batched
@@ -64,14 +66,16 @@ class PostProcessing:
         self._timer = timer or CallbackTimer("LogitsPostProcessor")
         self._max_beam_width = max_beam_width
         self._num_lines = num_slots * max_beam_width
-        self._device = torch.device(device)
-        self._watch = StreamWatch(self._device) if watches_streams else None
+        self._stream = stream
+        device = torch.device("cpu") if stream is None else stream.device
+        self._watch = StreamWatch(device) if watches_streams else None
         self._sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
         prepare = getattr(batched, "prepare", None)
         if isinstance(batched, BoundProcessor) and callable(prepare):
-            prepare(device).result()  # what is wrong with it is wrong with the manager
+            where = "cpu" if stream is None else stream.name
+            prepare(where).result()  # what is wrong with it is wrong with the manager
 
     @property
     def is_on(self) -> bool:
@@ -206,7 +210,7 @@ class PostProcessing:
     def _session(self, shared: RowProcessor) -> RowSession:
         session = self._sessions.get(shared)
         if session is None:
-            session = self._sessions[shared] = shared.open(self._num_lines, self._device)
+            session = self._sessions[shared] = shared.open(self._num_lines, self._stream)
         return session
 
     def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> _Guard:

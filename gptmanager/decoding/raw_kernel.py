@@ -6,6 +6,7 @@ by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of wh
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
-from gptmanager.cuda.launch import RawStream
+from gptmanager.cuda.launch import DeviceLauncher
+from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.post_processor import BoundProcessor
@@ -47,7 +49,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
 
     `params_dtype`: the fields of Params, a structured dtype with `align=True`; its size is the
     macro PARAMS_SIZE. `options`: macros, as `-DNAME=1`. `twin`: a callable on the same arguments as
-    NumPy arrays and ints, which the CPU runs instead of emulating the kernel.
+    NumPy arrays and ints, which a manager on the CPU runs instead of emulating the kernel.
 
     Compiled once a device, off the loop thread: a request waits for it, or ends with the compiler's
     log. `compile` does it in the caller's line. Raises ConfigError for what cannot be right.
@@ -72,7 +74,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self.options = (*options, f"-DPARAMS_SIZE={self.params_dtype.itemsize}")
         self.twin = twin
         self._lock = threading.Lock()
-        self._compiled: dict[str, Future[Launch]] = {}  # by type of device
+        self._compiled: dict[str, Future[Launch]] = {}  # by device
 
     def bind(self, **params: Any) -> BoundKernel:
         """What a request brings: a value for each field. Raises TypeError, ValueError."""
@@ -86,29 +88,33 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self.prepare(device).result()
 
     def prepare(self, device: str) -> Future[Launch]:
-        """Begin to compile, in another thread."""
-        kind = torch.device(device).type
+        """Begin to compile, in another thread, for "cpu", "emulator" or "cuda:N"."""
         with self._lock:
-            future = self._compiled.get(kind)
+            future = self._compiled.get(device)
             if future is not None:
                 return future
-            future = self._compiled[kind] = Future()
-        if kind == "cpu" and self.twin is not None:
+            future = self._compiled[device] = Future()
+        if device == "cpu" and self.twin is not None:
             future.set_result(_call_twin(self.twin, self.params_dtype))
         else:
-            threading.Thread(
-                target=self._compile, args=(kind, future), name=f"compile {self.name}", daemon=True
-            ).start()
+            work = functools.partial(self._compile, device, future)
+            threading.Thread(target=work, name=f"compile {self.name}", daemon=True).start()
         return future
 
-    def open(self, num_slots: int, device: torch.device) -> RowSession:
-        launch = self.prepare(str(device)).result()
+    def open(self, num_slots: int, stream: Stream | None) -> RowSession:
+        name, device = "cpu", torch.device("cpu")
+        if stream is not None:
+            name, device = stream.name, stream.device
+        launch = self.prepare(name).result()
         return _Session(launch, self.block, self.params_dtype, num_slots, device)
 
-    def _compile(self, kind: str, future: Future[Launch]) -> None:
-        compile_for = {"cpu": _compile_for_cpu, "cuda": _compile_for_cuda}[kind]
+    def _compile(self, device: str, future: Future[Launch]) -> None:
+        given = self.source, self.kernel_name, self.options
         try:
-            future.set_result(compile_for(self.source, self.kernel_name, self.options))
+            if device in ("cpu", "emulator"):
+                future.set_result(_compile_for_cpu(*given))
+            else:
+                future.set_result(_compile_for_cuda(*given, device))
         except BaseException as error:  # noqa: B036 - whoever waits is told
             text = f"{self.name} cannot be compiled: {response_text(error)}"
             future.set_exception(ConfigError(text))
@@ -230,17 +236,11 @@ def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> L
     return lambda grid, block, arguments: kernel(grid, block, arguments)
 
 
-def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
-    cupy = find_cupy()
-    kernel = cupy.RawKernel(source, kernel_name, options=("-std=c++17", *options))
-    kernel.compile()
-
-    def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-        given = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
-        stream = torch.cuda.current_stream(arguments[0].device)
-        kernel.kernel(grid, block, given, 0, RawStream(stream.cuda_stream))
-
-    return launch
+def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str], device: str) -> Launch:
+    find_cupy()
+    with torch.cuda.device(device):  # a new thread begins with the first
+        kernel = DeviceLauncher().load(source, kernel_name, options)
+    return lambda grid, block, arguments: kernel(grid, block, arguments)
 
 
 def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gptmanager.cuda.streams import Stream
 from gptmanager.post_processor import BoundProcessor, RequestProcessor
 from gptmanager.step import SequenceStart
 
@@ -141,5 +142,7 @@ class RowProcessor(ABC):
     """Serves all rows of a step whose requests brought a `BoundProcessor` of it."""
 
     @abstractmethod
-    def open(self, num_lines: int, device: torch.device) -> RowSession:
-        """For a manager that has so many lines; called on its loop thread."""
+    def open(self, num_lines: int, stream: Stream | None) -> RowSession:
+        """For a manager that has so many lines, and logits on the stream's device, or, without
+        one, on the CPU; called on its loop thread.
+        """

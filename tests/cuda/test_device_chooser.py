@@ -111,7 +111,7 @@ class Inside(TorchFunctionMode):
             torch.cuda.set_sync_debug_mode("default")
             self.warnings.__exit__(*raised)
             texts = [str(warning.message) for warning in self.warned]
-            self.stream.waits += [text for text in texts if "synchronizing" in text]
+            self.stream.waits += [text for text in texts if "called a synchronizing" in text]
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, name, stream = kwargs or {}, function.__name__, self.stream

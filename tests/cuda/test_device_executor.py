@@ -25,6 +25,7 @@ from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
 from gptmanager.decoding import device_sampling
 from gptmanager.decoding.device_sampling import DeviceSampler
+from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
 from gptmanager.device_chooser import DeviceChooser
 from gptmanager.device_executor import DeviceExecutor
 from gptmanager.errors import ConfigError
@@ -195,6 +196,24 @@ def test_logits_post_processors_see_the_logits_and_the_whole_history(device):
         output = found[request_id - 1].tensors["output_ids"][0, 0].tolist()
         once = [output[:length] for length in range(12, 18)]
         assert histories[request_id] == once * 2  # on the device, then on the CPU
+
+
+def test_kernels_as_post_processors_run_as_kernels(device):
+    """Their twins are the CPU's."""
+    banned, twins = BannedTokens(8), []
+    banned.twin = lambda *arguments: twins.append(1)
+    request = from_tokens(1, prompt(1, 9), 7, logits_post_processor=banned.bind([3, 10, 17]))
+    assert not finals([request], device)[0].error and not twins
+
+
+def test_a_kernel_that_cannot_be_compiled_ends_its_request(device):
+    kernel = RawKernelLogitsPostProcessor("nonsense", "nothing", [("it", np.int32)])
+    requests = [
+        from_tokens(1, prompt(1, 9), 7, logits_post_processor=kernel.bind(it=1)),
+        from_tokens(2, prompt(2, 9), 7),
+    ]
+    one, other = finals(requests, device)
+    assert "nothing cannot be compiled" in one.error and not other.error
 
 
 def test_kernels_as_post_processors_read_the_devices_histories(device):

@@ -9,6 +9,7 @@ from requirements import skip
 
 from gptmanager import RawKernelLogitsPostProcessor
 from gptmanager.cuda.device import find_cupy
+from gptmanager.cuda.streams import DeviceStream
 from gptmanager.decoding.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
 from gptmanager.post_processor import RequestProcessor
@@ -40,7 +41,7 @@ def session():
     kernel = RawKernelLogitsPostProcessor(
         SOURCE, "add_last", np.dtype([("added", np.int32)], align=True), block=128
     )
-    session = kernel.open(NUM_LINES, torch.device("cuda"))
+    session = kernel.open(NUM_LINES, DeviceStream("cuda"))
     for line in range(NUM_LINES):
         session.load(line, kernel.bind(added=1000 * line))
     return session

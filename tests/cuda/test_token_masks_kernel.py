@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from devices import GPU, there_is
 from kernel_values import randn
 from test_guided import MODEL, asked, serve
 
-from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_guided_decoding, load_tokenizer
-from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.cuda.token_masks import mask_logits
-from gptmanager.decoding.guided import _Session
 from gptmanager.kernels.token_masks import mask_logits_reference
 
 
@@ -52,8 +50,9 @@ def test_tensors_that_do_not_fit(machine):
         mask_logits(machine.launcher, logits, machine.empty((2,), torch.int32), masks)
 
 
-def test_guided_decoding_by_the_kernel(machine, monkeypatch):
-    """On a GPU by itself; elsewhere a session is told to use it."""
+@pytest.mark.parametrize("device", ["emulator", GPU])
+def test_guided_decoding_by_the_kernel(device, monkeypatch):
+    there_is(device)
     tokenizer, guided = load_tokenizer(MODEL), load_guided_decoding(MODEL)
     grammars = [guided.choice(["red", "a blue ball"]), None, guided.regex("[a-f]{4,9}")]
 
@@ -62,24 +61,9 @@ def test_guided_decoding_by_the_kernel(machine, monkeypatch):
         host = serve(requests, **options)
         return [host.output(i) for i in range(3)]
 
-    expected = outputs()
-    if isinstance(machine.launcher, DeviceLauncher):
-        assert outputs(device="cuda", dtype="float32") == expected
-        return
-    calls = []
+    expected, calls = outputs(), []
     monkeypatch.setattr(
         "gptmanager.decoding.guided.token_masks.mask_logits",
         lambda *arguments: (calls.append(1), mask_logits(*arguments)),
     )
-
-    def upload(arrays):
-        return {name: machine.tensor(torch.from_numpy(array)) for name, array in arrays.items()}
-
-    monkeypatch.setattr(
-        GuidedDecoding,
-        "open",
-        lambda self, num_slots, device: _Session(
-            self.vocab_size, self.end_ids, (machine.launcher, upload)
-        ),
-    )
-    assert outputs() == expected and calls
+    assert outputs(device=device, dtype="float32") == expected and calls

@@ -1,0 +1,82 @@
+"""What recording a step asks of torch, with a torch that has no device."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gptmanager.cuda import streams
+from gptmanager.cuda.streams import DeviceStream
+
+
+class Graph:
+    def __init__(self):
+        self.replay = self.pool = lambda: "memory"
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """A DeviceStream; `calls`: what it asked of torch."""
+    calls = []
+
+    class Recording:
+        def __init__(self, graph, pool, stream, capture_error_mode):
+            calls.append((pool, capture_error_mode, stream is own._stream))
+
+        def __enter__(self):
+            calls.append(f"begins, {gc.isenabled()=}")
+
+        def __exit__(self, *exc):
+            calls.append("ends")
+
+    fakes = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device": lambda index: nullcontext(),
+        "Stream": lambda: SimpleNamespace(synchronize=lambda: calls.append("waits")),
+        "CUDAGraph": Graph,
+        "graph": Recording,
+    }
+
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(streams, "find_cupy", lambda: None)
+    monkeypatch.setattr(streams, "DeviceLauncher", lambda: None)
+    own = DeviceStream("cuda")
+    own.calls = calls
+    return own
+
+
+def test_a_step_runs_before_it_is_recorded_in_the_memory_of_the_last_one(stream):
+    def run():
+        stream.calls.append("runs")
+        return torch.ones(1)
+
+    for pool in (None, "memory"):
+        replay, result = stream.capture(run)
+        assert replay() == "memory" and result == 1
+        assert stream.calls == [
+            *("runs", "waits", (pool, "thread_local", True)),
+            *("begins, gc.isenabled()=False", "runs", "ends"),
+        ]
+        assert gc.isenabled()
+        stream.calls.clear()
+
+
+def test_a_step_that_cannot_be_recorded_leaves_nothing_behind(stream):
+    runs = []
+
+    def run():
+        runs.append(1)
+        if len(runs) == 2:
+            raise RuntimeError("not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="capturing"):
+        stream.capture(run)
+    assert gc.isenabled() and stream.calls[-1] == "ends"
+    assert stream._turn.acquire(blocking=False)
+    stream._turn.release()
