@@ -137,7 +137,8 @@ __device__ inline void add_values(WarpState<K>& state,
 
 // Grid: (items, kv heads). Dynamic shared memory: QUERIES rows of T, then two tiles of keys and values;
 // where the cache is of 8 bits one of T and one of it.
-template <class T, int D, bool SOFTCAP, bool SINK, class C = T>
+// `SMALL`: for devices with 99 KiB of it for a block.
+template <class T, int D, bool SOFTCAP, bool SINK, class C = T, bool SMALL = false>
 __global__ void __launch_bounds__(THREADS) context_attention(
     T* out,                   // [tokens, heads, D]
     const T* queries,         // [tokens, heads, D]
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     const float* scales,      // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, int window_size, int sink, float scale,
     float softcap) {
-    using K = Kind<T, D, SOFTCAP, SINK, C>;
+    using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
     if (items[blockIdx.x].row < 0) return;
     if (threadIdx.x == 0) {

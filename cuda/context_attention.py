@@ -27,6 +27,10 @@ PROGRAM = Program(
             for sink in ("false", "true")
             for cache in CACHES
         ),
+        *(  # for less shared memory
+            f"context_attention<{NAMES[dtype]}, 128, false, false, {NAMES[dtype]}, true>"
+            for dtype in _NARROW
+        ),
     ),
 )
 
@@ -130,10 +134,16 @@ def context_attention(
         kernel(grid, (_THREADS,), (*arguments, *ints(num_queries)))
         return
     capped, sinks = str(softcap > 0).lower(), str(bool(window and sink)).lower()
-    name = f"context_attention<{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}>"
+    kind = f"{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}"
     own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
-    shared = num_queries * own + 2 * _tokens(head_dim, softcap) * (own + other)
-    launcher.kernel(PROGRAM, name, shared)(grid, (_THREADS,), arguments, shared)
+    tokens = _tokens(head_dim, softcap)
+    shared = num_queries * own + 2 * tokens * (own + other)
+    if shared > launcher.max_shared_mem and head_dim == 128:
+        kind += f", {NAMES[dtype]}, true"
+        shared -= tokens * (own + other)  # half of either tile
+    launcher.kernel(PROGRAM, f"context_attention<{kind}>", shared)(
+        grid, (_THREADS,), arguments, shared
+    )
 
 
 def _queries(head_dim: int, window: int | None, sink: int, fp8: bool) -> int:

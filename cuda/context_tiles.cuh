@@ -6,7 +6,7 @@
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
 // What a kernel is made for: queries of T, heads of D, a cache of C.
-template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement>
+template <class Element, int HEAD_DIM, bool IS_CAPPED, bool HAS_SINK, class CacheElement, bool IS_SMALL>
 struct Kind {
     using T = Element;
     using C = CacheElement;
@@ -18,7 +18,7 @@ struct Kind {
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
     static constexpr int QUERIES = WARPS * 16 * MATRICES;
     // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
-    static constexpr int TOKENS = D > 128 || (D == 128 && SOFTCAP) ? 32 : 64;
+    static constexpr int TOKENS = D > 128 || (D == 128 && (SOFTCAP || IS_SMALL)) ? 32 : 64;
     static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
 };
 

@@ -48,6 +48,7 @@ class Kernel(Protocol):
 
 class Launcher(Protocol):
     num_multiprocessors: int
+    max_shared_mem: int  # bytes that a block can have
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
@@ -60,6 +61,7 @@ class DeviceLauncher:
         self._cupy = device.find_cupy()
         properties = torch.cuda.get_device_properties()
         self.num_multiprocessors: int = properties.multi_processor_count
+        self.max_shared_mem: int = properties.shared_memory_per_block_optin
         self.arch = architecture(properties.major, properties.minor)
         self._kernels: dict[tuple[str, str], DeviceKernel] = {}
 
@@ -136,6 +138,7 @@ class EmulatorLauncher:
     """
 
     num_multiprocessors = 4
+    max_shared_mem = 227 << 10
 
     def __init__(self, *, check: bool = False, order: str | int = "forward") -> None:
         self._toolchain = emulator.Toolchain()

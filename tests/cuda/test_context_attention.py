@@ -98,6 +98,22 @@ def test_all_of_it_crossed(machine, rows, options):
     check(machine, rows, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_128_on_devices_with_less_shared_memory(machine, dtype, monkeypatch):
+    monkeypatch.setattr(machine.launcher, "max_shared_mem", 99 << 10)
+    asked = []
+    find = machine.launcher.kernel
+    monkeypatch.setattr(
+        machine.launcher, "kernel", lambda *given: asked.append(given[1:]) or find(*given)
+    )
+    check(machine, PagedRows([(70, 200), (3, 3)], 4, 1, 128, dtype=dtype))
+    check(machine, PagedRows([(70, 200)], 4, 1, 128, dtype=dtype), window=40)
+    check(machine, PagedRows([(70, 200)], 4, 1, 128, dtype=dtype), window=40, sink=5)
+    check(machine, PagedRows([(70, 200)], 4, 1, 128, dtype=dtype), softcap=1.5)
+    assert all(shared < 98 << 10 for _, shared in asked)
+    assert [name.endswith("true>") for name, _ in asked] == [True, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("rows", "options"),
     [

@@ -36,8 +36,8 @@ def calls(monkeypatch):
             function.ptr = 77
             return function
 
-    def compile(source, arch, names):
-        calls.append(("compile", source.name, arch, names))
+    def compile(source, arch, names, options):
+        calls.append(("compile", source.name, arch, names, options))
         return compiler.Cubin(b"code", {name: f"_Z{name}" for name in names}, {}, "")
 
     def allow(function, attribute, size):
@@ -49,7 +49,9 @@ def calls(monkeypatch):
     cuda = SimpleNamespace(driver=driver, function=SimpleNamespace(Module=Module))
     monkeypatch.setattr(device, "find_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(compiler, "compile", compile)
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     raw_stream = "_cuda_getCurrentRawStream"  # absent without CUDA
@@ -66,7 +68,7 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(calls):
     launched = ("launch", (2, 3), (32,), (tensor.data_ptr(), 0, np.int32(4)), 100, 5)
     assert launcher.num_multiprocessors == 132
     assert calls == [
-        ("compile", "norms.cu", "sm_90a", ["f<1>"]),
+        ("compile", "norms.cu", "sm_90a", ["f<1>"], ()),
         ("load", b"code"),
         launched,
         launched,
