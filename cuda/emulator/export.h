@@ -7,7 +7,7 @@
 
 namespace emulator {
 
-// Same structure in module.py. kind: pointer p, signed i, unsigned u, float f, bool b, other V.
+// Same structure in library.py. kind: pointer p, signed i, unsigned u, float f, bool b, other V.
 struct Parameter {
     size_t size;
     char kind, pointee_kind;
@@ -45,12 +45,14 @@ struct Descriptor {
     const Parameter* parameters;
     size_t count;
     void (*body)(void**);
+    void (*kernel)();
 };
 
 template <auto kernel> struct Describe;
 template <class... P, void (*kernel)(P...)> struct Describe<kernel> {
-    static constexpr Descriptor descriptor = {
-        Export<kernel>::parameters, sizeof...(P), Export<kernel>::body};
+    inline static const Descriptor descriptor = {
+        Export<kernel>::parameters, sizeof...(P), Export<kernel>::body,
+        reinterpret_cast<void (*)()>(kernel)};
 };
 
 }  // namespace emulator

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gptmanager.cuda.emulator.reports import EmulatorError, with_lines
 
@@ -26,6 +30,7 @@ class _Descriptor(ctypes.Structure):  # export.h
         ("parameters", ctypes.POINTER(_Parameter)),
         ("count", ctypes.c_size_t),
         ("body", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
     )
 
 
@@ -69,6 +74,18 @@ class Argument:
     unknown: bool = False  # it points to memory that nobody described
 
 
+class _Symbol(NamedTuple):
+    name: str
+    kind: str  # nm's letter
+    place: int
+    size: int
+
+
+def _encoding(function: str) -> str:
+    """How the names of a function's own variables begin, as C++ mangles them."""
+    return function[2:] if function.startswith("_Z") else f"{len(function)}{function}"
+
+
 class Library:
     """`order` 0: blocks, warps and lanes forward; -1: in reverse; else the seed of a shuffle."""
 
@@ -76,6 +93,7 @@ class Library:
         self._path = path
         self._checked = checked
         self._order = order
+        self._static_shared: dict[int, int] = {}
         # The machine is one object: the interpreter lock must be held while it runs.
         try:
             self._library = ctypes.PyDLL(str(path))
@@ -94,6 +112,37 @@ class Library:
         return tuple(
             Parameter(it.size, it.kind.decode(), it.pointee_kind.decode(), it.pointee_size)
             for it in descriptor.parameters[: descriptor.count]
+        )
+
+    def static_shared(self, number: int) -> int:
+        """Bytes of what the kernel itself declares `__shared__`; 0 without binutils."""
+        if number not in self._static_shared:
+            self._static_shared[number] = self._find_static_shared(number)
+        return self._static_shared[number]
+
+    def _find_static_shared(self, number: int) -> int:
+        export = f"emulator_kernel_{number}"
+        places = {symbol.name: symbol.place for symbol in self._symbols}
+        if export not in places:
+            return 0
+        loaded = ctypes.cast(getattr(self._library, export), ctypes.c_void_p).value or 0
+        place = (self._descriptor(number).kernel or 0) - loaded + places[export]
+        functions = (it.name for it in self._symbols if it.place == place and it.kind in "tTwW")
+        prefixes = tuple(f"_ZZ{_encoding(name)}E" for name in functions)
+        return sum(
+            it.size for it in self._symbols if it.kind in "bBdD" and it.name.startswith(prefixes)
+        )
+
+    @functools.cached_property
+    def _symbols(self) -> tuple[_Symbol, ...]:
+        if shutil.which("nm") is None:
+            return ()
+        command = ["nm", "--print-size", "--defined-only", str(self._path)]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        fields = (line.split() for line in listed.splitlines())
+        return tuple(
+            _Symbol(name, kind, int(place, 16), int(size, 16))
+            for place, size, kind, name in (it for it in fields if len(it) == 4)
         )
 
     def launch(

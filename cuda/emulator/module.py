@@ -35,7 +35,13 @@ class Kernel:
 
     def __init__(self, name: str, library: Library, number: int) -> None:
         self.name = name
-        self.max_dynamic_shared_size_bytes = _MAX_SHARED
+        self._static_shared = library.static_shared(number)
+        if self._static_shared > _MAX_SHARED:
+            raise EmulatorError(
+                f"{name}: {self._static_shared} bytes of static shared memory are more than "
+                f"{_MAX_SHARED}; beyond these it must be dynamic"
+            )
+        self.max_dynamic_shared_size_bytes = _MAX_SHARED - self._static_shared
         self._library = library
         self._number = number
         self._parameters = library.parameters(number)
@@ -80,10 +86,12 @@ class Kernel:
         return x, y, z
 
     def _check_shared(self, shared_mem: int) -> None:
-        if shared_mem > min(self.max_dynamic_shared_size_bytes, _MAX_SHARED_OPTIN):
+        room = _MAX_SHARED_OPTIN - self._static_shared
+        if shared_mem > min(self.max_dynamic_shared_size_bytes, room):
             raise EmulatorError(
                 f"{self.name}: shared_mem={shared_mem} is more than max_dynamic_shared_size_bytes="
                 f"{self.max_dynamic_shared_size_bytes}, or than the {_MAX_SHARED_OPTIN} of a device"
+                f" less {self._static_shared} of static shared memory"
             )
 
 

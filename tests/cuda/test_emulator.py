@@ -203,6 +203,41 @@ def test_more_shared_memory_once_it_is_allowed(module):
         kernel((2,), (128,), arguments(), shared_mem=250_000)
 
 
+STATIC = """
+template <class T> __global__ void tiles(T* x) {
+    __shared__ T tile[8192];
+    extern __shared__ T more[];
+    tile[threadIdx.x] = more[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = tile[threadIdx.x] + more[threadIdx.x];
+}
+extern "C" __global__ void plain(float* x) {
+    __shared__ float tile[1024], other[16];
+    extern __shared__ float more[];
+    tile[threadIdx.x] = other[threadIdx.x % 16] = more[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = tile[threadIdx.x] + other[threadIdx.x % 16] + more[threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
+def test_static_shared_memory_counts(check):
+    names = ("tiles<float>", "plain", "tiles<double>")
+    module = emulator.Module(source=STATIC, name_expressions=names, check=check)
+    kernel, x = module.get_function("tiles<float>"), emulator.asarray(np.ones(1, np.float32))
+    assert kernel.max_dynamic_shared_size_bytes == 16 << 10
+    kernel((1,), (1,), (x,), shared_mem=16 << 10)
+    assert x == 2
+    kernel.max_dynamic_shared_size_bytes = 227 << 10
+    kernel((1,), (1,), (x,), shared_mem=195 << 10)
+    with pytest.raises(emulator.EmulatorError, match="232448 of a device less 32768 of static"):
+        kernel((1,), (1,), (x,), shared_mem=(195 << 10) + 1)
+    assert module.get_function("plain").max_dynamic_shared_size_bytes == (48 << 10) - 4160
+    with pytest.raises(emulator.EmulatorError, match="tiles<double>: 65536 bytes of static"):
+        module.get_function("tiles<double>")
+
+
 def test_an_unknown_name(module):
     with pytest.raises(emulator.EmulatorError, match="'scale' is not among .*: scale<float>, fill"):
         module.get_function("scale")
