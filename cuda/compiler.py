@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gptmanager.cuda.cache_folder import cache_folder
 from gptmanager.errors import ConfigError, GptManagerError
 
 FOLDER = Path(__file__).resolve().parent
@@ -97,7 +98,7 @@ def compile(
     flags = ("-std=c++17", f"-arch={arch}", "--ptxas-options=-v", *options)
     keyed = [str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
     key = hashlib.sha256("\0".join(keyed).encode()).hexdigest()[:32]
-    kept = (cache or _user_cache() / "gptmanager" / "cubins") / key
+    kept = (cache or cache_folder("cubins")) / key
     if not (kept / "cubin").exists():
         includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
         made = _compile(nvrtc, text, file, names, (*flags, *includes))
@@ -196,7 +197,3 @@ def _keep(folder: Path, cubin: Cubin) -> None:
         except OSError:  # it is there already
             if not (folder / "cubin").exists():
                 raise
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
