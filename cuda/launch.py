@@ -22,6 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
 _COMPILED_AT_ONCE = 16  # kernels: by g++ some cost little more than one, and all of a file too much
+_MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -62,7 +63,8 @@ class DeviceLauncher:
         self._cupy = device.find_cupy()
         properties = torch.cuda.get_device_properties()
         self.num_multiprocessors: int = properties.multi_processor_count
-        self.max_shared_mem: int = properties.shared_memory_per_block_optin
+        attribute = _MAX_SHARED_OF_BLOCK, torch.cuda.current_device()
+        self.max_shared_mem: int = self._cupy.cuda.runtime.deviceGetAttribute(*attribute)
         self.arch = architecture(properties.major, properties.minor)
         self._kernels: dict[tuple[str, str], DeviceKernel] = {}
 

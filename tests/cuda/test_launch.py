@@ -46,12 +46,12 @@ def calls(monkeypatch):
         calls.append(("allow", function, attribute, size))
 
     driver = SimpleNamespace(funcSetAttribute=allow, CUDADriverError=CUDADriverError)
-    cuda = SimpleNamespace(driver=driver, function=SimpleNamespace(Module=Module))
+    attributes = {(97, 0): 227 << 10}
+    runtime = SimpleNamespace(deviceGetAttribute=lambda *key: attributes[key])
+    cuda = SimpleNamespace(driver=driver, runtime=runtime, function=SimpleNamespace(Module=Module))
     monkeypatch.setattr(device, "find_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(compiler, "compile", compile)
-    properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, shared_memory_per_block_optin=227 << 10
-    )
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     raw_stream = "_cuda_getCurrentRawStream"  # absent without CUDA
@@ -66,7 +66,7 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(calls):
         kernel((2, 3), (32,), (tensor, None, np.int32(4)), 100)
 
     launched = ("launch", (2, 3), (32,), (tensor.data_ptr(), 0, np.int32(4)), 100, 5)
-    assert launcher.num_multiprocessors == 132
+    assert (launcher.num_multiprocessors, launcher.max_shared_mem) == (132, 227 << 10)
     assert calls == [
         ("compile", "norms.cu", "sm_90a", ["f<1>"], ()),
         ("load", b"code"),
