@@ -19,6 +19,20 @@ template <class T, int D, int TILES> struct WarpState {
     unsigned queries[TILES][D / 16][2];
     float out[TILES][D / 16][4];  // transposed: (d = g, heads 2t, 2t + 1), (d = g + 8, ...)
     Softmax softmax[TILES][2];    // heads 2t and 2t + 1; sums of this lane's tokens only
+
+    template <class Chunks> __device__ void load(const T* from, int group) {
+        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const T* query = from + (n * 8 + g) * D + Chunks::COLUMN * t;
+#pragma unroll
+            for (int k = 0; k < D / 8; k++) {
+                int d = k / 2 * 16 + k % 2 * Chunks::LATER_COLUMN;
+                queries[n][k / 2][k % 2] =
+                    n * 8 + g < group ? *reinterpret_cast<const unsigned*>(query + d) : 0;
+            }
+        }
+    }
 };
 
 // `rows`: of the tile's tokens in the pages, a lane each; -1 where nothing is to be read, but zeros
@@ -197,7 +211,9 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
     }
 }
 
-// Grid: (items, kv heads). Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the cache.
+// Grid: (any, kv heads): blocks take items by turns, as many as run at once, so that those of a
+// recording that do nothing cost nothing. Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the
+// cache.
 template <class T, int D, int TILES, class C = T>
 __global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
     T* out,                   // [tokens, heads, D]
@@ -206,70 +222,65 @@ __global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
     const T* queries,         // [tokens, heads, D]
     const C* keys,            // [blocks, kv_heads, tokens_per_block, D]
     const C* values,          // [blocks, kv_heads, tokens_per_block, D]
-    const Item* items,        // [items]; row -1: nothing to do
+    const Item* items,        // [num_items]; row -1: nothing to do from here on
     const int* row_starts,    // [rows + 1]: a row's only token
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
     const float* scales,      // [2, kv_heads] of a cache of 8 bits
-    int num_heads, int table_width, int tokens_per_block, float scale, float softcap) {
-    Item item = items[blockIdx.x];
-    if (item.row < 0) return;
+    int num_heads, int table_width, int tokens_per_block, float scale, float softcap,
+    int num_items) {
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
-    const int* table = block_tables + size_t(slots[item.row]) * table_width;
-    auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-    const C* value_memory = values + (pages.memory - keys);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int TILE_SIZE = TILE * ROW<C, D>, STAGES = ::STAGES<C>;
     C* mine = reinterpret_cast<C*>(ptx::dynamic_shared()) + warp * STAGES * 2 * TILE_SIZE;
-
-    // This warp's tiles begin at start, start + step, ...
-    constexpr int STEP = WARPS * TILE;
-    int start = item.first / TILE * TILE + warp * TILE;
-    int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
-    auto rows_of = [&](int tile) {  // the table is read ahead of its use
-        int position = start + tile * STEP + lane % TILE;
-        // Pages outside of the item may be gone, and rows behind its end were never written.
-        return position >= item.first && position < item.last ? pages.row(position) : -1;
-    };
-    auto copy = [&](int tile, int rows) {
-        C* to = mine + tile % STAGES * 2 * TILE_SIZE;
-        copy_tile<C, D>(to, to + TILE_SIZE, pages.memory, value_memory, rows);
-        ptx::cp_async_commit();
-    };
-#pragma unroll
-    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, rows_of(tile));
-    int next_rows = rows_of(STAGES - 1);
-
-    WarpState<T, D, TILES> state = {};
-#pragma unroll
-    for (int n = 0; n < TILES; n++) {
-        const T* query = queries + (first_head + n * 8 + g) * D + Chunks<T, C, D>::COLUMN * t;
-#pragma unroll
-        for (int k = 0; k < D / 8; k++) {
-            int d = k / 2 * 16 + k % 2 * Chunks<T, C, D>::LATER_COLUMN;
-            state.queries[n][k / 2][k % 2] =
-                n * 8 + g < group ? *reinterpret_cast<const unsigned*>(query + d) : 0;
-        }
-    }
     float value_scale = 1;
     if constexpr (IS_FP8<C>) {
         scale *= scales[kv_head];
         value_scale = scales[num_kv_heads + kv_head];
     }
     Scores to_score(scale, softcap);
-    for (int tile = 0; tile < num_tiles; tile++) {
-        ptx::cp_async_wait<STAGES - 2>();
-        __syncwarp();  // this tile has come for all lanes, and all have done with the one before
-        copy(tile + STAGES - 1, next_rows);
-        next_rows = rows_of(tile + STAGES);
-        const C* from = mine + tile % STAGES * 2 * TILE_SIZE;
-        attend_tile<T, C, D>(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
+    for (int i = blockIdx.x; i < num_items; i += gridDim.x) {
+        Item item = items[i];
+        if (item.row < 0) return;  // behind it there are no others
+        size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
+        const int* table = block_tables + size_t(slots[item.row]) * table_width;
+        auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
+        const C* value_memory = values + (pages.memory - keys);
+
+        // This warp's tiles begin at start, start + step, ...
+        constexpr int STEP = WARPS * TILE;
+        int start = item.first / TILE * TILE + warp * TILE;
+        int num_tiles = start < item.last ? (item.last - start + STEP - 1) / STEP : 0;
+        auto rows_of = [&](int tile) {  // the table is read ahead of its use
+            int position = start + tile * STEP + lane % TILE;
+            // Pages outside of the item may be gone, and rows behind its end were never written.
+            return position >= item.first && position < item.last ? pages.row(position) : -1;
+        };
+        auto copy = [&](int tile, int rows) {
+            C* to = mine + tile % STAGES * 2 * TILE_SIZE;
+            copy_tile<C, D>(to, to + TILE_SIZE, pages.memory, value_memory, rows);
+            ptx::cp_async_commit();
+        };
+#pragma unroll
+        for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, rows_of(tile));
+        int next_rows = rows_of(STAGES - 1);
+
+        WarpState<T, D, TILES> state = {};
+        state.template load<Chunks<T, C, D>>(queries + first_head * D, group);
+        for (int tile = 0; tile < num_tiles; tile++) {
+            ptx::cp_async_wait<STAGES - 2>();
+            __syncwarp();  // this tile has come for all lanes, and all have done with the one before
+            copy(tile + STAGES - 1, next_rows);
+            next_rows = rows_of(tile + STAGES);
+            const C* from = mine + tile % STAGES * 2 * TILE_SIZE;
+            attend_tile<T, C, D>(state, from, from + TILE_SIZE, start + tile * STEP, item, to_score);
+        }
+        ptx::cp_async_wait<0>();
+        size_t to = size_t(item.partial) * num_heads + kv_head * group;
+        merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
+                                     group, item.partial < 0, value_scale);
+        __syncthreads();  // its shared memory is the next item's
     }
-    ptx::cp_async_wait<0>();
-    size_t to = size_t(item.partial) * num_heads + kv_head * group;
-    merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
-                                 group, item.partial < 0, value_scale);
 }
 
 // out = sum of 2^(log - largest log) * partial / sum of 2^(log - largest log), over a row's partials.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gptmanager.cuda.cache_write import CACHES, HEAD_DIMS, check_cache, row_bytes
 from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
+from gptmanager.cuda.generation_plan import RESIDENT
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 
 _WARPS, _TILE = 4, 16  # as in the .cu
@@ -89,16 +90,20 @@ def generation_attention(
         *ints(num_heads, block_tables.shape[1], tokens_per_block),
         *(np.float32(scale), np.float32(softcap)),
     )
+    num_items = items.shape[0]
     if dtype in _NARROW:
         tiles = 1 if group <= 8 else 2
         name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
         stages = 2 if cache_scales is None else 3
         shared = _WARPS * stages * 2 * _TILE * row_bytes(head_dim, cache.dtype)
+        at_once = -(-launcher.num_multiprocessors * RESIDENT // num_kv_heads)
         kernel = launcher.kernel(PROGRAM, name, shared)
+        grid = min(num_items, at_once), num_kv_heads
+        kernel(grid, (_WARPS * 32,), (*arguments, *ints(num_items)), shared)
     else:
-        name, shared = f"generation_attention_float<{head_dim}{cache.argument}>", 0
+        name = f"generation_attention_float<{head_dim}{cache.argument}>"
         kernel = launcher.kernel(FLOAT_PROGRAM, name)
-    kernel((items.shape[0], num_kv_heads), (_WARPS * 32,), arguments, shared)
+        kernel((num_items, num_kv_heads), (_WARPS * 32,), arguments)
     if partial.shape[0]:
         merge = launcher.kernel(PROGRAM, f"merge_partials<{NAMES[dtype]}, {head_dim}>")
         parts = (out, partial, partial_log, partial_starts, row_starts)

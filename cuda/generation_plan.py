@@ -14,7 +14,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int32]
 
 STRETCH_UNIT = 64  # tokens that one pass of a block's warps takes
-_RESIDENT = 3  # blocks that run at the same time on a multiprocessor
+RESIDENT = 3  # blocks that run at the same time on a multiprocessor
 _WAVES = 4  # how often each of them is replaced: what evens out unequal items
 
 
@@ -100,7 +100,7 @@ def _pieces(
 
 def default_stretch(num_tokens: int, num_kv_heads: int, num_multiprocessors: int) -> int:
     """Tokens of an item, so that the items of `num_tokens` fill the device some times over."""
-    items = max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads)
+    items = max(1, num_multiprocessors * RESIDENT * _WAVES // num_kv_heads)
     return max(1, -(-num_tokens // (items * STRETCH_UNIT))) * STRETCH_UNIT
 
 
@@ -118,4 +118,4 @@ def max_num_items(
     # shorter than a row's share of the tokens may be its last item, its first one too where that
     # begins at a window, and as many of its sink
     shorter = 1 + (window is not None) + (window is not None and sink > 0)
-    return max(1, num_multiprocessors * _RESIDENT * _WAVES // num_kv_heads) + shorter * num_rows
+    return max(1, num_multiprocessors * RESIDENT * _WAVES // num_kv_heads) + shorter * num_rows

@@ -9,7 +9,7 @@ from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
 
 from gptmanager.cuda.generation_attention import HEAD_DIMS, generation_attention
-from gptmanager.cuda.generation_plan import max_num_items, plan_generation
+from gptmanager.cuda.generation_plan import RESIDENT, max_num_items, plan_generation
 
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)
 # Weights are rounded to the dtype before they meet the values.
@@ -229,13 +229,26 @@ def test_no_plan_has_more_items_than_a_recording_has_room_for(lengths, window, s
 
 
 def test_a_plan_balances_skewed_lengths():
-    """Work by multiprocessor, given out longest first, on an H200: no one has much more."""
+    """Work by block of a KV head, which takes every so many of the items, on an H200."""
     skewed = np.array([128] * 16 + [1000] * 12 + [8192] * 4, dtype=np.int32)
     plan = plan_generation(skewed, 8, 132)
-    loads = np.zeros(132)
-    for size in np.repeat(plan.items[:, 2] - plan.items[:, 1], 8):
-        loads[loads.argmin()] += size
+    sizes = plan.items[:, 2] - plan.items[:, 1]
+    num_blocks = -(-132 * RESIDENT // 8)
+    loads = np.array([sizes[block::num_blocks].sum() for block in range(num_blocks)])
     assert loads.max() < 1.1 * loads.mean()
+
+
+def test_blocks_take_several_items_each(machine, monkeypatch):
+    """On a device with fewer places for blocks than there are items."""
+    monkeypatch.setattr(machine.launcher, "num_multiprocessors", 1)
+    for dtype in DTYPES:
+        rows = PagedRows(one_token_each(*LENGTHS, 400), 4, 2, 64, 16, dtype)
+        check(machine, rows, padding=7)
+
+
+def test_blocks_that_take_several_items_have_no_race(checked_machine, monkeypatch):
+    monkeypatch.setattr(checked_machine.launcher, "num_multiprocessors", 1)
+    check(checked_machine, PagedRows(one_token_each(130, 90, 5), 16, 2, 64), stretch=64, padding=3)
 
 
 def test_plans_that_cannot_be():
