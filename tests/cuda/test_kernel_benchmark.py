@@ -109,7 +109,8 @@ def test_the_table(report):
 
 
 def test_a_fast_wrong_kernel_is_wrong(toolchain):
-    options = KernelOptions(only=("norms", "generation"), quick=True)
+    parts = ("norms", "generation", "adjustments", "log_probs", "beam_step")
+    options = KernelOptions(only=parts, quick=True)
     report = bench_kernels(options, ground(SpoilingLauncher()))
     for row in report["kernels"]:
         ours = row["engines"][OURS]
