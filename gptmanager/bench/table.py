@@ -8,6 +8,7 @@ from typing import Any
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
 _DEVICE = {"driver_version": "driver", "driver_cuda": "for CUDA", "clock": "clock up to"}
 _NOTE = 70  # characters; the report has all
+_LONG_S = 2.0  # a first use that is told
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 
@@ -76,7 +77,8 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _case_line(row: Mapping[str, Any]) -> str:
-    return f"  {row['case']}    {_goal(row)}".rstrip()
+    goals = " ".join(_told(goal) for goal in row["goals"])
+    return f"  {row['case']}    {goals}".rstrip()
 
 
 def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +90,11 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
     if "median_us" not in engine:
         return (f"    {name}", *[""] * 7, note)
     low, high = engine["quartiles_us"]
-    how = "" if engine["timed_by"] == "graph" else f"by {engine['timed_by']}"
+    how = [] if engine["timed_by"] == "graph" else [f"by {engine['timed_by']}"]
+    if "plan_us" in engine:
+        how.append(f"plan {engine['plan_us']:,.1f} us")
+    if engine["first_use_s"] >= _LONG_S:
+        how.append(f"first use {engine['first_use_s']:.0f} s")
     return (
         f"    {name}",
         f"{engine['median_us']:,.1f}",
@@ -98,13 +104,13 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
         f"{engine['share_of_copy']:.0%}",
         f"{engine['share_of_roofline']:.0%}",
         f"{engine['times_ours']:.2f}" if "times_ours" in engine else "",
-        "; ".join(filter(None, (note, how))),
+        "; ".join(filter(None, (note, *how))),
     )
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ours = [row["engines"]["gptmanager"]["status"] for row in rows]
-    goals = [row["goal"]["met"] for row in rows if "goal" in row]
+    goals = [goal["met"] for row in rows for goal in row["goals"]]
     counts = ", ".join(
         f"{ours.count(status)} {status}"
         for status in ("ok", "wrong", "failed", "skipped")
@@ -226,4 +232,8 @@ def _pressure_lines(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _goal(row: Mapping[str, Any]) -> str:
     goal = row.get("goal")
-    return "" if goal is None else f"[{goal['text']}: {_MARKS[goal['met']]}]"
+    return "" if goal is None else _told(goal)
+
+
+def _told(goal: Mapping[str, Any]) -> str:
+    return f"[{goal['text']}: {_MARKS[goal['met']]}]"
