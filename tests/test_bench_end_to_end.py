@@ -351,4 +351,4 @@ def test_an_error_names_the_option(capsys, options, error):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["bench", "e2e", *options])
     assert exit_.value.code == 2
-    assert error in capsys.readouterr().err
+    assert f"gptmanager bench e2e: error: {error}" in capsys.readouterr().err
