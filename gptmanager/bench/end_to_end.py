@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,7 +86,27 @@ def bench_end_to_end(
     if options.device not in _ON_CPU:
         find_gpu("--device cpu runs a small model on the CPU")
     run = _Run(options, Budget(None if options.minutes is None else 60 * options.minutes, clock))
-    report = header(options.command, run.device)
+    with _current(run.device):
+        return _report(run, on_part, on_report)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Timers, the trace and what a card is asked are those of torch's current device."""
+    if device.type != "cuda":
+        return nullcontext()
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise ConfigError(f"device='{device}': there are {count} CUDA devices")
+    current: AbstractContextManager[Any] = torch.cuda.device(device)
+    return current
+
+
+def _report(
+    run: _Run,
+    on_part: Callable[[str, Any], None],
+    on_report: Callable[[Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    report = header(run.options.command, run.device)
 
     def part_done(name: str, result: Any) -> None:
         on_part(name, result)
@@ -108,6 +129,7 @@ class _Run:
     options: EndToEndOptions
     budget: Budget
     notes: list[str] = field(default_factory=list)
+    managers: list[dict[str, Any]] = field(default_factory=list)  # what each took to be made
     session: Session | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +142,10 @@ class _Run:
     def all_parts(self, report: dict[str, Any], on_part: Callable[[str, Any], None]) -> None:
         started = self.budget.used
         self.source, self.config, self.weights = self._model()
+        report["construction"] = {
+            "weights_s": round(self.budget.used - started, 1),
+            "managers": self.managers,
+        }
         dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
         self.ceilings = self._ceilings(dtype)
         kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
@@ -254,8 +280,13 @@ class _Run:
         """A manager of these sizes, started if there is none."""
         size = max_batch_size or self.scale.max_batch_size
         if self.session is None:
+            started = time.perf_counter()
             self.session = Session(self.source, self._params(size), log=self.log)
+            made = time.perf_counter()
             self.session.warm_up()
+            took = {"made_s": made - started, "first_request_s": time.perf_counter() - made}
+            took = {name: round(seconds, 2) for name, seconds in took.items()}
+            self.managers.append({"max_batch_size": size, **took})
         return Stage(
             session=self.session,
             log=self.log,

@@ -128,6 +128,7 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
         f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
     )
+    yield from _construction_lines(report)
     for name, lines in (
         ("check", _check_lines),
         ("steps", _step_lines),
@@ -146,6 +147,18 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
             yield from lines(part)
     yield ""
     yield from notes(report)
+
+
+def _construction_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The first manager compiles; the others find what it compiled."""
+    if "construction" not in report:
+        return
+    yield f"made: weights {report['construction']['weights_s']:.1f} s"
+    for own in report["construction"]["managers"]:
+        yield (
+            f"  a manager of {own['max_batch_size']} {own['made_s']:.1f} s, "
+            f"its first request {own['first_request_s']:.2f} s"
+        )
 
 
 def _check_lines(part: Mapping[str, Any]) -> Iterator[str]:
@@ -182,6 +195,8 @@ def _step_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"  GPU busy {trace['busy_share']:.1%}; exposed host time "
             f"{trace['exposed_host_ms']:.3f} ms a step  {_goal(trace)}"
         )
+        parts = ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in trace["split_ms"].items())
+        yield f"  of a step of {trace['batch']} x {trace['context']}: {parts}"
 
 
 def _load_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
