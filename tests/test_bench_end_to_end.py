@@ -193,6 +193,30 @@ def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
     assert "  failed: OSError: disk gone" in end_to_end_lines(report)
 
 
+def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
+    made, session = [], end_to_end.Session
+
+    def noted(source, params, **options):
+        made.append((params.deterministic, params.cuda_graphs))
+        return session(source, params, **options)
+
+    monkeypatch.setattr(end_to_end, "Session", noted)
+    names = tuple(end_to_end.ABLATIONS)
+    options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
+    report = bench_end_to_end(options)
+    assert made == [(False, True), (False, True), (True, True), (False, False)]
+    plain, *others = report["ablations"]
+    assert plain["name"] == "plain" and plain["ratio"] == 1
+    assert [row["name"] for row in others] == ["deterministic", "no graphs"]
+    for row in others:
+        speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
+        assert row["ratio"] == pytest.approx(speed, abs=1e-3)
+        assert [step["batch"] for step in row["steps"]] == [1, 3]
+    lines = list(end_to_end_lines(report))
+    assert "\nablations" in lines and any(line.startswith("  no graphs ") for line in lines)
+    assert any(line.startswith("  a manager of 8, deterministic=True ") for line in lines)
+
+
 def test_a_card_that_is_not_there(monkeypatch):
     monkeypatch.setattr(end_to_end, "find_gpu", lambda instead: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -348,11 +372,13 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
     arguments = ["bench", "e2e", "--device", "cpu", "--model", str(ROOT / "examples/tiny_llama")]
     arguments += ["--requests", "2", "--lengths", "3:5", "--batches", "1,2", "--contexts", "16"]
     file = tmp_path / "report.json"
-    assert cli.main([*arguments, "--only", "check,steps,load", "--output", str(file)]) == 0
+    asked = ["--only", "check,steps,load", "--deterministic", "--output", str(file)]
+    assert cli.main([*arguments, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "cpu" and any(line.startswith("  2 x 16 ") for line in lines)
     kept = json.loads(file.read_text())
     assert kept["load"][0]["requests"] == 2 and "transformers" not in kept
+    assert [row["name"] for row in kept["ablations"]] == ["plain", "deterministic"]
     assert cli.main([*arguments, "--only", "load", "--quick", "--json", "--run-ahead", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["load"][0]["tokens_out"] > 0
 

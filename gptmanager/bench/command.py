@@ -98,6 +98,10 @@ def _add_end_to_end(subparsers: Any) -> None:
     add("--contexts", type=_numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="(default bfloat16, on a CPU float32)")
+    add("--deterministic", dest="ablations", action="append_const", const="deterministic",
+        help="run the load like that, too, beside one that is not")  # fmt: skip
+    add("--no-graphs", dest="ablations", action="append_const", const="no graphs",
+        help="run the load without recorded steps, too, beside one with them")  # fmt: skip
     add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
     add("--seed", type=int, default=0, metavar="N", help="of random weights (default 0)")
 
@@ -147,6 +151,7 @@ def _end_to_end(options: argparse.Namespace) -> int:
             model=options.model,
             scale=replace(scale, **given) if given else None,
             only=options.only,
+            ablations=tuple(dict.fromkeys(options.ablations or ())),
             dtype=options.dtype,
             run_ahead=options.run_ahead,
             quick=options.quick,
@@ -156,7 +161,7 @@ def _end_to_end(options: argparse.Namespace) -> int:
         ),
         on_report=_keeping(options),
     )
-    parts = [report[name] for name in PARTS if name in report]
+    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
     return _tell(options, report, end_to_end_lines(report), is_right=not bad)
 

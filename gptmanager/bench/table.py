@@ -8,6 +8,7 @@ from typing import Any
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
 _DEVICE = {"driver_version": "driver", "driver_cuda": "for CUDA", "clock": "clock up to"}
 _NOTE = 70  # characters; the report has all
+_CHANGED = ("deterministic", "cuda_graphs")  # of a manager's parameters
 _LONG_S = 2.0  # a first use that is told
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
@@ -133,6 +134,7 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
         ("check", _check_lines),
         ("steps", _step_lines),
         ("load", _load_lines),
+        ("ablations", _ablation_lines),
         ("transformers", _peer_lines),
         ("saturated", _load_lines),
         ("pressure", _pressure_lines),
@@ -155,8 +157,9 @@ def _construction_lines(report: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"made: weights {report['construction']['weights_s']:.1f} s"
     for own in report["construction"]["managers"]:
+        name = "".join(f", {field}={own[field]}" for field in _CHANGED if field in own)
         yield (
-            f"  a manager of {own['max_batch_size']} {own['made_s']:.1f} s, "
+            f"  a manager of {own['max_batch_size']}{name} {own['made_s']:.1f} s, "
             f"its first request {own['first_request_s']:.2f} s"
         )
 
@@ -219,6 +222,21 @@ def _load_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]), host)
         name += ", streaming" if row["streaming"] else ""
         rows.append((f"  {name}", *figures, share, *times, *counts, _goal(row)))
+    yield from aligned(rows)
+
+
+def _ablation_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("  manager", "s", "out tok/s", "x plain", "steps")]
+    for row in part:
+        steps = ", ".join(
+            f"{it['batch']} x {it['context']}: {it['median_ms']:.2f} ms"
+            for it in row["steps"]
+            if it["status"] == "ok"
+        )
+        speed = f"{row['output_tokens_per_second']:,.0f}"
+        rows.append(
+            (f"  {row['name']}", f"{row['seconds']:.2f}", speed, f"{row['ratio']:.2f}", steps)
+        )
     yield from aligned(rows)
 
 
