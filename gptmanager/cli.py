@@ -175,7 +175,8 @@ def _add_bench(commands: Any) -> None:
     add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
     add("--json", action="store_true", help="print the report as JSON")
     _add_manager_options(parser)
-    add_commands(parser.add_subparsers(title="on one GPU", metavar="[kernels | e2e]"))
+    titles = {"title": "on one GPU", "metavar": "[kernels | e2e]"}
+    add_commands(parser.add_subparsers(prog="gptmanager bench", **titles))
 
 
 def _add_manager_options(parser: argparse.ArgumentParser) -> None:

@@ -132,7 +132,8 @@ class OptionalParams:
     Lengths are tokens, times seconds, sizes bytes. `max_seq_len` None: the checkpoint's
     `max_position_embeddings`. `max_active_requests` "auto": `max_batch_size` times the number of
     micro batches; None: unbounded, Get is then called with -1. `device` None: the CPU. `run_ahead`
-    None: 0 on the CPU and with `enable_trt_overlap`, else 1. `idle_poll_s` None: an idle manager
+    None: 0 on the CPU and with `enable_trt_overlap`, else 1. `cuda_graphs`: generation steps on a
+    device are recorded at the start, and run as recordings. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
 
@@ -168,6 +169,7 @@ class OptionalParams:
     device: str | None = None
     dtype: str | None = None
     deterministic: bool = False
+    cuda_graphs: bool = True
     seed: int = 0
     callback_budget_s: float | None = 1.0
     max_get_failures: int = 10

@@ -89,7 +89,7 @@ _UNBOUNDED = (
     "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
 )  # fmt: skip
 
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")
+DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")
 _DTYPES = (None, "float32", "bfloat16", "float16")
 _CACHE_DTYPES = (None, "fp8")
 
@@ -169,7 +169,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         )
     if params.device is not None:
         params.device = str(params.device)  # a torch.device says the same
-        if not _DEVICE.fullmatch(params.device):
+        if not DEVICE.fullmatch(params.device):
             raise ConfigError(
                 f"OptionalParams.device = {params.device!r} is none of 'cpu', 'cuda', 'cuda:0' and "
                 "so on, 'emulator'"

@@ -35,7 +35,7 @@ def place(params: OptionalParams) -> Placement:
     if kind == "cpu":
         return HostPlacement(params.deterministic)
     stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(params.device or "")
-    return DevicePlacement(stream, params.deterministic)
+    return DevicePlacement(stream, params.deterministic, params.cuda_graphs)
 
 
 class Placement(ABC):
@@ -106,10 +106,11 @@ class DevicePlacement(Placement):
     for, by default its own.
     """
 
-    def __init__(self, stream: Stream, deterministic: bool) -> None:
+    def __init__(self, stream: Stream, deterministic: bool, cuda_graphs: bool = True) -> None:
         self.device = stream.device
         self.kernels = CudaKernels(stream.launcher, deterministic=deterministic)
         self.stream = self._stream = stream
+        self._cuda_graphs = cuda_graphs
 
     def load(self, source: Any, params: OptionalParams) -> Model:
         model = super().load(source, params)
@@ -142,7 +143,7 @@ class DevicePlacement(Placement):
             max_seq_len=sizes.max_seq_len,
             attention_window=sizes.window,
             max_beam_width=max_beam_width,
-            graph_sizes=ladder(max_batch_size * max_beam_width),
+            graph_sizes=ladder(max_batch_size * max_beam_width) if self._cuda_graphs else (),
             **options,
         )
 

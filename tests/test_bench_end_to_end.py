@@ -16,6 +16,7 @@ from test_bench import TINY
 from gptmanager import OptionalParams, cli
 from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end
 from gptmanager.bench.dense_reference import compare, dense_logits, why_not
+from gptmanager.bench.device_trace import Ran
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import random_llama, read_checkpoint, uniform_requests
 from gptmanager.bench.pressure import Pressure
@@ -125,6 +126,10 @@ def test_what_a_report_is_of(report):
     assert report["model"]["hidden_size"] == 32 and report["model"]["dtype"] == "float32"
     assert report.keys() >= {"date", "machine", "versions", "ceilings", "seconds", "prepared_s"}
     assert report["device"] == {"name": "cpu"} and report["notes"] == []
+    construction = report["construction"]
+    assert construction["weights_s"] >= 0
+    sizes = [own["max_batch_size"] for own in construction["managers"]]
+    assert sizes == [8, 16] and all(own["made_s"] > 0 for own in construction["managers"])
     json.dumps(report)
 
 
@@ -186,6 +191,37 @@ def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
     assert report["load"][0]["status"] == "ok"
     assert report["notes"] == ["check: failed: disk gone"]
     assert "  failed: OSError: disk gone" in end_to_end_lines(report)
+
+
+def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
+    made, session = [], end_to_end.Session
+
+    def noted(source, params, **options):
+        made.append((params.deterministic, params.cuda_graphs))
+        return session(source, params, **options)
+
+    monkeypatch.setattr(end_to_end, "Session", noted)
+    names = tuple(end_to_end.ABLATIONS)
+    options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
+    report = bench_end_to_end(options)
+    assert made == [(False, True), (False, True), (True, True), (False, False)]
+    plain, *others = report["ablations"]
+    assert plain["name"] == "plain" and plain["ratio"] == 1
+    assert [row["name"] for row in others] == ["deterministic", "no graphs"]
+    for row in others:
+        speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
+        assert row["ratio"] == pytest.approx(speed, abs=1e-3)
+        assert [step["batch"] for step in row["steps"]] == [1, 3]
+    lines = list(end_to_end_lines(report))
+    assert "\nablations" in lines and any(line.startswith("  no graphs ") for line in lines)
+    assert any(line.startswith("  a manager of 8, deterministic=True ") for line in lines)
+
+
+def test_a_card_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(end_to_end, "find_gpu", lambda instead: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="^device='cuda:1': there are 1 CUDA devices"):
+        bench_end_to_end(EndToEndOptions("cuda:1"))
 
 
 def test_interrupted(folder):
@@ -296,10 +332,18 @@ def test_gaps_of_the_device_are_exposed_host_time(session):
 
     def trace(seconds):
         asked.append(seconds)
-        return [(0.0, 1.0), (2.0, 4.0)]
+        return [
+            Ran(0.0, 1.0, "nvjet_tst_128x8"),
+            Ran(2.0, 3.5, "void generation_attention<__nv_bfloat16, 128, 1>()"),
+            Ran(3.5, 4.0, "rms_norm"),
+        ]
 
     found = trace_steps(replace(session, trace=trace), 2, 20, 8)
     assert len(asked) == 2 and asked[0] == 0 and found["busy_share"] == 0.75  # once to begin with
+    exposed = found["exposed_host_ms"]  # a quarter of the time
+    assert found["split_ms"] == pytest.approx(
+        {"attention": 1.5 * exposed, "gemm": exposed, "rest": 0.5 * exposed}, abs=1e-3
+    )
     assert found["exposed_host_ms"] > 0 and found["goal"]["met"] is (
         found["exposed_host_ms"] <= 0.3
     )
@@ -328,11 +372,13 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
     arguments = ["bench", "e2e", "--device", "cpu", "--model", str(ROOT / "examples/tiny_llama")]
     arguments += ["--requests", "2", "--lengths", "3:5", "--batches", "1,2", "--contexts", "16"]
     file = tmp_path / "report.json"
-    assert cli.main([*arguments, "--only", "check,steps,load", "--output", str(file)]) == 0
+    asked = ["--only", "check,steps,load", "--deterministic", "--output", str(file)]
+    assert cli.main([*arguments, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "cpu" and any(line.startswith("  2 x 16 ") for line in lines)
     kept = json.loads(file.read_text())
     assert kept["load"][0]["requests"] == 2 and "transformers" not in kept
+    assert [row["name"] for row in kept["ablations"]] == ["plain", "deterministic"]
     assert cli.main([*arguments, "--only", "load", "--quick", "--json", "--run-ahead", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["load"][0]["tokens_out"] > 0
 
@@ -344,11 +390,14 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
         (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
         (["--lengths", "9:3"], "argument --lengths: '9:3' does not rise"),
         (["--model", "nowhere"], "argument --model: 'nowhere' is no folder"),
-        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (
+            ["--device", "tpu"],
+            "argument --device: 'tpu' is none of cpu, cuda, cuda:0 and so on, emulator",
+        ),
     ],
 )
 def test_an_error_names_the_option(capsys, options, error):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["bench", "e2e", *options])
     assert exit_.value.code == 2
-    assert error in capsys.readouterr().err
+    assert f"gptmanager bench e2e: error: {error}" in capsys.readouterr().err

@@ -222,6 +222,7 @@ bench.attention_peers   others' attention on the same pages
 bench.attention_cases   attention over pages
 bench.token_cases       kernels that take tokens or blocks
 bench.sampling_cases    sampling
+bench.logits_cases      what stands around sampling
 bench.kernel_runs       cases run beside their peers, right before fast
 bench.kernels           the kernel benchmark
 bench.dense_reference   a Llama without a cache, whose logits are right

@@ -14,6 +14,7 @@ from gptmanager.bench.cases import (
     Case,
     Contender,
     Goal,
+    Planned,
     Prepared,
     Sizes,
     largest_error,
@@ -26,6 +27,7 @@ from gptmanager.cuda.generation_plan import plan_generation
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
 _FP8 = torch.float8_e4m3fn
+_GENERATION_PEER, _CONTEXT_PEER = "flashinfer", "flashinfer fa2"  # that ours is not slower than
 
 
 def attention_cases(sizes: Sizes) -> list[Case]:
@@ -43,12 +45,12 @@ def generation_cases(sizes: Sizes) -> list[Case]:
     block = sizes.tokens_per_block
     case = functools.partial(_generation_case, sizes)
     return [
-        case(uniform, [(1, context)] * batch, block, goal=Goal("copy", 0.85)),
+        case(uniform, [(1, context)] * batch, block, goals=(Goal("copy", 0.85),)),
         case(
             f"{batch // 2} x {short}, {batch - batch // 2} x {long}",
             [(1, short)] * (batch // 2) + [(1, long)] * (batch - batch // 2),
             block,
-            goal=Goal("times", 1.2, uniform),
+            goals=(Goal("times", 1.2, uniform),),
         ),
         case(f"{batch - 1} x {context // 4}, one {one[-1][1]}", one, block, quick=False),
         case(f"1 x {max(1, context // 4)}", [(1, max(1, context // 4))], block),
@@ -66,7 +68,7 @@ def _generation_case(
     rows: Rows,
     tokens_per_block: int,
     *,
-    goal: Goal | None = None,
+    goals: tuple[Goal, ...] = (),
     quick: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Case:
@@ -77,7 +79,7 @@ def _generation_case(
         num_bytes=_kv_bytes(sizes, rows, dtype),
         flops=attention_flops(sizes.num_heads, sizes.head_dim, rows),
         prepare=functools.partial(_prepare_generation, rows, tokens_per_block, dtype),
-        goal=goal,
+        goals=(*goals, Goal("peer", 1.0, _GENERATION_PEER)),
         quick=quick,
     )
 
@@ -89,11 +91,11 @@ def _prepare_generation(
     runs = [_generation(bed, own) for own in sets]
     return Prepared(
         num_sets=len(sets),
-        ours=lambda number: runs[number](),
+        ours=Planned(lambda number: runs[number](), lambda: _generation_plan(bed, sets[0])),
         error=largest_error(sets[0].expected()),
         tolerance=tolerance(bed.sizes.dtype),
         peers={
-            "flashinfer": lambda: attention_peers.flashinfer_generation(sets),
+            _GENERATION_PEER: lambda: attention_peers.flashinfer_generation(sets),
             **_torch_peers(sets),
         },
     )
@@ -110,12 +112,10 @@ def _torch_peers(sets: Sequence[PagedRows]) -> dict[str, Callable[[], Contender]
 
 
 def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
-    num_kv_heads = rows.keys.shape[1]
-    plan = plan_generation(rows.lengths, num_kv_heads, bed.launcher.num_multiprocessors)
+    num_partials, items, starts = _generation_plan(bed, rows)
     out, heads = torch.empty_like(rows.queries), rows.queries.shape[1:]
-    partial = rows.queries.new_empty(plan.num_partials, *heads, dtype=torch.float32)
+    partial = rows.queries.new_empty(num_partials, *heads, dtype=torch.float32)
     partial_log = partial.new_empty(partial.shape[:2])
-    items, starts = bed.ints(plan.items), bed.ints(plan.partial_starts)
 
     def run() -> Tensor:
         generation_attention(
@@ -130,13 +130,20 @@ def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
     return run
 
 
+def _generation_plan(bed: Bed, rows: PagedRows) -> tuple[int, Tensor, Tensor]:
+    """Partial results, items and where each row's partial results begin, on the device."""
+    num_kv_heads = rows.keys.shape[1]
+    plan = plan_generation(rows.lengths, num_kv_heads, bed.launcher.num_multiprocessors)
+    return plan.num_partials, bed.ints(plan.items), bed.ints(plan.partial_starts)
+
+
 def context_cases(sizes: Sizes) -> list[Case]:
     """Several tokens a row, over earlier blocks too."""
     context, chunk = sizes.context, sizes.chunk
     case = functools.partial(_context_case, sizes)
     packed = max(1, context // 4)
     return [
-        case(f"{context} causal", [(context, context)], goal=Goal("tflops", 300)),
+        case(f"{context} causal", [(context, context)], goals=(Goal("tflops", 300),)),
         case(f"4 chunks of {chunk} up to {context}", [(chunk, context)] * 4),
         case(f"4 chunks of {chunk} up to {context}, fp8", [(chunk, context)] * 4, dtype=_FP8),
         case(f"8 x {packed} causal", [(packed, packed)] * 8, quick=False),
@@ -148,7 +155,7 @@ def _context_case(
     name: str,
     rows: Rows,
     *,
-    goal: Goal | None = None,
+    goals: tuple[Goal, ...] = (),
     quick: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Case:
@@ -160,7 +167,7 @@ def _context_case(
         + 2 * num_tokens * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize,
         flops=attention_flops(sizes.num_heads, sizes.head_dim, rows),
         prepare=functools.partial(_prepare_context, rows, sizes.tokens_per_block, dtype),
-        goal=goal,
+        goals=(*goals, Goal("peer", 1.0, _CONTEXT_PEER)),
         quick=quick,
     )
 
@@ -176,11 +183,11 @@ def _prepare_context(
 
     return Prepared(
         num_sets=len(sets),
-        ours=lambda number: runs[number](),
+        ours=Planned(lambda number: runs[number](), lambda: _context_plan(bed, sets[0])),
         error=largest_error(sets[0].expected()),
         tolerance=tolerance(bed.sizes.dtype),
         peers={
-            "flashinfer fa2": flashinfer("fa2"),
+            _CONTEXT_PEER: flashinfer("fa2"),
             "flashinfer fa3": flashinfer("fa3"),
             **_torch_peers(sets),
         },
@@ -188,11 +195,7 @@ def _prepare_context(
 
 
 def _context(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
-    num_heads, head_dim = rows.queries.shape[1:]
-    group = num_heads // rows.keys.shape[1]
-    is_fp8 = rows.cache_scales is not None
-    items = bed.ints(plan_context(rows.num_new, rows.lengths, group, head_dim, fp8=is_fp8))
-    out = torch.empty_like(rows.queries)
+    items, out = _context_plan(bed, rows), torch.empty_like(rows.queries)
 
     def run() -> Tensor:
         context_attention(
@@ -205,6 +208,13 @@ def _context(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
         return out
 
     return run
+
+
+def _context_plan(bed: Bed, rows: PagedRows) -> Tensor:
+    num_heads, head_dim = rows.queries.shape[1:]
+    group = num_heads // rows.keys.shape[1]
+    is_fp8 = rows.cache_scales is not None
+    return bed.ints(plan_context(rows.num_new, rows.lengths, group, head_dim, fp8=is_fp8))
 
 
 def _sets(

@@ -1,11 +1,12 @@
 """Others' attention on the same pages: FlashInfer where it is installed, and torch's own.
 
 Whatever a peer needs laid out differently is laid out before the clock starts; plans that are made
-once a step are, too.
+once a step are, too, and timed apart.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.bench.cases import Absent, Contender
+from gptmanager.bench.cases import Absent, Contender, Planned
 from gptmanager.bench.paged_rows import PagedRows
 
 _WORKSPACE = 128 << 20
@@ -32,7 +33,7 @@ def flashinfer() -> Any:
 def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
     """Its paged decode kernel, on tensor cores."""
     library = flashinfer()
-    wrappers = []
+    planned = []
     workspace = _workspace(sets)
     for rows in sets:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
@@ -40,28 +41,38 @@ def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
         )
         heads = (rows.queries.shape[1], rows.keys.shape[1], rows.queries.shape[2])
         dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": rows.keys.dtype}
-        wrapper.plan(*_page_lists(rows), *heads, rows.tokens_per_block, **dtypes)
-        wrappers.append(wrapper)
-    return lambda number: _tensor(
-        wrappers[number].run(sets[number].queries, (sets[number].keys, sets[number].values))
-    )
+        arguments = (*_page_lists(rows), *heads, rows.tokens_per_block)
+        planned.append((wrapper, functools.partial(wrapper.plan, *arguments, **dtypes)))
+    return _planned(sets, planned)
 
 
 def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
     """Its paged prefill kernel: `fa2` or `fa3`."""
     library = flashinfer()
-    wrappers = []
+    planned = []
     workspace = _workspace(sets)
     for rows in sets:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
         heads = (rows.queries.shape[1], rows.keys.shape[1], rows.queries.shape[2])
         dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": rows.keys.dtype}
-        lists = (rows.row_starts, *_page_lists(rows))
-        wrapper.plan(*lists, *heads, rows.tokens_per_block, causal=True, **dtypes)
-        wrappers.append(wrapper)
-    return lambda number: _tensor(
-        wrappers[number].run(sets[number].queries, (sets[number].keys, sets[number].values))
-    )
+        arguments = (rows.row_starts.cpu(), *_page_lists(rows), *heads, rows.tokens_per_block)
+        plan = functools.partial(wrapper.plan, *arguments, causal=True, **dtypes)
+        planned.append((wrapper, plan))
+    return _planned(sets, planned)
+
+
+def _planned(
+    sets: Sequence[PagedRows], planned: Sequence[tuple[Any, Callable[[], object]]]
+) -> Planned:
+    """Of wrappers and their plans, which are made here: the first compiles."""
+    for _, plan in planned:
+        plan()
+
+    def run(number: int) -> Tensor:
+        rows, (wrapper, _) = sets[number], planned[number]
+        return _tensor(wrapper.run(rows.queries, (rows.keys, rows.values)))
+
+    return Planned(run, planned[0][1])
 
 
 def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
@@ -128,11 +139,16 @@ def _workspace(sets: Sequence[PagedRows]) -> Tensor:
 
 
 def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row's pages begin in the list of all, that list, tokens in each last page."""
+    """Where each row's pages begin in the list of all, that list, tokens in each last page.
+
+    The first and the last on the host, where a server knows them and FlashInfer plans: on a device
+    each plan would wait for them.
+    """
     counts = -(-rows.kv_lengths // rows.tokens_per_block)
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     pages = torch.cat([rows.block_tables[row, :count] for row, count in enumerate(counts.tolist())])
-    return starts, pages, (rows.kv_lengths - 1) % rows.tokens_per_block + 1
+    last = (rows.kv_lengths - 1) % rows.tokens_per_block + 1
+    return starts.cpu(), pages, last.cpu()
 
 
 def _tensor(value: Any) -> Tensor:

@@ -22,6 +22,17 @@ Contender = Callable[[int], Tensor]
 _MAX_SETS = 64
 
 
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A contender whose work is planned on the host, once a step for all layers: timed apart."""
+
+    run: Contender
+    plan: Callable[[], object]
+
+    def __call__(self, number: int) -> Tensor:
+        return self.run(number)
+
+
 class Absent(Exception):
     """A peer that cannot take part, with the reason: not installed, or too old for this."""
 
@@ -76,10 +87,10 @@ class Bed:
 @dataclass(frozen=True, slots=True)
 class Goal:
     """`copy`: at least this share of the copies' bandwidth; `tflops`: at least so many; `ms`: at
-    most; `times`: at most so many times as long as the case `of`.
+    most; `times`: at most so many times as long as the case `of`; `peer`: as the peer `of` takes.
     """
 
-    kind: Literal["copy", "tflops", "ms", "times"]
+    kind: Literal["copy", "tflops", "ms", "times", "peer"]
     value: float
     of: str = ""
 
@@ -90,6 +101,7 @@ class Goal:
             "tflops": f">= {self.value:g} TFLOP/s",
             "ms": f"<= {self.value:g} ms",
             "times": f"<= {self.value:g} x {self.of}",
+            "peer": f"<= {self.value:g} x {self.of}",
         }[self.kind]
 
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
@@ -126,7 +138,7 @@ class Case:
     num_bytes: int
     prepare: Callable[[Bed], Prepared]
     flops: int = 0
-    goal: Goal | None = None
+    goals: tuple[Goal, ...] = ()
     quick: bool = True  # also runs with --quick
 
 

@@ -17,6 +17,7 @@ from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_lines, kernel_lines
 from gptmanager.command_arguments import folder, positive, span
+from gptmanager.config_check import DEVICE
 
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
@@ -86,7 +87,8 @@ def _add_end_to_end(subparsers: Any) -> None:
     parser.set_defaults(command=_end_to_end)
     _add_shared(parser)
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="(default %(default)s)")
+    add("--device", type=_device, default="cuda", metavar="NAME",
+        help="cpu, cuda, cuda:1, or emulator (default %(default)s)")  # fmt: skip
     add("--model", type=folder, metavar="DIR", help="a checkpoint folder")
     add("--only", type=_words, default=(), metavar="A,B", help=f"of {', '.join(PARTS)}")
     add("--requests", type=positive, metavar="N", help="of the load (default 256, on a CPU 16)")
@@ -96,6 +98,10 @@ def _add_end_to_end(subparsers: Any) -> None:
     add("--contexts", type=_numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, help="(default bfloat16, on a CPU float32)")
+    add("--deterministic", dest="ablations", action="append_const", const="deterministic",
+        help="run the load like that, too, beside one that is not")  # fmt: skip
+    add("--no-graphs", dest="ablations", action="append_const", const="no graphs",
+        help="run the load without recorded steps, too, beside one with them")  # fmt: skip
     add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
     add("--seed", type=int, default=0, metavar="N", help="of random weights (default 0)")
 
@@ -125,7 +131,7 @@ def _kernels(options: argparse.Namespace) -> int:
 
 
 def _end_to_end(options: argparse.Namespace) -> int:
-    scale = CPU_SCALE if options.device == "cpu" else GPU_SCALE
+    scale = CPU_SCALE if options.device in ("cpu", "emulator") else GPU_SCALE
     given = {
         "requests": options.requests,
         "lengths": options.lengths,
@@ -145,6 +151,7 @@ def _end_to_end(options: argparse.Namespace) -> int:
             model=options.model,
             scale=replace(scale, **given) if given else None,
             only=options.only,
+            ablations=tuple(dict.fromkeys(options.ablations or ())),
             dtype=options.dtype,
             run_ahead=options.run_ahead,
             quick=options.quick,
@@ -154,7 +161,7 @@ def _end_to_end(options: argparse.Namespace) -> int:
         ),
         on_report=_keeping(options),
     )
-    parts = [report[name] for name in PARTS if name in report]
+    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
     return _tell(options, report, end_to_end_lines(report), is_right=not bad)
 
@@ -178,6 +185,13 @@ def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]
             options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
 
     return keep
+
+
+def _device(text: str) -> str:
+    if not DEVICE.fullmatch(text):
+        told = "is none of cpu, cuda, cuda:0 and so on, emulator"
+        raise argparse.ArgumentTypeError(f"{text!r} {told}")
+    return text
 
 
 def _words(text: str) -> tuple[str, ...]:

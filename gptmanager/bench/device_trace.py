@@ -1,29 +1,57 @@
-"""How busy a GPU is meanwhile, by torch's profiler; knows nothing of what keeps it busy."""
+"""How busy a GPU is meanwhile, and with what, by torch's profiler."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 Interval = tuple[float, float]  # begin, end, in seconds
+# what is in the names of kernels: ours, and those of cuBLAS and CUTLASS
+_KINDS = {
+    "attention": ("attention", "merge_partials"),
+    "gemm": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
+}
+
+
+class Ran(NamedTuple):
+    """A kernel or a copy: its time in seconds, and its name."""
+
+    begin: float
+    end: float
+    name: str
+
+
 _GAP_S = 10e-6  # shorter ones lie between the kernels of one recorded step
 
 
-def watch(seconds: float) -> list[Interval]:
-    """When anything ran on the device in the next `seconds`."""
+def watch(seconds: float) -> list[Ran]:
+    """What ran on the device in the next `seconds`."""
     profiler: Any = torch.profiler
     device_type: Any = torch.autograd
     cuda = profiler.ProfilerActivity.CUDA
     with profiler.profile(activities=[cuda], acc_events=True) as profile:  # else torch 2.11 warns
         time.sleep(seconds)
     return [
-        (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        Ran(event.time_range.start / 1e6, event.time_range.end / 1e6, event.name)
         for event in profile.events()
         if event.device_type == device_type.DeviceType.CUDA
     ]
+
+
+def split(ran: Sequence[Ran]) -> dict[str, float]:
+    """Time of attention, of products and of the rest, as shares of that from the first to the last.
+
+    By the names of kernels; what runs at the same time counts for each.
+    """
+    shares = dict.fromkeys((*_KINDS, "rest"), 0.0)
+    total = max(it.end for it in ran) - min(it.begin for it in ran)
+    for begin, end, name in ran:
+        found = (kind for kind, words in _KINDS.items() if any(it in name.lower() for it in words))
+        shares[next(found, "rest")] += (end - begin) / total if total > 0 else 0.0
+    return shares
 
 
 def idle_share(intervals: Sequence[Interval], gap_s: float = _GAP_S) -> tuple[float, float]:

@@ -7,8 +7,10 @@ of a part that fails. The model is a checkpoint, or one of random weights made o
 from __future__ import annotations
 
 import gc
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +43,11 @@ from gptmanager.config import KvCacheConfig, OptionalParams
 from gptmanager.errors import ConfigError
 
 PARTS = ("check", "steps", "load", "transformers", "saturated", "pressure")
+# what a manager does otherwise; run only where they are asked for
+ABLATIONS: Mapping[str, Mapping[str, Any]] = {
+    "deterministic": {"deterministic": True},
+    "no graphs": {"cuda_graphs": False},
+}
 _ON_CPU = ("cpu", "emulator")
 _LONG = ("saturated", "pressure")
 _PEER_LIMIT_S = 60.0
@@ -51,7 +58,7 @@ _LOAD_GOAL, _PEER_GOAL = 9300, 3.0
 @dataclass(frozen=True, slots=True)
 class EndToEndOptions:
     """`device`: as in OptionalParams. `dtype` None: the checkpoint's, or of random weights bfloat16
-    on a GPU, float32 on a CPU. `run_ahead` None: the device's.
+    on a GPU, float32 on a CPU. `run_ahead` None: the device's. `ablations`: names of ABLATIONS.
     """
 
     device: str = "cuda"
@@ -64,6 +71,7 @@ class EndToEndOptions:
     minutes: float | None = None
     seed: int = 0
     command: tuple[str, ...] = ()
+    ablations: tuple[str, ...] = ()
 
 
 def bench_end_to_end(
@@ -85,7 +93,27 @@ def bench_end_to_end(
     if options.device not in _ON_CPU:
         find_gpu("--device cpu runs a small model on the CPU")
     run = _Run(options, Budget(None if options.minutes is None else 60 * options.minutes, clock))
-    report = header(options.command, run.device)
+    with _current(run.device):
+        return _report(run, on_part, on_report)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Timers, the trace and what a card is asked are those of torch's current device."""
+    if device.type != "cuda":
+        return nullcontext()
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise ConfigError(f"device='{device}': there are {count} CUDA devices")
+    current: AbstractContextManager[Any] = torch.cuda.device(device)
+    return current
+
+
+def _report(
+    run: _Run,
+    on_part: Callable[[str, Any], None],
+    on_report: Callable[[Mapping[str, Any]], None],
+) -> dict[str, Any]:
+    report = header(run.options.command, run.device)
 
     def part_done(name: str, result: Any) -> None:
         on_part(name, result)
@@ -108,7 +136,9 @@ class _Run:
     options: EndToEndOptions
     budget: Budget
     notes: list[str] = field(default_factory=list)
+    managers: list[dict[str, Any]] = field(default_factory=list)  # what each took to be made
     session: Session | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of a manager's parameters
 
     def __post_init__(self) -> None:
         is_gpu = self.options.device not in _ON_CPU
@@ -120,6 +150,10 @@ class _Run:
     def all_parts(self, report: dict[str, Any], on_part: Callable[[str, Any], None]) -> None:
         started = self.budget.used
         self.source, self.config, self.weights = self._model()
+        report["construction"] = {
+            "weights_s": round(self.budget.used - started, 1),
+            "managers": self.managers,
+        }
         dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
         self.ceilings = self._ceilings(dtype)
         kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
@@ -137,10 +171,13 @@ class _Run:
             names = [name for name in names if name not in _LONG]
         if not self.scale.saturated:
             names = [name for name in names if name != "saturated"]
+        if self.options.ablations:  # before what takes long
+            names.insert(names.index("load") + 1 if "load" in names else len(names), "ablations")
         parts: dict[str, Callable[[], Any]] = {
             "check": self.check,
             "steps": self.steps,
             "load": self.load,
+            "ablations": self.ablations,
             "transformers": self.peer,
             "saturated": self.saturated,
             "pressure": self.pressure,
@@ -200,6 +237,28 @@ class _Run:
             rows.append(time_load(stage, self._requests, streaming=True))
         return rows
 
+    def ablations(self) -> list[dict[str, Any]]:
+        """The load, and steps of the smallest and the largest batch, plain and each other way."""
+        rows = [self._ablated("plain", {})]
+        rows += [self._ablated(name, ABLATIONS[name]) for name in self.options.ablations]
+        for row in rows:
+            speeds = (it["output_tokens_per_second"] for it in (row, rows[0]))
+            row["ratio"] = round(operator.truediv(*speeds), 3)
+        return rows
+
+    def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """In a manager of its own."""
+        self.close()
+        try:
+            self.changes = changes
+            stage, context = self.stage(), self.scale.contexts[0]
+            batches = sorted({min(self.scale.batches), max(self.scale.batches)})
+            steps = [time_steps(stage, batch, context, self.scale.steps // 4) for batch in batches]
+            return {"name": name, **time_load(stage, self._requests), "steps": steps}
+        finally:
+            self.changes = {}
+            self.close()
+
     def peer(self) -> dict[str, Any]:
         """Both on the same of the requests, and each alone on the device."""
         if find_spec("transformers") is None:
@@ -254,8 +313,13 @@ class _Run:
         """A manager of these sizes, started if there is none."""
         size = max_batch_size or self.scale.max_batch_size
         if self.session is None:
+            started = time.perf_counter()
             self.session = Session(self.source, self._params(size), log=self.log)
+            made = time.perf_counter()
             self.session.warm_up()
+            took = {"made_s": made - started, "first_request_s": time.perf_counter() - made}
+            took = {name: round(seconds, 2) for name, seconds in took.items()}
+            self.managers.append({"max_batch_size": size, **self.changes, **took})
         return Stage(
             session=self.session,
             log=self.log,
@@ -286,6 +350,7 @@ class _Run:
             device=self.options.device,
             dtype=self._dtype,
             black_box_iterations=0,
+            **self.changes,
         )
 
     def _model(self) -> tuple[Source, dict[str, Any], dict[str, Tensor] | None]:

@@ -6,29 +6,36 @@ is left. Knows no kernel.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
-from gptmanager.bench.cases import OURS, Absent, Bed, Case, Contender, Prepared
+from gptmanager.bench.cases import OURS, Absent, Bed, Case, Contender, Goal, Planned, Prepared
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, take_turns
+from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, host_seconds, take_turns
 
 Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one contender came to in one case. `note`: why it has no figure, or what is wrong."""
+    """What one contender came to in one case. `note`: why it has no figure, or what is wrong.
+
+    `first_use_s`: until its first result was there, whatever had to be compiled for it; `plan_s`:
+    of the host, for one step. Neither is part of `spread`.
+    """
 
     status: Status
     note: str = ""
     error: float | None = None
     spread: Spread | None = None
     how: str = ""
+    first_use_s: float | None = None
+    plan_s: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,35 +94,38 @@ def _run_case(
         if peers is None or any(name.startswith(wanted) for wanted in peers):
             makers[name] = maker
     for name, maker in makers.items():
-        entry, watch = _enter(maker, prepared, timer)
+        entry, watch = _enter(maker, prepared, timer, bed.device)
         entries[name] = entry
         if watch is not None:
             watches[name] = watch
     for name, seconds in take_turns(watches, rounds, budget).items():
-        own = entries[name]
         spread = Spread.of(seconds)
-        entries[name] = Entry(own.status, own.note, own.error, spread, watches[name].how)
+        entries[name] = replace(entries[name], spread=spread, how=watches[name].how)
     return CaseResult(case, prepared.tolerance, entries)
 
 
 def _enter(
-    maker: Callable[[], Contender], prepared: Prepared, timer: Timer
+    maker: Callable[[], Contender], prepared: Prepared, timer: Timer, device: torch.device
 ) -> tuple[Entry, Stopwatch | None]:
     """One contender: is it there, does it run, is it right? And what times it, if so."""
 
-    def checked() -> tuple[float, Stopwatch]:
+    def checked() -> tuple[Entry, Stopwatch]:
+        started = time.perf_counter()
         run = maker()
         error = prepared.error(run(0))  # the first call: inputs are as they were prepared
-        return error, timer.prepare(run, prepared.num_sets)
+        first_use_s = time.perf_counter() - started
+        plan_s = host_seconds(run.plan, device) if isinstance(run, Planned) else None
+        watch = timer.prepare(run, prepared.num_sets)
+        return Entry("ok", error=error, first_use_s=first_use_s, plan_s=plan_s), watch
 
     done, problem = _attempt(checked)
     if done is None:
         return problem, None
-    error, watch = done
-    if not error <= prepared.tolerance:
-        note = f"error {error:.2g}, allowed {prepared.tolerance:.2g}"
-        return Entry("wrong", note, error), watch
-    return Entry("ok", "", error), watch
+    entry, watch = done
+    if not entry.error <= prepared.tolerance:
+        note = f"error {entry.error:.2g}, allowed {prepared.tolerance:.2g}"
+        return replace(entry, status="wrong", note=note), watch
+    return entry, watch
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Entry]:
@@ -157,18 +167,34 @@ def _row(
             "status": entry.status,
             **({"note": entry.note} if entry.note else {}),
             **({} if entry.error is None else {"error": float(f"{entry.error:.3g}")}),
+            **({} if entry.first_use_s is None else {"first_use_s": round(entry.first_use_s, 3)}),
+            **({} if entry.plan_s is None else {"plan_us": round(entry.plan_s * 1e6, 1)}),
             **({} if entry.spread is None else _figures(case, entry, entry.spread, ceilings)),
         }
         times = None if name == OURS else result.times(name)
         if times is not None:
             row["engines"][name]["times_ours"] = round(times, 3)
-    if case.goal is not None and result.ours.spread is not None:
-        other = medians.get((case.part, case.goal.of))
-        if other is not None or not case.goal.of:
-            is_right = result.ours.status == "ok"
-            met = is_right and case.goal.is_met(case, result.ours.spread, ceilings, other)
-            row["goal"] = {"text": case.goal.text, "met": met}
+    row["goals"] = list(_judged(result, ceilings, medians))
     return row
+
+
+def _judged(
+    result: CaseResult, ceilings: Ceilings, medians: Mapping[tuple[str, str], float]
+) -> Iterator[dict[str, Any]]:
+    """Goals beside what did not run, or is wrong, are passed over."""
+    case, ours = result.case, result.ours
+    for goal in case.goals:
+        other = _peer_s(result, goal) if goal.kind == "peer" else medians.get((case.part, goal.of))
+        if ours.spread is not None and (other is not None or not goal.of):
+            met = ours.status == "ok" and goal.is_met(case, ours.spread, ceilings, other)
+            yield {"text": goal.text, "met": met}
+
+
+def _peer_s(result: CaseResult, goal: Goal) -> float | None:
+    entry = result.entries.get(goal.of)
+    if entry is None or entry.status != "ok" or entry.spread is None:
+        return None
+    return entry.spread.median
 
 
 def _figures(case: Case, entry: Entry, spread: Spread, ceilings: Ceilings) -> dict[str, Any]:

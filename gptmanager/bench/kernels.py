@@ -13,6 +13,7 @@ import torch
 from gptmanager.bench.attention_cases import attention_cases
 from gptmanager.bench.cases import OURS, Bed, Case, Sizes
 from gptmanager.bench.kernel_runs import CaseResult, report, run_cases
+from gptmanager.bench.logits_cases import logits_cases
 from gptmanager.bench.machine import cache_bytes, find_gpu, header
 from gptmanager.bench.roofline import measure_ceilings
 from gptmanager.bench.sampling_cases import sampling_cases
@@ -99,7 +100,12 @@ def bench_kernels(
 
 
 def all_cases(sizes: Sizes) -> list[Case]:
-    return [*attention_cases(sizes), *token_cases(sizes), *sampling_cases(sizes)]
+    return [
+        *attention_cases(sizes),
+        *token_cases(sizes),
+        *sampling_cases(sizes),
+        *logits_cases(sizes),
+    ]
 
 
 def selected(cases: Sequence[Case], options: KernelOptions) -> list[Case]:

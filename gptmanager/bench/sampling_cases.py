@@ -29,13 +29,13 @@ def sampling_cases(sizes: Sizes) -> list[Case]:
     )
     nucleus = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_p=_TOP_P, seed=1)
     wide = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_k=_WIDE, seed=1)
-    goal = Goal("ms", 0.25)
+    goals = (Goal("ms", 0.25),)
     case = functools.partial(_case, sizes)
     return [
-        case(f"top-k {_TOP_K}, top-p {_TOP_P}, peaked", limited, _PEAKED, goal=goal),
-        case(f"top-p {_TOP_P}, peaked", nucleus, _PEAKED, goal=goal),
-        case(f"top-p {_TOP_P}, flat", nucleus, 1.0, goal=goal),
-        case(f"top-k {_WIDE}, flat", wide, 1.0, goal=goal, quick=False),
+        case(f"top-k {_TOP_K}, top-p {_TOP_P}, peaked", limited, _PEAKED, goals=goals),
+        case(f"top-p {_TOP_P}, peaked", nucleus, _PEAKED, goals=goals),
+        case(f"top-p {_TOP_P}, flat", nucleus, 1.0, goals=goals),
+        case(f"top-k {_WIDE}, flat", wide, 1.0, goals=goals, quick=False),
         case("greedy", SamplingParams(), 1.0, quick=False),
     ]
 
@@ -46,7 +46,7 @@ def _case(
     params: SamplingParams,
     scale: float,
     *,
-    goal: Goal | None = None,
+    goals: tuple[Goal, ...] = (),
     quick: bool = True,
 ) -> Case:
     num_bytes = sizes.rows * sizes.vocab_size * 4
@@ -55,7 +55,7 @@ def _case(
         name=f"{name}, {sizes.rows} x {sizes.vocab_size}",
         num_bytes=num_bytes,
         prepare=functools.partial(_prepare, params, scale, num_bytes),
-        goal=goal,
+        goals=goals,
         quick=quick,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.bench.device_trace import Interval, idle_share
+from gptmanager.bench.device_trace import Ran, idle_share, split
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import Request
 from gptmanager.bench.roofline import Ceilings, ModelShape
@@ -36,7 +36,7 @@ class Stage:
     max_batch_size: int
     ceilings: Ceilings
     shape: ModelShape | None
-    trace: Callable[[float], Sequence[Interval]] | None = None
+    trace: Callable[[float], Sequence[Ran]] | None = None
 
 
 def time_steps(
@@ -85,8 +85,8 @@ def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> 
             break
         time.sleep(0.02)
     try:
-        intervals = stage.trace(_TRACE_S)
-        idle, waited = idle_share(intervals)
+        ran = stage.trace(_TRACE_S)
+        idle, waited = idle_share([(it.begin, it.end) for it in ran])
     except (RuntimeError, ValueError) as error:
         return {"status": "failed", "note": f"no trace: {error}"}
     finally:
@@ -95,13 +95,15 @@ def trace_steps(stage: Stage, batch_size: int, context: int, num_steps: int) -> 
     seconds = stage.log.step_seconds(batch_size, start)[_SETTLING:]
     if not seconds:
         return {"status": "failed", "note": "the batch never ran as a whole"}
-    exposed = waited * statistics.median(seconds) * 1e3
+    step_ms = statistics.median(seconds) * 1e3
+    exposed = waited * step_ms
     return {
         "status": "ok",
         "batch": batch_size,
         "context": context,
         "busy_share": round(1 - idle, 4),
         "exposed_host_ms": round(exposed, 4),
+        "split_ms": {kind: round(share * step_ms, 4) for kind, share in split(ran).items()},
         "goal": {"text": "<= 0.3 ms", "met": exposed <= 0.3},
     }
 

@@ -8,6 +8,8 @@ from typing import Any
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
 _DEVICE = {"driver_version": "driver", "driver_cuda": "for CUDA", "clock": "clock up to"}
 _NOTE = 70  # characters; the report has all
+_CHANGED = ("deterministic", "cuda_graphs")  # of a manager's parameters
+_LONG_S = 2.0  # a first use that is told
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 
@@ -76,7 +78,8 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _case_line(row: Mapping[str, Any]) -> str:
-    return f"  {row['case']}    {_goal(row)}".rstrip()
+    goals = " ".join(_told(goal) for goal in row["goals"])
+    return f"  {row['case']}    {goals}".rstrip()
 
 
 def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +91,11 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
     if "median_us" not in engine:
         return (f"    {name}", *[""] * 7, note)
     low, high = engine["quartiles_us"]
-    how = "" if engine["timed_by"] == "graph" else f"by {engine['timed_by']}"
+    how = [] if engine["timed_by"] == "graph" else [f"by {engine['timed_by']}"]
+    if "plan_us" in engine:
+        how.append(f"plan {engine['plan_us']:,.1f} us")
+    if engine["first_use_s"] >= _LONG_S:
+        how.append(f"first use {engine['first_use_s']:.0f} s")
     return (
         f"    {name}",
         f"{engine['median_us']:,.1f}",
@@ -98,13 +105,13 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
         f"{engine['share_of_copy']:.0%}",
         f"{engine['share_of_roofline']:.0%}",
         f"{engine['times_ours']:.2f}" if "times_ours" in engine else "",
-        "; ".join(filter(None, (note, how))),
+        "; ".join(filter(None, (note, *how))),
     )
 
 
 def _summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     ours = [row["engines"]["gptmanager"]["status"] for row in rows]
-    goals = [row["goal"]["met"] for row in rows if "goal" in row]
+    goals = [goal["met"] for row in rows for goal in row["goals"]]
     counts = ", ".join(
         f"{ours.count(status)} {status}"
         for status in ("ok", "wrong", "failed", "skipped")
@@ -122,10 +129,12 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
         f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
         f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
     )
+    yield from _construction_lines(report)
     for name, lines in (
         ("check", _check_lines),
         ("steps", _step_lines),
         ("load", _load_lines),
+        ("ablations", _ablation_lines),
         ("transformers", _peer_lines),
         ("saturated", _load_lines),
         ("pressure", _pressure_lines),
@@ -140,6 +149,19 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
             yield from lines(part)
     yield ""
     yield from notes(report)
+
+
+def _construction_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The first manager compiles; the others find what it compiled."""
+    if "construction" not in report:
+        return
+    yield f"made: weights {report['construction']['weights_s']:.1f} s"
+    for own in report["construction"]["managers"]:
+        name = "".join(f", {field}={own[field]}" for field in _CHANGED if field in own)
+        yield (
+            f"  a manager of {own['max_batch_size']}{name} {own['made_s']:.1f} s, "
+            f"its first request {own['first_request_s']:.2f} s"
+        )
 
 
 def _check_lines(part: Mapping[str, Any]) -> Iterator[str]:
@@ -176,6 +198,8 @@ def _step_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"  GPU busy {trace['busy_share']:.1%}; exposed host time "
             f"{trace['exposed_host_ms']:.3f} ms a step  {_goal(trace)}"
         )
+        parts = ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in trace["split_ms"].items())
+        yield f"  of a step of {trace['batch']} x {trace['context']}: {parts}"
 
 
 def _load_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -198,6 +222,21 @@ def _load_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]), host)
         name += ", streaming" if row["streaming"] else ""
         rows.append((f"  {name}", *figures, share, *times, *counts, _goal(row)))
+    yield from aligned(rows)
+
+
+def _ablation_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("  manager", "s", "out tok/s", "x plain", "steps")]
+    for row in part:
+        steps = ", ".join(
+            f"{it['batch']} x {it['context']}: {it['median_ms']:.2f} ms"
+            for it in row["steps"]
+            if it["status"] == "ok"
+        )
+        speed = f"{row['output_tokens_per_second']:,.0f}"
+        rows.append(
+            (f"  {row['name']}", f"{row['seconds']:.2f}", speed, f"{row['ratio']:.2f}", steps)
+        )
     yield from aligned(rows)
 
 
@@ -226,4 +265,8 @@ def _pressure_lines(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _goal(row: Mapping[str, Any]) -> str:
     goal = row.get("goal")
-    return "" if goal is None else f"[{goal['text']}: {_MARKS[goal['met']]}]"
+    return "" if goal is None else _told(goal)
+
+
+def _told(goal: Mapping[str, Any]) -> str:
+    return f"[{goal['text']}: {_MARKS[goal['met']]}]"

@@ -17,6 +17,7 @@ import torch
 
 Run = Callable[[int], object]  # on the set of inputs of that number
 _MIN_ROUNDS = 3
+_HOST_CALLS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,18 @@ class ClockTimer:
             return (time.perf_counter() - started) / num_sets
 
         return Stopwatch(seconds, "clock")
+
+
+def host_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call until it returns, on an idle device."""
+    costs = []
+    for _ in range(_HOST_CALLS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        work()
+        costs.append(time.perf_counter() - started)
+    return statistics.median(costs)
 
 
 @dataclass(frozen=True)

@@ -422,3 +422,17 @@ def test_a_device_that_there_is_not_is_refused_by_name(name):
         GptManager(
             None, ModelType.V1, 1, None, list, print, optional_params=OptionalParams(device=name)
         )
+
+
+def test_without_cuda_graphs_nothing_is_recorded(device, monkeypatch):
+    def record(graphs, inputs, step):
+        raise AssertionError("recorded")
+
+    monkeypatch.setattr(GenerationGraphs, "record", record)
+
+    def requests():
+        return [InferenceRequest.from_tokens(i, prompt(i, 12), 6) for i in range(1, 4)]
+
+    check_same(device, requests, cuda_graphs=False)
+    with pytest.raises(AssertionError, match="^recorded"):
+        finals(requests(), device)

@@ -1,0 +1,206 @@
+"""What stands around sampling, as the kernel benchmark times it: adjustments, masks, log
+probabilities, continuations of beams. All read or write rows of logits in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.bench.cases import Bed, Case, Contender, Prepared, Sizes, largest_error, tolerance
+from gptmanager.cuda import adjustments, sampling
+from gptmanager.cuda.beam_step import best_of_rows
+from gptmanager.cuda.log_probs import LOG_PROB, log_probs
+from gptmanager.cuda.token_masks import mask_logits
+from gptmanager.request import SamplingParams
+
+_REPETITION, _PRESENCE, _FREQUENCY = 1.1, 0.2, 0.1
+_NUM_BIASES, _BIAS = 64, 0.5
+_SECTOR = 32  # bytes: the least that the cache holds of what is read here and there
+_ALLOWED = 64  # tokens that a mask leaves
+_BEAMS = 4
+
+
+def logits_cases(sizes: Sizes) -> list[Case]:
+    history, biases = _history(sizes), _num_biases(sizes)
+    logits = sizes.vocab_size * 4
+    words = -(-sizes.vocab_size // 32)
+    banned = sizes.vocab_size - _num_allowed(sizes)
+    case = functools.partial(_case, sizes)
+    # of each row: ids and their logits read and written; those of a bias with its values
+    touched = history * (4 + 8) + biases * (8 + 8)
+    name = f"penalties over {history} tokens, {biases} biases"
+    return [
+        case("adjustments", name, touched, _prepare_adjustments),
+        case("token_masks", f"{_num_allowed(sizes)} allowed", 4 * (words + banned), _prepare_masks),
+        case("log_probs", "of one token", logits + 3 * 4, _prepare_log_probs),
+        case("beam_step", f"{_most(sizes)} best", logits + 8 * _most(sizes), _prepare_beams),
+    ]
+
+
+def _case(
+    sizes: Sizes, part: str, name: str, row_bytes: int, prepare: Callable[[Bed], Prepared]
+) -> Case:
+    return Case(
+        part=part,
+        name=f"{name}, {sizes.rows} x {sizes.vocab_size}",
+        num_bytes=sizes.rows * row_bytes,
+        prepare=prepare,
+    )
+
+
+def _prepare_adjustments(bed: Bed) -> Prepared:
+    """Each row of its own slot; tokens of a history are distinct, the later half was generated."""
+    rows, vocab_size, length = bed.sizes.rows, bed.sizes.vocab_size, _history(bed.sizes)
+    random = np.random.default_rng(0)
+    texts = np.array([random.permutation(vocab_size)[:length] for _ in range(rows)], dtype=np.int32)
+    biased = random.permutation(vocab_size)[: _num_biases(bed.sizes)]
+    params = SamplingParams(
+        repetition_penalty=_REPETITION,
+        presence_penalty=_PRESENCE,
+        frequency_penalty=_FREQUENCY,
+        embedding_bias=(tuple(biased.tolist()), (_BIAS,) * len(biased)),
+    )
+    own = adjustments.pack_lists(params)
+    records = [
+        adjustments.pack(params, length // 2, vocab_size, row * len(own)) for row in range(rows)
+    ]
+    table = np.array(records, dtype=adjustments.PARAMS).view(np.uint8).reshape(rows, -1)
+    sets = _logits(bed, rows * length * (_SECTOR + 4))
+    packed = torch.from_numpy(table).to(bed.device)
+    lists, histories = bed.ints(np.tile(own, rows)), bed.ints(texts)
+    seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=bed.device)
+    slots, positions = _slots(bed), torch.full((rows,), length, device=bed.device)
+    tokens, ids = histories.long(), torch.from_numpy(biased).to(bed.device)
+
+    def by_torch(logits: Tensor) -> Tensor:
+        logits[:, ids] += _BIAS
+        found = logits.gather(1, tokens)
+        found = torch.where(found > 0, found / _REPETITION, found * _REPETITION)
+        found[:, length // 2 :] -= _FREQUENCY + _PRESENCE
+        return logits.scatter_(1, tokens, found)
+
+    def by_kernel(logits: Tensor) -> Tensor:
+        adjustments.adjust(bed.launcher, logits, packed, lists, histories, seen, slots, positions)
+        return logits
+
+    error = largest_error(by_torch(sets[0].clone()))
+    ours, peers = _on_copies(sets, by_kernel), {"torch": lambda: _on_copies(sets, by_torch)}
+    return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
+
+
+def _prepare_masks(bed: Bed) -> Prepared:
+    """A few tokens of each row are allowed, as a grammar does it."""
+    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
+    random = np.random.default_rng(0)
+    allowed = np.zeros((rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
+    for row in allowed:
+        row[random.permutation(vocab_size)[: _num_allowed(bed.sizes)]] = 1
+    masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view("<i4"))
+    masks = masks.to(bed.device)
+    banned = torch.from_numpy(allowed[:, :vocab_size] == 0).to(bed.device)
+    sets, slots = _logits(bed, rows * vocab_size * 4), _slots(bed)
+    expected = sets[0].masked_fill(banned, -torch.inf)
+
+    def by_kernel(logits: Tensor) -> Tensor:
+        mask_logits(bed.launcher, logits, slots, masks)
+        return logits
+
+    def by_torch(logits: Tensor) -> Tensor:
+        return logits.masked_fill_(banned, -torch.inf)
+
+    def error(result: Tensor) -> float:
+        return float((result != expected).float().mean().item())
+
+    ours, peers = _on_copies(sets, by_kernel), {"torch": lambda: _on_copies(sets, by_torch)}
+    return Prepared(len(sets), ours, error, 0.0, peers)
+
+
+def _prepare_log_probs(bed: Bed) -> Prepared:
+    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
+    sets = _logits(bed, rows * vocab_size * 4)
+    chosen = torch.arange(rows, device=bed.device) * 7919 % vocab_size
+    tokens, places = chosen.int(), chosen[:, None]
+    values = torch.empty(rows, device=bed.device)
+    wanted = torch.full((rows,), LOG_PROB, dtype=torch.uint8, device=bed.device)
+    packed, slots = _sampling_params(bed), _slots(bed)
+
+    def ours(number: int) -> Tensor:
+        log_probs(bed.launcher, values, sets[number], tokens, packed, wanted, slots)
+        return values[:, None]
+
+    def by_torch(number: int) -> Tensor:
+        return sets[number].log_softmax(-1).gather(1, places)
+
+    error, peers = largest_error(by_torch(0)), {"torch": lambda: by_torch}
+    return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
+
+
+def _prepare_beams(bed: Bed) -> Prepared:
+    """A contender tells tokens; their log probabilities are compared, so that ties do no harm."""
+    rows, vocab_size, most = bed.sizes.rows, bed.sizes.vocab_size, _most(bed.sizes)
+    sets = _logits(bed, rows * vocab_size * 4)
+    tokens = torch.empty(rows, most, dtype=torch.int32, device=bed.device)
+    found = torch.empty(rows, most, device=bed.device)
+    packed, slots, counts = _sampling_params(bed), _slots(bed), bed.ints([most] * rows)
+    scores = sets[0].log_softmax(-1)
+    of_scores = largest_error(scores.topk(most).values)
+
+    def ours(number: int) -> Tensor:
+        best_of_rows(bed.launcher, tokens, found, sets[number], packed, slots, counts)
+        return tokens
+
+    def error(result: Tensor) -> float:
+        if not ((result >= 0) & (result < vocab_size)).all():
+            return float("inf")
+        written = of_scores(found) if result is tokens else 0.0
+        return max(of_scores(scores.gather(1, result.long())), written)
+
+    def by_torch(number: int) -> Tensor:
+        return sets[number].log_softmax(-1).topk(most).indices
+
+    peers = {"torch": lambda: by_torch}
+    return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
+
+
+def _on_copies(sets: list[Tensor], work: Callable[[Tensor], Tensor]) -> Contender:
+    """A contender that writes to its logits."""
+    own = [logits.clone() for logits in sets]
+    return lambda number: work(own[number])
+
+
+def _logits(bed: Bed, set_bytes: int) -> list[Tensor]:
+    """Enough sets of which a call touches `set_bytes`."""
+    shape = bed.sizes.rows, bed.sizes.vocab_size
+    return [bed.randn(*shape, dtype=torch.float32) for _ in range(bed.num_sets(set_bytes))]
+
+
+def _sampling_params(bed: Bed) -> Tensor:
+    """Of a slot a row."""
+    record = sampling.pack(SamplingParams(), 0, bed.sizes.vocab_size)
+    table = np.array([record] * bed.sizes.rows, dtype=sampling.PARAMS)
+    return torch.from_numpy(table.view(np.uint8).reshape(bed.sizes.rows, -1)).to(bed.device)
+
+
+def _slots(bed: Bed) -> Tensor:
+    return bed.ints(np.arange(bed.sizes.rows))
+
+
+def _history(sizes: Sizes) -> int:
+    return min(sizes.context // 4, sizes.vocab_size)
+
+
+def _num_biases(sizes: Sizes) -> int:
+    return min(_NUM_BIASES, sizes.vocab_size)
+
+
+def _num_allowed(sizes: Sizes) -> int:
+    return min(_ALLOWED, sizes.vocab_size // 2)
+
+
+def _most(sizes: Sizes) -> int:
+    return min(2 * _BEAMS, sizes.vocab_size)
