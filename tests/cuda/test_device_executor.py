@@ -252,8 +252,10 @@ def test_virtual_tokens(device):
     def requests():
         tokens = [96, 97, 98, *prompt(3, 9), 99, 4]
         own = {"prompt_embedding_table": table, "prompt_vocab_size": 6}
-        return [from_tokens(1, tokens, 6, **own), from_tokens(2, prompt(2, 9), 6)]
+        others = [from_tokens(i, prompt(i, 9), 6) for i in (2, 3)]
+        return [from_tokens(1, tokens, 6, **own), *others]
 
+    # three rows run as a recording of four, whose padding reads none of those tokens
     check_same(device, requests, run_ahead=1)
 
 
