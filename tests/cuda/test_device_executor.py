@@ -259,6 +259,19 @@ def test_virtual_tokens(device):
     check_same(device, requests, run_ahead=1)
 
 
+def test_virtual_tokens_are_not_guessed(device):
+    table = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    ban = np.where(np.arange(96) == 4, 0, -np.inf).astype(np.float32)
+
+    def requests():
+        tokens = [96, 97, 4, 96, 97, 4, 4, 96, 97]
+        own = {"prompt_embedding_table": table, "embedding_bias": ban}
+        return [from_tokens(1, tokens, 6, **own)]
+
+    lookup = PromptLookup(max_ngram=1, min_ngram=1)
+    check_same(device, requests, speculative_decoding_config=lookup)
+
+
 def test_stops_and_cancelled_requests_leave_nothing_behind(device):
     """A slot is given away while the tokens of who had it are still on their way."""
 
