@@ -175,8 +175,11 @@ class DeviceExecutor(TorchExecutor):
 
     def _arrays(self, rows: PackedRows, fixed: bool = False) -> dict[str, np.ndarray]:
         """What the device gets of a batch."""
+        places = self._device_tables.cells(rows.token_lines, rows.positions)
+        # padding reads nobody's cell: a sequence may begin with a virtual token
+        places[rows.row_starts[-1] :] = self._tables.tokens.size
         arrays = {
-            "places": self._device_tables.cells(rows.token_lines, rows.positions),
+            "places": places,
             "positions": rows.positions,
             "row_starts": rows.row_starts,
             "kv_lengths": rows.kv_lengths,
