@@ -22,6 +22,12 @@ def span(text: str) -> tuple[int, int]:
     return ends
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
 def folder(text: str) -> Path:
     if not Path(text).is_dir():
         raise ArgumentTypeError(f"{text!r} is no folder")
