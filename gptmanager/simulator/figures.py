@@ -17,7 +17,7 @@ from gptmanager.step import Schedule
 class Figures:
     """What a simulated run came to. Times in virtual seconds; latencies of finished requests.
 
-    `ttft`: from arrival to first token; `per_token`: between a request's tokens, its mean; each
+    `ttft_s`: from arrival to first token; `per_token_s`: between a request's tokens, its mean; each
     (median, 99th percentile). `kv_use`: mean and largest share of the blocks in use.
     `recomputed_tokens`: run in contexts of requests that had been paused. `request_steps`: rows of
     all schedules. `first_error`: why the first that failed did, "" if none has.
