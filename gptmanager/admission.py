@@ -129,7 +129,9 @@ def _read_drafts(
     """Tokens that may follow the prompt, and the logits that they were drawn from."""
     if "draft_input_ids" not in tensors:
         if "draft_logits" in tensors:
-            raise InvalidRequestError("Undefined tensor: draft_input_ids")
+            raise InvalidRequestError(
+                "Undefined tensor: draft_input_ids, but draft_logits is given"
+            )
         return (), None
     if not limits.takes_drafts:
         raise InvalidRequestError("draft_input_ids is refused: the attention has a window")
@@ -317,7 +319,9 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
     """The request's own embeddings, and how many token ids they add to the vocabulary."""
     if "prompt_embedding_table" not in tensors:
         if "prompt_vocab_size" in tensors:
-            raise InvalidRequestError("Undefined tensor: prompt_embedding_table")
+            raise InvalidRequestError(
+                "Undefined tensor: prompt_embedding_table, but prompt_vocab_size is given"
+            )
         return None, 0
     if not limits.hidden_size:
         raise InvalidRequestError("prompt_embedding_table is refused: the model takes none")
