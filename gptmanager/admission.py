@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,24 +63,8 @@ class Limits:
     seed: int = 0
 
 
-_Check = Callable[[str, Any], bool]  # (name, value) -> is it the neutral value?
-
-
-def _never(name: str, value: Any) -> bool:
-    return False
-
-
-def _is(neutral: int) -> _Check:
-    return lambda name, value: read_int(name, value, *INT32) == neutral
-
-
-# inputs whose support has not landed: refused unless they say what happens anyway
-_LATER: dict[str, _Check] = {
-    "position_ids": _never,
-    "lora_task_id": _never,
-    "lora_weights": _never,
-    "lora_config": _never,
-}
+# inputs whose support has not landed
+_LATER = ("position_ids", "lora_task_id", "lora_weights", "lora_config")
 _TINY, _HUGE = 1e-30, 1e30  # of a penalty
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
 
@@ -94,7 +77,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
             raise InvalidRequestError(f"Invalid tensor name: {name}")
         if tensors[name] is None:
             raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
-        if name in _LATER and not _LATER[name](name, tensors[name]):
+        if name in _LATER:
             raise InvalidRequestError(f"{name} is refused: its support has not landed yet")
     for name in ("input_ids", "request_output_len"):
         if name not in tensors:
@@ -150,7 +133,9 @@ def _read_drafts(
     """Tokens that may follow the prompt, and the logits that they were drawn from."""
     if "draft_input_ids" not in tensors:
         if "draft_logits" in tensors:
-            raise InvalidRequestError("Undefined tensor: draft_input_ids")
+            raise InvalidRequestError(
+                "Undefined tensor: draft_input_ids, but draft_logits is given"
+            )
         return (), None
     if not limits.takes_drafts:
         raise InvalidRequestError("draft_input_ids is refused: the attention has a window")
@@ -338,7 +323,9 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
     """The request's own embeddings, and how many token ids they add to the vocabulary."""
     if "prompt_embedding_table" not in tensors:
         if "prompt_vocab_size" in tensors:
-            raise InvalidRequestError("Undefined tensor: prompt_embedding_table")
+            raise InvalidRequestError(
+                "Undefined tensor: prompt_embedding_table, but prompt_vocab_size is given"
+            )
         return None, 0
     if not limits.hidden_size:
         raise InvalidRequestError("prompt_embedding_table is refused: the model takes none")

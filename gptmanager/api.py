@@ -113,7 +113,7 @@ class InferenceRequest:
 
     Every tensor name is also a property (`request.temperature = ...`); reading one that is not
     set raises AttributeError ("Undefined tensor: ..."). Tensors are torch tensors or NumPy
-    arrays; `contract` shapes `[n]` and `[1, n]`, scalar and `[1]` are taken alike.
+    arrays; shapes `[n]` and `[1, n]`, scalar and `[1]` are taken alike.
 
     `is_streaming`: one response per new token instead of one at the end. `priority`: higher runs
     first, equals keep their order. `deadline_s` and `queue_timeout_s` count from the moment Get

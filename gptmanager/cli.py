@@ -28,6 +28,7 @@ from gptmanager.config import (
 )
 from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.live_view import LiveView, report_lines
+from gptmanager.recorder.values import RecordingError
 from gptmanager.run import RunOptions, run
 
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
@@ -73,11 +74,14 @@ _BENCH_EXAMPLES = """\
 examples:
   gptmanager bench --peer transformers        # both on the same weights and requests, in turn
   gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
+
+exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted."""
+    """Exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted."""
+    _open_what_is_closed()
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -96,10 +100,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (GptManagerError, OSError) as error:
         print(f"gptmanager: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
     except KeyboardInterrupt:
         print("gptmanager: interrupted", file=sys.stderr)
         return 130
+
+
+def _open_what_is_closed() -> None:
+    """`gptmanager ... >&-` leaves Python without a stream to write to."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def _start_log(view: LiveView, is_verbose: bool) -> None:

@@ -22,7 +22,23 @@ def span(text: str) -> tuple[int, int]:
     return ends
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
 def folder(text: str) -> Path:
     if not Path(text).is_dir():
         raise ArgumentTypeError(f"{text!r} is no folder")
     return Path(text)
+
+
+def writable(text: str) -> Path:
+    """A file that may be there or not, in a folder that is there: told before anything slow."""
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text!r} is a folder")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"{str(path.parent)!r} is no folder")
+    return path

@@ -7,7 +7,6 @@ is set off its default.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import re
 from dataclasses import fields
@@ -55,32 +54,35 @@ _REFUSED: dict[type, dict[str, str]] = {
     },
 }
 
-# field -> (smallest, largest) permitted value; None stands for "no bound"
-_RANGES: dict[type, dict[str, tuple[float | None, float | None]]] = {
+_MANY = 2**31 - 1  # tokens, requests, blocks: int32 holds them everywhere
+_HUGE = 2**63 - 1  # bytes
+
+# field -> (smallest, largest) permitted value
+_RANGES: dict[type, dict[str, tuple[float, float]]] = {
     SchedulerConfig: {},
-    PromptLookup: {"max_draft_tokens": (1, None), "max_ngram": (1, None), "min_ngram": (1, None)},
+    PromptLookup: {"max_draft_tokens": (1, _MANY), "max_ngram": (1, _MANY), "min_ngram": (1, _MANY)},
     KvCacheConfig: {
-        "max_tokens": (1, None),
-        "tokens_per_block": (1, None),
-        "host_cache_size": (0, None),
+        "max_tokens": (1, _MANY),
+        "tokens_per_block": (1, _MANY),
+        "host_cache_size": (0, _HUGE),
         "secondary_offload_min_priority": (0, 100),
-        "max_attention_window": (1, None),
-        "sink_token_length": (0, None),
-        "host_bytes_per_s": (1.0, None),
-        "recompute_tokens_per_s": (1.0, None),
+        "max_attention_window": (1, _MANY),
+        "sink_token_length": (0, _MANY),
+        "host_bytes_per_s": (1.0, 1e18),
+        "recompute_tokens_per_s": (1.0, 1e18),
     },
     PeftCacheManagerConfig: {},
     OptionalParams: {
         "run_ahead": (0, 1),
-        "max_batch_size": (1, None),
-        "max_num_tokens": (1, None),
-        "max_seq_len": (2, None),
-        "max_active_requests": (1, None),
+        "max_batch_size": (1, _MANY),
+        "max_num_tokens": (1, _MANY),
+        "max_seq_len": (2, _MANY),
+        "max_active_requests": (1, _MANY),
         "idle_poll_s": (0.0, 1e6),
         "callback_budget_s": (0.0, 1e6),
-        "max_get_failures": (1, None),
+        "max_get_failures": (1, _MANY),
         "logits_post_processor_budget_s": (0.0, 1e6),
-        "black_box_iterations": (0, None),
+        "black_box_iterations": (0, _MANY),
         "seed": (0, 2**64 - 1),
     },
 }
@@ -96,7 +98,7 @@ _CACHE_DTYPES = (None, "fp8")
 
 def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
     """A private copy of `config`; raises ConfigError naming the first field that cannot be."""
-    config = _checked(config, SchedulerConfig)
+    config = _checked(config, SchedulerConfig, "scheduler_config")
     _require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
     if config.context_chunking_policy is not None:
         _require_member(config, "context_chunking_policy", ContextChunkingPolicy)
@@ -107,11 +109,31 @@ def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
 
 def checked_optional_params(params: OptionalParams) -> OptionalParams:
     """A private copy of `params`; raises ConfigError naming the first field that cannot be."""
-    params = _checked(params, OptionalParams)
-    kv_cache = params.kv_cache_config = _checked(params.kv_cache_config, KvCacheConfig)
-    params.peft_cache_manager_config = _checked(
-        params.peft_cache_manager_config, PeftCacheManagerConfig
+    params = _checked(params, OptionalParams, "optional_params")
+    params.kv_cache_config = _checked(
+        params.kv_cache_config, KvCacheConfig, "OptionalParams.kv_cache_config"
     )
+    params.peft_cache_manager_config = _checked(
+        params.peft_cache_manager_config,
+        PeftCacheManagerConfig,
+        "OptionalParams.peft_cache_manager_config",
+    )
+    _check_host_tier(params.kv_cache_config)
+    _check_fraction(params.kv_cache_config)
+    _check_sink(params.kv_cache_config)
+    _check_lookup(params)
+    _check_paths(params)
+    _check_batched(params)
+    _check_overlap(params)
+    _settle_device(params)
+    if params.dtype is not None:
+        params.dtype = str(params.dtype).removeprefix("torch.")
+    if params.dtype not in _DTYPES:
+        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
+    return params
+
+
+def _check_host_tier(kv_cache: KvCacheConfig) -> None:
     if kv_cache.host_cache_size and not kv_cache.enable_block_reuse:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
@@ -126,37 +148,57 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
                 f"KvCacheConfig.{name} = {value!r} is about the host tier: it needs host_cache_size"
             )
     if kv_cache.host_swap not in ("auto", "always"):
-        raise ConfigError(f"KvCacheConfig.host_swap = {kv_cache.host_swap!r}: 'auto' or 'always'")
-    if kv_cache.max_attention_window and params.speculative_decoding_config is not None:
         raise ConfigError(
-            "OptionalParams.speculative_decoding_config is refused with "
-            f"KvCacheConfig.max_attention_window = {kv_cache.max_attention_window}: what a wrong "
-            "guess has overwritten would be lost"
+            f"KvCacheConfig.host_swap = {kv_cache.host_swap!r} is neither 'auto' nor 'always'"
         )
-    if params.speculative_decoding_config is not None:
-        lookup = _checked(params.speculative_decoding_config, PromptLookup)
-        if lookup.min_ngram > lookup.max_ngram:
-            raise ConfigError(
-                f"PromptLookup.min_ngram = {lookup.min_ngram} exceeds max_ngram = "
-                f"{lookup.max_ngram}"
-            )
+
+
+def _check_fraction(kv_cache: KvCacheConfig) -> None:
     fraction = kv_cache.free_gpu_memory_fraction
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
         raise ConfigError(
             f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
             "both excluded"
         )
-    _check_sink(kv_cache)
+
+
+def _check_lookup(params: OptionalParams) -> None:
+    if params.speculative_decoding_config is None:
+        return
+    if params.kv_cache_config.max_attention_window:
+        raise ConfigError(
+            "OptionalParams.speculative_decoding_config is refused with "
+            f"KvCacheConfig.max_attention_window = {params.kv_cache_config.max_attention_window}: "
+            "what a wrong guess has overwritten would be lost"
+        )
+    lookup = _checked(
+        params.speculative_decoding_config,
+        PromptLookup,
+        "OptionalParams.speculative_decoding_config",
+    )
+    if lookup.min_ngram > lookup.max_ngram:
+        raise ConfigError(
+            f"PromptLookup.min_ngram = {lookup.min_ngram} exceeds max_ngram = {lookup.max_ngram}"
+        )
+
+
+def _check_paths(params: OptionalParams) -> None:
     for name in ("recording_path", "black_box_path"):
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
+
+
+def _check_batched(params: OptionalParams) -> None:
     batched = params.logits_post_processor_batched
     if batched is not None and not is_post_processor(batched):
         raise ConfigError(
             f"OptionalParams.logits_post_processor_batched is a {type(batched).__name__}, expected "
             "an object with a method process_batch"
         )
+
+
+def _check_overlap(params: OptionalParams) -> None:
     if params.enable_chunked_context not in (None, False, True):
         raise ConfigError(
             f"OptionalParams.enable_chunked_context = {params.enable_chunked_context!r} is none of "
@@ -167,6 +209,10 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
             f"OptionalParams.enable_trt_overlap = True with run_ahead = {params.run_ahead}: the "
             "one overlaps steps of different requests, the other of the same; choose one"
         )
+
+
+def _settle_device(params: OptionalParams) -> None:
+    """`device` as a str, and the defaults that depend on it."""
     if params.device is not None:
         params.device = str(params.device)  # a torch.device says the same
         if not DEVICE.fullmatch(params.device):
@@ -175,20 +221,16 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
                 "so on, 'emulator'"
             )
     on_host = params.device in (None, "cpu")
-    if kv_cache.dtype not in _CACHE_DTYPES:
-        raise ConfigError(f"KvCacheConfig.dtype = {kv_cache.dtype!r} is not one of {_CACHE_DTYPES}")
-    if kv_cache.dtype is not None and on_host:
+    dtype = params.kv_cache_config.dtype
+    if dtype not in _CACHE_DTYPES:
+        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} is not one of {_CACHE_DTYPES}")
+    if dtype is not None and on_host:
         raise ConfigError(
-            f"KvCacheConfig.dtype = {kv_cache.dtype!r} is refused with OptionalParams.device = "
+            f"KvCacheConfig.dtype = {dtype!r} is refused with OptionalParams.device = "
             f"{params.device!r}: the KV cache of the CPU is float32"
         )
     if params.run_ahead is None:
         params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
-    if params.dtype is not None:
-        params.dtype = str(params.dtype).removeprefix("torch.")
-    if params.dtype not in _DTYPES:
-        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
-    return params
 
 
 def _check_sink(config: KvCacheConfig) -> None:
@@ -200,9 +242,9 @@ def _check_sink(config: KvCacheConfig) -> None:
         )
 
 
-def _checked(config: Any, cls: type) -> Any:
+def _checked(config: Any, cls: type, where: str) -> Any:
     if not isinstance(config, cls):
-        raise ConfigError(f"expected a {cls.__name__}, got {config!r}")
+        raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
     default = cls()
     for name, reason in _REFUSED[cls].items():
         value = getattr(config, name)
@@ -218,7 +260,7 @@ def _checked(config: Any, cls: type) -> Any:
 
 
 def _require_range(
-    owner: str, name: str, value: Any, default: Any, low: float | None, high: float | None
+    owner: str, name: str, value: Any, default: Any, low: float, high: float
 ) -> None:
     if _equal(value, default):
         return
@@ -226,15 +268,9 @@ def _require_range(
         return
     kind = Real if isinstance(default, float) else Integral
     number = isinstance(value, kind) and not isinstance(value, bool)
-    if (
-        not number
-        or not math.isfinite(value)
-        or (low is not None and value < low)
-        or (high is not None and value > high)
-    ):
-        bounds = f"from {low}" + ("" if high is None else f" to {high}")
+    if not number or not low <= value <= high:  # NaN is not
         noun = "a number" if isinstance(default, float) else "an integer"
-        raise ConfigError(f"{owner}.{name} = {value!r} must be {noun} {bounds}")
+        raise ConfigError(f"{owner}.{name} = {value!r} must be {noun} from {low} to {high}")
 
 
 def _require_member(config: Any, name: str, enum: type[IntEnum]) -> None:

@@ -113,7 +113,8 @@ class LiveView:
         if failed and self.quiet:
             self.write(f"request {row.name}: {printable(text)}\n")
         elif not self._redraws:
-            how = f"leaves after {row.num_tokens} tokens, {why}:"
+            unit = "token" if row.num_tokens == 1 else "tokens"
+            how = f"leaves after {row.num_tokens} {unit}, {why}:"
             self.note(_stamp(progress, f"request {row.name} {how} {printable(text)}"))
         elif not self.quiet:
             start = self._header() + f"{row.name:>7} {row.num_tokens:>6} {why:<10} "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -153,6 +154,11 @@ class TokenLoop(Roster):
         """The checked answer of the scheduler, whose class is called `name`."""
         try:
             answer = self.scheduler.schedule_request(active, in_flight)
+        except SchedulerError:
+            raise
+        except Exception as error:
+            raise SchedulerError(f"{name} raised {response_text(error)}") from error
+        try:
             output = SchedulerOutput(*map(list, answer))
             check_output(
                 output,
@@ -165,7 +171,8 @@ class TokenLoop(Roster):
         except SchedulerError:
             raise
         except Exception as error:
-            raise SchedulerError(f"{name} raised {response_text(error)}") from error
+            shown = reprlib.repr(answer)
+            raise SchedulerError(f"{name} returned {shown}, expected lists of requests") from error
         return output
 
     @lap

@@ -54,10 +54,6 @@ class RequestOutputs:
     def add_log_probs(self, index: int, log_probs: list[float]) -> None:
         self._log_probs[index:] = log_probs
 
-    @property
-    def has_context(self) -> bool:
-        return self._context is not None
-
     def take_context(self) -> Tensor:
         """`[1, n, vocab]`: of the whole prompt, or of what was computed of it; once."""
         context, end = self._context, self._context_end

@@ -194,7 +194,8 @@ def _fields(text: bytes) -> dict[str, Any]:
         if value is not None:
             fields[name] = value
     if not isinstance(fields["is_streaming"], bool):
-        raise InvalidRequestError(f"streaming = {fields['is_streaming']!r} is not true or false")
+        name = names["is_streaming"]
+        raise InvalidRequestError(f"{name} = {fields['is_streaming']!r} is not true or false")
     return fields
 
 

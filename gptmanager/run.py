@@ -52,7 +52,8 @@ def run(options: RunOptions, view: LiveView) -> dict[str, Any]:
     tokenizer = load_tokenizer(options.model) if has_tokenizer else None
     lines = read_file(options.requests, tokenizer, max_new_tokens=options.max_new_tokens)
     if not lines:
-        view.note(f"{options.requests} holds no requests")
+        name = "the standard input" if options.requests == "-" else options.requests
+        view.note(f"{name} holds no requests")
     with ExitStack() as stack:
         # files first: a path that cannot be is told before anything slow
         file = None

@@ -137,7 +137,7 @@ def _array(name: str, value: Any) -> np.ndarray:
         if array.dtype.kind in "biuf":
             return array
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
-    raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected a tensor")
+    raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected numbers")
 
 
 def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:

@@ -390,6 +390,8 @@ def test_the_command_on_a_cpu(capsys, tmp_path):
         (["--batches", "1,x"], "argument --batches: 'x' is not a positive integer"),
         (["--lengths", "9:3"], "argument --lengths: '9:3' does not rise"),
         (["--model", "nowhere"], "argument --model: 'nowhere' is no folder"),
+        (["--output", "nowhere/x.json"], "argument --output: 'nowhere' is no folder"),
+        (["--output", "."], "argument --output: '.' is a folder"),
         (
             ["--device", "tpu"],
             "argument --device: 'tpu' is none of cpu, cuda, cuda:0 and so on, emulator",

@@ -25,6 +25,7 @@ from gptmanager import __version__, cli
 from gptmanager.callbacks import generate
 from gptmanager.errors import ManagerDeadError
 from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.values import RecordingError
 from gptmanager.replay import replay
 from gptmanager.run import latencies
 
@@ -397,11 +398,28 @@ def test_a_manager_that_dies_fails_its_requests(run, monkeypatch, tmp_path):
     assert "RuntimeError: boom" in results[0]["error"]
 
 
+def test_a_file_that_is_no_recording_is_a_wrong_call(call, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text("no recording\n")
+    for arguments in (
+        ["replay", "nowhere.jsonl"],
+        ["replay", text],
+        ["picture", text, "--output", tmp_path / "x.html"],
+        ["simulate", "--recording", text],
+        ["simulate", "--fit", "nowhere.jsonl"],
+    ):
+        outcome = call(*arguments)
+        assert outcome.code == 2 and outcome.out == ""
+        assert outcome.err.startswith("gptmanager: ") and outcome.err.count("\n") == 1
+        assert "nowhere.jsonl" in outcome.err or str(text) in outcome.err
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (OSError(28, "No space left on device"), 1),
         (ManagerDeadError("gone"), 1),
+        (RecordingError("nothing to read"), 2),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -480,6 +498,15 @@ def test_a_reader_that_leaves_early(model, tmp_path, environment):
         told = process.stderr.read()
     assert process.returncode == 1
     assert "request 1 leaves" in told and "Error" not in told
+
+
+def test_closed_streams_are_nobody_s_error(environment):
+    line = " ".join(command("simulate", "--num-requests", 2, "--output-len", 2, "{}"))
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        ended = subprocess.run(
+            ["sh", "-c", line.format(closed)], capture_output=True, env=environment, text=True
+        )
+        assert ended.returncode == 0 and ended.stderr == ""
 
 
 def test_the_whole_run_on_a_terminal(model, tmp_path, environment):

@@ -236,7 +236,9 @@ def test_what_cannot_be_guessed_is_named(source):
     assert "draft_input_ids is refused with beam_width = 2" in refusal(
         beam_width=2, draft_input_ids=[1]
     )
-    assert "Undefined tensor: draft_input_ids" in refusal(draft_logits=torch.zeros(1, 96))
+    assert "Undefined tensor: draft_input_ids, but draft_logits" in refusal(
+        draft_logits=torch.zeros(1, 96)
+    )
     text = "draft_logits has 2 rows, draft_input_ids 1 tokens"
     assert text in refusal(draft_input_ids=[1], draft_logits=torch.zeros(2, 96))
     assert "(3 + 200) exceeds maximum input length (159)" in refusal(draft_input_ids=[1] * 200)

@@ -1,4 +1,4 @@
-"""Every op against float64, and what a result may never depend on: neighbours, chunks, threads."""
+"""Every op against float64, and what a result may never depend on: neighbors, chunks, threads."""
 
 from __future__ import annotations
 

@@ -395,6 +395,9 @@ def empty_chunk(output):
         (wrong_phase, "as a generation request"),
         (raises, "raised ZeroDivisionError: of mine"),
         (empty_chunk, "as a context request"),
+        (lambda output: None, "returned None, expected lists of requests"),
+        (lambda output: output.context_requests[0], r"returned LlmRequest\(1,.*, expected lists"),
+        (lambda output: ([1], [], []), r"returned \(\[1\], \[\], \[\]\), expected lists"),
     ],
 )
 def test_a_scheduler_that_breaks_its_contract_is_named(answer, text):

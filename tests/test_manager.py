@@ -489,9 +489,9 @@ def test_a_notify_is_not_lost_to_a_failing_get(host):
 
 @pytest.mark.parametrize("wrong", [0, {}, "", 1])
 def test_a_false_value_is_not_a_default(host, wrong):
-    with pytest.raises(ConfigError, match="expected a SchedulerConfig"):
+    with pytest.raises(ConfigError, match="scheduler_config = .*, expected SchedulerConfig"):
         GptManager(model(), FUSED, 1, wrong, **host.keywords())
-    with pytest.raises(ConfigError, match="expected a OptionalParams"):
+    with pytest.raises(ConfigError, match="optional_params = .*, expected OptionalParams"):
         GptManager(model(), FUSED, optional_params=wrong, **host.keywords())
 
 

@@ -141,7 +141,10 @@ def request(table, ids=(1,), **more):
         (request(np.zeros((2, 2)), [98]), r"input_ids\[0\] = 98 is outside the vocabulary of 98"),
         (request(np.zeros((2, 2)), [97], prompt_vocab_size=1), "outside the vocabulary of 97"),
         (request(np.zeros((2, 2)), prompt_vocab_size=3), "prompt_vocab_size = 3 is outside 1..2"),
-        (request(None, prompt_vocab_size=3), "^Undefined tensor: prompt_embedding_table"),
+        (
+            request(None, prompt_vocab_size=3),
+            "^Undefined tensor: prompt_embedding_table, but prompt_v",
+        ),
         (request(np.zeros((2, 3))), r"has shape \[2, 3\], expected \[n, 2\] or \[1, n, 2\]"),
         (request(np.zeros((2, 2, 2))), r"has shape \[2, 2, 2\], expected"),
         (request(np.zeros(2)), r"has shape \[2\], expected"),

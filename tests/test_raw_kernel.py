@@ -275,6 +275,20 @@ def test_parameters_are_checked_where_they_are_bound():
         kernel.bind(token=2**32, added=1.0)
     with pytest.raises(ValueError, match="added = 'x'"):
         kernel.bind(token=2, added="x")
+    with pytest.raises(TypeError, match="raise_one takes token, added; got nothing"):
+        kernel.bind()
+    with pytest.raises(ValueError, match="token = 1.5 is no int32: it is of dtype float64"):
+        kernel.bind(token=1.5, added=1.0)
+    with pytest.raises(ValueError, match="added = None is no float64"):
+        kernel.bind(token=1, added=None)
+
+
+def test_a_number_that_its_field_cannot_hold():
+    fields = np.dtype([("margin", np.float32)], align=True)
+    kernel = RawKernelLogitsPostProcessor(SOURCE, "raise_one", fields)
+    with pytest.raises(ValueError, match="margin = 1e\\+300 is no float32: overflow"):
+        kernel.bind(margin=1e300)
+    assert kernel.bind(margin=-np.inf).record["margin"] == -np.inf
 
 
 @pytest.mark.parametrize(
@@ -289,9 +303,18 @@ def test_a_dtype_that_is_no_struct_is_refused(dtype, text):
         RawKernelLogitsPostProcessor(SOURCE, "raise_one", dtype)
 
 
-def test_a_block_that_no_device_has_is_refused():
-    with pytest.raises(ConfigError, match="block = 2048 is outside 1..1024"):
-        raise_one(block=2048)
+@pytest.mark.parametrize(
+    ("source", "more", "text"),
+    [
+        (SOURCE, {"block": 2048}, "block = 2048 must be an integer from 1 to 1024"),
+        (SOURCE, {"block": 32.0}, "block = 32.0 must be an integer from 1 to 1024"),
+        (SOURCE, {"options": "-DX"}, "options = '-DX' is no sequence of strings"),
+        ("kernels/mine.cu", {}, "source = 'kernels/mine.cu' is a path"),
+    ],
+)
+def test_what_cannot_be_is_refused_where_it_is_written(source, more, text):
+    with pytest.raises(ConfigError, match=text):
+        raise_one(source, **more)
 
 
 def test_two_managers_may_share_a_kernel():
@@ -397,8 +420,10 @@ def test_the_ready_made_kernels_neither_race_nor_stray(case):
 
 
 def test_a_device_that_there_is_not():
-    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+    with pytest.raises(ConfigError, match="device = 'nowhere' is none of 'cpu', 'emulator'"):
         raise_one().compile("nowhere")
+    with pytest.raises(ConfigError, match="raise_one cannot be compiled"):
+        raise_one().compile("cuda:31")
 
 
 @pytest.mark.parametrize(

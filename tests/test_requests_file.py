@@ -130,6 +130,7 @@ def test_no_stop_words():
         ({"prompt": "a", "tensors": {}}, "unknown field 'tensors'"),
         ({"prompt": "a", "top_k": 1, "runtime_top_k": 1}, "top_k and runtime_top_k are the same"),
         ({"prompt": "a", "streaming": "yes"}, "streaming = 'yes' is not true or false"),
+        ({"prompt": "a", "is_streaming": 1}, "is_streaming = 1 is not true or false"),
         ({"input_ids": "abc"}, "input_ids is not a list of token ids"),
         ({"input_ids": [[1, 2]]}, "input_ids is not a list of token ids"),
         ({"input_ids": [1, 2.5]}, "input_ids is not a list of token ids"),

@@ -86,7 +86,7 @@ def chunks(output: SchedulerOutput) -> dict[int, int | None]:
     return {r.request_id: r.context_chunk_size for r in output.context_requests}
 
 
-# The toy example of reference/paged-attention-ifb-scheduling.md ------------------------------
+# The five requests of docs/scheduling.md --------------------------------------------------------
 
 
 def toy(policy: ContextChunkingPolicy | None) -> Bench:

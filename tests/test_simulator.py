@@ -461,12 +461,56 @@ def test_the_command_simulates_a_recording_and_records_each_run(tmp_path, capsys
         assert replay(read_recording(tmp_path / f"s.{name}.jsonl")).divergence is None
 
 
-def test_wrong_options_are_named(tmp_path):
-    for arguments in (["--policies", "fastest"], ["--prompt-len", "9:3"]):
-        with pytest.raises(SystemExit):
-            command(*arguments)
-    with pytest.raises(ConfigError, match="nowhere"):
-        command("--cost", tmp_path / "nowhere.json")
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--policies", "fastest"], "argument --policies: 'fastest' is none of"),
+        (["--prompt-len", "9:3"], "argument --prompt-len: '9:3' does not rise"),
+        (["--num-requests", "0"], "argument --num-requests: '0' is not a positive integer"),
+        (["--rate", "0"], "argument --rate: '0' is not a number above 0"),
+        (["--rate", "inf"], "argument --rate: 'inf' is not a number above 0"),
+        (["--seed", "-1"], "argument --seed: '-1' is not an integer of at least 0"),
+        (["--max-batch-size", "0"], "argument --max-batch-size: '0' is not a positive integer"),
+    ],
+)
+def test_wrong_options_are_named(arguments, error, capsys):
+    with pytest.raises(SystemExit):
+        command(*arguments)
+    assert error in capsys.readouterr().err
+
+
+def test_a_file_of_costs_that_is_not_there(tmp_path):
+    path = tmp_path / "nowhere.json"
+    with pytest.raises(ConfigError, match=f"^--cost {path}: No such file or directory$"):
+        command("--cost", path)
+
+
+def test_options_of_the_other_kind_of_load_are_refused(tmp_path):
+    path = tmp_path / "r.jsonl"
+    record(path, ScheduledHost(all_at_once()))
+    with pytest.raises(ConfigError, match="^--output-len is about a synthetic load, and --rec"):
+        command("--recording", path, "--output-len", "3")
+    with pytest.raises(ConfigError, match="^--arrivals turns needs --recording$"):
+        command("--arrivals", "turns")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"num_requests": 0}, "SyntheticLoad.num_requests = 0 must be"),
+        ({"rate": -1.0}, "SyntheticLoad.rate = -1.0 must be"),
+        ({"seed": -1}, "SyntheticLoad.seed = -1 must be"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(wrong, error):
+    with pytest.raises(ConfigError, match=error):
+        SyntheticLoad(**{"num_requests": 1, **wrong})
+
+
+def test_why_requests_failed_is_told(capsys):
+    assert command("--num-requests", 3, "--prompt-len", 20, "--max-seq-len", 10) == 0
+    out = capsys.readouterr().out
+    assert "guaranteed_no_evict: the first that failed: InvalidRequestError: Prompt length" in out
 
 
 def test_tables_show_what_never_happened_as_a_dash():

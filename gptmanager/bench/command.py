@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,7 +15,7 @@ from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_lines, kernel_lines
-from gptmanager.command_arguments import folder, positive, span
+from gptmanager.command_arguments import folder, positive, span, writable
 from gptmanager.config_check import DEVICE
 
 _KERNELS_HELP = """\
@@ -112,7 +111,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=_minutes, metavar="M", help="leave out what does not fit into M minutes")
     add("--json", action="store_true", help="print the report as JSON")
     told = "write the report as JSON to FILE, too, as far as it goes after each part"
-    add("--output", type=Path, metavar="FILE", help=told)
+    add("--output", type=writable, metavar="FILE", help=told)
 
 
 def _kernels(options: argparse.Namespace) -> int:

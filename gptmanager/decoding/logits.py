@@ -161,7 +161,7 @@ class PostProcessing:
                 ids = sequence.request_id, sequence.client_id
                 call = functools.partial(shared, ids[0], logits, beams, step.stream, ids[1])
                 answer = self._call(call, logits)
-                step.replace(index, logits, answer)
+                step.replace(logits, answer)
             step.forget_changes(index)
 
     def _run_batch(self, step: _Step, members: list[int], shared: Any) -> None:
@@ -186,7 +186,7 @@ class PostProcessing:
                 with self._guarded([step.sequences[index]], shared):
                     if isinstance(answers[place], BaseException):
                         raise answers[place]
-                    step.replace(index, views[place], answers[place])
+                    step.replace(views[place], answers[place])
             step.forget_changes(index)
 
     def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
@@ -350,7 +350,7 @@ class _Step:
         if len(history) != self.lengths[self.bounds[index]]:
             history.clear()
 
-    def replace(self, index: int, given: Tensor, answer: Any) -> None:
+    def replace(self, given: Tensor, answer: Any) -> None:
         """Take the logits that a processor returned in the place of those it was given."""
         if answer is None or answer is given:
             return

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gptmanager.arguments import at_least
+from gptmanager.config_check import DEVICE
 from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.launch import DeviceLauncher
@@ -66,12 +68,14 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         options: Sequence[str] = (),
         twin: Callable[..., None] | None = None,
     ) -> None:
-        if not 1 <= block <= 1024:
-            raise ConfigError(f"block = {block} is outside 1..1024")
+        if "\n" not in source and source.endswith((".cu", ".cuh")):
+            raise ConfigError(f"source = {source!r} is a path: pass the text of the file")
+        if isinstance(options, str) or not all(isinstance(one, str) for one in options):
+            raise ConfigError(f"options = {options!r} is no sequence of strings")
         self.source = source
         self.name = self.kernel_name = kernel_name
         self.params_dtype = _struct(params_dtype)
-        self.block = block
+        self.block = at_least(1, "block", block, 1024)
         self.options = (*options, f"-DPARAMS_SIZE={self.params_dtype.itemsize}")
         self.twin = twin
         self._lock = threading.Lock()
@@ -81,11 +85,16 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         """What a request brings: a value for each field. Raises TypeError, ValueError."""
         fields = self.params_dtype.names or ()
         if params.keys() != set(fields):
-            raise TypeError(f"{self.name} takes {', '.join(fields)}; got {', '.join(params)}")
+            given = ", ".join(params) or "nothing"
+            raise TypeError(f"{self.name} takes {', '.join(fields)}; got {given}")
         return BoundKernel(self, params)
 
     def compile(self, device: str = "cpu") -> None:
         """Compile now, if that has not been done; ConfigError with the compiler's log."""
+        if not DEVICE.fullmatch(device):
+            raise ConfigError(
+                f"device = {device!r} is none of 'cpu', 'emulator', 'cuda:0' and so on"
+            )
         self.prepare(device).result()
 
     def prepare(self, device: str) -> Future[Launch]:
@@ -128,10 +137,12 @@ class BoundKernel(BoundProcessor):
         super().__init__(owner)
         self.record = np.zeros((), dtype=owner.params_dtype)
         for name, value in params.items():
+            kind = owner.params_dtype[name]
             try:
-                self.record[name] = value
-            except (TypeError, ValueError, OverflowError) as error:
-                kind = owner.params_dtype[name]
+                _check_kind(value, kind)
+                with np.errstate(over="raise"):
+                    self.record[name] = value
+            except (TypeError, ValueError, ArithmeticError) as error:
                 raise ValueError(
                     f"{owner.name}: {name} = {value!r} is no {kind}: {error}"
                 ) from None
@@ -247,6 +258,13 @@ def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch
         twin(*arrays, *map(int, sizes))
 
     return launch
+
+
+def _check_kind(value: Any, dtype: np.dtype[Any]) -> None:
+    """Raise TypeError where NumPy would cut a fraction off, or take None for NaN."""
+    given = np.asarray(value).dtype
+    if given.kind == "O" or (given.kind in "fc" and dtype.base.kind in "biu"):
+        raise TypeError(f"it is of dtype {given}")
 
 
 def _struct(params_dtype: Any) -> np.dtype[Any]:

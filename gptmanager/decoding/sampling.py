@@ -157,8 +157,7 @@ class Sampler:
     several, for sampling rows too. A row of nothing but -inf yields token 0.
 
     `histories` int32 `[num_slots, length]`: the tokens of each slot; penalties, bad words and
-    n-grams read those before the position that is chosen. `device` is where the logits lie; those
-    of another device than the CPU are copied to it.
+    n-grams read those before the position that is chosen.
     """
 
     def __init__(
@@ -166,10 +165,8 @@ class Sampler:
         num_slots: int,
         vocab_size: int,
         histories: npt.NDArray[np.int32] | None = None,
-        device: torch.device | str = "cpu",
     ) -> None:
         self.vocab_size = vocab_size
-        self._device = torch.device(device)
         self._histories = np.zeros((num_slots, 0), np.int32) if histories is None else histories
         self._params: npt.NDArray[np.void] = np.zeros(num_slots, dtype=SLOT)
         self._lists: list[tuple[np.ndarray, ...]] = [()] * num_slots  # what `_params` points to
@@ -245,9 +242,9 @@ class Sampler:
     ) -> npt.NDArray[np.int32]:
         """The next token of each of S rows, int32 `[S]`.
 
-        `logits` float32 `[S, vocab_size]`, may be changed; `slots` int64 `[S]`; `positions` int64
-        `[S]`: the absolute position of the token to be chosen. `log_probs` float32 `[S]` is
-        written to in rows whose slot wants that. ValueError for other logits.
+        `logits` float32 `[S, vocab_size]` on the CPU, may be changed; `slots` int64 `[S]`;
+        `positions` int64 `[S]`: the absolute position of the token to be chosen. `log_probs`
+        float32 `[S]` is written to in rows whose slot wants that. ValueError for other logits.
         """
         tokens = np.empty(len(slots), dtype=np.int32)
         if log_probs is None:
@@ -264,13 +261,13 @@ class Sampler:
 
         The log-softmax after adjustments and temperature.
         """
-        host_logits = self._run(logits, slots, positions, None, None)
-        host_logits /= torch.from_numpy(self._params["temperature"][slots])[:, None]
+        logits = self._run(logits, slots, positions, None, None)
+        logits /= torch.from_numpy(self._params["temperature"][slots])[:, None]
         # what a host's processor wrote: NaN counts as -inf, a row of nothing but -inf stays that
         highest = torch.finfo(torch.float32).max
-        host_logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
-        scores = torch.log_softmax(host_logits, dim=1)
-        return scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf).to(logits.device)
+        logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
+        scores = torch.log_softmax(logits, dim=1)
+        return scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
 
     def _run(
         self,
@@ -280,21 +277,21 @@ class Sampler:
         tokens: npt.NDArray[np.int32] | None,
         log_probs: npt.NDArray[np.float32] | None,
     ) -> Tensor:
-        """Fill `tokens` and `log_probs`, None: only adjust. Returns the logits on the host."""
+        """Fill `tokens` and `log_probs`, None: only adjust. Returns the logits, changed."""
         given = (logits.dtype, tuple(logits.shape), logits.device.type)
-        expected = (torch.float32, (len(slots), self.vocab_size), self._device.type)
+        expected = (torch.float32, (len(slots), self.vocab_size), "cpu")
         if given != expected:
             raise ValueError(f"logits are {given}, expected {expected}")
         rows = len(slots)
-        host_logits = logits.cpu().contiguous()
+        logits = logits.contiguous()
         if not rows:
-            return host_logits
+            return logits
         slots, positions = _longs(slots), _longs(positions)
         num_threads = min(self._team.max_size, rows) if logits.numel() > _SMALL else 1
         self._make_room(num_threads)
         task = SampleTask(
             num_parts=rows,
-            logits=host_logits.data_ptr(),
+            logits=logits.data_ptr(),
             slots=slots.ctypes.data,
             positions=positions.ctypes.data,
             params=self._params.ctypes.data,
@@ -309,7 +306,7 @@ class Sampler:
             weights_size=self._weights_size,
         )
         self._team.run(self._body, task, num_threads)
-        return host_logits
+        return logits
 
     def _make_room(self, num_threads: int) -> None:
         if len(self._weights) < num_threads:

@@ -147,11 +147,6 @@ class KvSequences:
         """The copies, in order, that no call has returned yet: none without a host tier."""
         return () if self._reuse is None else self._reuse.pool.take_copies()
 
-    @property
-    def max_blocks_per_sequence(self) -> int:
-        """How many blocks one beam holds at most: all that the attention window takes."""
-        return self._needs.max_table_length
-
     def store_context(self, request: LlmRequest) -> None:
         """The context of `request` is computed: its full blocks may be reused from now on.
 

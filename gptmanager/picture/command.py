@@ -31,6 +31,8 @@ examples:
   gptmanager picture run.jsonl --output schedule.html --chrome-trace trace.json
 
 Open trace.json at https://ui.perfetto.dev or in chrome://tracing.
+
+exit status: 0 drawn, 2 the call was wrong or a file cannot be read or written, 130 interrupted
 """
 
 
@@ -39,6 +41,7 @@ def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "picture",
         help="draw the schedule of a recorded run",
+        usage="gptmanager picture RECORDING [options]",
         description=_HELP,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -54,7 +57,9 @@ def add_command(subparsers: Any) -> None:
         "--iterations", type=_range, metavar="A:B", help="only these, B not included (default all)"
     )
     parser.add_argument("--running", action="store_true", help="leave out requests that only wait")
-    parser.add_argument("--title", help="above the picture (default: the recording's name)")
+    parser.add_argument(
+        "--title", metavar="TEXT", help="above the picture (default: the recording's name)"
+    )
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -68,7 +73,7 @@ def _range(text: str) -> tuple[int, int]:
 def _picture(options: argparse.Namespace) -> int:
     if options.output is None and options.chrome_trace is None:
         raise ConfigError("nothing to do: give --output FILE or --chrome-trace FILE")
-    steps = tqdm(total=3, unit="step", leave=False, desc="reading")
+    steps = tqdm(total=3, unit="step", leave=False, desc="reading", delay=1.0, disable=None)
     recording = read_recording(options.recording)
     steps.update()
     steps.set_description("following")

@@ -1,6 +1,6 @@
 """`draw`: a schedule as one SVG; rows are requests, columns are iterations.
 
-Decides what a reader sees of a `Trace`; a page to zoom in is made of it by `picture_page`.
+Decides what a reader sees of a `Trace`; a page to zoom in is made of it by `page`.
 """
 
 from __future__ import annotations

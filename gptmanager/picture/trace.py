@@ -1,6 +1,6 @@
 """`Trace`: what became of every request in every iteration, as frozen values to draw from.
 
-Knows nothing of how it is drawn, nor of where the schedules came from (`trace_builder`).
+Knows nothing of how it is drawn, nor of where the schedules came from (`builder`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def add_command(subparsers: Any) -> None:
         "replay",
         help="run a recording again without its model, and compare",
         description=_REPLAY_HELP,
-        epilog="exit code: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
+        usage="gptmanager replay FILE [options]",
+        epilog="exit status: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=_replay)
@@ -40,7 +41,6 @@ def add_command(subparsers: Any) -> None:
         help="the create_scheduler of a run that had one of its own",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
-    parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="show the loop's log")
 
 
@@ -50,8 +50,13 @@ def _replay(options: argparse.Namespace) -> int:
         recording,
         create_scheduler=imported(options.scheduler) if options.scheduler else None,
         track=lambda iterations: tqdm(
-            iterations, total=len(recording.iterations), unit="iteration", leave=False, delay=1.0
-        ),
+            iterations,
+            total=len(recording.iterations),
+            unit="iteration",
+            leave=False,
+            delay=1.0,
+            disable=None,
+        ),  # fmt: skip
     )
     divergence = report.divergence
     if options.json:

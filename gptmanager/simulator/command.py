@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import orjson
 from tqdm import tqdm
 
 from gptmanager.assembly import Blueprint
-from gptmanager.command_arguments import span
+from gptmanager.command_arguments import natural, positive, span
 from gptmanager.config import CapacitySchedulerPolicy
 from gptmanager.errors import ConfigError
 from gptmanager.recorder import Recorder
@@ -41,15 +42,20 @@ _SIMULATE_EXAMPLE = """\
 examples:
   gptmanager simulate --num-requests 100000 --rate 50 --prompt-len 64:512 --output-len 16:256
   gptmanager simulate --recording run.jsonl --kv-cache-tokens 65536 --record simulated.jsonl
+
+exit status: 0 simulated, 2 the call was wrong or a file cannot be read, 130 interrupted
 """
 
 _POLICIES = [policy.name.lower() for policy in CapacitySchedulerPolicy]
+_ARRIVALS = ("time", "turns", "at_once")
+_SYNTHETIC = ("num_requests", "prompt_len", "output_len", "rate", "seed")  # fields of SyntheticLoad
 
 
 def add_command(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="what a load would come to under other policies, without a model",
+        usage="gptmanager simulate [options]",
         description=_SIMULATE_HELP,
         epilog=_SIMULATE_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -66,22 +72,22 @@ def add_command(subparsers: Any) -> None:
     add("--scheduler", metavar="MODULE:NAME", help="one more column: a create_scheduler of yours")
     add("--record", type=Path, metavar="FILE", help="write each simulated run as a recording")
     add("--json", action="store_true", help="the figures as JSON on stdout")
-    add("--threads", type=int, help=argparse.SUPPRESS)
     add("--verbose", action="store_true", help="show the loop's log")
-    load = parser.add_argument_group("load").add_argument
-    load("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
-    load(
-        "--arrivals",
-        choices=("time", "turns", "at_once"),
-        default="time",
-        help="of a recorded load: at the recorded times, in the recorded iterations, all at once",
-    )
-    load("--num-requests", type=int, default=1000, help="(default %(default)s)")
-    load("--prompt-len", type=span, default=(64, 1024), metavar="A:B", help="(default 64:1024)")
-    load("--output-len", type=span, default=(16, 512), metavar="A:B", help="(default 16:512)")
-    load("--rate", type=float, metavar="R", help="requests/s, Poisson (default: all at once)")
-    load("--seed", type=int, default=0, help="(default %(default)s)")
+    _add_load(parser)
     _add_machine(parser)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("synthetic load").add_argument
+    add("--num-requests", type=positive, metavar="N", help="(default 1000)")
+    add("--prompt-len", type=span, metavar="A:B", help="tokens (default 64:1024)")
+    add("--output-len", type=span, metavar="A:B", help="tokens (default 16:512)")
+    add("--rate", type=_rate, metavar="R", help="requests/s, Poisson (default: all at once)")
+    add("--seed", type=natural, metavar="N", help="(default 0)")
+    add = parser.add_argument_group("recorded load").add_argument
+    add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
+    add("--arrivals", choices=_ARRIVALS, help="at the recorded times (the default), in the recorded"
+        " iterations, or all at once")  # fmt: skip
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -90,8 +96,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("--fit", type=Path, metavar="FILE", help="fit them to this recording")
     group = parser.add_argument_group("manager (default: as recorded, or as in OptionalParams)")
     for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "tokens-per-block"):
-        group.add_argument(f"--{name}", type=int)
-    group.add_argument("--kv-cache-tokens", type=int, help="(default 262144)")
+        group.add_argument(f"--{name}", type=positive, metavar="N")
+    group.add_argument("--kv-cache-tokens", type=positive, metavar="N", help="(default 262144)")
     group.add_argument("--chunked-context", action=argparse.BooleanOptionalAction)
     group.add_argument("--run-ahead", type=int, choices=(0, 1))
 
@@ -102,13 +108,11 @@ def _simulate(options: argparse.Namespace) -> int:
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Machine)}
     )
     if recording is None:
-        load: Load = SyntheticLoad(
-            options.num_requests, options.prompt_len, options.output_len, options.rate, options.seed
-        )
-        longest = options.prompt_len[1] + options.output_len[1]
-        blueprint = hypothetical(machine, longest)
+        synthetic = _synthetic(options)
+        load: Load = synthetic
+        blueprint = hypothetical(machine, synthetic.prompt_len[1] + synthetic.output_len[1])
     else:
-        load = RecordedLoad(recording, options.arrivals)
+        load = _recorded(options, recording)
         blueprint = Blueprint.from_plain(recording.header.blueprint)
     cost = _cost(options, recording)
     columns = {policy.name.lower(): variant(blueprint, policy, machine)
@@ -128,6 +132,25 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _synthetic(options: argparse.Namespace) -> SyntheticLoad:
+    if options.arrivals is not None:
+        raise ConfigError(f"--arrivals {options.arrivals} needs --recording")
+    return SyntheticLoad(**{"num_requests": 1000, **_given(options)})
+
+
+def _recorded(options: argparse.Namespace, recording: Recording) -> RecordedLoad:
+    for name in _given(options):
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{option} is about a synthetic load, and --recording gives another")
+    return RecordedLoad(recording, options.arrivals or "time")
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of a synthetic load."""
+    given = {name: getattr(options, name) for name in _SYNTHETIC}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _simulate_one(
     name: str, blueprint: Blueprint, load: Load, cost: CostModel, record: Path | None, count: int
 ) -> Figures:
@@ -135,7 +158,8 @@ def _simulate_one(
     if record is not None and count > 1:
         path = record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
     recorder = None if path is None else Recorder(path)
-    with tqdm(total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0) as bar:
+    with tqdm(total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0,
+              disable=None) as bar:  # fmt: skip
         return simulate(blueprint, load, cost, recorder=recorder, on_progress=bar.update)
 
 
@@ -149,7 +173,9 @@ def _cost(options: argparse.Namespace, recording: Recording | None) -> CostModel
     try:
         values = orjson.loads(Path(options.cost).read_bytes())
         return CostModel.from_plain(values)
-    except (OSError, orjson.JSONDecodeError, TypeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--cost {options.cost}: {error.strerror}") from error
+    except (orjson.JSONDecodeError, TypeError) as error:
         raise ConfigError(f"--cost {options.cost}: {error}") from error
 
 
@@ -173,10 +199,23 @@ def _print_figures(
     steps = sum(column.request_steps for column in figures.values())
     numbers = "  ".join(f"{name} {value:.3g}" for name, value in dataclasses.asdict(cost).items())
     print(table(figures))
+    for name, column in figures.items():
+        if column.failed:
+            print(f"\n{name}: the first that failed: {column.first_error}")
     print(f"\nseconds of a step: {numbers}")
     if recorded is not None:
         print(f"the recorded run took {recorded:.3f} s")
     print(f"{steps:,} request-steps simulated in {taken:.1f} s ({steps / taken:,.0f} a second)")
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return rate
 
 
 def _policies(text: str) -> list[CapacitySchedulerPolicy]:

@@ -17,10 +17,10 @@ from gptmanager.step import Schedule
 class Figures:
     """What a simulated run came to. Times in virtual seconds; latencies of finished requests.
 
-    `ttft`: from arrival to first token; `per_token`: between a request's tokens, its mean; each
+    `ttft_s`: from arrival to first token; `per_token_s`: between a request's tokens, its mean; each
     (median, 99th percentile). `kv_use`: mean and largest share of the blocks in use.
     `recomputed_tokens`: run in contexts of requests that had been paused. `request_steps`: rows of
-    all schedules.
+    all schedules. `first_error`: why the first that failed did, "" if none has.
     """
 
     requests: int
@@ -37,6 +37,7 @@ class Figures:
     recomputed_tokens: int
     context_tokens: int
     request_steps: int
+    first_error: str
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -49,6 +50,7 @@ class Tally:
     def __init__(self) -> None:
         self.num_ended = 0
         self._failed = 0
+        self._first_error = ""
         self._iterations = self._rows = self._output_tokens = self._max_batch = 0
         self._context_tokens = self._recomputed = self._pauses = 0
         self._used_blocks = self._max_used = self._total_blocks = 0
@@ -79,10 +81,11 @@ class Tally:
         self._max_used = max(self._max_used, used)
         self._total_blocks = counts.total_blocks
 
-    def failed(self, request_id: int, *, was_duplicate: bool) -> None:
+    def failed(self, request_id: int, error: str, *, was_duplicate: bool) -> None:
         """`was_duplicate`: another request of that id goes on."""
         self.num_ended += 1
         self._failed += 1
+        self._first_error = self._first_error or error
         if not was_duplicate:
             self._arrived.pop(request_id, None)
             self._paused.discard(request_id)
@@ -116,6 +119,7 @@ class Tally:
             recomputed_tokens=self._recomputed,
             context_tokens=self._context_tokens,
             request_steps=self._rows,
+            first_error=self._first_error,
         )
 
 

@@ -6,6 +6,7 @@ their numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -13,6 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from gptmanager.api import InferenceRequest
+from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import Iteration, Recording
 from gptmanager.recorder.values import RecordingError, plain_request, request_from_plain
@@ -63,8 +65,10 @@ class SyntheticLoad:
     arrivals: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1 or (self.rate is not None and not self.rate > 0):
-            raise ConfigError(f"a load of {self.num_requests} requests, rate {self.rate}")
+        at_least(1, "SyntheticLoad.num_requests", self.num_requests)
+        at_least(0, "SyntheticLoad.seed", self.seed)
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ConfigError(f"SyntheticLoad.rate = {self.rate!r} must be above 0, and finite")
         chance = np.random.default_rng(self.seed)
         count = self.num_requests
         self._prompts = chance.integers(*self.prompt_len, size=count, endpoint=True)

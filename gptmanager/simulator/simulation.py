@@ -190,7 +190,7 @@ class World:
             return
         was_duplicate = error.startswith("DuplicateRequestIdError")
         if error:
-            self.tally.failed(request_id, was_duplicate=was_duplicate)
+            self.tally.failed(request_id, error, was_duplicate=was_duplicate)
         if not was_duplicate:
             self._outputs.pop(request_id, None)
             self._beams.pop(request_id, None)

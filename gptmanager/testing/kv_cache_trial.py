@@ -44,7 +44,7 @@ def run_trial(operations: int, seed: int = 0, *, show_progress: bool = False) ->
     """At least so many operations; how many of which kind there were."""
     done: Counter[str] = Counter()
     number = 0
-    with tqdm(total=operations, unit=" operations", disable=not show_progress) as bar:
+    with tqdm(total=operations, unit=" operations", disable=None if show_progress else True) as bar:
         while done.total() < operations:
             episode = run_episode(seed, number)
             done += episode
