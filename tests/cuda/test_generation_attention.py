@@ -23,17 +23,19 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stret
     plan = plan.padded(len(plan.items) + padding, len(rows.rows))
     out = machine.empty(rows.queries.shape, rows.dtype)
     partial = machine.empty((plan.num_partials, rows.heads, rows.head_dim), torch.float32)
-    given = (rows.queries, rows.keys, rows.values)
-    numbers = (torch.from_numpy(plan.items), torch.from_numpy(plan.partial_starts))
+    arrived = machine.tensor(torch.zeros(len(rows.rows), rows.kv_heads, dtype=torch.int32))
+    starts, items = map(torch.from_numpy, (plan.partial_starts, plan.items))
+    given = (starts, rows.queries, rows.keys, rows.values, items)
     tables = (rows.row_starts, rows.slots, rows.block_tables)
     generation_attention(
         machine.launcher,
-        *(out, partial, machine.empty((plan.num_partials, rows.heads), torch.float32)),
-        *map(machine.tensor, (*given, *numbers, *tables)),
+        *(out, partial, machine.empty((plan.num_partials, rows.heads), torch.float32), arrived),
+        *map(machine.tensor, (*given, *tables)),
         scale=scale,
         softcap=softcap,
         cache_scales=None if rows.cache_scales is None else machine.tensor(rows.cache_scales),
     )
+    assert not arrived.cpu().any()
     return out.cpu()
 
 
