@@ -56,7 +56,7 @@ template <int D, class C> struct Cache {
 
 // Grid: (items, kv heads). Arguments as in generation_attention.cu.
 template <int D, class C = float>
-__global__ void __launch_bounds__(THREADS, 4) generation_attention_float(
+__global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attention_float(
     float* out, float* partial, float* partial_log, unsigned* arrived, const int* partial_starts,
     const float* queries, const C* keys, const C* values, const Item* items, const int* row_starts,
     const int* slots, const int* block_tables, const float* scales, int num_heads, int table_width,
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(THREADS, 4) generation_attention_float(
     }
     size_t first_head = size_t(row_starts[item.row]) * num_heads + blockIdx.y * group;
     if (item.partial >= 0)
-        merge_if_last<WARPS, D>(out + first_head * D,
-                                {partial, partial_log, arrived, partial_starts}, item.row, group);
+        merge_if_last<WARPS, D, D <= 128 ? 2 : 1>(
+            out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
 }
 
 // As in context_attention.cu.

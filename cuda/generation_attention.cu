@@ -212,7 +212,7 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
 // recording that do nothing cost nothing. Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the
 // cache.
 template <class T, int D, int TILES, class C = T>
-__global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
+__global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generation_attention(
     T* out,                     // [tokens, heads, D]
     float* partial,             // and the next three: Partials
     float* partial_log,
@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
         merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
                                      group, item.partial < 0, value_scale);
         if (item.partial >= 0)
-            merge_if_last<WARPS, D>(out + first_head * D,
-                                    {partial, partial_log, arrived, partial_starts}, item.row, group);
+            merge_if_last<WARPS, D, D <= 128 ? 8 : 2>(
+                out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
         __syncthreads();  // its shared memory is the next item's
     }
 }

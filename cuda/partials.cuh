@@ -11,23 +11,18 @@ struct Item {
 // Whether this block is the last of `count` to come here: it then sees all that they have written.
 // `arrived` is 0 before and after.
 //
-// A fence is cumulative: what all threads have written comes before the barrier, the fence and the
-// atomic that releases it; the last atomic sees the others, and the fence behind it acquires what is
-// before these for the threads that the second barrier lets go.
+// What a block's threads have written is ordered by the barrier before the atomic, which releases it;
+// the last block's acquires it, for the threads that the second barrier lets go.
 __device__ inline bool comes_last(unsigned* arrived, int count) {
-    bool last = false;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicInc(arrived, count - 1) == count - 1;  // which sets it back to 0
-        if (last) __threadfence();
-    }
-    return __syncthreads_or(last);
+    unsigned last = count - 1;  // which turns the counter back to 0
+    return __syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(arrived, last) == last);
 }
 
-// A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ...
-template <int D> struct PartialSum {
-    static constexpr int COUNT = (D + 31) / 32, AT_ONCE = COUNT <= 4 ? 8 : 4;
+// A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ... It loads
+// AT_ONCE results at a time, a divisor of 32.
+template <int D, int AT_ONCE> struct PartialSum {
+    static constexpr int COUNT = (D + 31) / 32;
     int lane = threadIdx.x % 32;
     Softmax softmax;
     float result[COUNT] = {};
@@ -82,13 +77,13 @@ struct Partials {
 // blockIdx.y of gridDim.y. The last one to come writes
 //     sum of 2^(log - largest log) * result / sum of 2^(log - largest log)
 // to `out` [group, D], in the order of the items, whichever block it is.
-template <int WARPS, int D, class T>
+template <int WARPS, int D, int AT_ONCE, class T>
 __device__ inline void merge_if_last(T* out, const Partials& partials, int row, int group) {
     int first = partials.starts[row], count = partials.starts[row + 1] - first;
     if (!comes_last(partials.arrived + row * gridDim.y + blockIdx.y, count)) return;
     int num_heads = group * gridDim.y;
     for (int own = threadIdx.x / 32; own < group; own += WARPS) {
-        PartialSum<D> sum;
+        PartialSum<D, AT_ONCE> sum;
         for (int i = 0; i < count; i += 32) {
             size_t head = size_t(first + i) * num_heads + blockIdx.y * group + own;
             sum.add(partials.results + head * D, partials.logs + head, min(count - i, 32), num_heads);
