@@ -19,8 +19,8 @@ __device__ inline bool comes_last(unsigned* arrived, int count) {
     return __syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(arrived, last) == last);
 }
 
-// A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ... It loads
-// AT_ONCE results at a time, a divisor of 32.
+// A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ...
+// AT_ONCE results, a divisor of 32, are loaded at a time.
 template <int D, int AT_ONCE> struct PartialSum {
     static constexpr int COUNT = (D + 31) / 32;
     int lane = threadIdx.x % 32;
@@ -29,7 +29,7 @@ template <int D, int AT_ONCE> struct PartialSum {
 
     __device__ bool has(int i) const { return D % 32 == 0 || lane + 32 * i < D; }
 
-    // Of `count` <= 32 more, `stride` heads apart. The loads go past L1, which could hold older bytes.
+    // Of `count` <= 32 more, `stride` heads apart. Loads go past L1, which could hold older bytes.
     __device__ void add(const float* partial, const float* partial_log, int count, int stride) {
         float log = lane < count ? __ldcg(partial_log + ptrdiff_t(lane) * stride) : -INFINITY;
         float largest = log;
@@ -73,7 +73,7 @@ struct Partials {
     const int* starts;  // [rows + 1]: of a row's partial results
 };
 
-// Called by all of a block of WARPS warps when it has written its partial results of a row, for KV head
+// Called by a whole block of WARPS warps that has written its partial results of a row, for KV head
 // blockIdx.y of gridDim.y. The last one to come writes
 //     sum of 2^(log - largest log) * result / sum of 2^(log - largest log)
 // to `out` [group, D], in the order of the items, whichever block it is.

@@ -133,7 +133,8 @@ __global__ void missing_release_barrier(float* x, float* partial, unsigned* tick
     partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
     if (!__syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(ticket, 3) == 3)) return;
     float sum = 0;
-    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];  // HERE missing_release_barrier
+    for (int i = 0; i < gridDim.x; i++)
+        sum += partial[i * 64 + threadIdx.x];  // HERE missing_release_barrier
     x[threadIdx.x] = sum;
 }
 

@@ -40,7 +40,7 @@ NAMED_IN_CHECK_MODE = {
     "race_after_many_barriers": "race on shared memory: (read|write) by",
     "misaligned_vector": "misaligned access",
     "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
-    "missing_release": "race on argument 1: write by thread .* of block .* unordered with it a read",
+    "missing_release": "race on argument 1: write by thread .* unordered with it a read",
     "missing_release_barrier": "race on argument 1: write by thread .* unordered with it a read",
 }
 CONTROLS = ("with_sync_warp", "many_sync_warps", "shared_half", "with_atomics", "with_wait")
