@@ -32,8 +32,9 @@ class Layout:
         self.fields = []
         self.num_bytes = 0
         for name, array in arrays.items():
-            self.fields.append((name, self.num_bytes, array.nbytes, array.dtype, array.shape))
-            self.num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self.fields.append((name, start, array.nbytes, array.dtype, array.shape))
+            self.num_bytes = start + array.nbytes
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The arrays as tensors in `memory`, uint8 `[at least num_bytes]`."""

@@ -24,6 +24,7 @@ from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.post_processor import BoundProcessor
+from gptmanager.staging import Layout, Staging
 
 _NUM_BUFFERS = 4  # more than copies are under way
 # (grid, block, arguments): CuPy's and the emulator's kernels are called so
@@ -102,11 +103,11 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         return future
 
     def open(self, num_slots: int, stream: Stream | None) -> RowSession:
-        name, device = "cpu", torch.device("cpu")
-        if stream is not None:
-            name, device = stream.name, stream.device
-        launch = self.prepare(name).result()
-        return _Session(launch, self.block, self.params_dtype, num_slots, device)
+        launch = self.prepare("cpu" if stream is None else stream.name).result()
+        size = self.params_dtype.itemsize
+        if stream is None:
+            return _Session(launch, self.block, _Memory(num_slots, size))
+        return _Session(launch, self.block, _DeviceMemory(num_slots, size, stream))
 
     def _compile(self, device: str, future: Future[Launch]) -> None:
         given = self.source, self.kernel_name, self.options
@@ -147,26 +148,13 @@ class _Session(RowSession):
     in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        block: int,
-        params_dtype: np.dtype[Any],
-        num_slots: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, launch: Launch, block: int, memory: _Memory) -> None:
         self._launch = launch
         self._block = block
-        size = params_dtype.itemsize
-        self._params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
-        self._numbers = _Numbers(num_slots, device)
+        self._memory = memory
 
     def load(self, slot: int, bound: BoundKernel) -> None:
-        raw = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
-        values = torch.from_numpy(raw.copy())
-        if self._params.is_cuda:  # torch uses it again only when the copy has run
-            values = values.pin_memory()
-        self._params[slot].copy_(values, non_blocking=True)
+        self._memory.write_params(slot, bound.record.tobytes())
 
     def process(self, rows: Rows) -> Errors:
         self.update(rows)
@@ -186,48 +174,53 @@ class _Session(RowSession):
             more = numbers[:, :1] if prompts else np.array([[0], [0], [1], [1]])
             numbers = np.concatenate([numbers, more.repeat(missing, axis=1)], axis=1)
             numbers[0, len(prompts) :] = spare_row
-        self._numbers.write(*numbers)
+        self._memory.write_numbers(numbers)
 
     def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
         """For the rows of the last `update`, with the tensors that it was for."""
-        index, slots, lengths, prompt_lengths = self._numbers.on_device
+        index, slots, lengths, prompt_lengths = self._memory.numbers.unbind()
         arguments = (
-            *(logits, index, slots, self._params, lengths, prompt_lengths, tokens),
+            *(logits, index, slots, self._memory.params, lengths, prompt_lengths, tokens),
             *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
         )
         self._launch((num_blocks,), (self._block,), arguments)
 
 
-class _Numbers:
-    """Four numbers for each row of a step: `on_device`, int32 `[num_slots]` each.
-
-    On a device they travel from pinned memory, by turns: it is written to again when its copy has
-    run, which was steps ago.
+class _Memory:
+    """What a launch reads beside the logits: `params` uint8 `[num_slots, size]`, and `numbers`
+    int32 `[4, num_slots]` of the rows of a step.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        shape, is_host = (4, num_slots), device.type == "cpu"
-        numbers = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._all = numbers
-        self.on_device = numbers.unbind()
-        self._buffers = [
-            (numbers if is_host else torch.empty(shape, dtype=torch.int32, pin_memory=True))
-            for _ in range(1 if is_host else _NUM_BUFFERS)
-        ]
-        self._copied: list[Any] = [None] * len(self._buffers)
-        self._turn = 0
+    def __init__(self, num_slots: int, size: int, device: torch.device | str = "cpu") -> None:
+        self.params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
+        self.numbers = torch.zeros((4, num_slots), dtype=torch.int32, device=device)
 
-    def write(self, *values: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """`values` for the first rows."""
-        buffer, turn = self._buffers[self._turn], self._turn
-        if self._copied[turn] is not None:
-            self._copied[turn].synchronize()
-        for row, numbers in zip(buffer.numpy(), values, strict=True):
-            row[: len(numbers)] = numbers
-        if buffer is not self._all:
-            self._all.copy_(buffer, non_blocking=True)
-            self._copied[turn] = torch.cuda.current_stream(self._all.device).record_event()
-        self._turn = (turn + 1) % len(self._buffers)
+    def write_params(self, slot: int, raw: bytes) -> None:
+        self.params[slot].numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
+
+    def write_numbers(self, numbers: npt.NDArray[np.int64]) -> None:
+        """`[4, rows]`, for the first rows."""
+        self.numbers.numpy()[:, : numbers.shape[1]] = numbers
+
+
+class _DeviceMemory(_Memory):
+    """The same on a device, where nothing waits for what is written."""
+
+    def __init__(self, num_slots: int, size: int, stream: Stream) -> None:
+        super().__init__(num_slots, size, stream.device)
+        self._staging = Staging(stream, _NUM_BUFFERS)
+
+    def write_params(self, slot: int, raw: bytes) -> None:
+        self._write(self.params[slot], np.frombuffer(raw, dtype=np.uint8))
+
+    def write_numbers(self, numbers: npt.NDArray[np.int64]) -> None:
+        whole = np.zeros(self.numbers.shape, dtype=np.int32)
+        whole[:, : numbers.shape[1]] = numbers
+        self._write(self.numbers.view(-1).view(torch.uint8), whole)
+
+    def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
+        arrays = {"whole": array}
+        self._staging.fill(memory, Layout(arrays), arrays)
 
 
 def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:

@@ -6,11 +6,16 @@ import functools
 
 import pytest
 import torch
+from devices import there_is
 from requirements import skip
+from separate_device import SeparateDevice, SeparateStream, real
 
+from gptmanager import assembly
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher, EmulatorLauncher
+from gptmanager.decoding import raw_kernel
 from gptmanager.errors import ConfigError
+from gptmanager.placement import DevicePlacement
 
 BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
@@ -102,3 +107,48 @@ def ordered_machines(toolchain):
 def device_machine(request):
     """The GPU, for tests that are marked `gpu`."""
     return find("gpu", request)
+
+
+@pytest.fixture
+def separate(monkeypatch):
+    """Managers on the emulator get a device of which the host shares nothing; their streams.
+
+    Nothing may wait for it in a step.
+    """
+    there_is("emulator")
+    place, compile_for_cpu, streams = assembly.place, raw_kernel._compile_for_cpu, []
+
+    def place_apart(params):
+        if params.device != "emulator":
+            return place(params)
+        SeparateDevice().__enter__()  # until the manager's thread ends
+        streams.append(SeparateStream())
+        return DevicePlacement(streams[-1], params.deterministic, params.cuda_graphs)
+
+    def pinning(make):  # a torch for CPUs pins nothing
+        def made(*given, pin_memory=False, **options):
+            tensor = make(*given, **options)
+            return streams[-1].pin(tensor) if pin_memory and streams else tensor
+
+        return made
+
+    def compile_apart(*given):
+        kernel = compile_for_cpu(*given)
+        return lambda *arguments: streams[-1].launch(kernel, *real(arguments))
+
+    monkeypatch.setattr(assembly, "place", place_apart)
+    monkeypatch.setattr(raw_kernel, "_compile_for_cpu", compile_apart)
+    for name in ("empty", "tensor"):
+        monkeypatch.setattr(torch, name, pinning(getattr(torch, name)))
+    yield streams
+    waits = [wait for stream in streams for wait in stream.waits if "reference.py" not in wait]
+    assert not waits  # but for what no kernel covers, which the reference computes
+
+
+@pytest.fixture(params=["separate", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where managers run, as `OptionalParams.device`."""
+    if request.param == "separate":
+        request.getfixturevalue("separate")
+        return "emulator"
+    return there_is(request.param)

@@ -2,23 +2,31 @@
 
 Its tensors lie in the CPU's memory and are computed with there. But they say that they lie on
 another device, no operation takes some of them and some of the host's, and none can be seen as a
-NumPy array: as with a GPU's. Whatever moves between host and device must say so.
+NumPy array: as with a GPU's. Whatever moves between host and device must say so, arrives as late as
+it may, and is refused in a recording.
 """
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import torch
+from late_copies import LateCopies, LateEvent
+from recorded_work import RecordedWork
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+import gptmanager
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream
 
 DEVICE = torch.device("meta")  # a device's name that torch knows without its libraries
 _CPU = torch.device("cpu")
-_MOVES = ("_to_copy", "to", "copy_")
 _INDEXED = ("index", "index_put_")  # by the host's indices, too
+_READS = ("_local_scalar_dense", "item", "equal", "nonzero", "masked_select", "is_nonzero")
+_PACKAGE = str(Path(gptmanager.__file__).parent)
 
 
 class DeviceTensor(Tensor):
@@ -36,37 +44,57 @@ class DeviceTensor(Tensor):
         return f"DeviceTensor({self.own})"
 
     def tolist(self):
-        return self.own.tolist()
+        return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return _run(function, args, kwargs or {})
+        return _run(function, args, kwargs or {}, None)
 
 
 class SeparateDevice(TorchDispatchMode):
-    """While it is entered, in its thread, what is made on `DEVICE` is made of `DeviceTensor`."""
+    """While it is entered, in its thread, what is made on `DEVICE` is made of `DeviceTensor`, and
+    what is done with it is enqueued on `stream`, if there is one.
+    """
+
+    def __init__(self, stream=None):
+        super().__init__()
+        self._stream = stream
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return _run(function, args, kwargs or {})
+        return _run(function, args, kwargs or {}, self._stream)
 
 
-def _run(function, args, kwargs):
+def _run(function, args, kwargs, stream):
     name = function._schema.name.partition("::")[2]
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    there = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
-    to = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
-    host = [tensor for tensor in tensors if tensor.dim() and not isinstance(tensor, DeviceTensor)]
-    indexed = name in _INDEXED and isinstance(args[0], DeviceTensor)
-    if there and host and name not in _MOVES and not indexed:
+    there = [tensor for tensor in tensors if _is_there(tensor)]
+    host = [tensor for tensor in tensors if tensor.dim() and not _is_there(tensor)]
+    indexed = name in _INDEXED and bool(host) and _is_there(args[0])
+    moves = name in ("_to_copy", "to", "copy_")
+    if there and host and not moves and not indexed:
         raise RuntimeError(f"{name} of tensors on two devices")
+    to = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     is_there = to == DEVICE if to is not None else bool(there)
-    if name in _MOVES and to is None:
-        is_there = isinstance(args[0], DeviceTensor)
+    if moves and to is None:
+        is_there = _is_there(args[0])
+    if there and stream is None and any(frame.name == "iterate" for frame in _frames()):
+        raise RuntimeError(f"{name} on the default stream")
+    crosses = indexed or (moves and is_there != _is_there(args[name == "copy_"]))
+    real_args, real_kwargs = real(args), real(kwargs)
     with _disable_current_modes():
-        result = function(*tree_map(_real, args), **tree_map(_real, kwargs))
-        if name == "to" and is_there != isinstance(args[0], DeviceTensor):
+        if stream is not None and (crosses or (name in _READS and there)):
+            if kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)):
+                source = real_args[name == "copy_"]
+                to = real_args[0] if name == "copy_" else stream.memory_for(source, is_there)
+                if stream.copy(to, source, is_there):
+                    return args[0] if name == "copy_" else DeviceTensor(to) if is_there else to
+            stream.wait(name)
+        result = function(*real_args, **real_kwargs)
+        if name == "to" and crosses:
             result = result.clone()  # another device's memory is another memory
+        if stream is not None and stream.recording is not None and is_there:
+            stream.recording.add(function, real_args, real_kwargs, result)
     given = {id(_real(tensor)): tensor for tensor in tensors}
 
     def wrap(leaf):
@@ -79,6 +107,20 @@ def _run(function, args, kwargs):
     return tree_map(wrap, result)
 
 
+def _frames():
+    """Where in the package this is."""
+    return [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
+
+
+def _is_there(tensor):
+    return isinstance(tensor, DeviceTensor)
+
+
+def real(tree):
+    """The same of tensors as they really are."""
+    return tree_map(_real, tree)
+
+
 def _real(leaf):
     if isinstance(leaf, torch.device):
         return _CPU
@@ -88,6 +130,10 @@ def _real(leaf):
 class SeparateLauncher(EmulatorLauncher):
     """Kernels get the device's memory; the one that copies blocks gets pinned memory, too."""
 
+    def __init__(self, stream):
+        super().__init__()
+        self._stream = stream
+
     def kernel(self, program, name, shared_mem=0):
         kernel = super().kernel(program, name, shared_mem)
 
@@ -96,21 +142,91 @@ class SeparateLauncher(EmulatorLauncher):
             for argument in args if program.file != "block_copy.cu" else ():
                 is_host = isinstance(argument, Tensor) and not isinstance(argument, DeviceTensor)
                 assert not is_host, f"{name} got memory of the host"
-            kernel(grid, block, [_real(argument) for argument in args], shared_mem)
+            self._stream.launch(kernel, grid, block, real(list(args)), shared_mem)
 
         return launch
 
 
 class SeparateStream(EmulatedStream):
+    """`waits`: where in the package, and for what, the host waited in a step for its device."""
+
     def __init__(self):
-        super().__init__(SeparateLauncher())
+        super().__init__(SeparateLauncher(self))
         self.device = DEVICE
+        self.waits = []
+        self.recording = None
+        self._copies = LateCopies()
         self._modes = []
 
     def __enter__(self):
-        self._modes.append(SeparateDevice())
+        self._modes.append(SeparateDevice(self))
         self._modes[-1].__enter__()
         return self
 
     def __exit__(self, *exc):
         self._modes.pop().__exit__(*exc)
+
+    def staging(self, num_bytes):
+        return self.pin(super().staging(num_bytes))
+
+    def pin(self, tensor):
+        return self._copies.pin(tensor)
+
+    def memory_for(self, source, is_there):
+        """Where a copy without a place of its own goes to."""
+        to = torch.empty_like(source)
+        return to if is_there else self.pin(to)
+
+    def event(self):
+        return LateEvent(self)
+
+    def capture(self, run):
+        run()
+        self.synchronize()
+        self.recording = RecordedWork()
+        result = run()
+        recording, self.recording = self.recording, None
+        return recording.replay, result
+
+    def synchronize(self):
+        self._refuse_recording("synchronize")
+        self._copies.end()
+
+    def mark(self):
+        """What has been enqueued until now."""
+        assert self._modes, "an event was recorded on another stream"
+        return self._copies.count
+
+    def reach(self, mark):
+        """Wait for what was enqueued until then."""
+        if not self._copies.have_ended(mark):
+            self._refuse_recording("waiting for an event")
+            self._note_wait("an event")
+            self._copies.end(mark)
+
+    def copy(self, to, source, is_there):
+        """Enqueue a copy between pinned memory and the device; whether it is one."""
+        self._refuse_recording("a copy from or to the host")
+        return self._copies.add(to, source, is_there)
+
+    def wait(self, name):
+        """The host reads what an operation yields."""
+        self._refuse_recording(name)
+        self._note_wait(name)
+        self._copies.end()
+
+    def _note_wait(self, name):
+        frames = _frames()
+        if any(frame.name in ("forward", "sample") for frame in frames):
+            frame = frames[-1]
+            self.waits.append(f"{name} in {frame.name}, {Path(frame.filename).name}:{frame.lineno}")
+
+    def launch(self, kernel, *given):
+        assert self._modes, "a kernel was launched on another stream"
+        kernel(*given)
+        if self.recording is not None:
+            self.recording.add(kernel, given, {}, None)
+
+    def _refuse_recording(self, name):
+        if self.recording is not None:
+            raise RuntimeError(f"{name} cannot be recorded")

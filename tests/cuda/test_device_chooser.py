@@ -1,151 +1,62 @@
-"""Choices that a device makes: those of the CPU, and nothing waits for them before the result.
-
-Copies to the host come late here: it finds nothing of use before it has waited for them.
-"""
+"""Choices that a device makes: those of the CPU, and nothing waits for them before the result."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import warnings
 
 import pytest
 import torch
-from devices import GPU, check_same, finals, prompt, there_is
-from torch.overrides import TorchFunctionMode
+from devices import check_same, finals, prompt
 
 from gptmanager import InferenceRequest, arrivals, placement
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
-from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.cuda.streams import DeviceStream
 from gptmanager.device_executor import DeviceExecutor
 
 from_tokens = InferenceRequest.from_tokens
-WAITS = {"cpu", "item", "tolist", "nonzero", "masked_select", "unique", "__bool__", "__int__"}
 
 
-@pytest.fixture(params=["emulator", GPU])
-def device(request):
-    return there_is(request.param)
-
-
-class Watched:
-    """A stream that notes who waits inside of a step for what has not been waited for yet."""
+class WatchedStream(DeviceStream):
+    """A GPU's, with `waits` as those of a `SeparateStream`: torch says where a step waits."""
 
     def __init__(self, *where):
         super().__init__(*where)
-        self.numbers = itertools.count(1)
-        self.done = 0
-        self.is_inside = False
         self.waits = []
-        self.memories = []
-        self.under_way = []
 
-    def staging(self, num_bytes):
-        self.memories.append(super().staging(num_bytes))
-        return self.memories[-1]
-
-    def event(self):
-        return WatchedEvent(self, super().event())
-
-    def goes_to_host(self, tensor):
-        start = tensor.untyped_storage().data_ptr()
-        return any(start == memory.data_ptr() for memory in self.memories)
-
-    def deliver(self, number):
-        """What was enqueued before the event of that number."""
-        self.done = max(self.done, number)
-        left = []
-        for sent, target, values in self.under_way:
-            if sent > number:
-                left.append((sent, target, values))
-                continue
-            with torch.inference_mode():
-                target.copy_(values)
-        self.under_way = left
-
-
-class WatchedEvent:
-    def __init__(self, stream, event):
-        self.stream, self.event, self.number = stream, event, 0
-
-    def record(self):
-        self.number = next(self.stream.numbers)
-        self.event.record()
-
-    def synchronize(self):
-        if self.stream.is_inside and self.number > self.stream.done:
-            self.stream.waits.append("an event")
-        self.stream.deliver(self.number)
-        self.event.synchronize()
-
-
-class Late(Watched, EmulatedStream):
-    pass
-
-
-class LateDevice(Watched, DeviceStream):
-    pass
-
-
-class Inside(TorchFunctionMode):
-    """Around `forward` and `sample`; on a GPU torch itself says what would wait."""
-
-    def __init__(self, stream):
-        super().__init__()
-        self.stream = stream
-        self.on_gpu = stream.device.type == "cuda"
-
-    def __enter__(self):
-        self.stream.is_inside = True
-        if self.on_gpu:
-            self.warnings = warnings.catch_warnings(record=True)
-            self.warned = self.warnings.__enter__()
+    @contextlib.contextmanager
+    def watch(self):
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-        return super().__enter__()
-
-    def __exit__(self, *raised):
-        super().__exit__(*raised)
-        self.stream.is_inside = False
-        if self.on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-            self.warnings.__exit__(*raised)
-            texts = [str(warning.message) for warning in self.warned]
-            self.stream.waits += [text for text in texts if "called a synchronizing" in text]
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs, name, stream = kwargs or {}, function.__name__, self.stream
-        if name in WAITS or (name == "to" and "cpu" in args[1:]):
-            stream.waits.append(name)
-        late = not self.on_gpu and name == "copy_" and kwargs.get("non_blocking")
-        if late and stream.goes_to_host(args[0]):
-            target, values = args
-            stream.under_way.append((next(stream.numbers), target, values.clone()))
-            return target.fill_(77)
-        return function(*args, **kwargs)
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        texts = [str(warning.message) for warning in warned]
+        self.waits += [text for text in texts if "called a synchronizing" in text]
 
 
 @pytest.fixture
-def watched(device, monkeypatch):
+def watched(device, request, monkeypatch):
     """All streams that are made."""
+    if device == "emulator":
+        return request.getfixturevalue("separate")
     streams = []
 
-    def made(kind):
-        def make(*where):
-            streams.append(kind(*where))
-            return streams[-1]
-
-        return make
+    def make(*where):
+        streams.append(WatchedStream(*where))
+        return streams[-1]
 
     def inside(method):
         def run(self, step):
-            with Inside(streams[-1]):
+            with streams[-1].watch():
                 return method(self, step)
 
         return run
 
-    monkeypatch.setattr(placement, "EmulatedStream", made(Late))
-    monkeypatch.setattr(placement, "DeviceStream", made(LateDevice))
+    monkeypatch.setattr(placement, "DeviceStream", make)
     for name in ("forward", "sample"):
         monkeypatch.setattr(DeviceExecutor, name, inside(getattr(DeviceExecutor, name)))
     return streams
@@ -154,7 +65,9 @@ def watched(device, monkeypatch):
 def check(device, watched, requests, waits=False, **options):
     options.setdefault("run_ahead", 1)
     found = check_same(device, requests, **options)
-    assert bool(watched[-1].waits) is waits, watched[-1].waits
+    found_waits = watched[-1].waits[:]
+    watched[-1].waits.clear()  # they were expected
+    assert bool(found_waits) is waits, found_waits
     return found
 
 

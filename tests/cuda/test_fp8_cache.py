@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
-from devices import GPU, LLAMA, there_is
+from devices import LLAMA
 from transformers import DynamicCache
 
 from gptmanager import (
@@ -26,11 +26,6 @@ FP8 = torch.float8_e4m3fn
 SCALES = [(0.02, 0.01), (0.05, 0.001)]  # of keys and values by layer; beyond 448 times that is cut
 from_tokens = InferenceRequest.from_tokens
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(params=["emulator", GPU])
-def device(request):
-    return there_is(request.param)
 
 
 @functools.cache

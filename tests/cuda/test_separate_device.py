@@ -5,36 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from devices import check_same, prompt, there_is
+from devices import check_same, prompt
 from separate_device import DEVICE, DeviceTensor, SeparateDevice, SeparateStream
 from test_device_executor import mixed
 
-from gptmanager import InferenceRequest, KvCacheConfig, assembly
+from gptmanager import InferenceRequest, KvCacheConfig
 from gptmanager.config import PromptLookup
-from gptmanager.placement import DevicePlacement
 
 from_tokens = InferenceRequest.from_tokens
 pytestmark = pytest.mark.timeout(180)  # the emulator beside busy neighbors
-place = assembly.place
 
 
 @pytest.fixture(autouse=True)
-def separate(monkeypatch):
-    """Managers on the emulator get the separate device."""
-    there_is("emulator")
-
-    def place_apart(params):
-        if params.device != "emulator":
-            return place(params)
-        SeparateDevice().__enter__()  # until the manager's thread ends
-        return DevicePlacement(SeparateStream(), params.deterministic)
-
-    def without_pinning(make):
-        return lambda *given, pin_memory=False, **options: make(*given, **options)
-
-    monkeypatch.setattr(assembly, "place", place_apart)
-    for name in ("empty", "tensor"):  # a torch for CPUs pins nothing
-        monkeypatch.setattr(torch, name, without_pinning(getattr(torch, name)))
+def always_separate(separate):
+    return separate
 
 
 def test_what_the_device_refuses():
@@ -47,6 +31,49 @@ def test_what_the_device_refuses():
             there + here
         with pytest.raises(RuntimeError, match="numpy"):
             there.numpy()
+
+
+def test_copies_come_late():
+    stream, event = SeparateStream(), None
+    pinned, other = stream.staging(4), stream.staging(4)
+    pinned.fill_(1)
+    with stream:
+        there = torch.zeros(4, dtype=torch.uint8, device=DEVICE)
+        event = stream.event()
+        event.synchronize()  # of nothing
+        there.copy_(pinned, non_blocking=True)
+        other.copy_(there + 1, non_blocking=True)
+        event.record()
+        assert other.tolist() == [0xFB] * 4
+        event.synchronize()
+        assert other.tolist() == [2] * 4
+        pinned.fill_(2)
+        there.copy_(pinned, non_blocking=True)
+        event.record()
+        pinned.fill_(3)
+        with pytest.raises(AssertionError, match="written to before its copy"):
+            event.synchronize()
+    with pytest.raises(AssertionError, match="another stream"):
+        event.record()
+
+
+def test_recordings_run_again_what_ran_and_not_how_it_came_to_that():
+    stream, added = SeparateStream(), [5]
+    with stream:
+        memory = torch.zeros(3, device=DEVICE)
+        replay, result = stream.capture(lambda: (memory * 2).add_(added.pop() if added else 7))
+        for value in (1, 4):
+            memory.fill_(value)
+            replay()
+            assert result.tolist() == [2 * value + 7] * 3
+        for forbidden in (
+            lambda: memory.cpu(),
+            lambda: memory.copy_(stream.staging(12).view(torch.float32), non_blocking=True),
+            lambda: stream.synchronize(),
+        ):
+            with pytest.raises(RuntimeError, match="cannot be recorded"):
+                SeparateStream.capture(stream, forbidden)
+            stream.recording = None
 
 
 def test_requests_of_all_kinds():
