@@ -213,8 +213,10 @@ class DeviceExecutor(TorchExecutor):
         )
 
     def _step(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What is recorded: a step without context rows. All recordings share their logits."""
-        batch = self._tensors_batch(tensors, 0)
+        """What is recorded: a step without context rows. All recordings share their logits, which
+        the copy widens to float32.
+        """
+        batch = replace(self._tensors_batch(tensors, 0), all_sampled=True)
         return self._graph_logits[: len(batch.slots)].copy_(self.model.forward(batch, self.kv_pool))
 
     def _idle_arrays(self, size: int) -> dict[str, np.ndarray]:

@@ -103,6 +103,17 @@ def checked_machine(request):
         yield machine
 
 
+@functools.cache
+def machine_in_order(order):
+    return EmulatedMachine(order=order)
+
+
+@pytest.fixture
+def ordered_machines(toolchain):
+    """Emulators that run blocks from the first, from the last, and in some other order."""
+    return [machine_in_order(order) for order in ("forward", "reverse", 7)]
+
+
 @pytest.fixture
 def device_machine(request):
     """The GPU, for tests that are marked `gpu`."""

@@ -119,6 +119,25 @@ __global__ void missing_fence(float* x, float* partial, unsigned* ticket) {  // 
     }
 }
 
+__global__ void missing_release(float* x, float* partial, unsigned* ticket) {  // four blocks
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    if (!__syncthreads_or(threadIdx.x == 0 && atomicInc(ticket, 3) == 3)) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];  // HERE missing_release
+    x[threadIdx.x] = sum;
+}
+
+// Thread 0 releases what the others may not have written yet.
+__global__ void missing_release_barrier(float* x, float* partial, unsigned* ticket) {  // four blocks
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    if (!__syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(ticket, 3) == 3)) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++)
+        sum += partial[i * 64 + threadIdx.x];  // HERE missing_release_barrier
+    x[threadIdx.x] = sum;
+}
+
 __global__ void race_after_many_barriers(float* x) {
     __shared__ float memory;
     if (threadIdx.x == 0) memory = 0;
@@ -206,6 +225,16 @@ __global__ void last_block_own_fences(float* x, float* partial, unsigned* ticket
     if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == gridDim.x - 1;
     __syncthreads();
     if (!last) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
+    x[threadIdx.x] = sum;
+}
+
+// The same, but the atomic releases.
+__global__ void last_block_released(float* x, float* partial, unsigned* ticket) {
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    if (!__syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(ticket, 3) == 3)) return;
     float sum = 0;
     for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
     x[threadIdx.x] = sum;

@@ -40,11 +40,15 @@ NAMED_IN_CHECK_MODE = {
     "race_after_many_barriers": "race on shared memory: (read|write) by",
     "misaligned_vector": "misaligned access",
     "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
+    "missing_release": "race on argument 1: write by thread .* unordered with it a read",
+    "missing_release_barrier": "race on argument 1: write by thread .* unordered with it a read",
 }
 CONTROLS = ("with_sync_warp", "many_sync_warps", "shared_half", "with_atomics", "with_wait")
-CONTROLS += ("last_block", "last_block_own_fences")
-NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2, "missing_fence": 4}
-NUM_BLOCKS |= {"last_block": 4, "last_block_own_fences": 4}
+LAST_BLOCK = ("last_block", "last_block_own_fences", "last_block_released")
+CONTROLS += LAST_BLOCK
+NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2}
+WITH_TICKETS = (*LAST_BLOCK, "missing_fence", "missing_release", "missing_release_barrier")
+NUM_BLOCKS |= dict.fromkeys(WITH_TICKETS, 4)
 
 
 @functools.cache
@@ -62,7 +66,7 @@ def run(name, check, order="forward"):
         values[-1] = 0
     x = emulator.asarray(values.astype(np.int32 if name == "stack_overflow" else np.float32))
     arguments = [np.uint64(0) if name == "null_pointer" else x]
-    if name.startswith(("last_block", "missing_fence")):
+    if name in WITH_TICKETS:
         partial = emulator.empty(64 * 4)
         arguments += [partial, emulator.asarray(np.zeros(1, np.uint32))]
     kernel = module(check, order).get_function(name)
