@@ -28,9 +28,14 @@ _FLAGS = (
     "-std=c++17 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique "
     "-fno-threadsafe-statics -fwrapv -U_FORTIFY_SOURCE -w"
 ).split()
-FAST = ("-O1",)
+# What a GPU refuses or answers otherwise than a CPU; it costs too little to be left to check mode.
+_EVERYWHERE = (
+    *("-O1", "-fsanitize=alignment,shift-exponent,float-cast-overflow"),
+    *("-fno-sanitize-recover=all", "-fno-thread-jumps"),  # a warp operation stays one
+)
+FAST = _EVERYWHERE
 CHECKED = (
-    *("-O1", "-fsanitize=thread,alignment,bounds", "-fno-sanitize-recover=all"),
+    *(*_EVERYWHERE, "-fsanitize=thread,bounds"),
     *("-fno-omit-frame-pointer", "-DEMULATOR_CHECKED"),
 )
 
