@@ -28,7 +28,7 @@ _FLAGS = (
     "-std=c++17 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique "
     "-fno-threadsafe-statics -fwrapv -U_FORTIFY_SOURCE -w"
 ).split()
-# What a GPU refuses or answers otherwise than a CPU costs too little to be left to check mode. Threaded
+# What a GPU refuses or answers otherwise than a CPU costs too little for check mode alone. Threaded
 # jumps would make two of a warp operation, one for each way to it.
 FAST = (
     *("-O1", "-fsanitize=alignment,shift-exponent,float-cast-overflow"),
