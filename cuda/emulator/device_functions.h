@@ -1,6 +1,7 @@
 // Functions that CUDA C++ has and C++ has not. Approximate ones are exact here.
 #pragma once
 
+#include <limits.h>
 #include <math.h>
 #include <string.h>
 
@@ -58,11 +59,20 @@ inline float __uint_as_float(unsigned x) { return ::emulator::reinterpret<float>
 inline long long __double_as_longlong(double x) { return ::emulator::reinterpret<long long>(x); }
 inline double __longlong_as_double(long long x) { return ::emulator::reinterpret<double>(x); }
 
-inline int __float2int_rn(float x) { return int(nearbyintf(x)); }
-inline int __float2int_rz(float x) { return int(x); }
-inline int __float2int_rd(float x) { return int(floorf(x)); }
-inline int __float2int_ru(float x) { return int(ceilf(x)); }
-inline unsigned __float2uint_rn(float x) { return unsigned(nearbyintf(x)); }
+namespace emulator {
+// The nearest that there is; 0 for NaN.
+inline int to_int(double x) {
+    return x >= INT_MAX ? INT_MAX : x <= INT_MIN ? INT_MIN : x == x ? int(x) : 0;
+}
+inline unsigned to_unsigned(double x) {
+    return x >= UINT_MAX ? UINT_MAX : x > 0 ? unsigned(x) : 0;
+}
+}  // namespace emulator
+inline int __float2int_rn(float x) { return ::emulator::to_int(nearbyintf(x)); }
+inline int __float2int_rz(float x) { return ::emulator::to_int(x); }
+inline int __float2int_rd(float x) { return ::emulator::to_int(floorf(x)); }
+inline int __float2int_ru(float x) { return ::emulator::to_int(ceilf(x)); }
+inline unsigned __float2uint_rn(float x) { return ::emulator::to_unsigned(nearbyintf(x)); }
 inline float __int2float_rn(int x) { return float(x); }
 inline float __uint2float_rn(unsigned x) { return float(x); }
 

@@ -22,11 +22,12 @@ from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 _RUNTIME = ("machine.cpp", "memory.cpp", "check.cpp")
-# Kernels reinterpret memory, longjmp leaves stacks behind, and a template's shared variables must
-# not be one object across all loaded libraries (as GNU unique symbols are).
+# Kernels reinterpret memory, longjmp leaves stacks behind, a template's shared variables must not
+# be one object across all loaded libraries (as GNU unique symbols are), and __fmul_rn rounds where
+# a processor could fuse it with a sum.
 _FLAGS = (
     "-std=c++17 -g1 -fPIC -fvisibility=hidden -fno-strict-aliasing -fno-gnu-unique "
-    "-fno-threadsafe-statics -fwrapv -U_FORTIFY_SOURCE -w"
+    "-fno-threadsafe-statics -fwrapv -ffp-contract=off -U_FORTIFY_SOURCE -w"
 ).split()
 # What a GPU refuses or answers otherwise than a CPU costs too little for check mode alone. Threaded
 # jumps would make two of a warp operation, one for each way to it.

@@ -296,6 +296,23 @@ def test_dynamic_shared_memory_declared_outside_of_the_kernel():
         emulator.Module(source=source, name_expressions=["f"])
 
 
+CONVERSIONS = """
+__global__ void convert(int* integers, unsigned* naturals, const float* x) {
+    integers[threadIdx.x] = __float2int_rn(x[threadIdx.x]);
+    naturals[threadIdx.x] = __float2uint_rn(x[threadIdx.x]);
+}
+"""
+
+
+def test_what_no_integer_holds_becomes_the_nearest_one():
+    module = emulator.Module(source=CONVERSIONS, name_expressions=["convert"])
+    x = emulator.asarray([2.5, -1.75, np.nan, np.inf, -np.inf, 3e9], np.float32)
+    integers, naturals = emulator.empty(6, np.int32), emulator.empty(6, np.uint32)
+    module.get_function("convert")((1,), (6,), (integers, naturals, x))
+    assert integers.tolist() == [2, -2, 0, 2**31 - 1, -(2**31), 2**31 - 1]
+    assert naturals.tolist() == [2, 0, 0, 2**32 - 1, 0, 3_000_000_000]
+
+
 NOT_INLINED = """
 __device__ __noinline__ float twice(float x) { return 2 * x; }
 __device__ __attribute__((__noinline__)) float thrice(float x) { return 3 * x; }
