@@ -1,6 +1,6 @@
 // Attention of both phases in float32, for which there are no tensor cores of its precision: a warp
 // takes a query of one head, lanes its elements.
-#include "pages.cuh"
+#include "partials.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
@@ -54,19 +54,14 @@ template <int D, class C> struct Cache {
     }
 };
 
-// As in generation_attention.cu.
-struct GenerationItem {
-    int row, first, last, partial;
-};
-
 // Grid: (items, kv heads). Arguments as in generation_attention.cu.
 template <int D, class C = float>
-__global__ void __launch_bounds__(THREADS, 4) generation_attention_float(
-    float* out, float* partial, float* partial_log, const float* queries, const C* keys,
-    const C* values, const GenerationItem* items, const int* row_starts, const int* slots,
-    const int* block_tables, const float* scales, int num_heads, int table_width,
+__global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attention_float(
+    float* out, float* partial, float* partial_log, unsigned* arrived, const int* partial_starts,
+    const float* queries, const C* keys, const C* values, const Item* items, const int* row_starts,
+    const int* slots, const int* block_tables, const float* scales, int num_heads, int table_width,
     int tokens_per_block, float scale, float softcap) {
-    GenerationItem item = items[blockIdx.x];
+    Item item = items[blockIdx.x];
     if (item.row < 0) return;
     int group = num_heads / gridDim.y;
     const int* table = block_tables + size_t(slots[item.row]) * table_width;
@@ -82,6 +77,10 @@ __global__ void __launch_bounds__(THREADS, 4) generation_attention_float(
         if (item.partial >= 0 && threadIdx.x % 32 == 0)
             partial_log[place] = query.softmax.largest + log2f(query.softmax.sum);
     }
+    size_t first_head = size_t(row_starts[item.row]) * num_heads + blockIdx.y * group;
+    if (item.partial >= 0)
+        merge_if_last<WARPS, D, D <= 128 ? 2 : 1>(
+            out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
 }
 
 // As in context_attention.cu.

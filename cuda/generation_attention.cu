@@ -1,17 +1,14 @@
 // softmax(q @ keys^T * scale) @ values for one query token a row, over the pages.
 //
 // A block works on an item of the plan, a stretch of one row, for one KV head: keys and values are
-// read once for its whole group of query heads. Results of a row with several items are merged.
-#include "pages.cuh"
+// read once for its whole group of query heads. Results of a row with several items are merged by the
+// block that is the last of them.
+#include "partials.cuh"
 
 constexpr int WARPS = 4, TILE = 16;
 // Tiles of a warp in shared memory: three blocks run on a multiprocessor, and of 8 bits as many bytes
 // are on their way.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
-
-struct Item {  // [first, last) of a row; partial: where its result goes, -1 if it is the row's only one
-    int row, first, last, partial;
-};
 
 // Tensor cores take the transposed product, keys [16 tokens, D] @ queries^T [D, 8 heads]: a group of
 // 8 heads fills them. A warp takes every fourth tile of 16 tokens, through its own shared memory.
@@ -215,18 +212,20 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
 // recording that do nothing cost nothing. Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the
 // cache.
 template <class T, int D, int TILES, class C = T>
-__global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
-    T* out,                   // [tokens, heads, D]
-    float* partial,           // [partials, heads, D]
-    float* partial_log,       // [partials, heads]: log2 of the sum of 2^score
-    const T* queries,         // [tokens, heads, D]
-    const C* keys,            // [blocks, kv_heads, tokens_per_block, D]
-    const C* values,          // [blocks, kv_heads, tokens_per_block, D]
-    const Item* items,        // [num_items]; row -1: nothing to do from here on
-    const int* row_starts,    // [rows + 1]: a row's only token
-    const int* slots,         // [rows]
-    const int* block_tables,  // [slots, table_width]
-    const float* scales,      // [2, kv_heads] of a cache of 8 bits
+__global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generation_attention(
+    T* out,                     // [tokens, heads, D]
+    float* partial,             // and the next three: Partials
+    float* partial_log,
+    unsigned* arrived,
+    const int* partial_starts,
+    const T* queries,           // [tokens, heads, D]
+    const C* keys,              // [blocks, kv_heads, tokens_per_block, D]
+    const C* values,            // [blocks, kv_heads, tokens_per_block, D]
+    const Item* items,          // [num_items]; row -1: nothing to do from here on
+    const int* row_starts,      // [rows + 1]: a row's only token
+    const int* slots,           // [rows]
+    const int* block_tables,    // [slots, table_width]
+    const float* scales,        // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, float scale, float softcap,
     int num_items) {
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
@@ -279,29 +278,9 @@ __global__ void __launch_bounds__(WARPS * 32, 2) generation_attention(
         size_t to = size_t(item.partial) * num_heads + kv_head * group;
         merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
                                      group, item.partial < 0, value_scale);
+        if (item.partial >= 0)
+            merge_if_last<WARPS, D, D <= 128 ? 8 : 2>(
+                out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
         __syncthreads();  // its shared memory is the next item's
     }
-}
-
-// out = sum of 2^(log - largest log) * partial / sum of 2^(log - largest log), over a row's partials.
-// Grid: (rows, heads), D threads.
-template <class T, int D>
-__global__ void merge_partials(
-    T* out,                     // [tokens, heads, D]
-    const float* partial,       // [partials, heads, D]
-    const float* partial_log,   // [partials, heads]
-    const int* partial_starts,  // [rows + 1]
-    const int* row_starts) {    // [rows + 1]
-    int row = blockIdx.x, head = blockIdx.y, num_heads = gridDim.y, d = threadIdx.x;
-    int first = partial_starts[row], last = partial_starts[row + 1];
-    if (first == last) return;
-    float largest = -INFINITY, sum = 0, result = 0;
-    for (int i = first; i < last; i++) largest = fmaxf(largest, partial_log[i * num_heads + head]);
-    for (int i = first; i < last; i++) {
-        size_t place = size_t(i) * num_heads + head;
-        float weight = ptx::exp2_approx(partial_log[place] - largest);
-        sum += weight;
-        result += weight * partial[place * D + d];
-    }
-    out[(size_t(row_starts[row]) * num_heads + head) * D + d] = from_float<T>(result / sum);
 }

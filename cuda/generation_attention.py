@@ -16,19 +16,12 @@ MAX_GROUP = 16
 _NARROW = (torch.float16, torch.bfloat16)
 PROGRAM = Program(
     "generation_attention.cu",
-    (
-        *(
-            f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache}>"
-            for dtype in _NARROW
-            for head_dim in HEAD_DIMS
-            for tiles in (1, 2)
-            for cache in CACHES
-        ),
-        *(
-            f"merge_partials<{name}, {head_dim}>"
-            for name in NAMES.values()
-            for head_dim in HEAD_DIMS
-        ),
+    tuple(
+        f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache}>"
+        for dtype in _NARROW
+        for head_dim in HEAD_DIMS
+        for tiles in (1, 2)
+        for cache in CACHES
     ),
 )
 
@@ -38,11 +31,12 @@ def generation_attention(
     out: Tensor,
     partial: Tensor,
     partial_log: Tensor,
+    arrived: Tensor,
+    partial_starts: Tensor,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     items: Tensor,
-    partial_starts: Tensor,
     row_starts: Tensor,
     slots: Tensor,
     block_tables: Tensor,
@@ -58,9 +52,9 @@ def generation_attention(
     float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. `items` `[N, 4]` and
     `partial_starts` `[R + 1]`: a GenerationPlan's. `row_starts` `[R + 1]`, `slots` `[R]`,
     `block_tables` `[slots, blocks]`; all int32. Changed as working memory: `partial` `[n, H, D]`
-    and `partial_log` `[n, H]` float32, n >= the plan's `num_partials` (where n is 0 nothing is
-    merged). With `cache_scales` `[2, K]` float32, of keys, then of values, `keys` and `values` are
-    float8_e4m3fn: element * scale. ValueError for other tensors.
+    and `partial_log` `[n, H]` float32, n >= the plan's `num_partials`. `arrived` int32 `[R, K]`
+    is zero, before and after. With `cache_scales` `[2, K]` float32, of keys, then of values, `keys`
+    and `values` are float8_e4m3fn: element * scale. ValueError for other tensors.
     """
     num_heads, head_dim = queries.shape[1:]
     num_kv_heads, tokens_per_block = keys.shape[1:3]
@@ -71,11 +65,12 @@ def generation_attention(
         out=(out, (queries.shape[0], num_heads, head_dim), dtype),
         partial=(partial, (None, num_heads, head_dim), torch.float32),
         partial_log=(partial_log, (partial.shape[0], num_heads), torch.float32),
+        arrived=(arrived, (num_rows, num_kv_heads), torch.int32),
+        partial_starts=(partial_starts, (num_rows + 1,), torch.int32),
         queries=(queries, (None, num_heads, head_dim), dtype),
         keys=(keys, pages, cache.dtype),
         values=(values, pages, cache.dtype),
         items=(items, (None, 4), torch.int32),
-        partial_starts=(partial_starts, (num_rows + 1,), torch.int32),
         row_starts=(row_starts, (num_rows + 1,), torch.int32),
         slots=(slots, (num_rows,), torch.int32),
         block_tables=(block_tables, (None, None), torch.int32),
@@ -85,8 +80,8 @@ def generation_attention(
     if items.shape[0] == 0:
         return
     arguments: tuple[Argument, ...] = (
-        *(out, partial, partial_log, queries, keys, values),
-        *(items, row_starts, slots, block_tables, cache_scales),
+        *(out, partial, partial_log, arrived, partial_starts),
+        *(queries, keys, values, items, row_starts, slots, block_tables, cache_scales),
         *ints(num_heads, block_tables.shape[1], tokens_per_block),
         *(np.float32(scale), np.float32(softcap)),
     )
@@ -104,10 +99,6 @@ def generation_attention(
         name = f"generation_attention_float<{head_dim}{cache.argument}>"
         kernel = launcher.kernel(FLOAT_PROGRAM, name)
         kernel((num_items, num_kv_heads), (_WARPS * 32,), arguments)
-    if partial.shape[0]:
-        merge = launcher.kernel(PROGRAM, f"merge_partials<{NAMES[dtype]}, {head_dim}>")
-        parts = (out, partial, partial_log, partial_starts, row_starts)
-        merge((num_rows, num_heads), (head_dim,), parts)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> int:

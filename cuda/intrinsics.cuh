@@ -39,6 +39,17 @@ __device__ inline float exp2_approx(float x) PTX(
     return result;
 )
 
+// Atomics -----------------------------------------------------------------------------------------
+
+// atomicInc that also releases what comes before it, by barriers of the block too, and acquires what
+// earlier ones at this address have released: less to wait for than between two __threadfence().
+__device__ inline unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) PTX(
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+        : "=r"(before) : "l"(address), "r"(last) : "memory");
+    return before;
+)
+
 // Copies from global to shared memory in the background -------------------------------------------
 
 // 16 bytes, both addresses aligned to them; past L1, since each byte is read once. Where not `valid`,

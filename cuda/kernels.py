@@ -51,6 +51,7 @@ class StepPlan:
     generation: _Rows | None
     partial: Tensor
     partial_log: Tensor
+    arrived: Tensor
 
 
 class CudaKernels(Kernels):
@@ -135,7 +136,10 @@ class CudaKernels(Kernels):
         most = max(own.generation.shape[0] for own in items.values())
         partial = torch.empty(most, shape.num_heads, shape.head_dim, device=slots.device)
         partial_log = torch.empty(most, shape.num_heads, device=slots.device)
-        return StepPlan(places, items, context, generation, partial, partial_log)
+        arrived = torch.zeros(
+            num_rows - middle, shape.num_kv_heads, dtype=torch.int32, device=slots.device
+        )
+        return StepPlan(places, items, context, generation, partial, partial_log, arrived)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -253,8 +257,9 @@ class CudaKernels(Kernels):
             rows = plan.generation
             generation_attention(
                 self._launcher,
-                *(out, plan.partial, plan.partial_log, q, keys, values, items.generation),
-                *(items.partial_starts, rows.row_starts, rows.slots, block_tables),
+                *(out, plan.partial, plan.partial_log, plan.arrived, items.partial_starts),
+                *(q, keys, values, items.generation),
+                *(rows.row_starts, rows.slots, block_tables),
                 scale=scale,
                 softcap=softcap,
                 cache_scales=cache_scales,

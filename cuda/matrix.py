@@ -47,7 +47,6 @@ PROGRAMS: tuple[Program, ...] = (
     log_probs.PROGRAM,
     beam_step.PROGRAM,
 )
-_BATCH = 24  # kernels that one call of the compiler gets
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,22 @@ class Row:
         return bool(self.figures.spill_stores or self.figures.spill_loads)
 
 
-def compile_all(choices: Iterable[tuple[Program, tuple[str, ...], str]]) -> Iterator[Row]:
-    """Compile kernels of programs for architectures, several at once."""
-    for program, names, arch in choices:
-        cubin = compile(program.path, arch, names)
-        for name in names:
-            yield Row(program.file, name, arch, cubin.figures[name])
+def compile_all(choices: Iterable[tuple[Program, str, str]]) -> Iterator[Row]:
+    """Compile kernels of programs for architectures, each by itself, as it is for a launch: what
+    is inlined, and so what spills, depends on what else calls it.
+    """
+    for program, name, arch in choices:
+        cubin = compile(program.path, arch, [name])
+        yield Row(program.file, name, arch, cubin.figures[name])
 
 
-def whole_matrix() -> Iterator[tuple[Program, tuple[str, ...], str]]:
-    for program in PROGRAMS:
-        for start in range(0, len(program.kernels), _BATCH):
-            for arch in ARCHITECTURES:
-                yield program, program.kernels[start : start + _BATCH], arch
+def whole_matrix() -> Iterator[tuple[Program, str, str]]:
+    return (
+        (program, name, arch)
+        for program in PROGRAMS
+        for arch in ARCHITECTURES
+        for name in program.kernels
+    )
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -121,7 +123,7 @@ def write(page: Path, rows: list[Row]) -> None:
 
 def main(arguments: list[str]) -> int:
     choices = list(whole_matrix())
-    rows = list(compile_all(tqdm(choices, desc="compile", unit="call")))
+    rows = list(compile_all(tqdm(choices, desc="compile", unit="kernel")))
     if arguments:
         write(Path(arguments[0]), rows)
     spilling = [row for row in rows if row.spills]

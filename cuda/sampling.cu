@@ -344,6 +344,13 @@ __device__ int draw_token(
     }
 }
 
+// The same, apart from a kernel that has the draw from a row of vectors inlined: both are too much for
+// its registers.
+__device__ __noinline__ int draw_apart(
+    const Row<1>& few, const Params& own, long long position, float largest, Token limit) {
+    return draw_token(few, own, position, largest, limit);
+}
+
 // Grid: (rows).
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
@@ -377,7 +384,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
         if (count <= CANDIDATES) {  // the row itself is not read again
             int size = keep(room.kept, found, count, limit.logit, own.temperature);
             Row<1> few{room.kept.logits, size, -1};
-            token = room.kept.ids[draw_token(few, own, position, largest, limit)];
+            int place;
+            if constexpr (WIDTH == 1) place = draw_token(few, own, position, largest, limit);
+            else place = draw_apart(few, own, position, largest, limit);
+            token = room.kept.ids[place];
         }
     }
     if (token < 0) token = draw_token(row, own, position, largest, limit);

@@ -118,7 +118,11 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         prompt_table=prompt_table,
         drafts=drafts[: max_new_tokens - 1],
         draft_logits=None if sampling.greedy else draft_logits,
-        drafter=None if limits.lookup is None or beams is not None else Drafter(limits.lookup),
+        drafter=(
+            None
+            if limits.lookup is None or beams is not None
+            else Drafter(limits.lookup, limits.vocab_size)
+        ),
         wanted=_read_wanted(tensors, limits),
     )
 

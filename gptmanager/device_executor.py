@@ -175,8 +175,11 @@ class DeviceExecutor(TorchExecutor):
 
     def _arrays(self, rows: PackedRows, fixed: bool = False) -> dict[str, np.ndarray]:
         """What the device gets of a batch."""
+        places = self._device_tables.cells(rows.token_lines, rows.positions)
+        # padding reads nobody's cell: a sequence may begin with a virtual token
+        places[rows.row_starts[-1] :] = self._tables.tokens.size
         arrays = {
-            "places": self._device_tables.cells(rows.token_lines, rows.positions),
+            "places": places,
             "positions": rows.positions,
             "row_starts": rows.row_starts,
             "kv_lengths": rows.kv_lengths,
@@ -210,8 +213,10 @@ class DeviceExecutor(TorchExecutor):
         )
 
     def _step(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What is recorded: a step without context rows. All recordings share their logits."""
-        batch = self._tensors_batch(tensors, 0)
+        """What is recorded: a step without context rows. All recordings share their logits, which
+        the copy widens to float32.
+        """
+        batch = replace(self._tensors_batch(tensors, 0), all_sampled=True)
         return self._graph_logits[: len(batch.slots)].copy_(self.model.forward(batch, self.kv_pool))
 
     def _idle_arrays(self, size: int) -> dict[str, np.ndarray]:

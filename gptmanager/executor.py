@@ -294,7 +294,7 @@ class TorchExecutor:
         return logits[torch.from_numpy(np.argsort(order))]
 
     def _compute(self, rows: PackedRows) -> Tensor:
-        return self.model.forward(self._batch(rows), self.kv_pool)
+        return self.model.forward(self._batch(rows), self.kv_pool).float()
 
     def _relieve(self) -> None:
         """Give back memory that is held for later, where that is done."""

@@ -68,6 +68,7 @@ class TokenLoop(Roster):
         self.laps = laps
         self.drafts = DraftCounts()
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
+        self._failing: set[int] = set()  # they failed in a result and end with the next intake
 
     # The loop, in the words and the order of docs/loop.md ----------------------------------
 
@@ -101,6 +102,7 @@ class TokenLoop(Roster):
     @lap
     def schedule(self, intake: Intake) -> Schedule | None:
         """Take the intake in, decide who runs, give out memory; None: nobody runs."""
+        self._failing.clear()
         self.take_in(intake)
         if self._num_serial and self.num_micro_batches == 1:
             self.finish_pending()
@@ -134,8 +136,8 @@ class TokenLoop(Roster):
 
     def _in_flight(self) -> frozenset[int]:
         """The active requests that hold memory, but must not run now."""
-        if self.pending is None:
-            return frozenset()
+        if self.pending is None:  # a token that failed is launched, but will never be confirmed
+            return frozenset(self._failing)
         if self.num_micro_batches == 1:  # what is launched may be launched again, but at its end
             return frozenset(r.request_id for r in self.active if r.state is _TO_COMPLETE)
         schedule: Schedule = self.pending.schedule
@@ -247,6 +249,7 @@ class TokenLoop(Roster):
             request = self.requests.get(failure.request_id)
             if request is not None and request.epoch == epochs[failure.request_id]:
                 self.host.fail(failure)
+                self._failing.add(failure.request_id)
 
     @lap
     def respond(self, streaming: list[ActiveRequest], finished: list[End]) -> None:

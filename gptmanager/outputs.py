@@ -46,8 +46,9 @@ class RequestOutputs:
         self._generation[index] = logits
 
     def beam_generation(self, nodes: Sequence[BeamNode]) -> Tensor:
-        """`[n, vocab]`: what each node's token was chosen from."""
-        rows = [self._generation[node.length - 1][node.beam] for node in nodes]
+        """`[n, vocab]`: what each node's token was chosen from; a replay has none of it."""
+        known = self._generation
+        rows = [known[n.length - 1][n.beam] for n in nodes if n.length - 1 in known]
         return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
 
     def add_log_probs(self, index: int, log_probs: list[float]) -> None:

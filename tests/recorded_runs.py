@@ -152,6 +152,11 @@ def random_request(chance: np.random.Generator, request_id: int) -> InferenceReq
         more["beam_width"] = int(chance.integers(2, 4))
     if request_id % 3 == 0:
         more["retention_priority"] = request_id * 37 % 101
+    if request_id % 2:  # a replay has none of it
+        names = "return_log_probs", "return_generation_logits", "return_context_logits"
+        more |= dict.fromkeys(names, True)
+    if request_id % 4 == 2:  # fewer tokens than a search looks at
+        more["embedding_bias"] = np.where(np.arange(VOCAB_SIZE) % 17, -np.inf, 0)
     prompt_len, output_len = chance.integers(1, 28), chance.integers(1, 24)
     shared = [7] * int(prompt_len)
     if chance.random() < 0.5:

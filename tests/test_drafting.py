@@ -24,11 +24,13 @@ from gptmanager import (
 from gptmanager.decoding.drafting import Drafter
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
+VOCAB_SIZE = 50
+
 # What is proposed --------------------------------------------------------------------------
 
 
 def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time():
-    drafter = Drafter(PromptLookup(max_draft_tokens=3, max_ngram=2, min_ngram=1))
+    drafter = Drafter(PromptLookup(max_draft_tokens=3, max_ngram=2, min_ngram=1), VOCAB_SIZE)
     assert drafter.propose([1, 2, 3, 1, 2], 9) == [3, 1, 2]
     assert drafter.propose([1, 2, 3, 1, 2, 4, 1, 2], 9) == [4, 1, 2]
     assert drafter.propose([1, 2, 3, 1, 2, 4, 1, 2, 9, 2], 9) == [9, 2, 9]
@@ -36,14 +38,20 @@ def test_the_longest_repeated_end_is_continued_as_it_was_the_last_time():
 
 
 def test_a_limit_is_kept_and_nothing_follows_nothing():
-    drafter = Drafter(PromptLookup(max_ngram=1, min_ngram=1))
+    drafter = Drafter(PromptLookup(max_ngram=1, min_ngram=1), VOCAB_SIZE)
     assert drafter.propose([5], 9) == []
     assert drafter.propose([5, 6, 5], 1) == [6]
     assert drafter.propose([5, 6, 5, 6, 5], 0) == []
 
 
+def test_a_virtual_token_is_looked_up_but_never_guessed():
+    drafter = Drafter(PromptLookup(max_ngram=2, min_ngram=2), VOCAB_SIZE)
+    assert drafter.propose([50, 5, 6, 7, 50, 5], 9) == [6, 7]
+    assert drafter.propose([50, 5, 6, 7, 50, 5, 6, 7], 9) == []
+
+
 def test_more_is_guessed_after_right_guesses_and_less_after_wrong_ones():
-    drafter = Drafter(PromptLookup(max_draft_tokens=10, max_ngram=1, min_ngram=1))
+    drafter = Drafter(PromptLookup(max_draft_tokens=10, max_ngram=1, min_ngram=1), VOCAB_SIZE)
     text = [1] * 50
     assert len(drafter.propose(text, 99)) == 4
     drafter.learn_result(4, 4)
@@ -65,7 +73,7 @@ def test_more_is_guessed_after_right_guesses_and_less_after_wrong_ones():
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.integers(1, 3))
 def test_a_proposal_is_what_followed_the_same_tokens(text, smallest, extra):
     config = PromptLookup(max_draft_tokens=4, max_ngram=smallest + extra - 1, min_ngram=smallest)
-    drafter = Drafter(config)
+    drafter = Drafter(config, VOCAB_SIZE)
     for end in range(1, len(text) + 1):
         known = text[:end]
         expected = []

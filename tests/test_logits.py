@@ -92,7 +92,7 @@ def output(host, asked):
     return tokens if asked.is_streaming else tokens[len(asked.input_ids) :]
 
 
-def serve(requests, policy=NO_EVICT, max_tokens=400, reuse=False, **options):
+def serve(requests, policy=NO_EVICT, max_tokens=400, reuse=False, max_beam_width=1, **options):
     """Run all requests to their end; returns what the host was told."""
     host = RecordingCallbacks(requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
@@ -100,7 +100,7 @@ def serve(requests, policy=NO_EVICT, max_tokens=400, reuse=False, **options):
     with GptManager(
         ScriptedModel(next_token, vocab_size=VOCAB_SIZE),
         ModelType.INFLIGHT_FUSED_BATCHING,
-        1,
+        max_beam_width,
         SchedulerConfig(policy),
         checker.get_inference_requests,
         checker.send_response,
@@ -310,6 +310,28 @@ def test_an_error_ends_only_its_request(run_ahead, max_new_tokens, error, caplog
         assert output(host, one) == expected(one.input_ids.tolist(), 9, next_token)
     assert "broken by design failed; it ends the requests [1]" in caplog.text
     assert host.health.callbacks["LogitsPostProcessor"].errors == 1
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"beam_width": 3}, {"num_return_sequences": 2}, {"draft_input_ids": [1, 2, 3]}]
+)
+@pytest.mark.parametrize("max_new_tokens", [3, 6])
+@pytest.mark.parametrize("prompt_len", [3, 4, 5])  # it fails at its third token, or sooner
+@pytest.mark.parametrize("options", [{"run_ahead": 1}, {"enable_trt_overlap": True}, {}], ids=str)
+def test_an_error_beside_requests_that_do_not_run_ahead(options, prompt_len, max_new_tokens, kind):
+    """For those a result comes before the next schedule, its failure only after that."""
+
+    def break_later(request_id, logits, tokens, stream, client_id):
+        if len(tokens[0]) >= 5:
+            raise ValueError("no such token")
+
+    asked = [
+        request(1, prompt_len, max_new_tokens, logits_post_processor=break_later, **kind),
+        request(2, 3, 9, draft_input_ids=[7]),
+    ]
+    host = serve(asked, max_beam_width=3, **options)
+    assert "break_later raised ValueError" in host.final(1).error
+    assert output(host, asked[1]) == expected(asked[1].input_ids.tolist(), 9, next_token)
 
 
 def test_the_id_of_a_request_that_failed_is_free_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import threading
 from collections import OrderedDict, deque
@@ -47,7 +48,16 @@ from gptmanager.recorder.values import (
 )
 from gptmanager.replay import replay
 from gptmanager.request import LlmRequest, SamplingParams
-from gptmanager.step import BlockAppend, Failure, Intake, Row, Schedule, SequenceStart, StepResult
+from gptmanager.step import (
+    BeamCandidates,
+    BlockAppend,
+    Failure,
+    Intake,
+    Row,
+    Schedule,
+    SequenceStart,
+    StepResult,
+)
 from gptmanager.testing import ScriptedModel
 
 
@@ -136,6 +146,12 @@ def test_a_field_that_the_file_lacks_has_its_default_and_an_unknown_one_is_dropp
     assert from_json(Schedule, data, names) == Schedule(3, (Row(1, 2, 3, 4, 5, True),))
 
 
+def test_a_log_probability_of_nothing_comes_back():
+    dead = BeamCandidates(((1, 2), (3,)), ((-0.5, -math.inf), (-math.inf,)))
+    result = StepResult(np.array([[0]], np.int32), 0.1, beams=(dead,))
+    assert returned(result, StepResult).beams == (dead,)
+
+
 # The graph of a state ----------------------------------------------------------------------
 
 
@@ -147,7 +163,7 @@ def copied(value):
 
 def test_a_graph_keeps_types_sharing_and_cycles():
     shared = [1, 2]
-    cycle: dict[object, object] = {"a": shared, (1, "k"): shared, 7: deque([None, 1.5])}
+    cycle: dict[object, object] = {"a": shared, (1, "k"): shared, 7: deque([None, 1.5, -math.inf])}
     cycle["self"] = cycle
     cycle["more"] = (OrderedDict(b=2), {3}, frozenset({4}), BlockCopy(1, 2, 3))
     back = copied(cycle)

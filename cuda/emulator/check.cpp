@@ -313,6 +313,12 @@ void __ubsan_handle_type_mismatch_v1_abort(UbsanPlace* place, uintptr_t pointer)
     if (!pointer) fail(at, "access through a null pointer");
     fail(at, "misaligned access: the address ends in 0x%02x", unsigned(pointer & 0xFF));
 }
+void __ubsan_handle_shift_out_of_bounds_abort(UbsanPlace* place, uintptr_t, uintptr_t count) {
+    fail(here(place->file, place->line), "shift by %d bits", int(count));
+}
+void __ubsan_handle_float_cast_overflow_abort(void*, uintptr_t) {
+    fail(EMULATOR_RETURN, "conversion of a float to an integer type that has no such value");
+}
 void __ubsan_handle_out_of_bounds_abort(UbsanPlace* place, uintptr_t index) {
     fail(here(place->file, place->line), "array index %td out of bounds", intptr_t(index));
 }

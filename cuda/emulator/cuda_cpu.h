@@ -28,7 +28,6 @@
 #define __managed__
 #define __restrict__ __restrict
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __align__(size) __attribute__((aligned(size)))
 
 #define EMULATOR_VECTORS(T, NAME, A2, A4) \

@@ -100,6 +100,14 @@ inline unsigned char* dynamic_shared() {
 
 inline float exp2_approx(float x) { return exp2f(x); }
 
+EMULATED unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) {
+    ::emulator::fence();
+    auto next = [last](unsigned old) __attribute__((no_sanitize("thread"))) {
+        return old >= last ? 0 : old + 1;
+    };
+    return ::emulator::update(address, EMULATOR_RETURN, next);
+}
+
 EMULATED void cp_async_16(void* to, const void* from, bool valid) {
     ::emulator::copy_async(to, from, 16, valid ? 16 : 0, EMULATOR_RETURN);
 }

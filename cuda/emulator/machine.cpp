@@ -216,7 +216,7 @@ void warp_operation(
             fail(place, "%s names lane %u, which waits in %s at %s", name, lane, other.operation,
                  text(other.place, buffer));
         bool same = other.evaluate == evaluate && other.mask == mask &&
-                    (!place.file || other.place.line == place.line);
+                    other.place.line == place.line && other.place.address == place.address;
         if (!same)
             fail(place, "%s with mask 0x%x, but lane %u is in %s with mask 0x%x at %s", name, mask,
                  lane, other.operation, other.mask, text(other.place, buffer));

@@ -17,8 +17,8 @@ from gptmanager.cuda.emulator.arguments import convert
 from gptmanager.cuda.emulator.library import Library
 from gptmanager.cuda.emulator.reports import EmulatorError
 from gptmanager.cuda.emulator.source import (
+    compilable,
     compiler_options,
-    define_dynamic_arrays,
     translation_unit,
 )
 from gptmanager.cuda.emulator.toolchain import Toolchain
@@ -122,7 +122,7 @@ class Module:
         toolchain = toolchain or Toolchain()
         unit = translation_unit(text, str(file), name_expressions)
         unit = toolchain.preprocess(unit, file.name, compiler_options(options, file.parent))
-        built = toolchain.build(define_dynamic_arrays(unit, file.name), file.name, check)
+        built = toolchain.build(compilable(unit, file.name), file.name, check)
         self._library = Library(built, check, _order(order))
         self._names = dict(zip(name_expressions, itertools.count()))
 

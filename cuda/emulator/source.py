@@ -1,5 +1,6 @@
 """From a kernel's CUDA C++ to the C++ that g++ compiles: nothing of the kernel is edited but arrays
-of dynamic shared memory, which have no definition on a CPU, and line numbers stay its own.
+of dynamic shared memory, which have no definition on a CPU, and `__noinline__`, which cannot be a
+macro, as g++ knows it in attributes. Line numbers stay the kernel's own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _DYNAMIC = re.compile(
     r"\bextern\s+__constinit\s+thread_local\s+(?:__attribute__\s*\(\((?:[^()]|\([^()]*\))*\)\)\s*)?"
     r"([^;{}()\[\]]+?)\b(\w+)\s*\[\s*\]\s*;"
 )
+_NOINLINE = re.compile(r"\b__noinline__\b(?!\s*[,)])")
 _MEANINGFUL = ("-D", "-U", "-I", "-include", "-std=", "--std=")
 _TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
@@ -46,8 +48,10 @@ def _is_meaningful(option: str) -> bool:
     return option.startswith(_MEANINGFUL)
 
 
-def define_dynamic_arrays(text: str, name: str) -> str:
-    """Each `extern __shared__ T x[];` of preprocessed `text` as a pointer to machine memory."""
+def compilable(text: str, name: str) -> str:
+    """Preprocessed `text` with each `extern __shared__ T x[];` as a pointer to machine memory, and
+    each `__noinline__` as g++ writes it.
+    """
 
     def define(found: re.Match[str]) -> str:
         before = _TEXT.sub("", text[: found.start()])
@@ -60,4 +64,4 @@ def define_dynamic_arrays(text: str, name: str) -> str:
         kind = found[1].strip()
         return f"{kind}* const {found[2]} = ({kind}*)::emulator::dynamic_shared();{lines}"
 
-    return _DYNAMIC.sub(define, text)
+    return _NOINLINE.sub("__attribute__((noinline))", _DYNAMIC.sub(define, text))

@@ -116,12 +116,14 @@ def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
     out, heads = torch.empty_like(rows.queries), rows.queries.shape[1:]
     partial = rows.queries.new_empty(num_partials, *heads, dtype=torch.float32)
     partial_log = partial.new_empty(partial.shape[:2])
+    arrived = items.new_zeros(len(rows.slots), rows.keys.shape[1])
 
     def run() -> Tensor:
         generation_attention(
             bed.launcher,
-            *(out, partial, partial_log, rows.queries, rows.keys, rows.values),
-            *(items, starts, rows.row_starts, rows.slots, rows.block_tables),
+            *(out, partial, partial_log, arrived, starts),
+            *(rows.queries, rows.keys, rows.values),
+            *(items, rows.row_starts, rows.slots, rows.block_tables),
             scale=rows.scale,
             cache_scales=rows.cache_scales,
         )

@@ -11,7 +11,7 @@ import torch
 Interval = tuple[float, float]  # begin, end, in seconds
 # what is in the names of kernels: ours, and those of cuBLAS and CUTLASS
 _KINDS = {
-    "attention": ("attention", "merge_partials"),
+    "attention": ("attention",),
     "gemm": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
 }
 

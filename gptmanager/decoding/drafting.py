@@ -6,6 +6,7 @@ was right but what it is told. A wrong guess costs computing, never a different 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from gptmanager.config import PromptLookup
@@ -19,12 +20,14 @@ class Drafter:
     How many tokens are guessed follows what became of the last ones: twice as many after a guess
     that was right to its end, else one more than were right. A guess that was all wrong is
     followed by a rest, the longer the more often, so that text without repeats costs little.
+    Virtual tokens, ids from `vocab_size` on, are looked up but never guessed: none is ever chosen.
     """
 
-    __slots__ = ("_config", "_length", "_places", "_rest", "_seen", "_wrong")
+    __slots__ = ("_config", "_length", "_places", "_rest", "_seen", "_vocab_size", "_wrong")
 
-    def __init__(self, config: PromptLookup) -> None:
+    def __init__(self, config: PromptLookup, vocab_size: int) -> None:
         self._config = config
+        self._vocab_size = vocab_size
         self._length = min(_START, config.max_draft_tokens)
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> what followed it begins here
         self._seen = 0  # tokens whose n-grams are in `_places`
@@ -44,7 +47,8 @@ class Drafter:
         for size in range(min(config.max_ngram, end - 1), config.min_ngram - 1, -1):
             place = self._places.get(tuple(tokens[end - size :]))
             if place is not None:
-                return _continued(tokens, place, limit)
+                continued = _continued(tokens, place, limit)
+                return list(itertools.takewhile(lambda i: i < self._vocab_size, continued))
         return []
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:

@@ -18,6 +18,7 @@ class Batch:
     `token_table` int32 `[slots, max_seq_len]` (all tokens known so far, this step's included).
     `sample_index` int64 `[S]`: the packed tokens whose logits are wanted: one for each sampling
     row, then prompts' whose logits a host asked for. `sample_rows` int64 `[S]`: their rows.
+    `all_sampled`: `sample_index` is known to be all T in their order, so that none must be picked.
     `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens
     `prompt_index` int64 `[n]`, whose `token_ids` mean nothing; None: of none.
     `plan`: what the model planned for these rows, int32 each (`PlanningModel`).
@@ -36,3 +37,4 @@ class Batch:
     prompt_index: Tensor | None = None
     prompt_embeddings: Tensor | None = None
     plan: tuple[Tensor, ...] = ()
+    all_sampled: bool = False

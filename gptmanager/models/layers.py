@@ -148,7 +148,7 @@ class Decoder:
         return self._kernels.plan(self._shape, row_starts, kv_lengths, num_context_rows, fixed)
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
-        """Write the batch's keys and values to the pool; float32 logits `[S, vocab]`."""
+        """Write the batch's keys and values; logits `[S, vocab]` in the weights' dtype."""
         plan = self._kernels.begin(
             self._shape,
             batch.plan,
@@ -163,11 +163,12 @@ class Decoder:
             self._layers, kv_pool.keys.unbind(), kv_pool.values.unbind(), strict=True
         ):
             hidden = self._attend(layer, hidden, keys, values, batch, plan)
-            if layer is last:  # nothing reads the other tokens from here on
+            # nothing reads the other tokens from here on
+            if layer is last and not batch.all_sampled:
                 hidden = hidden.index_select(0, batch.sample_index)
                 residual = residual.index_select(0, batch.sample_index)
             hidden = self._feed_forward(layer, hidden, residual)
-        return self._kernels.linear(hidden, self._lm_head).float()
+        return self._kernels.linear(hidden, self._lm_head)
 
     def _embed(self, batch: Batch) -> Tensor:
         embedded = self._kernels.embedding(batch.token_ids, self._embedding)

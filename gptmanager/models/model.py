@@ -59,8 +59,8 @@ class Model(Protocol):
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values to the pool.
 
-        Returns float32 logits `[S, vocab]`, a row for each of `batch.sample_index`; the caller may
-        change them.
+        Returns logits `[S, vocab]`, a row for each of `batch.sample_index`, in any floating dtype:
+        who calls widens them to float32. The caller may change them.
         """
         ...
 

@@ -7,6 +7,7 @@ was read, so that a recording from a stranger can do no harm. Knows nothing of w
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from gptmanager.recorder.values import RecordingError
 
-_SCALARS = frozenset({type(None), bool, int, float, str})
+_SCALARS = frozenset({type(None), bool, int, str})
 _SEQUENCES: dict[type, str] = {
     list: "list", tuple: "tuple", deque: "deque", set: "set", frozenset: "frozenset",
 }  # fmt: skip
@@ -72,6 +73,8 @@ class GraphWriter:
     def _refer(self, value: Any) -> Any:
         if type(value) in _SCALARS:
             return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": str(value)}
         place = self._places.get(id(value))
         if place is None:
             place = self._places[id(value)] = len(self._kept)
@@ -131,6 +134,8 @@ def read_graph(entries: list[dict[str, Any]]) -> Callable[[Any], Any]:
     def find(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        if "float" in value:
+            return float(value["float"])
         place = value["@"]
         if place not in made:
             made[place] = _make(entries[place], find)

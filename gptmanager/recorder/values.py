@@ -125,6 +125,8 @@ def from_json(hint: type[_T], data: Any, names: Mapping[str, list[str]]) -> _T:
 
 def _decode(hint: Any, data: Any, names: Mapping[str, list[str]]) -> Any:
     origin = typing.get_origin(hint)
+    if data is None and hint is float:
+        return -math.inf  # a log probability: JSON has no such number
     if data is None or hint in (int, float, bool, str, Any):
         return data
     if origin in _UNIONS:
@@ -159,7 +161,7 @@ def _decode(hint: Any, data: Any, names: Mapping[str, list[str]]) -> Any:
 def _decode_all(hint: Any, items: list[Any], names: Mapping[str, list[str]]) -> list[Any]:
     """As `_decode` of each; quickly where they are plain named tuples, which most values are."""
     if hasattr(hint, "_fields") and names.get(hint.__name__) == list(hint._fields):
-        if all(kind in (int, float, bool, str) for kind in _hints(hint).values()):
+        if all(kind in (int, bool, str) for kind in _hints(hint).values()):
             return list(map(hint._make, items))
     return [_decode(hint, item, names) for item in items]
 

@@ -43,6 +43,6 @@ class FakeTimer:
         return Stopwatch(lambda: self.seconds[next(calls) % len(self.seconds)], "graph")
 
 
-def ground(launcher=None, sizes=TINY, timer=None, **options):
-    bed = Bed(torch.device("cpu"), launcher or EmulatorLauncher(), sizes, cache_bytes=100)
+def ground(launcher=None, sizes=TINY, timer=None, device="cpu", **options):
+    bed = Bed(torch.device(device), launcher or EmulatorLauncher(), sizes, cache_bytes=100)
     return Ground(bed, timer or FakeTimer(), copy_bytes=4096, product_width=16, **options)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import pytest
 import torch
 from devices import there_is
 from requirements import skip
-from separate_device import SeparateDevice, SeparateStream, real
+from separate_device import DeviceTensor, SeparateDevice, SeparateStream, pin_in, real
 
 from gptmanager import assembly
 from gptmanager.cuda import emulator
-from gptmanager.cuda.launch import DeviceLauncher, EmulatorLauncher
+from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.decoding import raw_kernel
 from gptmanager.errors import ConfigError
 from gptmanager.placement import DevicePlacement
@@ -21,15 +22,18 @@ BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 class EmulatedMachine:
+    """A device of which the host shares nothing."""
+
     def __init__(self, **options):
-        self.launcher = EmulatorLauncher(**options)
+        self.stream = SeparateStream(**options)
+        self.launcher = self.stream.launcher
 
     def tensor(self, values):
         """A copy that ends where nothing can be read."""
         bits = BITS.get(values.dtype)
         array = values.view(bits).numpy() if bits else values.numpy()
         copy = torch.from_numpy(emulator.asarray(array))
-        return copy.view(values.dtype) if bits else copy
+        return DeviceTensor(copy.view(values.dtype) if bits else copy)
 
     def empty(self, shape, dtype):
         return self.tensor(
@@ -39,6 +43,7 @@ class EmulatedMachine:
 
 class DeviceMachine:
     def __init__(self):
+        self.stream = contextlib.nullcontext()
         self.launcher = DeviceLauncher()
 
     def tensor(self, values):
@@ -81,15 +86,32 @@ def find(kind, request):
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
-def machine(request):
+def machine(request, monkeypatch):
     """Runs kernels; `tensor` and `empty` make what they work on."""
-    return find(request.param, request)
+    machine = find(request.param, request)
+    if request.param == "emulator":
+        pin_in([machine.stream], monkeypatch)
+    with machine.stream:
+        yield machine
 
 
 @pytest.fixture(params=["check", "reversed check"])
 def checked_machine(request):
     """Runs kernels and reports races, and reads of what nothing was written to."""
-    return find(request.param, request)
+    machine = find(request.param, request)
+    with machine.stream:
+        yield machine
+
+
+@functools.cache
+def machine_in_order(order):
+    return EmulatedMachine(order=order)
+
+
+@pytest.fixture
+def ordered_machines(toolchain):
+    """Emulators that run blocks from the first, from the last, and in some other order."""
+    return [machine_in_order(order) for order in ("forward", "reverse", 7)]
 
 
 @pytest.fixture
@@ -114,21 +136,13 @@ def separate(monkeypatch):
         streams.append(SeparateStream())
         return DevicePlacement(streams[-1], params.deterministic, params.cuda_graphs)
 
-    def pinning(make):  # a torch for CPUs pins nothing
-        def made(*given, pin_memory=False, **options):
-            tensor = make(*given, **options)
-            return streams[-1].pin(tensor) if pin_memory and streams else tensor
-
-        return made
-
     def compile_apart(*given):
         kernel = compile_for_cpu(*given)
         return lambda *arguments: streams[-1].launch(kernel, *real(arguments))
 
     monkeypatch.setattr(assembly, "place", place_apart)
     monkeypatch.setattr(raw_kernel, "_compile_for_cpu", compile_apart)
-    for name in ("empty", "tensor"):
-        monkeypatch.setattr(torch, name, pinning(getattr(torch, name)))
+    pin_in(streams, monkeypatch)
     yield streams
     waits = [wait for stream in streams for wait in stream.waits if "reference.py" not in wait]
     assert not waits  # but for what no kernel covers, which the reference computes

@@ -62,6 +62,57 @@ __global__ void failing_assertion(float* x) {
     assert(x[threadIdx.x] > 0);  // HERE failing_assertion
 }
 
+__global__ void misaligned_vector(float* x) {
+    float4 four = *reinterpret_cast<float4*>(x + 1);  // HERE misaligned_vector
+    x[0] = four.x + four.y + four.z + four.w;
+}
+
+__global__ void misaligned_struct(float* x) {
+    struct alignas(8) Two {
+        float values[2];
+    };
+    *reinterpret_cast<Two*>(x + 2 * threadIdx.x + 1) = {{1, 2}};  // HERE misaligned_struct
+}
+
+__global__ void misaligned_register(__half* x) {
+    x[0] = __low2half(*reinterpret_cast<__half2*>(x + 5));  // HERE misaligned_register
+}
+
+__global__ void misaligned_row(float* x) {
+    __shared__ __align__(16) float memory[64];
+    unsigned registers[4];
+    memory[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    ptx::load_matrix_x4(registers, memory + threadIdx.x % 4 * 2);  // HERE misaligned_row
+    x[threadIdx.x] = __uint_as_float(registers[0]);
+}
+
+__global__ void misaligned_source(float* x) {
+    __shared__ __align__(16) float memory[64];
+    ptx::cp_async_16(memory, x + 1);  // HERE misaligned_source
+}
+
+__global__ void misaligned_destination(float* x) {
+    __shared__ __align__(16) float memory[64];
+    ptx::cp_async_16(memory + 2, x);  // HERE misaligned_destination
+}
+
+__global__ void parted_matrices(float* x) {
+    float d[4] = {};
+    unsigned a[4] = {};
+    if (threadIdx.x % 32 < 16) ptx::mma_m16n8k16(d, a, 0, 0, __half());
+    else ptx::mma_m16n8k16(d, a, 0, 0, __half());
+    x[threadIdx.x] = d[0];
+}
+
+__global__ void wide_shift(unsigned* x) {
+    x[threadIdx.x] = 1u << threadIdx.x;  // HERE wide_shift
+}
+
+__global__ void too_large_for_int(float* x) {
+    x[threadIdx.x] = int(1e10f * x[threadIdx.x]);  // HERE too_large_for_int
+}
+
 // From here on, the fast mode can only give NaN or pass.
 
 __global__ void past_static_shared(float* x) {
@@ -105,11 +156,6 @@ __global__ void missing_atomics(float* x) {  // two blocks
     x[0] += 1;  // HERE missing_atomics
 }
 
-__global__ void misaligned_vector(float* x) {
-    float4 four = *reinterpret_cast<float4*>(x + 1);  // HERE misaligned_vector
-    x[0] = four.x + four.y + four.z + four.w;
-}
-
 __global__ void missing_fence(float* x, float* partial, unsigned* ticket) {  // four blocks
     if (threadIdx.x == 0) partial[blockIdx.x] = x[blockIdx.x];
     if (threadIdx.x == 0 && atomicAdd(ticket, 1u) == gridDim.x - 1) {
@@ -117,6 +163,25 @@ __global__ void missing_fence(float* x, float* partial, unsigned* ticket) {  // 
         for (int i = 0; i < gridDim.x; i++) sum += partial[i];  // HERE missing_fence
         x[0] = sum;
     }
+}
+
+__global__ void missing_release(float* x, float* partial, unsigned* ticket) {  // four blocks
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    if (!__syncthreads_or(threadIdx.x == 0 && atomicInc(ticket, 3) == 3)) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];  // HERE missing_release
+    x[threadIdx.x] = sum;
+}
+
+// Thread 0 releases what the others may not have written yet.
+__global__ void missing_release_barrier(float* x, float* partial, unsigned* ticket) {  // four blocks
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    if (!__syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(ticket, 3) == 3)) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++)
+        sum += partial[i * 64 + threadIdx.x];  // HERE missing_release_barrier
+    x[threadIdx.x] = sum;
 }
 
 __global__ void race_after_many_barriers(float* x) {
@@ -168,6 +233,18 @@ __global__ void shared_half(float* x) {
     x[threadIdx.x] = factor * __half2float(halves[threadIdx.x]);
 }
 
+// The halves of a warp part, and meet again for what all of it does.
+__global__ void joined_matrices(float* x) {
+    float d[4] = {};
+    unsigned a[4] = {}, ones = 0x3C003C00;  // of __half
+    bool first_half = threadIdx.x % 32 < 16;
+    if (first_half) a[0] = a[2] = ones;
+    ptx::mma_m16n8k16(d, a, ones, ones, __half());
+    if (first_half) d[0] -= 12;
+    else d[0] += 4;
+    x[threadIdx.x] *= d[0];
+}
+
 __global__ void with_atomics(float* x) {  // two blocks
     atomicAdd(x, 1.0f);
 }
@@ -206,6 +283,16 @@ __global__ void last_block_own_fences(float* x, float* partial, unsigned* ticket
     if (threadIdx.x == 0) last = atomicAdd(ticket, 1u) == gridDim.x - 1;
     __syncthreads();
     if (!last) return;
+    float sum = 0;
+    for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
+    x[threadIdx.x] = sum;
+}
+
+// The same, but the atomic releases.
+__global__ void last_block_released(float* x, float* partial, unsigned* ticket) {
+    partial[blockIdx.x * 64 + threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    if (!__syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(ticket, 3) == 3)) return;
     float sum = 0;
     for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
     x[threadIdx.x] = sum;

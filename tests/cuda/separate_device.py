@@ -130,8 +130,8 @@ def _real(leaf):
 class SeparateLauncher(EmulatorLauncher):
     """Kernels get the device's memory; the one that copies blocks gets pinned memory, too."""
 
-    def __init__(self, stream):
-        super().__init__()
+    def __init__(self, stream, **options):
+        super().__init__(**options)
         self._stream = stream
 
     def kernel(self, program, name, shared_mem=0):
@@ -150,8 +150,8 @@ class SeparateLauncher(EmulatorLauncher):
 class SeparateStream(EmulatedStream):
     """`waits`: where in the package, and for what, the host waited in a step for its device."""
 
-    def __init__(self):
-        super().__init__(SeparateLauncher(self))
+    def __init__(self, **options):
+        super().__init__(SeparateLauncher(self, **options))
         self.device = DEVICE
         self.waits = []
         self.recording = None
@@ -230,3 +230,17 @@ class SeparateStream(EmulatedStream):
     def _refuse_recording(self, name):
         if self.recording is not None:
             raise RuntimeError(f"{name} cannot be recorded")
+
+
+def pin_in(streams, monkeypatch):
+    """Memory that torch is to pin, which one for CPUs cannot, is pinned for the last stream."""
+
+    def pinning(make):
+        def made(*given, pin_memory=False, **options):
+            tensor = make(*given, **options)
+            return streams[-1].pin(tensor) if pin_memory and streams else tensor
+
+        return made
+
+    for name in ("empty", "tensor"):
+        monkeypatch.setattr(torch, name, pinning(getattr(torch, name)))

@@ -87,7 +87,7 @@ def test_kernels_compile_without_spilling(program, arch):
     count = min(NUM_SAMPLES, len(program.kernels))
     sample = random.Random(f"{program.file} {arch}").sample(program.kernels, count)
     names = tuple(sorted({*kernels.values(), *sample}))
-    rows = list(compile_all([(program, names, arch)]))
+    rows = list(compile_all((program, name, arch) for name in names))
     assert [row.kernel for row in rows] == list(names)
     assert not [row for row in rows if row.spills]
 

@@ -248,9 +248,24 @@ def test_virtual_tokens(device):
     def requests():
         tokens = [96, 97, 98, *prompt(3, 9), 99, 4]
         own = {"prompt_embedding_table": table, "prompt_vocab_size": 6}
-        return [from_tokens(1, tokens, 6, **own), from_tokens(2, prompt(2, 9), 6)]
+        others = [from_tokens(i, prompt(i, 9), 6) for i in (2, 3)]
+        return [from_tokens(1, tokens, 6, **own), *others]
 
+    # three rows run as a recording of four, whose padding reads none of those tokens
     check_same(device, requests, run_ahead=1)
+
+
+def test_virtual_tokens_are_not_guessed(device):
+    table = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
+    ban = np.where(np.arange(96) == 4, 0, -np.inf).astype(np.float32)
+
+    def requests():
+        tokens = [96, 97, 4, 96, 97, 4, 4, 96, 97]
+        own = {"prompt_embedding_table": table, "embedding_bias": ban}
+        return [from_tokens(1, tokens, 6, **own)]
+
+    lookup = PromptLookup(max_ngram=1, min_ngram=1)
+    check_same(device, requests, speculative_decoding_config=lookup)
 
 
 def test_stops_and_cancelled_requests_leave_nothing_behind(device):

@@ -296,6 +296,24 @@ def test_dynamic_shared_memory_declared_outside_of_the_kernel():
         emulator.Module(source=source, name_expressions=["f"])
 
 
+NOT_INLINED = """
+__device__ __noinline__ float twice(float x) { return 2 * x; }
+__device__ __attribute__((__noinline__)) float thrice(float x) { return 3 * x; }
+__global__ void f(float* x) { x[threadIdx.x] = twice(x[threadIdx.x]) + thrice(1); }
+"""
+
+
+def check_not_inlined(**options):
+    module = emulator.Module(source=NOT_INLINED, name_expressions=["f"], **options)
+    x = emulator.asarray([1, 5], np.float32)
+    module.get_function("f")((1,), (2,), (x,))
+    assert x.tolist() == [5, 13]
+
+
+def test_functions_that_are_not_inlined():
+    check_not_inlined()
+
+
 def test_a_machine_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"needs the C\+\+ compiler g\+\+.*apt-get install g\+\+"):
@@ -307,6 +325,10 @@ def no_headers(monkeypatch, tmp_path):
     """A machine with g++ and without NVIDIA's headers."""
     monkeypatch.setattr(toolchains, "cuda_headers", lambda: None)
     return emulator.Toolchain(tmp_path)
+
+
+def test_functions_that_are_not_inlined_without_headers(no_headers):
+    check_not_inlined(toolchain=no_headers)
 
 
 def test_a_kernel_that_needs_no_header_compiles_without(no_headers):

@@ -27,6 +27,15 @@ NAMED_IN_FAST_MODE = {
     "stack_overflow": "stack overflow: more than 256 KiB",
     "null_pointer": "access through a null pointer",
     "failing_assertion": "assertion x",
+    "misaligned_vector": "misaligned access: the address ends in 0x.4",
+    "misaligned_struct": "misaligned access: the address ends in 0x.4",
+    "misaligned_register": "misaligned access: the address ends in 0x.a",
+    "misaligned_row": "ldmatrix of a row that is not aligned to 16 bytes",
+    "misaligned_source": "cp.async of 16 bytes with an address that is not aligned",
+    "misaligned_destination": "cp.async of 16 bytes with an address that is not aligned",
+    "parted_matrices": "mma with mask 0xffffffff, but lane . is in mma with mask 0xffffffff at",
+    "wide_shift": "shift by 32 bits",
+    "too_large_for_int": "conversion of a float to an integer type that has no such value",
 }
 NAN_IN_FAST_MODE = ("past_static_shared", "uninitialized", "missing_barrier", "missing_wait")
 NAMED_IN_CHECK_MODE = {
@@ -38,13 +47,17 @@ NAMED_IN_CHECK_MODE = {
     "missing_sync_warp": "race on shared memory: write by thread .* unordered with it a read",
     "missing_atomics": "race on argument 0: .*by thread . of block .* at planted_bugs.cu:",
     "race_after_many_barriers": "race on shared memory: (read|write) by",
-    "misaligned_vector": "misaligned access",
     "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
+    "missing_release": "race on argument 1: write by thread .* unordered with it a read",
+    "missing_release_barrier": "race on argument 1: write by thread .* unordered with it a read",
 }
 CONTROLS = ("with_sync_warp", "many_sync_warps", "shared_half", "with_atomics", "with_wait")
-CONTROLS += ("last_block", "last_block_own_fences")
-NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2, "missing_fence": 4}
-NUM_BLOCKS |= {"last_block": 4, "last_block_own_fences": 4}
+LAST_BLOCK = ("last_block", "last_block_own_fences", "last_block_released")
+CONTROLS += (*LAST_BLOCK, "joined_matrices")
+DTYPES = {"stack_overflow": np.int32, "wide_shift": np.uint32, "misaligned_register": np.float16}
+NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2}
+WITH_TICKETS = (*LAST_BLOCK, "missing_fence", "missing_release", "missing_release_barrier")
+NUM_BLOCKS |= dict.fromkeys(WITH_TICKETS, 4)
 
 
 @functools.cache
@@ -60,9 +73,9 @@ def run(name, check, order="forward"):
     values = np.arange(1, 65)
     if name == "failing_assertion":
         values[-1] = 0
-    x = emulator.asarray(values.astype(np.int32 if name == "stack_overflow" else np.float32))
+    x = emulator.asarray(values.astype(DTYPES.get(name, np.float32)))
     arguments = [np.uint64(0) if name == "null_pointer" else x]
-    if name.startswith(("last_block", "missing_fence")):
+    if name in WITH_TICKETS:
         partial = emulator.empty(64 * 4)
         arguments += [partial, emulator.asarray(np.zeros(1, np.uint32))]
     kernel = module(check, order).get_function(name)

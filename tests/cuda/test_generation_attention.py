@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
@@ -23,17 +23,19 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stret
     plan = plan.padded(len(plan.items) + padding, len(rows.rows))
     out = machine.empty(rows.queries.shape, rows.dtype)
     partial = machine.empty((plan.num_partials, rows.heads, rows.head_dim), torch.float32)
-    given = (rows.queries, rows.keys, rows.values)
-    numbers = (torch.from_numpy(plan.items), torch.from_numpy(plan.partial_starts))
+    arrived = machine.tensor(torch.zeros(len(rows.rows), rows.kv_heads, dtype=torch.int32))
+    starts, items = map(torch.from_numpy, (plan.partial_starts, plan.items))
+    given = (starts, rows.queries, rows.keys, rows.values, items)
     tables = (rows.row_starts, rows.slots, rows.block_tables)
     generation_attention(
         machine.launcher,
-        *(out, partial, machine.empty((plan.num_partials, rows.heads), torch.float32)),
-        *map(machine.tensor, (*given, *numbers, *tables)),
+        *(out, partial, machine.empty((plan.num_partials, rows.heads), torch.float32), arrived),
+        *map(machine.tensor, (*given, *tables)),
         scale=scale,
         softcap=softcap,
         cache_scales=None if rows.cache_scales is None else machine.tensor(rows.cache_scales),
     )
+    assert not arrived.cpu().any()
     return out.cpu()
 
 
@@ -129,6 +131,39 @@ def test_a_row_is_the_same_bits_in_any_company_with_a_fixed_stretch(machine):
     alone = PagedRows(one_token_each(200), 8, 2, 64)
     alone.queries = together.queries[:1]
     assert torch.equal(attend(machine, together)[:1], attend(machine, alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whichever_block_comes_last_the_bits_are_the_same(ordered_machines, dtype):
+    """Of as many items as there are blocks, and of more: blocks take them by turns."""
+    rows = PagedRows(one_token_each(300, 7, 130), 6, 2, 64, 16, dtype)
+    plan = plan_generation(rows.kv_lengths.numpy(), 2, 4, stretch=64)
+    assert plan.items[:, 0].tolist() == [0, 0, 0, 0, 2, 2, 0, 1, 2]  # the longest first
+    first, *others = (attend(machine, rows) for machine in ordered_machines)
+    assert all(torch.equal(first, other) for other in others)
+    check(ordered_machines[1], rows)
+
+
+def test_of_more_partial_results_than_a_warp_has_lanes(ordered_machines):
+    rows = PagedRows(one_token_each(33 * 64, 3, 32 * 64), 2, 1, 32)
+    rows.keys[rows.block_tables[3, 129], 0, 5] = 30 * rows.queries[0, 0]  # in the last of them
+    first, *others = (attend(machine, rows) for machine in ordered_machines)
+    assert all(torch.equal(first, other) for other in others)
+    rows.history[0][0][129 * 16 + 5] = rows.keys[rows.block_tables[3, 129], 0, 5].double()
+    check(ordered_machines[0], rows)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    seed=st.integers(0, 2**32 - 1),
+    place=st.integers(0, 2),
+)
+def test_lengths_of_any_company(ordered_machines, lengths, seed, place):
+    ((rows, options),) = crossings(one_token_each(*lengths), seed, 1)
+    check(ordered_machines[place], rows, **options)
 
 
 SCALES = torch.tensor([[0.5, 0.7], [3.0, 0.25]])

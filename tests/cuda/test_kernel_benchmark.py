@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_ground import TINY, FakeTimer, ground
+from separate_device import DEVICE, SeparateStream, pin_in
 
 from gptmanager import cli
 from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, command, kernels
@@ -51,8 +52,13 @@ def launcher(request):
 
 @pytest.fixture(scope="module")
 def report(launcher):
-    own = ground(launcher, timer=FakeTimer(1e-3, 2e-3, 3e-3), launch_us=lambda bed: {"graph": 9.0})
-    return bench_kernels(KernelOptions(command=("gptmanager", "bench", "kernels")), own)
+    """Of a device of which the host shares nothing."""
+    stream = SeparateStream()
+    timer, launch_us = FakeTimer(1e-3, 2e-3, 3e-3), {"graph": 9.0}
+    with stream, pytest.MonkeyPatch.context() as monkeypatch:
+        pin_in([stream], monkeypatch)
+        own = ground(stream.launcher, timer=timer, device=DEVICE, launch_us=lambda bed: launch_us)
+        return bench_kernels(KernelOptions(command=("gptmanager", "bench", "kernels")), own)
 
 
 def test_every_kernel_is_right(report):

@@ -1,0 +1,78 @@
+"""What a recorded step launches: each costs a device microseconds, whatever it does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from devices import LLAMA, checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.streams import EmulatedStream
+from gptmanager.device_executor import DeviceExecutor
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import load_model
+
+
+class Launches(TorchDispatchMode, EmulatorLauncher):
+    """All that a device would launch meanwhile: `names` of kernels, and of torch's operations that
+    make or change tensors.
+    """
+
+    def __init__(self):
+        TorchDispatchMode.__init__(self)
+        EmulatorLauncher.__init__(self)
+        self.names = []
+
+    def kernel(self, program, name, shared_mem=0):
+        kernel = super().kernel(program, name, shared_mem)
+
+        def launch(*arguments, **options):
+            self.names.append(name.partition("<")[0])
+            kernel(*arguments, **options)
+
+        return launch
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        tensors = [it for it in (*args, result) if isinstance(it, torch.Tensor)]
+        memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        is_new = isinstance(result, torch.Tensor) and memory[-1] not in memory[:-1]
+        if "empty" not in name and (is_new or function._schema.is_mutable):
+            self.names.append(name)
+        return result
+
+
+def recorded_step(num_layers):
+    """What a recorded step of a narrow Llama launches."""
+    config = {**LLAMA, "num_hidden_layers": num_layers}
+    launches = Launches()
+    stream = EmulatedStream(launches)
+    model = load_model(
+        (config, checkpoint(tuple(sorted(config.items(), key=str)))),
+        kernels=CudaKernels(launches),
+        device=stream.device,
+        dtype="bfloat16",
+    )
+    sizes = {"token_major": True, "device": stream.device, "dtype": torch.bfloat16}
+    pool = KvPool(num_layers, 4, 16, 1, 64, **sizes)
+    options = {"num_slots": 2, "max_seq_len": 64, "graph_sizes": (2,)}
+    executor = DeviceExecutor(model, pool, stream=stream, **options)
+    inputs = executor._graphs._graphs[2].inputs
+    launches.names.clear()
+    with torch.inference_mode(), launches:
+        executor._step(inputs)
+    return Counter(launches.names)
+
+
+def test_what_a_recorded_step_launches(toolchain):
+    """Products, five kernels a layer, and once a step what is small and what follows the logits."""
+    one, two = recorded_step(1), recorded_step(2)
+    layer = {"norm": 2, "linear": 4, "rope_and_write": 1, "generation_attention": 1, "silu_mul": 1}
+    assert two - one == Counter(layer)
+    rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
+    rest += Counter(["linear", "copy_"])  # logits, and their way to float32
+    assert one == rest + Counter(layer)
