@@ -60,7 +60,11 @@ _HUGE = 2**63 - 1  # bytes
 # field -> (smallest, largest) permitted value
 _RANGES: dict[type, dict[str, tuple[float, float]]] = {
     SchedulerConfig: {},
-    PromptLookup: {"max_draft_tokens": (1, _MANY), "max_ngram": (1, _MANY), "min_ngram": (1, _MANY)},
+    PromptLookup: {
+        "max_draft_tokens": (1, _MANY),
+        "max_ngram": (1, _MANY),
+        "min_ngram": (1, _MANY),
+    },
     KvCacheConfig: {
         "max_tokens": (1, _MANY),
         "tokens_per_block": (1, _MANY),

@@ -31,7 +31,10 @@ def test_the_documented_defaults_are_taken():
     ("options", "text"),
     [
         ({"max_batch_size": 0}, "max_batch_size = 0 must be an integer from 1"),
-        ({"max_batch_size": 2**31}, "max_batch_size = 2147483648 must be an integer from 1 to 2147"),
+        (
+            {"max_batch_size": 2**31},
+            "max_batch_size = 2147483648 must be an integer from 1 to 2147",
+        ),
         ({"max_batch_size": 2.5}, "max_batch_size = 2.5 must be an integer"),
         ({"max_batch_size": True}, "max_batch_size = True must be an integer"),
         ({"max_num_tokens": None}, "max_num_tokens = None must be an integer"),
@@ -48,7 +51,10 @@ def test_the_documented_defaults_are_taken():
         ({"gpu_weights_percent": 0.5}, "gpu_weights_percent = 0.5 is refused: it has no effect"),
         ({"debug_config": np.zeros(2)}, "debug_config"),
         ({"gather_context_logits": 1}, "gather_context_logits = 1 is neither"),
-        ({"kv_cache_config": None}, "OptionalParams.kv_cache_config = None, expected KvCacheConfig"),
+        (
+            {"kv_cache_config": None},
+            "OptionalParams.kv_cache_config = None, expected KvCacheConfig",
+        ),
         ({"kv_cache_config": KvCacheConfig(max_tokens=0)}, "KvCacheConfig.max_tokens = 0"),
         ({"kv_cache_config": KvCacheConfig(use_uvm=True)}, "KvCacheConfig.use_uvm = True"),
         (

@@ -111,7 +111,11 @@ def machine_in_order(order):
 @pytest.fixture
 def ordered_machines(toolchain):
     """Emulators that run blocks from the first, from the last, and in some other order."""
-    return [machine_in_order(order) for order in ("forward", "reverse", 7)]
+    with contextlib.ExitStack() as streams:
+        machines = [machine_in_order(order) for order in ("forward", "reverse", 7)]
+        for machine in machines:
+            streams.enter_context(machine.stream)
+        yield machines
 
 
 @pytest.fixture
