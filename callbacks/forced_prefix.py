@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
+from gptmanager.arguments import at_least
 from gptmanager.decoding.raw_kernel import BoundKernel
 
 _SOURCE = """
@@ -32,19 +34,20 @@ class ForcedPrefix(RawKernelLogitsPostProcessor):
     """The first generated tokens are those that a request names; from then on it is free."""
 
     def __init__(self, max_tokens: int = 64) -> None:
+        at_least(1, "max_tokens", max_tokens)
         fields = [("count", np.int32), ("ids", np.int32, (max_tokens,))]
         options = (f"-DMAX_TOKENS={max_tokens}",)
         super().__init__(_SOURCE, "forced_prefix", fields, options=options, twin=_force)
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for more than `max_tokens`, and for negative ones."""
+        """ValueError for more than `max_tokens` and for negatives, TypeError for no integers."""
         if len(token_ids) > self.max_tokens:
             raise ValueError(f"{len(token_ids)} tokens are more than {self.max_tokens}")
         if any(token < 0 for token in token_ids):
             raise ValueError(f"token_ids = {list(token_ids)} has a negative one")
         ids = np.zeros(self.max_tokens, dtype=np.int32)
-        ids[: len(token_ids)] = token_ids
+        ids[: len(token_ids)] = [operator.index(token) for token in token_ids]
         return super().bind(count=len(token_ids), ids=ids)
 
 

@@ -8,6 +8,8 @@ Requests that share an object share the launch. On the CPU their twins run, in N
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
+from gptmanager.arguments import at_least
 from gptmanager.decoding.raw_kernel import BoundKernel
 
 Logits = npt.NDArray[np.float32]
@@ -69,6 +72,7 @@ class AllowedTokens(RawKernelLogitsPostProcessor):
     """Nothing but the tokens that a request names. Remember its `end_id` if it is to end."""
 
     def __init__(self, max_tokens: int = 256) -> None:
+        at_least(1, "max_tokens", max_tokens)
         super().__init__(
             _ALLOWED,
             "allowed_tokens",
@@ -89,6 +93,7 @@ class BannedTokens(RawKernelLogitsPostProcessor):
     """Anything but the tokens that a request names."""
 
     def __init__(self, max_tokens: int = 256) -> None:
+        at_least(1, "max_tokens", max_tokens)
         super().__init__(
             _BANNED,
             "banned_tokens",
@@ -107,6 +112,7 @@ class TokenBias(RawKernelLogitsPostProcessor):
     """Adds a number to the logits of some tokens: log 2 makes one twice as likely as it was."""
 
     def __init__(self, max_tokens: int = 256) -> None:
+        at_least(1, "max_tokens", max_tokens)
         fields = [
             ("count", np.int32),
             ("ids", np.int32, (max_tokens,)),
@@ -117,7 +123,13 @@ class TokenBias(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
-        """`bias` by token id; ValueError for more than `max_tokens`, and for negative ones."""
+        """`bias` by token id; ValueError for more than `max_tokens`, and for negative ones.
+
+        And for NaN and +inf; -inf bans a token.
+        """
+        for token, added_to in bias.items():
+            if not added_to < math.inf:
+                raise ValueError(f"bias[{token}] = {added_to} is no number below infinity")
         added = np.zeros(self.max_tokens, dtype=np.float32)
         params = _padded(list(bias), self.max_tokens)
         added[: len(bias)] = [bias[token] for token in sorted(bias)]
@@ -125,8 +137,8 @@ class TokenBias(RawKernelLogitsPostProcessor):
 
 
 def _padded(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Ascending, each once."""
-    ids = sorted(set(token_ids))
+    """Ascending, each once; TypeError for what is no integer."""
+    ids = sorted({operator.index(token) for token in token_ids})
     if len(ids) > max_tokens:
         raise ValueError(f"{len(ids)} tokens are more than max_tokens = {max_tokens}")
     if ids and ids[0] < 0:

@@ -54,6 +54,8 @@ class Watermark(RawKernelLogitsPostProcessor):
             raise ValueError(f"key = {key} is outside 0..2**32-1")
         if not 0 < gamma < 1:
             raise ValueError(f"gamma = {gamma} is not between 0 and 1")
+        if not math.isfinite(delta):
+            raise ValueError(f"delta = {delta} is not finite")
         fields = [("key", np.uint32), ("threshold", np.uint32), ("delta", np.float32)]
         super().__init__(_SOURCE, "watermark", fields, twin=_mark)
         self.key, self.gamma, self.delta = key, gamma, delta

@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted."""
     _open_what_is_closed()
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # argparse would show the usage of all commands
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -129,12 +131,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
-    parser.set_defaults(command=None, json=False, threads=None, verbose=False)
+    parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_run(commands)
     _add_bench(commands)
     for part in (replay, simulator, picture):
         part.add_command(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser
 
 
@@ -187,7 +191,10 @@ def _add_bench(commands: Any) -> None:
     add("--json", action="store_true", help="print the report as JSON")
     _add_manager_options(parser)
     titles = {"title": "on one GPU", "metavar": "[kernels | e2e]"}
-    add_commands(parser.add_subparsers(prog="gptmanager bench", **titles))
+    kinds = parser.add_subparsers(prog="gptmanager bench", **titles)
+    add_commands(kinds)
+    for kind in kinds.choices.values():
+        kind.set_defaults(parser=kind)
 
 
 def _add_manager_options(parser: argparse.ArgumentParser) -> None:

@@ -86,14 +86,7 @@ def size(
     V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence that a batch can
     have, or for as many as max_tokens and the memory allow.
     """
-    max_seq_len = spec.max_position_embeddings
-    if params.max_seq_len is not None:
-        if params.max_seq_len > max_seq_len:
-            raise ConfigError(
-                f"OptionalParams.max_seq_len = {params.max_seq_len} exceeds the checkpoint's "
-                f"max_position_embeddings = {max_seq_len}"
-            )
-        max_seq_len = params.max_seq_len
+    max_seq_len = _asked_seq_len(params, spec)
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
     room = room or Room(free_memory_bytes())
@@ -105,20 +98,9 @@ def size(
     if window is not None:
         longest = min(longest, AttentionWindow(window, sink, tokens_per_block).num_tokens)
     num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width, room)
-    in_pool = (num_blocks - 1) * tokens_per_block + 1
     pool_limited = -(-longest // tokens_per_block) > num_blocks
     if pool_limited:
-        if in_pool < 2:
-            raise ConfigError(
-                f"a KV cache of {num_blocks} block of {tokens_per_block} tokens cannot hold one "
-                f"sequence of max_seq_len = {max_seq_len}: raise KvCacheConfig.max_tokens"
-            )
-        max_seq_len = in_pool
-        logger.warning(
-            "max_seq_len is too large for one sequence to fit in the KV cache: reduced to %d",
-            max_seq_len,
-        )
-        logger.warning("max_input_len is reduced to %d", max_seq_len - 1)
+        max_seq_len = _cut_seq_len(max_seq_len, num_blocks, tokens_per_block)
     chunked = _is_chunked(params, scheduler)
     max_input_len = max_seq_len - 1
     if not chunked:  # a context runs in one piece
@@ -140,6 +122,33 @@ def size(
     _check_chunks(params.max_num_tokens, sizes)
     _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
     return sizes
+
+
+def _asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
+    longest = spec.max_position_embeddings
+    if params.max_seq_len is None:
+        return longest
+    if params.max_seq_len > longest:
+        raise ConfigError(
+            f"OptionalParams.max_seq_len = {params.max_seq_len} exceeds the checkpoint's "
+            f"max_position_embeddings = {longest}"
+        )
+    return params.max_seq_len
+
+
+def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
+    """What one sequence can hold in the pool."""
+    in_pool = (num_blocks - 1) * tokens_per_block + 1
+    if in_pool < 2:
+        raise ConfigError(
+            f"a KV cache of {num_blocks} block of {tokens_per_block} tokens cannot hold one "
+            f"sequence of max_seq_len = {max_seq_len}: raise KvCacheConfig.max_tokens"
+        )
+    logger.warning(
+        "max_seq_len is too large for one sequence to fit in the KV cache: reduced to %d", in_pool
+    )
+    logger.warning("max_input_len is reduced to %d", in_pool - 1)
+    return in_pool
 
 
 def free_memory_bytes() -> float:

@@ -362,6 +362,22 @@ def test_an_error_names_the_option(run, options, error):
     assert "Traceback" not in outcome.err and outcome.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "prog"),
+    [
+        (["replay", "x.jsonl", "--nope"], "gptmanager replay"),
+        (["bench", "--nope"], "gptmanager bench"),
+        (["bench", "kernels", "--nope"], "gptmanager bench kernels"),
+        (["--nope"], "gptmanager"),
+    ],
+)
+def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
+    outcome = call(*arguments)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[0].startswith(f"usage: {prog} ")
+    assert outcome.err.endswith(f"\n{prog}: error: unrecognized arguments: --nope\n")
+
+
 def test_a_file_of_requests_that_is_not_there(call, model):
     outcome = call("run", "--model", model, "--requests", "nowhere.jsonl")
     assert outcome.code == 2

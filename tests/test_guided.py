@@ -398,6 +398,8 @@ def test_a_tokenizer_that_llguidance_cannot_use_is_refused():
 def test_no_options_are_refused(guided):
     with pytest.raises(ValueError, match="options is empty"):
         guided.choice([])
+    with pytest.raises(TypeError, match="options = 'red' is one text, expected several"):
+        guided.choice("red")
 
 
 def test_a_recorded_run_replays(guided, tokenizer, tmp_path):

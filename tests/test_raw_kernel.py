@@ -355,6 +355,14 @@ def test_wrong_bindings_of_the_ready_made_ones():
         BannedTokens(2).bind([1, 2, 3])
     with pytest.raises(ValueError, match="token id -1 is negative"):
         TokenBias().bind({-1: 1.0})
+    with pytest.raises(ValueError, match="max_tokens = 0 must be an integer of at least 1"):
+        AllowedTokens(0)
+    with pytest.raises(TypeError, match="float"):
+        BannedTokens().bind([1.5])
+    with pytest.raises(ValueError, match=r"bias\[3\] = nan is no number below infinity"):
+        TokenBias().bind({3: float("nan")})
+    with pytest.raises(ValueError, match="delta = inf is not finite"):
+        Watermark(1, delta=float("inf"))
     with pytest.raises(ValueError, match="steps = 0 is not above 0"):
         TemperatureSchedule().bind(1.0, 1.0, 0)
     with pytest.raises(ValueError, match="key = -1"):
@@ -363,6 +371,8 @@ def test_wrong_bindings_of_the_ready_made_ones():
         Watermark(1, gamma=1.0)
     with pytest.raises(ValueError, match="more than 2"):
         ForcedPrefix(2).bind([1, 2, 3])
+    with pytest.raises(TypeError, match="float"):
+        ForcedPrefix().bind([1.5])
 
 
 def test_a_watermark_is_found_by_whoever_knows_the_key():

@@ -79,6 +79,8 @@ class GuidedDecoding(RowProcessor):
 
     def choice(self, options: Sequence[str]) -> Grammar:
         """One of the texts."""
+        if isinstance(options, str):
+            raise TypeError(f"options = {options!r} is one text, expected several")
         if not options:
             raise ValueError("options is empty: no text would be allowed")
         alternatives = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in options)
