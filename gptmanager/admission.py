@@ -65,7 +65,7 @@ class Limits:
 
 # inputs whose support has not landed
 _LATER = ("position_ids", "lora_task_id", "lora_weights", "lora_config")
-_TINY, _HUGE = 1e-30, 1e30  # of a penalty
+_TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
 
 
@@ -207,8 +207,12 @@ def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> 
 
 
 def _read_choice(request_id: int, tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """How a token is drawn."""
+    """How a token is drawn. A temperature is refused where float32 cannot hold it."""
     temperature = read_float("temperature", tensors.get("temperature", 1.0), 0.0)
+    if temperature and not _TINY <= temperature <= _HUGE:
+        raise InvalidRequestError(
+            f"temperature = {temperature:g} must be 0 or within {_TINY:g}..{_HUGE:g}"
+        )
     top_k = read_int("runtime_top_k", tensors.get("runtime_top_k", 0), 0, INT32[1])
     top_p = read_float("runtime_top_p", tensors.get("runtime_top_p", 1.0), 0.0, 1.0)
     min_p = read_float("runtime_min_p", tensors.get("runtime_min_p", 0.0), 0.0, 1.0)

@@ -103,10 +103,7 @@ def read_rows(name: str, value: Any, width: int) -> np.ndarray:
 
 
 def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32.
-
-    -inf is taken as the lowest finite number, so that a value can be written down anywhere.
-    """
+    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32."""
     array = _array(name, value)
     if array.dtype.kind not in "fiu":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
@@ -119,7 +116,7 @@ def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], 
     bad = np.flatnonzero(np.isnan(flat) | (flat > highest))
     if bad.size:
         raise InvalidRequestError(f"{name}[{bad[0]}] = {flat[bad[0]]} is not finite")
-    values = np.maximum(flat, lowest).astype(np.float32)
+    values = np.where(np.isneginf(flat), flat, np.maximum(flat, lowest)).astype(np.float32)
     ids = np.flatnonzero(values)
     return tuple(ids.tolist()), tuple(values[ids].tolist())
 

@@ -237,6 +237,13 @@ class TokenChooser:
 
 def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log probabilities of the `count` best of each row, the lowest id on a tie."""
-    values, ids = log_probs.topk(min(count, log_probs.shape[1]), dim=1)
-    order = np.lexsort((ids.numpy(), -values.numpy()))
-    return np.take_along_axis(ids.numpy(), order, 1), np.take_along_axis(values.numpy(), order, 1)
+    values, ids = (found.numpy() for found in log_probs.topk(min(count, log_probs.shape[1]), dim=1))
+    rows, last = log_probs.numpy(), values[:, -1:]
+    ties = ((rows >= last).sum(1) > ids.shape[1]) & (last[:, 0] > -np.inf)
+    for place in np.flatnonzero(ties):  # of equals any may have been found
+        row, lowest = rows[place], last[place]
+        best = np.flatnonzero(row > lowest)
+        ids[place] = np.concatenate((best, np.flatnonzero(row == lowest)))[: ids.shape[1]]
+        values[place] = row[ids[place]]
+    order = np.lexsort((ids, -values))
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

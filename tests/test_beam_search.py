@@ -304,6 +304,38 @@ def test_a_search_that_cannot_be_is_refused_by_name(llama):
     assert text in refusal(beam_width=2)
 
 
+@pytest.mark.parametrize("len_penalty", [1e3, -1e3, 1e30, -1e30])
+@pytest.mark.parametrize("early_stopping", [0, 1, 2])
+def test_a_length_penalty_may_be_any_number(llama, len_penalty, early_stopping):
+    options = {"beam_width": 3, "len_penalty": len_penalty, "early_stopping": early_stopping}
+    asked = InferenceRequest.from_tokens(1, [5, 6, 7], 6, end_id=8, **options)
+    assert len(beams_of(serve(checkpoint(llama), [asked]).final(1))) == 3
+
+
+def test_of_equal_tokens_the_lowest_are_looked_at(llama):
+
+    def flat(request_id, logits, tokens, stream, client_id):
+        logits.fill_(-1.0)
+        logits[..., 40] = 0.0
+
+    asked = InferenceRequest.from_tokens(1, [5], 2, beam_width=3, logits_post_processor=flat)
+    assert beams_of(serve(checkpoint(llama), [asked]).final(1)) == [
+        [5, 40, 40],
+        [5, 40, 0],
+        [5, 40, 1],
+    ]
+
+
+def test_a_bias_of_minus_infinity_leaves_no_beam(llama):
+    bias = np.where(np.arange(96) == 4, 0, -np.inf).astype(np.float32)
+    asked = InferenceRequest.from_tokens(
+        1, [5], 3, beam_width=2, embedding_bias=bias, return_log_probs=True
+    )
+    final = serve(checkpoint(llama), [asked]).final(1)
+    assert beams_of(final)[0] == [5, 4, 4, 4]
+    assert final.tensors["cum_log_probs"].tolist() == [[0.0, -np.inf]]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_log_probabilities_and_logits_are_those_of_each_beam(llama, streaming):
     prompt, new, width = [5, 9, 2, 40], 9, 3

@@ -226,6 +226,19 @@ def test_sampled_guesses_leave_the_distribution_as_it_is(source):
     assert statistic < 31.3, statistic  # chi-squared of 11 degrees of freedom: p = 0.001
 
 
+def test_where_all_is_banned_a_guess_is_replaced_by_token_0(source):
+    asked = InferenceRequest.from_tokens(
+        1,
+        [5, 6],
+        4,
+        temperature=1.0,
+        draft_input_ids=[3, 4],
+        draft_logits=np.zeros((2, 96), np.float32),
+        embedding_bias=np.full(96, -np.inf, np.float32),
+    )
+    assert serve(source, [asked]).output(1) == [5, 6, 0, 0, 0, 0]
+
+
 def test_what_cannot_be_guessed_is_named(source):
     def refusal(**by_name):
         (response,) = serve(

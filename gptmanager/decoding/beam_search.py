@@ -11,6 +11,7 @@ Sums are in single precision, as there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 
 _DEAD = float("-inf")
+_MOST = math.log(1e30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class BeamSearch:
         """All continuations, best first; the lower beam and token first on a tie."""
         totals = np.array(self.cum_log_probs or [0.0], dtype=np.float32)
         log_probs = np.array(candidates.log_probs[: len(totals)], dtype=np.float32)
-        sums = log_probs + totals[:, None]
+        with np.errstate(over="ignore"):  # less than can be told is nothing
+            sums = log_probs + totals[:, None]
         tokens = np.array(candidates.tokens[: len(totals)])
         beams = np.repeat(np.arange(len(tokens)), tokens.shape[1])
         flat_sums, flat_tokens = sums.ravel(), tokens.ravel()
@@ -239,8 +242,12 @@ class BeamSearch:
         return Hypothesis(node, cum_log_prob, self._score(cum_log_prob, node.length), reason, end)
 
     def _score(self, cum_log_prob: float, length: int) -> float:
-        score = np.float32(cum_log_prob) / np.float32(length**self.params.len_penalty)
-        return float(score)
+        penalty = self.params.len_penalty
+        if length > 1:  # single precision must hold the divisor
+            most = _MOST / math.log(length)
+            penalty = max(-most, min(penalty, most))
+        with np.errstate(over="ignore"):
+            return float(np.float32(cum_log_prob) / np.float32(length**penalty))
 
     def _is_over(self) -> bool:
         params = self.params
