@@ -129,20 +129,21 @@ static void report_deadlock() {
     char buffer[256];
     std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
     for (Thread& thread : threads) {
-        bool returned = thread.state == State::RETURNED;
         std::string what = "returned";
-        if (!returned) what = std::string("waits in ") + thread.operation;
-        if (!returned) what += std::string(" at ") + text(thread.place, buffer);
+        if (thread.state != State::RETURNED)
+            what = std::string("in ") + thread.operation + " at " + text(thread.place, buffer);
         auto same = [&](auto& group) { return group.first == what; };
         auto group = std::find_if(groups.begin(), groups.end(), same);
         if (group == groups.end()) group = groups.insert(group, {what, {}});
         group->second.push_back(thread.linear);
     }
     describe("deadlock in block (%u, %u, %u):", block_index.x, block_index.y, block_index.z);
+    const char* between = "";
     for (auto& [what, members] : groups) {
-        describe(" %zu thread%s (", members.size(), members.size() == 1 ? "" : "s");
+        describe("%s %zu thread%s (", between, members.size(), members.size() == 1 ? "" : "s");
+        between = ";";
         for (size_t i = 0; i < members.size() && i < 4; i++) describe(i ? ", %u" : "%u", members[i]);
-        describe("%s) %s;", members.size() > 4 ? ", ..." : "", what.c_str());
+        describe("%s) %s", members.size() > 4 ? ", ..." : "", what.c_str());
     }
     abandon();
 }

@@ -79,7 +79,10 @@ class Kernel:
     def _sizes(
         self, what: str, given: Sequence[int], most: tuple[int, int, int]
     ) -> tuple[int, int, int]:
-        sizes = [max(1, int(size)) for size in given]  # as CuPy does
+        try:
+            sizes = [max(1, int(size)) for size in given]  # as CuPy does
+        except (TypeError, ValueError):
+            raise EmulatorError(f"{self.name}: {what} {given!r} is no tuple of sizes") from None
         x, y, z = [*sizes, 1, 1][:3]
         if not 1 <= len(sizes) <= 3 or any(map(int.__gt__, (x, y, z), most)):
             raise EmulatorError(f"{self.name}: {what} {tuple(given)} is not within {most}")
@@ -117,6 +120,9 @@ class Module:
     ) -> None:
         if (path is None) == (source is None):
             raise EmulatorError("give either path= or source=")
+        for name, given in (("name_expressions", name_expressions), ("options", options)):
+            if isinstance(given, str):
+                raise EmulatorError(f"{name}={given!r} is to be a sequence of strings")
         file = Path("kernel.cu" if path is None else path)
         text = file.read_text("utf-8") if source is None else source
         toolchain = toolchain or Toolchain()

@@ -51,12 +51,15 @@ class Toolchain:
     """One g++, one set of headers, one cache folder. `ConfigError` where there is no g++."""
 
     def __init__(self, cache: Path | None = None) -> None:
-        found = shutil.which(os.environ.get("CXX", "g++"))
+        named = os.environ.get("CXX")
+        found = shutil.which(named or "g++")
         if found is None:
             raise ConfigError(
-                "the CUDA emulator needs the C++ compiler g++, and there is none on PATH: install "
-                "it (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), or name "
-                "another one in the environment variable CXX"
+                f"the CUDA emulator needs the C++ compiler g++, and CXX={named!r} is none"
+                if named
+                else "the CUDA emulator needs the C++ compiler g++, and there is none on PATH: "
+                "install it (Debian and Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), "
+                "or name another one in the environment variable CXX"
             )
         self.compiler = found
         self.headers = cuda_headers()
@@ -136,6 +139,8 @@ class Toolchain:
     def _hint(self, complaint: str) -> str:
         if self.headers is None and "No such file" in complaint and "cuda" in complaint:
             return f"\n{_INSTALL_HEADERS}"
+        if "\nname_expressions:" in complaint:
+            return "\nEach of name_expressions is to name a kernel, with all template arguments"
         if "Assembler messages" in complaint or "'asm'" in complaint:
             return (
                 "\nInline PTX does not run on a CPU: call the functions of intrinsics.cuh, or put "

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("toolchain")
 
 NAMED_IN_FAST_MODE = {
     "divergent_barrier": "divergent __syncthreads: .* waits in __syncthreads at planted_bugs.cu",
-    "early_return": r"deadlock in block .* waits in __syncthreads at .* 1 thread \(5\) returned",
+    "early_return": r"deadlock in block .*: .*\) in __syncthreads at .*; 1 thread \(5\) returned$",
     "past_the_array": "access to byte 256 of argument 0, which has 256 bytes",
     "past_dynamic_shared": "access to byte 256 of dynamic shared memory, which has 256 bytes",
     "half_a_warp": "names lane 16, which has returned|deadlock in block",
