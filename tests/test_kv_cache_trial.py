@@ -185,4 +185,4 @@ def test_the_command_says_what_was_done():
     )
     last = done.stdout.splitlines()[-1]
     assert last.endswith("operations, check() after each: 0 divergences, 0 leaks")
-    assert "operations/s" in done.stderr and "Warning" not in done.stderr
+    assert not done.stderr  # a bar is for terminals
