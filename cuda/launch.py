@@ -6,6 +6,7 @@ NumPy scalars of the declared types as arguments; None is a null pointer. It kno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,19 @@ def _plain(argument: Argument) -> Any:
     return 0 if argument is None else argument
 
 
+@functools.cache  # for all managers of a process: to look for what is compiled takes its time
+def _emulated(
+    path: Path,
+    names: tuple[str, ...],
+    check: bool,
+    order: str | int,
+    toolchain: emulator.Toolchain,
+) -> emulator.Module:
+    return emulator.Module(
+        path=path, name_expressions=names, check=check, order=order, toolchain=toolchain
+    )
+
+
 class EmulatorLauncher:
     """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`.
 
@@ -148,20 +162,11 @@ class EmulatorLauncher:
         self._toolchain.require_headers()
         self._check = check
         self._order = order
-        self._modules: dict[tuple[str, int], emulator.Module] = {}
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         place = program.kernels.index(name)
-        first = place - place % _COMPILED_AT_ONCE
-        module = self._modules.get((program.file, first))
-        if module is None:
-            module = self._modules[program.file, first] = emulator.Module(
-                path=program.path,
-                name_expressions=program.kernels[first : first + _COMPILED_AT_ONCE],
-                check=self._check,
-                order=self._order,
-                toolchain=self._toolchain,
-            )
+        names = program.kernels[place - place % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
+        module = _emulated(program.path, names, self._check, self._order, self._toolchain)
         kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
 

@@ -65,6 +65,12 @@ class Toolchain:
         self.headers = cuda_headers()
         self.cache = cache or cache_folder("emulator")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Toolchain) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.compiler, self.headers, self.cache))
+
     def require_headers(self) -> None:
         """`ConfigError` where kernels that include cuda_fp16.h or cuda_bf16.h do not compile."""
         if self.headers is None:

@@ -8,7 +8,7 @@ it may, and is refused in a recording.
 
 from __future__ import annotations
 
-import traceback
+import sys
 from pathlib import Path
 
 import torch
@@ -78,7 +78,7 @@ def _run(function, args, kwargs, stream):
     is_there = to == DEVICE if to is not None else bool(there)
     if moves and to is None:
         is_there = _is_there(args[0])
-    if there and stream is None and any(frame.name == "iterate" for frame in _frames()):
+    if there and stream is None and "iterate" in dict(_frames()):
         raise RuntimeError(f"{name} on the default stream")
     crosses = indexed or (moves and is_there != _is_there(args[name == "copy_"]))
     real_args, real_kwargs = real(args), real(kwargs)
@@ -108,8 +108,13 @@ def _run(function, args, kwargs, stream):
 
 
 def _frames():
-    """Where in the package this is."""
-    return [frame for frame in traceback.extract_stack() if frame.filename.startswith(_PACKAGE)]
+    """Where in the package this is, the innermost first."""
+    frame, frames = sys._getframe(1), []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            frames.append((frame.f_code.co_name, f"{frame.f_code.co_filename}:{frame.f_lineno}"))
+        frame = frame.f_back
+    return frames
 
 
 def _is_there(tensor):
@@ -217,9 +222,8 @@ class SeparateStream(EmulatedStream):
 
     def _note_wait(self, name):
         frames = _frames()
-        if any(frame.name in ("forward", "sample") for frame in frames):
-            frame = frames[-1]
-            self.waits.append(f"{name} in {frame.name}, {Path(frame.filename).name}:{frame.lineno}")
+        if {"forward", "sample"} & dict(frames).keys():
+            self.waits.append(f"{name} in {frames[0]}")
 
     def launch(self, kernel, *given):
         assert self._modes, "a kernel was launched on another stream"
