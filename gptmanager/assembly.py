@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
 from gptmanager.config import (
@@ -17,7 +19,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
@@ -178,23 +180,33 @@ def assemble(
         max_beam_width=max_beam_width,
         hidden_size=getattr(model.spec, "hidden_size", 0),
     )
-    executor = placement.executor(
-        model,
-        sizes,
-        num_slots=blueprint.num_slots,
-        max_batch_size=params.max_batch_size,
-        max_beam_width=max_beam_width,
-        fused=model_type is not ModelType.INFLIGHT_BATCHING,
-        processing=PostProcessing(
-            batched=params.logits_post_processor_batched,
-            budget_s=params.logits_post_processor_budget_s,
-            watches_streams=params.check_logits_post_processor_streams,
-            timer=host.processor_timer,
+    try:
+        executor = placement.executor(
+            model,
+            sizes,
             num_slots=blueprint.num_slots,
+            max_batch_size=params.max_batch_size,
             max_beam_width=max_beam_width,
-            stream=placement.stream,
-        ),
-    )
+            fused=model_type is not ModelType.INFLIGHT_BATCHING,
+            processing=PostProcessing(
+                batched=params.logits_post_processor_batched,
+                budget_s=params.logits_post_processor_budget_s,
+                watches_streams=params.check_logits_post_processor_streams,
+                timer=host.processor_timer,
+                num_slots=blueprint.num_slots,
+                max_beam_width=max_beam_width,
+                stream=placement.stream,
+            ),
+        )
+    except (RuntimeError, MemoryError) as error:
+        is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_of_memory and "allocate memory" not in str(error):  # as torch says of a CPU's
+            raise
+        raise ConfigError(
+            f"no memory for steps of max_batch_size = {params.max_batch_size} sequences of "
+            f"max_seq_len = {sizes.max_seq_len} tokens, beside a KV cache of {sizes.num_blocks} "
+            f"blocks and {sizes.num_host_blocks} on the host: {response_text(error)}"
+        ) from error
     if placement.stream is not None:
         host.device = placement.stream.name
     host.memory = executor.memory

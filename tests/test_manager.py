@@ -25,6 +25,7 @@ from gptmanager import (
 )
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.life import ManagerState
+from gptmanager.placement import HostPlacement
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
@@ -150,6 +151,27 @@ def test_get_and_send_are_mandatory_and_bad_arguments_raise_in_the_callers_line(
     with pytest.raises(ConfigError, match="KvCacheConfig.use_uvm"):
         options = params(kv_cache_config=KvCacheConfig(use_uvm=True))
         GptManager(model(), FUSED, optional_params=options, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_memory"),
+    [
+        (MemoryError("of 4 TiB"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("an illegal memory access"), False),
+    ],
+    ids=str,
+)
+def test_options_that_fit_into_no_memory(host, monkeypatch, error, is_of_memory):
+    def executor(self, *sizes, **options):
+        raise error
+
+    monkeypatch.setattr(HostPlacement, "executor", executor)
+    with pytest.raises(RuntimeError if not is_of_memory else ConfigError) as raised:
+        start(host, options=params(max_batch_size=9))
+    text = "no memory for steps of max_batch_size = 9 sequences of max_seq_len = 128 tokens"
+    assert (text in str(raised.value)) is is_of_memory and str(error) in str(raised.value)
 
 
 def test_the_options_are_the_managers_own_copy(host):
