@@ -128,7 +128,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     _check_lookup(params)
     _check_paths(params)
     _check_batched(params)
-    _check_overlap(params)
+    _check_modes(params)
     _settle_device(params)
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
@@ -202,7 +202,7 @@ def _check_batched(params: OptionalParams) -> None:
         )
 
 
-def _check_overlap(params: OptionalParams) -> None:
+def _check_modes(params: OptionalParams) -> None:
     if params.enable_chunked_context not in (None, False, True):
         raise ConfigError(
             f"OptionalParams.enable_chunked_context = {params.enable_chunked_context!r} is none of "

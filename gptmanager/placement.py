@@ -106,25 +106,27 @@ class DevicePlacement(Placement):
     for, by default its own.
     """
 
+    stream: Stream
+
     def __init__(self, stream: Stream, deterministic: bool, cuda_graphs: bool = True) -> None:
         self.device = stream.device
         self.kernels = CudaKernels(stream.launcher, deterministic=deterministic)
-        self.stream = self._stream = stream
+        self.stream = stream
         self._cuda_graphs = cuda_graphs
 
     def load(self, source: Any, params: OptionalParams) -> Model:
         model = super().load(source, params)
-        self._stream.catch_up()  # its tensors were filled on this thread's stream
+        self.stream.catch_up()  # its tensors were filled on this thread's stream
         return model
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         """By a trial: the largest step that the options allow is run, with a cache of one block."""
-        peak = self._stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
+        peak = self.stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
         gc.collect()  # of what the trial held nothing may be missing from what is free
         # what the trial has none of: the recordings' logits, and marks of the sampler beside them
         rows = params.max_batch_size * max_beam_width
         beside = 2 * rows * model.spec.vocab_size * torch.float32.itemsize
-        free = self._stream.free_bytes() - peak - beside
+        free = self.stream.free_bytes() - peak - beside
         return Room(free, self._dtype(model), shared=self.device.type == "cpu")
 
     def executor(
@@ -139,7 +141,7 @@ class DevicePlacement(Placement):
         return DeviceExecutor(
             model,
             self._pool(model, sizes),
-            stream=self._stream,
+            stream=self.stream,
             max_seq_len=sizes.max_seq_len,
             attention_window=sizes.window,
             max_beam_width=max_beam_width,
@@ -153,7 +155,7 @@ class DevicePlacement(Placement):
         executor = DeviceExecutor(
             model,
             self._pool(model, Sizes(1, size, longest, longest - 1, False, False, longest)),
-            stream=self._stream,
+            stream=self.stream,
             num_slots=1,
             max_seq_len=longest,
         )
@@ -161,7 +163,7 @@ class DevicePlacement(Placement):
 
     def _pool(self, model: Model, sizes: Sizes) -> KvPool:
         where = {"dtype": self._dtype(model), "device": self.device}
-        make = functools.partial(DeviceKvPool, self._stream.launcher)
+        make = functools.partial(DeviceKvPool, self.stream.launcher)
         return _pool(make, model.spec, sizes, **where)
 
     def _dtype(self, model: Model) -> torch.dtype:

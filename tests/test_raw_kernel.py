@@ -436,6 +436,13 @@ def test_a_device_that_there_is_not():
         raise_one().compile("cuda:31")
 
 
+def require_nvrtc():
+    try:
+        compiler.find_nvrtc()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize(
     ("declaration", "name"),
     [
@@ -450,20 +457,14 @@ def test_a_kernel_is_found_on_both_however_it_is_declared(declaration, name, tmp
     kernel = emulator.Module(source=source, name_expressions=[name]).get_function(name)
     kernel((1,), (1,), (x,))
     assert x[0] == 1
-    try:
-        compiler.find_nvrtc()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require_nvrtc()
     made = compiler.compile(source, "sm_90a", [name], cache=tmp_path)
     assert made.lowered[name].encode() in made.code
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_ready_made_kernels_compile_for_devices(arch, tmp_path):
-    try:
-        compiler.find_nvrtc()
-    except ConfigError as error:
-        pytest.skip(str(error))
+    require_nvrtc()
     for make, _ in CASES.values():
         processor = make()
         name = processor.kernel_name
