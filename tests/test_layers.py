@@ -104,6 +104,7 @@ decoding.rows           what a step gives to logits post-processors
 decoding.stream_watch   who works on another stream than the model's
 decoding.logits         who is called for which rows, and what becomes of one that fails
 decoding.guided         grammars as masks
+decoding.kernel_signature what a kernel over rows is passed
 decoding.raw_kernel     a logits post-processor given as CUDA source
 decoding.random_numbers functions of seed and position
 decoding.adjustments    bias, penalties, bans: what changes a row first

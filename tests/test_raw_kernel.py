@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from gptmanager.callbacks import (
     Watermark,
 )
 from gptmanager.cuda import compiler, emulator
+from gptmanager.decoding.kernel_signature import difference, with_signature
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.raw_kernel import _Session
 from gptmanager.decoding.rows import ProcessedSequence, Rows
@@ -260,6 +263,40 @@ def test_a_source_that_does_not_compile_ends_its_requests_with_the_line(caplog):
     assert output(host, request(2)) == expected(request(2).input_ids.tolist(), 6, next_token)
 
 
+OTHER_PARAMETERS = [
+    ("const int* lengths,", "", "takes 8 parameters, not 9: it misses const int[*] lengths"),
+    ("int vocab_size", "int vocab_size, int more", "takes 10 parameters, not 9: it has int more"),
+    ("const int* lengths", "int lengths", "parameter 5 is declared `int lengths`, expected"),
+    ("float* logits", "double* logits", "parameter 1 is declared `double\\* logits`, expected"),
+    ("int max_seq_len", "long long max_seq_len", "parameter 8 is declared `long long max_seq_len`"),
+    ("double added", "float added", "parameter 4 .* expected .* of PARAMS_SIZE bytes"),
+]
+
+
+@pytest.mark.parametrize(("declared", "instead", "text"), OTHER_PARAMETERS)
+def test_parameters_that_are_not_passed_are_named_when_it_compiles(declared, instead, text):
+    source = SOURCE.replace(declared, instead).replace("static_assert(sizeof", "// (sizeof")
+    kernel = raise_one(source)
+    with pytest.raises(ConfigError, match=f"raise_one cannot be compiled: raise_one:? ?{text}"):
+        kernel.compile()
+
+
+def test_parameters_may_be_qualified_and_have_names_of_their_own():
+    source = SOURCE.replace("float* logits", "float* __restrict__ logits")
+    source = source.replace("int max_seq_len", "const int longest /* (a, b) */")
+    source = source.replace("const int* tokens", "const int* const history")
+    raise_one(source.replace("const Params* params", "const void* given").replace(
+        "params[slots", "((const Params*)given)[slots"
+    )).compile()  # fmt: skip
+
+
+def test_a_twin_takes_what_the_kernel_takes():
+    with pytest.raises(
+        ConfigError, match="twin = .* called with, missing a required argument: 'vocab_size'"
+    ):
+        raise_one(twin=lambda *others, vocab_size: None)
+
+
 def test_a_kernel_that_leaves_its_memory_ends_its_requests():
     kernel = raise_one(SOURCE.replace("+ mine.token]", "+ mine.token + (1LL << 44)]"))
     host = serve([request(1, logits_post_processor=kernel.bind(token=1, added=1.0)), request(2)])
@@ -468,5 +505,16 @@ def test_the_ready_made_kernels_compile_for_devices(arch, tmp_path):
     for make, _ in CASES.values():
         processor = make()
         name = processor.kernel_name
-        made = compiler.compile(processor.source, arch, [name], processor.options, cache=tmp_path)
+        source = with_signature(processor.source, name)
+        made = compiler.compile(source, arch, [name], processor.options, cache=tmp_path)
         assert made.code[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(("declared", "instead", "text"), OTHER_PARAMETERS)
+def test_nvrtc_says_so_too(declared, instead, text, tmp_path):
+    require_nvrtc()
+    source = SOURCE.replace(declared, instead).replace("static_assert(sizeof", "// (sizeof")
+    with pytest.raises(compiler.CompilationError) as caught:
+        compiler.compile(with_signature(source, "raise_one"), "sm_90a", ["raise_one"],
+                         ["-DPARAMS_SIZE=16"], cache=tmp_path)  # fmt: skip
+    assert re.search(text, difference(str(caught.value), source, "raise_one"))

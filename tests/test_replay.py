@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections import Counter
 
 import orjson
@@ -267,6 +268,21 @@ def test_the_command_tells_a_divergence(run, tmp_path, capsys):
 
 
 def test_a_scheduler_that_cannot_be_imported_is_named():
-    for name in ("nowhere:x", "gptmanager:nothing", "gptmanager", "gptmanager:__doc__"):
-        with pytest.raises(ConfigError, match=name):
+    for name in ("nowhere:x", "gptmanager:nothing", "gptmanager", "gptmanager:__doc__", ":x"):
+        with pytest.raises(ConfigError, match=f"--scheduler {name}"):
             imported(name)
+
+
+def test_a_scheduler_of_the_current_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "schedulers_of_mine.py").write_text(
+        "class Own:\n    def make(**others):\n        return others\n\nmake = Own.make\n"
+    )
+    (tmp_path / "broken_of_mine.py").write_text("1 / 0")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    assert imported("schedulers_of_mine:make")(a=1) == {"a": 1}
+    assert imported("schedulers_of_mine:Own.make")(a=1) == {"a": 1}
+    with pytest.raises(ConfigError, match="--scheduler broken_of_mine:make: ZeroDivisionError"):
+        imported("broken_of_mine:make")
+    with pytest.raises(ConfigError, match="schedulers_of_mine:makes: AttributeError.*makes"):
+        imported("schedulers_of_mine:makes")

@@ -7,6 +7,7 @@ by CuPy, on the CPU by the emulator, or by a twin in Python. Knows nothing of wh
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.cuda.streams import Stream
+from gptmanager.decoding.kernel_signature import PARAMETERS, difference, with_signature
 from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.post_processor import BoundProcessor
@@ -55,7 +57,8 @@ class RawKernelLogitsPostProcessor(RowProcessor):
     NumPy arrays and ints, which a manager on the CPU runs instead of emulating the kernel.
 
     Compiled once a device, off the loop thread: a request waits for it, or ends with the compiler's
-    log. `compile` does it in the caller's line. Raises ConfigError for what cannot be right.
+    log, or with the parameter that is missing, too many or of another type. `compile` does it in
+    the caller's line. Raises ConfigError for what cannot be right.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self.params_dtype = _struct(params_dtype)
         self.block = at_least(1, "block", block, 1024)
         self.options = (*options, f"-DPARAMS_SIZE={self.params_dtype.itemsize}")
-        self.twin = twin
+        self.twin = None if twin is None else _checked_twin(twin)
         self._lock = threading.Lock()
         self._compiled: dict[str, Future[Launch]] = {}  # by device
 
@@ -119,14 +122,17 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         return _Session(launch, self.block, _DeviceMemory(num_slots, size, stream))
 
     def _compile(self, device: str, future: Future[Launch]) -> None:
-        given = self.source, self.kernel_name, self.options
+        source = with_signature(self.source, self.kernel_name)
+        given = source, self.kernel_name, self.options
         try:
             if device in ("cpu", "emulator"):
                 future.set_result(_compile_for_cpu(*given))
             else:
                 future.set_result(_compile_for_cuda(*given, device))
         except BaseException as error:  # noqa: B036 - whoever waits is told
-            text = f"{self.name} cannot be compiled: {response_text(error)}"
+            why = response_text(error)
+            why = difference(why, self.source, self.kernel_name) or why
+            text = f"{self.name} cannot be compiled: {why}"
             future.set_exception(ConfigError(text))
 
 
@@ -258,6 +264,19 @@ def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch
         twin(*arrays, *map(int, sizes))
 
     return launch
+
+
+def _checked_twin(twin: Callable[..., None]) -> Callable[..., None]:
+    try:
+        inspect.signature(twin).bind(*PARAMETERS)
+    except TypeError as error:
+        raise ConfigError(
+            f"twin = {twin!r} does not take what it is called with, {error}: "
+            f"({', '.join(PARAMETERS)})"
+        ) from None
+    except ValueError:  # a callable of another language tells nothing
+        pass
+    return twin
 
 
 def _check_kind(value: Any, dtype: np.dtype[Any]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import operator
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import orjson
 from tqdm import tqdm
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, response_text
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay.replaying import replay
 
@@ -78,12 +81,19 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The callable that `MODULE:NAME` names; raises ConfigError if there is none."""
+    """The callable that `MODULE:NAME` names; raises ConfigError if there is none.
+
+    Modules of the current folder are found, as `python -m` finds them.
+    """
     module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"--scheduler {name}: expected MODULE:NAME, such as my_sched:make")
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--scheduler {name}: {error}") from error
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
+    except Exception as error:  # whatever the module does when it is imported
+        raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
     if not callable(found):
         raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
     create: Callable[..., Any] = found

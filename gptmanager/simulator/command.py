@@ -69,7 +69,8 @@ def add_command(subparsers: Any) -> None:
         default=_policies("guaranteed_no_evict,max_utilization"),
         help=f"of {', '.join(_POLICIES)} (default guaranteed_no_evict,max_utilization)",
     )
-    add("--scheduler", metavar="MODULE:NAME", help="one more column: a create_scheduler of yours")
+    add("--scheduler", metavar="MODULE:NAME", help="one more column: a create_scheduler of yours,"
+        " as my_sched:make of my_sched.py in this folder")  # fmt: skip
     add("--record", type=Path, metavar="FILE", help="write each simulated run as a recording")
     add("--json", action="store_true", help="the figures as JSON on stdout")
     add("--verbose", action="store_true", help="show the loop's log")
