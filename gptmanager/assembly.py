@@ -130,6 +130,12 @@ class Blueprint:
         return self.params.max_batch_size * self.num_micro_batches
 
     @property
+    def max_active(self) -> int | None:
+        """How many requests may be active; None: Get is never short of room."""
+        most = self.params.max_active_requests
+        return self.max_num_requests if most == "auto" else most
+
+    @property
     def num_slots(self) -> int:
         # under run-ahead a request whose last token is launched keeps its slot for one more step
         return self.max_num_requests * (1 + (self.params.run_ahead or 0))
@@ -253,14 +259,13 @@ def build_loop(
     """The loop of a manager, of a replay, or of a simulation. `allocator`: not an empty one."""
     params = blueprint.params
     allocator = allocator or blueprint.allocator()
-    max_active = params.max_active_requests
     return loop_class(
         host,
         executor,
         _scheduler(blueprint, allocator.kv_cache),
         allocator,
         _limits(blueprint),
-        max_active=blueprint.max_num_requests if max_active == "auto" else max_active,
+        max_active=blueprint.max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
         run_ahead=params.run_ahead or 0,

@@ -186,6 +186,7 @@ replay.difference       where two schedules differ, for people
 replay.replaying        a recorded run, once more, and where it goes another way
 replay.command          replay, on the command line
 replay
+simulator.host_queue    when recorded requests came to their host
 simulator.load          which requests arrive when, and how long they are
 simulator.cost_model    how long a step takes
 simulator.figures       what a simulated run came to

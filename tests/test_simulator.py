@@ -248,6 +248,88 @@ def test_stop_signals_keep_their_turn(tmp_path):
     assert ends[0] == ends[1] and ends[0][0][1].reason == "CANCELLED"
 
 
+# Arrivals: the host's queue, not the room of the engine that was recorded -------------------
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 16])
+def test_another_batch_size_is_predicted_from_what_was_held_back(tmp_path, max_batch_size):
+    """Recorded with room for 4, all there at once: iterations are those of a real run."""
+    runs = [
+        record(tmp_path / f"{size}.jsonl", ScheduledHost(all_at_once()), max_batch_size=size,
+               kv_cache=KvCacheConfig(max_tokens=2000))
+        for size in (4, max_batch_size)
+    ]  # fmt: skip
+    load = RecordedLoad(runs[0])
+    assert load.queue.num_held == 16 and load.queue.longest_s > 0
+    other = variant(
+        Blueprint.from_plain(runs[0].header.blueprint),
+        NO_EVICT,
+        Machine(max_batch_size=max_batch_size),
+    )
+    expected = sum(1 for turn in runs[1].iterations if turn.schedule is not None)
+    assert simulate(other, load, COST).iterations == expected
+
+
+def recorded_arrivals(tmp_path, load, max_batch_size):
+    """What a recording with so much room says of when the requests of `load` came."""
+    blueprint = hypothetical(Machine(max_batch_size=max_batch_size), 64)
+    simulate(blueprint, load, COST, recorder=Recorder(tmp_path / "a.jsonl"))
+    return RecordedLoad(read_recording(tmp_path / "a.jsonl"))
+
+
+def test_a_queue_that_was_empty_is_not_filled_afterwards(tmp_path):
+    """Bursts with idle time between, a request alone, and one that came into the wait."""
+    load = SyntheticLoad(9, (4, 4), (3, 3))
+    load.arrivals = np.array([0, 0, 0, 0, 100.0, 200, 200, 200.5, 210])
+    for max_batch_size in (1, 2):
+        again = recorded_arrivals(tmp_path, load, max_batch_size)
+        held = again.arrivals.tolist()
+        assert held == [0, 0, 0, 0, 100, 200, 200, 200, held[-1]]
+        assert held[-1] == (200 if max_batch_size == 1 else 210)  # busy until 211, or 207
+        assert again.queue.num_held > 0
+    wide = recorded_arrivals(tmp_path, load, 16)
+    assert wide.queue.num_held == 0
+    assert (wide.arrivals >= load.arrivals).all() and (wide.arrivals < load.arrivals + 2).all()
+
+
+def test_one_after_the_other_is_no_queue(tmp_path):
+    """A host whose next request comes when the last was answered: Get was asked in vain between."""
+    load = SyntheticLoad(5, (4, 4), (3, 3))
+    load.arrivals = np.arange(5) * 3.5  # an answer takes 3.42 s
+    again = recorded_arrivals(tmp_path, load, 1)
+    assert again.arrivals.tolist() == load.arrivals.tolist() and again.queue.num_held == 0
+    older = read_recording(tmp_path / "a.jsonl")
+    unknown = [dataclasses.replace(turn, idle_turns=None) for turn in older.iterations]
+    again = RecordedLoad(dataclasses.replace(older, iterations=tuple(unknown)))
+    assert again.arrivals.tolist() == load.arrivals.tolist()
+
+
+def test_an_older_recording_is_warned_of(tmp_path, caplog):
+    load = SyntheticLoad(3, (4, 4), (3, 3))
+    recorded_arrivals(tmp_path, load, 1)
+    run = read_recording(tmp_path / "a.jsonl")
+    assert {turn.idle_turns for turn in run.iterations} == {0} and not caplog.text
+    unknown = [dataclasses.replace(turn, idle_turns=None) for turn in run.iterations]
+    RecordedLoad(dataclasses.replace(run, iterations=tuple(unknown)))
+    assert "an older recording: 2 times nothing was active" in caplog.text
+
+
+def test_room_without_a_bound_holds_nobody_back(tmp_path):
+    run = record(
+        tmp_path / "r.jsonl", ScheduledHost(all_at_once()), max_active_requests=None
+    )  # fmt: skip
+    queue = RecordedLoad(run).queue
+    assert queue.num_held == 0 and queue.arrivals == (0.0,) * 20
+
+
+def test_the_command_says_who_was_held_back(tmp_path, capsys):
+    record(tmp_path / "r.jsonl", ScheduledHost(all_at_once()))
+    assert command("--recording", tmp_path / "r.jsonl", "--cost", "fixed=0.5") == 0
+    assert "16 of 20 requests had waited for room there" in capsys.readouterr().out
+    assert command("--recording", tmp_path / "r.jsonl", "--cost", "fixed=0.5", "--json") == 0
+    assert orjson.loads(capsys.readouterr().out)["held_back"] == 16
+
+
 # Figures -----------------------------------------------------------------------------------
 
 COST = CostModel(fixed=1.0, context_token=0.1, generation_row=0.01, kv_token=0.0)

@@ -47,6 +47,7 @@ class Recorder:
         self._blueprint: Mapping[str, Any] = {}
         self._turn: Turn | None = None
         self._num_turns = 0
+        self._num_idle = 0  # turns since the last that had something to do
         self._black_box: BlackBox | None = None
         self._flushed = 0.0
         self._path = path
@@ -115,7 +116,7 @@ class Recorder:
 
     def begin_turn(self, num_active: int, intake: Intake) -> Turn:
         ends: list[End] | None = None if self._file is None else []
-        self._turn = turn = Turn(self._num_turns, num_active, intake, ends)
+        self._turn = turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
         return turn
 
     def record_schedule(self, schedule: Schedule) -> None:
@@ -141,9 +142,13 @@ class Recorder:
 
     def _end_turn(self) -> None:
         turn, self._turn = self._turn, None
-        if turn is None or turn.is_idle:
+        if turn is None:
+            return
+        if turn.is_idle:
+            self._num_idle += 1
             return
         self._num_turns += 1
+        self._num_idle = 0
         if self._file is not None:
             flushes = turn.intake.now - self._flushed >= _FLUSH_S
             self._flushed = turn.intake.now if flushes else self._flushed

@@ -62,7 +62,9 @@ class Iteration:
     `index` counts them from the start of the run. `num_active`: before the intake was taken in.
     `schedule` None: nobody ran, or, with `kept` False, it was not kept. `result` belongs to the
     schedule with the iteration number `result_of`: under run-ahead that of an earlier turn. `ends`
-    None: not recorded, as in a black box.
+    None: not recorded, as in a black box. `idle_turns`: turns before it, since
+    the last one that had something to do; nothing was active, and Get returned nothing. None: not
+    recorded.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Iteration:
     result_of: int | None = None
     result: StepResult | None = None
     ends: tuple[End, ...] | None = None
+    idle_turns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,18 @@ class Turn:
     """An iteration that is being recorded: what becomes an `Iteration` when it is read."""
 
     __slots__ = (
-        "ends", "index", "intake", "kept", "num_active", "result", "result_of", "schedule",
+        "ends", "idle_turns", "index", "intake", "kept", "num_active", "result", "result_of",
+        "schedule",
     )  # fmt: skip
 
-    def __init__(self, index: int, num_active: int, intake: Intake, ends: list[End] | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        num_active: int,
+        intake: Intake,
+        ends: list[End] | None,
+        idle_turns: int = 0,
+    ) -> None:
         self.index = index
         self.num_active = num_active
         self.intake = intake
@@ -106,6 +117,7 @@ class Turn:
         self.result_of: int | None = None
         self.result: StepResult | None = None
         self.ends = ends
+        self.idle_turns = idle_turns
 
     @property
     def is_idle(self) -> bool:

@@ -22,6 +22,7 @@ from gptmanager.replay.command import imported
 from gptmanager.simulator.comparison import Machine, hypothetical, plain, table, variant
 from gptmanager.simulator.cost_model import CostModel, fit
 from gptmanager.simulator.figures import Figures
+from gptmanager.simulator.host_queue import HostQueue
 from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
 from gptmanager.simulator.simulation import simulate
 
@@ -87,8 +88,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=natural, metavar="N", help="(default 0)")
     add = parser.add_argument_group("recorded load").add_argument
     add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
-    add("--arrivals", choices=_ARRIVALS, help="at the recorded times (the default), in the recorded"
-        " iterations, or all at once")  # fmt: skip
+    add("--arrivals", choices=_ARRIVALS, help="when they came to the recorded host's queue (the"
+        " default), in the recorded iterations, or all at once")  # fmt: skip
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +130,8 @@ def _simulate(options: argparse.Namespace) -> int:
         for name, column in columns.items()
     }
     taken = time.perf_counter() - started
-    _print_figures(options.json, figures, cost, taken, recording)
+    queue = load.queue if isinstance(load, RecordedLoad) else None
+    _print_figures(options.json, figures, cost, taken, recording, queue)
     return 0
 
 
@@ -186,6 +188,7 @@ def _print_figures(
     cost: CostModel,
     taken: float,
     recording: Recording | None,
+    queue: HostQueue | None,
 ) -> None:
     recorded = None if recording is None else recording.duration_s
     if as_json:
@@ -194,6 +197,8 @@ def _print_figures(
             "policies": {name: plain(column) for name, column in figures.items()},
             "recorded_makespan_s": recorded,
             "wall_s": taken,
+            "held_back": None if queue is None else queue.num_held,
+            "longest_held_back_s": None if queue is None else queue.longest_s,
         }
         print(orjson.dumps(result).decode())
         return
@@ -206,6 +211,11 @@ def _print_figures(
     print(f"\nseconds of a step: {numbers}")
     if recorded is not None:
         print(f"the recorded run took {recorded:.3f} s")
+    if queue is not None and queue.num_held:
+        print(
+            f"{queue.num_held:,} of {len(queue.arrivals):,} requests had waited for room there: "
+            f"they come up to {queue.longest_s:.3f} s before Get returned them (--arrivals time)"
+        )
     print(f"{steps:,} request-steps simulated in {taken:.1f} s ({steps / taken:,.0f} a second)")
 
 

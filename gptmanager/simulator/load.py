@@ -15,9 +15,11 @@ import numpy as np
 
 from gptmanager.api import InferenceRequest
 from gptmanager.arguments import at_least
+from gptmanager.assembly import Blueprint
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import Iteration, Recording
 from gptmanager.recorder.values import RecordingError, plain_request, request_from_plain
+from gptmanager.simulator.host_queue import HostQueue, host_queue
 from gptmanager.step import BeamCandidates, Schedule, StepResult
 
 VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
@@ -95,8 +97,9 @@ class RecordedLoad:
     """The requests of a recording, with what they generated there.
 
     A policy never changes a request's tokens, so that one that ended early there ends early
-    here. `arrivals`: "time", when Get returned a request; "turns", in which iteration; "at_once",
-    all at the start. Stop signals keep their place; failures of the host are left out.
+    here. `arrivals`: "time", when a request came to its host, as far as the recording tells (see
+    `host_queue`); "turns", in which iteration Get returned it; "at_once", all at the start. Stop
+    signals keep their place; failures of the host are left out. `queue` is what came of "time".
 
     Raises RecordingError for a black box: it does not hold whole requests.
     """
@@ -112,6 +115,10 @@ class RecordedLoad:
         self._beams: list[dict[int, BeamCandidates]] = []
         first = recording.iterations[0].intake.now
         times: list[float] = []
+        self.queue: HostQueue | None = None
+        if arrivals == "time":
+            max_active = Blueprint.from_plain(recording.header.blueprint).max_active
+            self.queue = host_queue(recording, max_active)
         stops: list[Stop] = []
         clears: list[float] = []
         live: dict[int, int] = {}
@@ -130,7 +137,7 @@ class RecordedLoad:
             if iteration.result is not None and iteration.result_of is not None:
                 schedule = schedules.pop(iteration.result_of)
                 self._take_tokens(schedule, iteration.result, live)
-        self.arrivals = np.array(times)
+        self.arrivals = np.array(times if self.queue is None else self.queue.arrivals)
         self.stops: Sequence[Stop] = stops
         self.clears: Sequence[float] = clears
 

@@ -112,6 +112,7 @@ class World:
         self._next = 0  # request of the load
         self._next_stop = self._next_clear = 0
         self._turns = 0
+        self._was_idle = False  # Get has been asked in vain
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
         self._device_free_at = 0.0
@@ -128,6 +129,8 @@ class World:
     # The host ------------------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
+        if self._is_idle(num_active):
+            return Intake(self.now)
         self._advance(num_active)
         load = self._load
         clock = self._turns if load.by_turns else self.now
@@ -148,6 +151,15 @@ class World:
         requests = tuple(map(self._arrive, range(first, self._next)))
         clears_cache = self._next_clear > num_cleared
         return Intake(self.now, requests, stops, ready, clears_cache=clears_cache)
+
+    def _is_idle(self, num_active: int) -> bool:
+        """Whether nothing is there yet: told once, as a recording tells it; then time goes on."""
+        self._was_idle = (
+            not (self._was_idle or num_active or self._in_flight or self._load.by_turns)
+            and self.has_more
+            and self._arrivals[self._next] > self.now
+        )
+        return self._was_idle
 
     def _advance(self, num_active: int) -> None:
         """With nothing under way time goes on: to the next arrival, or until the loop asks."""
