@@ -6,7 +6,6 @@ what else is running.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.host_rows import HostRows
+from gptmanager.log import logger
 from gptmanager.post_processor import read_post_processor
 from gptmanager.request import RETENTION_PRIORITIES, SamplingParams, Wanted
 from gptmanager.tensors import (
@@ -32,8 +32,6 @@ from gptmanager.tensors import (
     read_token_ids,
     read_word_list,
 )
-
-logger = logging.getLogger("gptmanager")
 
 
 @dataclass(frozen=True, slots=True)

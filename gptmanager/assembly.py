@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
+from gptmanager.clock import perf_counter_ns
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
@@ -220,7 +220,7 @@ def assemble(
     weights: Any = getattr(model, "weights", None)
     if hasattr(weights, "version"):
         host.follow_weights(lambda: int(weights.version))
-    laps = Laps(time.perf_counter_ns)
+    laps = Laps(perf_counter_ns)
     if not recorder.is_on:
         return build_loop(blueprint, host, executor, laps=laps)
     return build_recorded_loop(blueprint, host, executor, recorder, laps=laps)

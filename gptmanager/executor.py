@@ -7,8 +7,6 @@ runs.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,9 +14,11 @@ import torch
 from torch import Tensor
 
 from gptmanager.attention_window import AttentionWindow
+from gptmanager.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.errors import CapacityError, response_text
+from gptmanager.log import logger
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
@@ -30,8 +30,6 @@ from gptmanager.statistics import Memory
 from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
 from gptmanager.token_chooser import TokenChooser
 from gptmanager.torch_step import TorchStep
-
-logger = logging.getLogger("gptmanager")
 
 
 class TorchExecutor:
@@ -118,7 +116,7 @@ class TorchExecutor:
             failures += step.starved
         return StepResult(
             step.tokens,
-            time.monotonic(),
+            monotonic(),
             counts,
             step.beams,
             failures,
@@ -333,9 +331,9 @@ class _Stall:
     """Time since its making that this thread did not run."""
 
     def __init__(self) -> None:
-        self._wall = time.perf_counter_ns()
-        self._cpu = time.thread_time_ns()
+        self._wall = perf_counter_ns()
+        self._cpu = thread_time_ns()
 
     def nanoseconds(self) -> int:
-        cpu = time.thread_time_ns() - self._cpu
-        return max(0, time.perf_counter_ns() - self._wall - cpu)
+        cpu = thread_time_ns() - self._cpu
+        return max(0, perf_counter_ns() - self._wall - cpu)

@@ -6,9 +6,7 @@ in the next intake. Only a Get that keeps failing ends the loop.
 
 from __future__ import annotations
 
-import logging
 import operator
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -23,6 +21,7 @@ from gptmanager.api import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
+from gptmanager.clock import monotonic
 from gptmanager.errors import (
     CallbackError,
     ConfigError,
@@ -30,6 +29,7 @@ from gptmanager.errors import (
     RequestError,
     response_text,
 )
+from gptmanager.log import logger
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.statistics import (
     Counts,
@@ -42,8 +42,6 @@ from gptmanager.statistics import (
 )
 from gptmanager.step import Failure, Intake
 from gptmanager.watchdog import CallbackTimer
-
-logger = logging.getLogger("gptmanager")
 
 
 class Fetched(NamedTuple):
@@ -143,7 +141,7 @@ class CallbackHost:
         ready = self._take_ready(requests)
         failures, self._failures = self._failures, []
         return Intake(
-            time.monotonic(),
+            monotonic(),
             tuple(requests),
             frozenset(stops),
             ready,

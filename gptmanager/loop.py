@@ -8,7 +8,6 @@ very same object.
 from __future__ import annotations
 
 import itertools
-import logging
 import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -24,8 +23,6 @@ from gptmanager.roster import Host, Roster
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, DraftCounts, Laps, lap
 from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
-
-logger = logging.getLogger("gptmanager")
 
 _PREPARING = LlmRequestState.PREPARING
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
@@ -22,24 +19,27 @@ from gptmanager.api import (
     SendResponseCallback,
 )
 from gptmanager.assembly import assemble, check_arguments
+from gptmanager.clock import monotonic
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.config_check import checked_optional_params, checked_scheduler_config
 from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
+from gptmanager.inbox import Inbox
 from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
+from gptmanager.latch import Latch
 from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState, as_final
+from gptmanager.log import logger
 from gptmanager.loop import TokenLoop
 from gptmanager.progress import Progress
 from gptmanager.recorder import Recorder
 from gptmanager.watchdog import Watchdog
-
-logger = logging.getLogger("gptmanager")
 
 _T = TypeVar("_T")
 
 _STALL_S = 0.01  # nobody was scheduled, or Get failed: how soon to ask again
 _HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
 _STEP_GRACE_S = 5.0  # longer than a step takes
+_ANSWER_S = 30.0  # how long a question waits for the end of an iteration
 
 
 class GptManager:
@@ -82,20 +82,17 @@ class GptManager:
             max_get_failures=params.max_get_failures,
         )
         self._params = params
-        self._condition = threading.Condition()
-        # guarded by the condition:
+        # set from any thread, never taken back:
+        self._is_to_end = False
+        self._is_to_abort = False
+        # written by the loop thread only:
         self._state = ManagerState.STARTING
         self._exception: BaseException | None = None
-        self._shutdown: str | None = None  # None, "drain" or "abort"
-        self._woken = False
-        self._questions: deque[tuple[Callable[[TokenLoop], Any], Future[Any]]] = deque()
-        self._turn = 0  # turns of the loop begun
-        self._idle_turn = 0  # the last turn that found nothing to do
-        # written by the loop thread only:
         self._progress = Progress()
         self._loop: TokenLoop | None = None
+        self._inbox = Inbox()
         self._host.wake = self.notify
-        self._ended = threading.Event()  # the loop thread's last act
+        self._ended = Latch()  # the loop thread's last act
         self._process = os.getpid()
         self._recorder = Recorder(
             params.recording_path,
@@ -127,6 +124,9 @@ class GptManager:
 
     @property
     def state(self) -> ManagerState:
+        """In a forked process STOPPED, or FAILED: the loop does not run there."""
+        if self._is_forked and self._state is not ManagerState.FAILED:
+            return ManagerState.STOPPED
         return self._state
 
     @property
@@ -140,24 +140,25 @@ class GptManager:
         `drain` runs the accepted requests to their end; otherwise, or when `timeout` seconds have
         passed, each one gets one final error. Returns when the loop has ended, without a timeout
         at any rate; with one, a callback that does not return keeps its thread but not the
-        caller, and a step gets five more seconds to end. Called from a callback it only asks.
+        caller, and a step gets five more seconds to end. Called from a callback it only asks, in
+        a forked process it does nothing.
         """
-        with self._condition:
-            if self._shutdown != "abort":
-                self._shutdown = "drain" if drain else "abort"
-            self._wake()
+        self._ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
             return
-        with self._condition:
-            self._shutdown = "abort"
-            self._wake()
-        give_up = time.monotonic() + _STEP_GRACE_S
-        while not self.wait(_HANG_S / 2) and time.monotonic() < give_up:
+        self._ask_to_end(aborts=True)
+        give_up = monotonic() + _STEP_GRACE_S
+        while not self.wait(_HANG_S / 2) and monotonic() < give_up:
             if any(timer.running_s > _HANG_S for timer in self._host.timers):
                 return
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the loop has ended; False: it has not within `timeout` seconds."""
+        """Wait until the loop has ended; False: it has not within `timeout` seconds.
+
+        At once False in a callback, and True in a forked process.
+        """
+        if self._is_forked:
+            return True
         if self._is_elsewhere or not self._ended.wait(_bounded(timeout)):
             return False
         self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
@@ -169,24 +170,19 @@ class GptManager:
         False: not within `timeout` seconds, or called from a callback. Raises ManagerDeadError
         when the loop fails.
         """
-        if threading.current_thread() is self._thread:
-            return False
         self._raise_if_forked()
-        with self._condition:
-            turn = self._turn + 1
-            self._wake()
-            self._condition.wait_for(
-                lambda: self._idle_turn >= turn or self._ended.is_set(), _bounded(timeout)
-            )
-            if self._idle_turn < turn:
-                self._raise_if_failed()
-            return self._idle_turn >= turn or self._ended.is_set()
+        if self._is_elsewhere:
+            return False
+        if self._inbox.wait_idle(_bounded(timeout)):
+            return True
+        self._raise_if_failed()
+        return self._ended.is_set
 
     def notify(self) -> None:
         """Wake an idle loop: there may be something to get. Raises ManagerDeadError when dead."""
-        with self._condition:
-            self._raise_if_failed()
-            self._wake()
+        self._raise_if_forked()
+        self._raise_if_failed()
+        self._inbox.wake()
 
     def clear_cached(self) -> None:
         """Forget what block reuse could find: requests that Get returns from now on find nothing
@@ -195,6 +191,7 @@ class GptManager:
         For weights that were replaced in place; a load into the model's own `weights` is noticed
         without it. Takes effect before the next step. Raises ManagerDeadError when dead.
         """
+        self._raise_if_forked()
         self._host.clear_cached()
         self.notify()
 
@@ -209,12 +206,12 @@ class GptManager:
     ) -> None:
         self.shutdown(drain=exc_type is None)
 
-    # Questions, from any thread, answered between iterations -------------------------------
+    # Questions, from any thread ------------------------------------------------------------
 
     def health(self) -> Health:
         """What the manager is doing; answered at once, even while a callback hangs."""
         num_active = 0 if self._loop is None else len(self._loop.active)
-        alive = not self._ended.is_set() and os.getpid() == self._process
+        alive = not (self._ended.is_set or self._is_forked)
         return Health(
             alive=alive,
             progressing=alive and self._progress.is_progressing(num_active),
@@ -224,31 +221,54 @@ class GptManager:
             callbacks={timer.name: timer.snapshot() for timer in self._host.timers},
         )
 
-    def audit(self) -> AuditReport:
-        """The KV cache's ledger, proven; also after the end."""
-        return self._ask(audit)
+    def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:
+        """The KV cache's ledger, proven; also after the end.
 
-    def explain(self, request_id: int) -> Explanation:
-        """Why a request waits, in numbers. Raises ManagerDeadError when the loop has failed."""
-        with self._condition:
-            self._raise_if_failed()
-        return self._ask(lambda loop: explain(loop, request_id))
+        Answered by the loop, between two iterations: raises TimeoutError, which says what the loop
+        does meanwhile, when that takes more than `timeout` seconds. None: however long.
+        """
+        return self._ask("audit", audit, timeout)
 
-    def would_fit(self, request: InferenceRequest) -> Fit:
-        """What admission would say of a request, and the blocks that its whole life needs."""
-        return self._ask(lambda loop: would_fit(loop, request))
+    def explain(self, request_id: int, timeout: float | None = _ANSWER_S) -> Explanation:
+        """Why a request waits, in numbers; answered as `audit` is.
 
-    def _ask(self, question: Callable[[TokenLoop], _T]) -> _T:
+        Raises ManagerDeadError when the loop has failed.
+        """
+        self._raise_if_failed()
+        return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
+
+    def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
+        """What admission would say of a request, and the blocks that its whole life needs.
+
+        Answered as `audit` is.
+        """
+        return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
+
+    def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
         self._raise_if_forked()
-        answer: Future[_T] = Future()
-        with self._condition:
-            ask_directly = self._ended.is_set() or threading.current_thread() is self._thread
-            if not ask_directly:
-                self._questions.append((question, answer))
-                self._wake()
-        if ask_directly and self._loop is not None:
-            return question(self._loop)
-        return answer.result()
+        if self._is_elsewhere and self._loop is not None:
+            return function(self._loop)
+        question = self._inbox.ask(function)
+        if self._ended.is_set and self._inbox.take_back(question):
+            if self._loop is None:
+                raise ManagerDeadError(f"{name}: the manager was never built")
+            question.settle(self._loop)
+        elif not question.wait(_bounded(timeout)):
+            self._inbox.take_back(question)
+            raise TimeoutError(
+                f"{name}: no answer within timeout = {timeout:g} s; {self._standing()}"
+            )
+        return question.answer()
+
+    def _standing(self) -> str:
+        """Where the loop thread is."""
+        running = [(timer.running_s, timer.name) for timer in self._host.timers]
+        seconds, name = min((pair for pair in running if pair[0]), default=(0.0, ""))
+        if name:
+            return f"the loop stands in callback {name}, for {seconds:.1f} s"
+        age = self._progress.last_step_age_s()
+        ended = "has ended yet" if age is None else f"has ended for {age:.1f} s"
+        return f"the loop is in an iteration, no step {ended}"
 
     # The worker thread ---------------------------------------------------------------------
 
@@ -283,14 +303,13 @@ class GptManager:
 
     def _serve(self, loop: TokenLoop) -> None:
         while True:
-            with self._condition:
-                self._turn += 1
-                shutdown = self._shutdown
-                self._woken = False
-            self._answer_questions(loop)
-            if shutdown is not None:
+            self._inbox.begin_turn()
+            aborts = self._is_to_abort
+            ends = aborts or self._is_to_end
+            self._inbox.answer(loop)
+            if ends:
                 self._host.is_accepting = False
-                if shutdown == "abort":
+                if aborts:
                     self._recorder.close("aborted")
                     loop.abort(ManagerDeadError("the manager was shut down"))
                 if not loop.active:
@@ -298,7 +317,7 @@ class GptManager:
                     return
                 self._move_to(ManagerState.DRAINING)
             had_active = bool(loop.active)
-            is_idle = not had_active and loop.pending is None and shutdown is None
+            is_idle = not had_active and loop.pending is None and not ends
             # an idle turn asks Get and no more: it comes a hundred times a second
             worked = False if is_idle and not self._host.peek(loop.max_active) else loop.iterate()
             self._progress.note(worked=worked, is_active=bool(loop.active))
@@ -314,22 +333,11 @@ class GptManager:
         """Sleep until somebody wakes the loop or it is time to ask Get again."""
         fetched = self._host.last_fetch
         seconds = self._params.idle_poll_s
-        with self._condition:
-            if not loop.active and fetched.is_empty:
-                self._idle_turn = self._turn
-                self._condition.notify_all()
-            if loop.active or fetched.failed:
-                seconds = _STALL_S
-            if not self._woken:  # woken for nothing, the loop only asks Get once more
-                self._condition.wait(seconds)
-
-    def _answer_questions(self, loop: TokenLoop) -> None:
-        while self._questions:
-            question, answer = self._questions.popleft()
-            try:
-                answer.set_result(question(loop))
-            except BaseException as error:  # noqa: B036 - raised in the asker's line
-                answer.set_exception(error)
+        if not loop.active and fetched.is_empty:
+            self._inbox.tell_idle()
+        if loop.active or fetched.failed:
+            seconds = _STALL_S
+        self._inbox.rest(seconds)  # woken for nothing, the loop only asks Get once more
 
     def _fail(self, error: BaseException) -> None:
         self._host.is_accepting = False
@@ -346,28 +354,33 @@ class GptManager:
     def _end(self) -> None:
         """The loop thread's last act: whoever waits learns of it."""
         atexit.unregister(self._at_exit)
-        with self._condition:
-            self._host.is_accepting = False
-            self._ended.set()
-            self._condition.notify_all()
+        self._host.is_accepting = False
+        self._ended.set()
+        self._inbox.close()
         if self._loop is not None:
-            self._answer_questions(self._loop)
+            self._inbox.answer(self._loop)
 
     def _move_to(self, state: ManagerState) -> None:
-        with self._condition:
-            if state is not self._state:
-                if state not in NEXT_MANAGER_STATES[self._state]:
-                    raise RuntimeError(f"{self._state} cannot become {state}")
-                self._state = state
+        if state is not self._state:
+            if state not in NEXT_MANAGER_STATES[self._state]:
+                raise RuntimeError(f"{self._state} cannot become {state}")
+            self._state = state
+
+    def _ask_to_end(self, *, aborts: bool) -> None:
+        if aborts:
+            self._is_to_abort = True
+        self._is_to_end = True
+        self._inbox.wake()
+
+    @property
+    def _is_forked(self) -> bool:
+        """This is a copy of the process, which has a copy of the manager, but no loop."""
+        return os.getpid() != self._process
 
     @property
     def _is_elsewhere(self) -> bool:
         """This is a callback, or a forked process: there is nothing to wait for."""
-        return threading.current_thread() is self._thread or os.getpid() != self._process
-
-    def _wake(self) -> None:
-        self._woken = True
-        self._condition.notify_all()
+        return threading.current_thread() is self._thread or self._is_forked
 
     def _raise_if_failed(self) -> None:
         if self._state is ManagerState.FAILED:
@@ -376,11 +389,11 @@ class GptManager:
             ) from self._exception
 
     def _raise_if_forked(self) -> None:
-        if os.getpid() != self._process:
+        if self._is_forked:
             raise ManagerDeadError(f"the manager lives in process {self._process}, not in its fork")
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._process:
+        if not self._is_forked:
             self.shutdown(drain=False, timeout=5.0)
 
 

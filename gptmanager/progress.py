@@ -5,13 +5,10 @@ Written by the loop thread, read from any. Decides only when a manager counts as
 
 from __future__ import annotations
 
-import logging
-import time
-
+from gptmanager.clock import monotonic
 from gptmanager.inspection import explain
+from gptmanager.log import logger
 from gptmanager.loop import TokenLoop
-
-logger = logging.getLogger("gptmanager")
 
 _STALL_WARNING_S = 1.0
 _STUCK_S = 10.0  # requests are active and no step ends for so long: not progressing
@@ -24,26 +21,26 @@ class Progress:
 
     def __init__(self) -> None:
         self.last_step: float | None = None
-        self._last = time.monotonic()  # a step has ended, or there was nothing to do
+        self._last = monotonic()  # a step has ended, or there was nothing to do
         self._stall_told = False
 
     def note(self, *, worked: bool, is_active: bool) -> None:
         """A turn of the loop has ended. `worked`: with a step."""
         if worked:
-            self.last_step = self._last = time.monotonic()
+            self.last_step = self._last = monotonic()
         elif not is_active:
-            self._last = time.monotonic()
+            self._last = monotonic()
 
     def is_progressing(self, num_active: int) -> bool:
-        return num_active == 0 or time.monotonic() - self._last < _STUCK_S
+        return num_active == 0 or monotonic() - self._last < _STUCK_S
 
     def last_step_age_s(self) -> float | None:
         last_step = self.last_step
-        return None if last_step is None else time.monotonic() - last_step
+        return None if last_step is None else monotonic() - last_step
 
     def warn_of_stall(self, loop: TokenLoop) -> None:
         """Say once why nobody runs although requests are there."""
-        stalled_s = time.monotonic() - self._last
+        stalled_s = monotonic() - self._last
         if not loop.active or stalled_s < _STALL_WARNING_S:
             self._stall_told = False
         elif not self._stall_told:

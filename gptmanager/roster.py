@@ -6,7 +6,6 @@ about who runs: `TokenLoop` does, which is a roster that iterates.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Collection
 from typing import Protocol
@@ -22,14 +21,13 @@ from gptmanager.errors import (
     RequestError,
     response_text,
 )
+from gptmanager.log import logger
 from gptmanager.outputs import Outputs
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import LlmRequestState, insert_by_priority
 from gptmanager.responses import final
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake
-
-logger = logging.getLogger("gptmanager")
 
 _PREPARING = LlmRequestState.PREPARING
 

@@ -8,13 +8,13 @@ everything of ours lies under "gptmanager". The JSON Schema beside this file
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import orjson
 
+from gptmanager.clock import local_time, wall_clock_s
 from gptmanager.kv_cache import ReuseCounts
 
 SCHEMA_VERSION = 1
@@ -132,10 +132,10 @@ class Timestamp:
         self._text = ""
 
     def __call__(self) -> str:
-        second = int(time.time())
+        second = wall_clock_s()
         if second != self._second:
             self._second = second
-            self._text = time.strftime("%m-%d-%Y %H:%M:%S", time.localtime(second))
+            self._text = local_time("%m-%d-%Y %H:%M:%S", second)
         return self._text
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
-import time
 import traceback
 from dataclasses import dataclass
 
-logger = logging.getLogger("gptmanager")
+from gptmanager.clock import perf_counter_ns
+from gptmanager.log import logger
 
 NUM_BUCKETS = 32
 
@@ -44,10 +43,10 @@ class CallbackTimer:
         self.started_ns = 0  # of the call under way; 0: none
 
     def start(self) -> None:
-        self.started_ns = time.perf_counter_ns()
+        self.started_ns = perf_counter_ns()
 
     def stop(self) -> None:
-        taken = time.perf_counter_ns() - self.started_ns
+        taken = perf_counter_ns() - self.started_ns
         self.started_ns = 0
         self.calls += 1
         self.total_ns += taken
@@ -60,7 +59,7 @@ class CallbackTimer:
     def running_s(self) -> float:
         """Seconds that the call under way has taken so far; 0: none."""
         started = self.started_ns
-        return (time.perf_counter_ns() - started) / 1e9 if started else 0.0
+        return (perf_counter_ns() - started) / 1e9 if started else 0.0
 
     def snapshot(self) -> CallbackLatency:
         return CallbackLatency(
@@ -96,7 +95,7 @@ class Watchdog:
         period = min(max(self._budget_s / 2, 0.05), 0.25)
         reported: dict[str, int] = {}
         while not self._ended.wait(period):
-            now = time.perf_counter_ns()
+            now = perf_counter_ns()
             for timer in self._timers:
                 started = timer.started_ns
                 taken_s = (now - started) / 1e9

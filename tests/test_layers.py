@@ -13,6 +13,9 @@ import pytest
 
 LAYERS = """
 errors                  every error, in one tree
+clock                   the system's clocks, whatever becomes of the module time (no torch)
+log                     the library's logger, for code that must go on (no torch)
+latch                   an event that signal handlers may wait for (no torch)
 arguments               arguments of constructors, checked by name (no torch)
 config                  what a host configures, and the enums of the contract (no torch)
 attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
@@ -142,6 +145,7 @@ beam_responses          the tensors of several beams
 responses               tokens as a host gets them
 roster                  the active requests: who comes in, and who ends
 loop                    iterate(), in about 25 lines
+inbox                   what other threads want of the loop
 life                    the states of a manager, and its health
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits

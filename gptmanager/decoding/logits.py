@@ -10,8 +10,6 @@ for all rows that share it; a `RowProcessor` likewise, on the rows where they li
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.clock import perf_counter
 from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import (
     Errors,
@@ -34,11 +33,10 @@ from gptmanager.decoding.rows import (
 )
 from gptmanager.decoding.stream_watch import StreamWatch
 from gptmanager.errors import CallbackError, RequestError, response_text
+from gptmanager.log import logger
 from gptmanager.post_processor import BoundProcessor, RequestProcessor, name_of
 from gptmanager.step import SequenceStart
 from gptmanager.watchdog import CallbackTimer
-
-logger = logging.getLogger("gptmanager")
 
 
 class PostProcessing:
@@ -281,10 +279,10 @@ class _Guard:
 
     def __enter__(self) -> None:
         self._timer.start()
-        self._started = time.perf_counter()
+        self._started = perf_counter()
 
     def __exit__(self, kind: Any, raised: BaseException | None, traceback: Any) -> bool:
-        taken_s = time.perf_counter() - self._started
+        taken_s = perf_counter() - self._started
         self._timer.stop()
         if raised is not None:
             self._timer.errors += 1

@@ -7,11 +7,11 @@ which follow from them, only of the last iterations. Knows nothing of who fills 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from gptmanager.clock import perf_counter_ns
 from gptmanager.recorder.object_graph import GraphWriter
 from gptmanager.recorder.recording import Turn, make_header
 from gptmanager.recorder.values import to_json
@@ -54,9 +54,9 @@ class BlackBox:
         turns = self._segments[-1].turns
         turns.append(turn)
         if len(turns) >= self._segment_length:
-            started = time.perf_counter_ns()
+            started = perf_counter_ns()
             self._segments.append(_Segment(LoopState(self._loop)))
-            taken = time.perf_counter_ns() - started
+            taken = perf_counter_ns() - started
             self._segment_length = max(_MIN_SEGMENT, self._keep, taken // _STATE_NS_PER_TURN)
 
     def lines(self, blueprint: Mapping[str, Any], last: Turn | None) -> list[bytes]:

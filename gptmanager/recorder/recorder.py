@@ -7,7 +7,6 @@ when the loop fails. Never changes what it sees, never raises into the loop.
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,12 +17,11 @@ from typing import IO, Any
 from gptmanager.api import NamedTensor
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, response_text
+from gptmanager.log import logger
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.recording import End, Turn, make_header
 from gptmanager.recorder.values import to_json
 from gptmanager.step import Intake, Schedule, StepResult
-
-logger = logging.getLogger("gptmanager")
 
 _FLUSH_S = 1.0
 

@@ -1,0 +1,39 @@
+"""The system's clocks, whatever becomes of the module `time`.
+
+A host may freeze `time.monotonic`, turn it back or break it, on purpose or not. A private instance
+of the built-in module keeps deadlines, waits and statistics out of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.machinery import BuiltinImporter
+from importlib.util import module_from_spec
+from typing import Any
+
+
+def _private_time() -> Any:
+    spec = BuiltinImporter.find_spec("time")
+    if spec is None or spec.loader is None:
+        raise ImportError("this Python has no built-in module time")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_time = _private_time()
+
+monotonic: Callable[[], float] = _time.monotonic
+perf_counter: Callable[[], float] = _time.perf_counter
+perf_counter_ns: Callable[[], int] = _time.perf_counter_ns
+thread_time_ns: Callable[[], int] = _time.thread_time_ns
+
+
+def wall_clock_s() -> int:
+    """Whole seconds since the epoch."""
+    return int(_time.time())
+
+
+def local_time(format: str, second: int) -> str:
+    """A second of the epoch as local time, as `time.strftime` writes it."""
+    return str(_time.strftime(format, _time.localtime(second)))

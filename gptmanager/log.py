@@ -1,0 +1,39 @@
+"""The library's logger for code that must go on: nothing that it calls can raise here.
+
+The handlers and filters are the host's, and a record asks the host's `time.time`.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+
+class SteadyLogger:
+    """A `logging.Logger` whose failures are swallowed; records name the caller's line."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def debug(self, text: str, *values: Any) -> None:
+        self._log(logging.DEBUG, text, values)
+
+    def info(self, text: str, *values: Any) -> None:
+        self._log(logging.INFO, text, values)
+
+    def warning(self, text: str, *values: Any, exc_info: Any = None) -> None:
+        self._log(logging.WARNING, text, values, exc_info)
+
+    def error(self, text: str, *values: Any, exc_info: Any = None) -> None:
+        self._log(logging.ERROR, text, values, exc_info)
+
+    def exception(self, text: str, *values: Any) -> None:
+        self._log(logging.ERROR, text, values, True)
+
+    def _log(self, level: int, text: str, values: tuple[Any, ...], exc_info: Any = None) -> None:
+        with suppress(Exception):
+            self._logger.log(level, text, *values, exc_info=exc_info, stacklevel=3)
+
+
+logger = SteadyLogger(logging.getLogger("gptmanager"))
