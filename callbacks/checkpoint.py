@@ -5,7 +5,6 @@ The manager takes neither from the checkpoint: a host decides. These are the usu
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,11 @@ import torch
 from tokenizers import Tokenizer
 
 from gptmanager import InferenceRequest, word_list
+from gptmanager.checkpoint_files import check_file, read_object, shown, told
 from gptmanager.errors import ConfigError
+
+_MAX_END_IDS = 1024
+_MAX_TOKENIZER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,26 @@ class TokenDefaults:
         """From `generation_config.json`; without one from `config.json`, as transformers does."""
         for name in ("generation_config.json", "config.json"):
             path = Path(folder) / name
-            if path.is_file():
-                return cls.of_config(_read_object(path))
+            if os.path.lexists(path):
+                return cls.of_config(read_object(path), str(path))
         return cls()
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> TokenDefaults:
-        """From the keys `eos_token_id` (an id, or a list) and `pad_token_id`."""
-        return cls(ids_of(config.get("eos_token_id")), config.get("pad_token_id"))
+    def of_config(cls, config: Mapping[str, Any], where: str = "config.json") -> TokenDefaults:
+        """From the keys `eos_token_id` (an id, or a list) and `pad_token_id`.
+
+        ConfigError for what is no id; `where`: as it calls the config.
+        """
+        end_ids, pad_id = config.get("eos_token_id"), config.get("pad_token_id")
+        listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]
+        if end_ids is not None and not (len(listed) <= _MAX_END_IDS and all(map(_is_id, listed))):
+            raise ConfigError(
+                f"{where}: eos_token_id = {shown(end_ids)}: a token id is needed, or a list of at "
+                f"most {_MAX_END_IDS}"
+            )
+        if pad_id is not None and not _is_id(pad_id):
+            raise ConfigError(f"{where}: pad_token_id = {shown(pad_id)}: a token id is needed")
+        return cls(ids_of(end_ids), pad_id)
 
     def fill(self, request: InferenceRequest) -> None:
         """Set on `request` what it does not say itself."""
@@ -67,27 +82,34 @@ def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a checkpoint folder; ConfigError if it has no readable tokenizer.json."""
+    """The tokenizer of a checkpoint folder; ConfigError if it has no readable tokenizer.json.
+
+    Texts are neither cut nor padded, whatever the file says of that: nor does transformers do it.
+    """
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
+        where = shown(os.fspath(folder))
+        if not os.path.isdir(folder):
+            raise ConfigError(f"{where} is no folder: text prompts need one with a tokenizer.json")
         raise ConfigError(
-            f"{os.fspath(folder)!r} holds no tokenizer.json, which text prompts need: "
-            "pass token ids, or a tokenizer"
+            f"{where} holds no tokenizer.json, which text prompts need: pass token ids, or a "
+            "tokenizer"
         )
+    check_file(path, _MAX_TOKENIZER_BYTES)
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+        tokenizer = Tokenizer.from_file(str(path))
+    except BaseException as error:  # bare Exceptions, and panics of Rust, which are none
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise ConfigError(f"{path} is not a tokenizer: {told(error)}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return content
+def _is_id(value: Any) -> bool:
+    """-1 stands for none in some checkpoints."""
+    return type(value) is int and -1 <= value < 2**31
 
 
 def _one(value: int) -> np.ndarray:

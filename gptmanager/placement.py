@@ -24,9 +24,10 @@ from gptmanager.executor import TorchExecutor
 from gptmanager.generation_graphs import ladder
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.memory.device_kv_pool import DeviceKvPool
+from gptmanager.memory.host_memory import free_memory_bytes
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.model import Dimensions, Model, load_model
-from gptmanager.sizing import Room, Sizes, free_memory_bytes
+from gptmanager.models.model import CheckpointModel, Dimensions, Model, load_model
+from gptmanager.sizing import Room, Sizes
 
 
 def place(params: OptionalParams) -> Placement:
@@ -92,13 +93,15 @@ class HostPlacement(Placement):
     def executor(
         self, model: Model, sizes: Sizes, *, max_batch_size: int, **options: Any
     ) -> TorchExecutor:
-        return TorchExecutor(
+        executor = TorchExecutor(
             model,
             _pool(KvPool, model.spec, sizes, contiguous=sizes.contiguous),
             max_seq_len=sizes.max_seq_len,
             attention_window=sizes.window,
             **options,
         )
+        _reserve(model, sizes.max_seq_len)  # last: it is filled, and the others may not fit
+        return executor
 
 
 class DevicePlacement(Placement):
@@ -121,6 +124,7 @@ class DevicePlacement(Placement):
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         """By a trial: the largest step that the options allow is run, with a cache of one block."""
+        self._reserve(model, _longest(model, params))
         peak = self.stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
         gc.collect()  # of what the trial held nothing may be missing from what is free
         # what the trial has none of: the recordings' logits, and marks of the sampler beside them
@@ -138,6 +142,7 @@ class DevicePlacement(Placement):
         max_beam_width: int = 1,
         **options: Any,
     ) -> DeviceExecutor:
+        self._reserve(model, sizes.max_seq_len)
         return DeviceExecutor(
             model,
             self._pool(model, sizes),
@@ -149,8 +154,12 @@ class DevicePlacement(Placement):
             **options,
         )
 
+    def _reserve(self, model: Model, num_positions: int) -> None:
+        _reserve(model, num_positions)
+        self.stream.catch_up()  # as when it was loaded
+
     def _try(self, model: Model, params: OptionalParams, max_beam_width: int) -> None:
-        longest = min(params.max_seq_len or (1 << 62), model.spec.max_position_embeddings)
+        longest = _longest(model, params)
         size = params.kv_cache_config.tokens_per_block
         executor = DeviceExecutor(
             model,
@@ -181,6 +190,16 @@ def _pool(make: Callable[..., KvPool], spec: Dimensions, sizes: Sizes, **options
         num_host_blocks=sizes.num_host_blocks,
         **options,
     )
+
+
+def _longest(model: Model, params: OptionalParams) -> int:
+    """Tokens of a sequence, before the KV cache has its say."""
+    return min(params.max_seq_len or (1 << 62), model.spec.max_position_embeddings)
+
+
+def _reserve(model: Model, num_positions: int) -> None:
+    if isinstance(model, CheckpointModel):
+        model.reserve_positions(num_positions)
 
 
 def _refuse_for_models(params: OptionalParams) -> None:

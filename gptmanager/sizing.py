@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +11,7 @@ import torch
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
+from gptmanager.memory.host_memory import free_memory_bytes
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions
 
@@ -149,31 +147,6 @@ def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> in
     )
     logger.warning("max_input_len is reduced to %d", in_pool - 1)
     return in_pool
-
-
-def free_memory_bytes() -> float:
-    """Memory that a new allocation could get without swapping, within a container's limit."""
-    return min(_free_in_system(), _free_in_container())
-
-
-def _free_in_container() -> float:
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii")
-        return math.inf if limit == "max" else max(0, int(limit) - int(used))
-    except (OSError, ValueError):  # no control groups of the second version
-        return math.inf
-
-
-def _free_in_system() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the free pages are the best that POSIX offers
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _num_blocks(

@@ -17,6 +17,7 @@ clock                   the system's clocks, whatever becomes of the module time
 log                     the library's logger, for code that must go on (no torch)
 latch                   an event that signal handlers may wait for (no torch)
 arguments               arguments of constructors, checked by name (no torch)
+checkpoint_files        files of a checkpoint, which somebody else wrote (no torch)
 config                  what a host configures, and the enums of the contract (no torch)
 attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
@@ -88,6 +89,7 @@ cuda.matrix             every kernel in every instantiation, compiled
 staging                 arrays of a step, to the device in one copy
 parallel                ranks and collectives
 
+memory.host_memory      how much memory the host has to give (no torch)
 memory.kv_pool          the tensors that blocks stand for
 memory.device_kv_pool   the same on a device, whose blocks a kernel copies
 memory.weights          tensors loaded by name into storage the executor owns

@@ -223,8 +223,12 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ({"m.z.weight": "model-0.safetensors"}, "tensor m.z.weight is not in model-0.safetensors"),
         ({"m.a.weight": "../model-0.safetensors"}, "weight_map names '../model-0.safetensors'"),
         ({"m.a.weight": 3}, "weight_map names 3"),
-        (["model-0.safetensors"], "index.json cannot be read"),
-        ("?", "index.json cannot be read"),
+        ({"m.a.weight": ".."}, "weight_map names '..', a file of the folder is needed"),
+        ({"m.a.weight": ""}, "weight_map names '', a file of the folder is needed"),
+        ({"m.a.weight": "/etc/passwd"}, "weight_map names '/etc/passwd', a file of the folder"),
+        ({"m.a.weight": "a\0b"}, r"/a\x00b' cannot be read: embedded null byte"),
+        (["model-0.safetensors"], "weight_map = ['model-0.safetensors']: an object is needed"),
+        ("?", "weight_map = '?': an object is needed"),
     ],
 )
 def test_an_index_that_does_not_hold_is_refused(

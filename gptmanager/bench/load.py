@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gptmanager.checkpoint_files import check_file, read_object
 from gptmanager.errors import ConfigError
+from gptmanager.models.fields import Fields
 
 # the model that CPU figures are compared on when no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
@@ -89,6 +90,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = read_config(folder)
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
+        check_file(file)
         try:
             state |= load_file(file)
         except (OSError, SafetensorError) as error:
@@ -133,10 +135,7 @@ def random_llama(
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {folder}: config.json: {error}") from error
-    if "vocab_size" not in config:
-        raise ConfigError(f"--model {folder}: config.json names no vocab_size")
+    """A checkpoint's config.json, whose vocab_size is one. ConfigError."""
+    config = read_object(folder / "config.json")
+    Fields(config, {}, {}, f"--model {folder}: config.json: ").size("vocab_size")
     return config

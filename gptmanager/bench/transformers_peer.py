@@ -42,7 +42,12 @@ class TransformersPeer:
                 self._model = auto.from_config(config, dtype=dtype)
             self._model.load_state_dict(source[1])
         else:
-            self._model = auto.from_pretrained(source, dtype=params.dtype or "auto").to(device)
+            try:
+                self._model = auto.from_pretrained(
+                    source, dtype=params.dtype or "auto", use_safetensors=True
+                ).to(device)
+            except (OSError, RuntimeError, TypeError, ValueError) as error:
+                raise ConfigError(f"--peer transformers cannot load {source}: {error}") from error
         self._model.eval().set_attn_implementation("paged|sdpa")
         self._configure = library.ContinuousBatchingConfig
         self._generation = library.GenerationConfig(

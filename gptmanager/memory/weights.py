@@ -8,8 +8,8 @@ tensor belongs where.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,12 +21,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from gptmanager.checkpoint_files import check_file, read_object, shown, shown_path, told
 from gptmanager.errors import ConfigError
+from gptmanager.memory.host_memory import free_memory_bytes
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MIN_PIECE_BYTES = 1 << 20
+_MAX_TENSORS = 200_000  # of 10,000 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,21 @@ class TensorSource(Protocol):
 
 
 class StateDict:
-    """Tensors that are in memory already. One that is no tensor: `ConfigError`."""
+    """Tensors that are in memory already. One that is none, or has no values: `ConfigError`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"tensor {shown(name)}: a name is needed that is a str")
             if not isinstance(tensor, Tensor):
-                raise ConfigError(f"{name}: a torch.Tensor is needed, got {type(tensor).__name__}")
+                raise ConfigError(
+                    f"{_name(name)}: a torch.Tensor is needed, got {type(tensor).__name__}"
+                )
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise ConfigError(
+                    f"{_name(name)}: a dense tensor with values is needed, got one of layout "
+                    f"{tensor.layout} on {tensor.device}"
+                )
         self._tensors = tensors
 
     def describe(self) -> Mapping[str, TensorInfo]:
@@ -84,6 +96,9 @@ class StateDict:
 
     def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
         yield 0, self._tensors[name]
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class SafetensorsFolder:
@@ -106,7 +121,7 @@ class SafetensorsFolder:
             self._add_file(file)
         for tensor, name in (index or {}).items():
             if self._files.get(tensor) != folder / name:
-                raise ConfigError(f"{_INDEX}: tensor {tensor} is not in {name}")
+                raise ConfigError(f"{_INDEX}: tensor {_name(tensor)} is not in {name}")
 
     def describe(self) -> Mapping[str, TensorInfo]:
         return self._tensors
@@ -137,10 +152,16 @@ class SafetensorsFolder:
 
     def _add_file(self, file: Path) -> None:
         handle = _open(file)
-        for name in handle.keys():
+        names = handle.keys()
+        if len(self._tensors) + len(names) > _MAX_TENSORS:
+            raise ConfigError(
+                f"{shown_path(file)} holds {len(names)} tensors: a checkpoint may have "
+                f"{_MAX_TENSORS} in all"
+            )
+        for name in names:
             if name in self._files:
                 other = self._files[name].name
-                raise ConfigError(f"tensor {name} is in two files: {other} and {file.name}")
+                raise ConfigError(f"tensor {_name(name)} is in two files: {other} and {file.name}")
             header = handle.get_slice(name)
             dtype = header.get_dtype()
             self._files[name] = file
@@ -191,7 +212,8 @@ class Weights:
 
         `partial`: tensors may be missing once all were loaded; what they fill is left as it is.
         `ConfigError` names the tensors that are missing, unknown, double, misshapen, not of a
-        floating dtype (nothing is allocated or copied then), or not equal to their twin.
+        floating dtype, the bytes that there is no memory for (nothing is allocated or copied then),
+        or the tensor that is not equal to its twin.
         """
         source = StateDict(tensors) if isinstance(tensors, Mapping) else tensors
         found = source.describe()
@@ -203,19 +225,29 @@ class Weights:
             _check(given, found[given], *self._expected_shapes(self._places[name]))
         scales = {place.parameter for place in self._places.values() if place.scale}
         if not self._storage:
-            self._storage = {
-                name: torch.empty(
-                    shape,
-                    dtype=torch.float32 if name in scales else self._dtype,
-                    device=self._device,
-                )
-                for name, shape in self._shapes.items()
-            }
+            self._allocate(scales)
         if not (partial and self.version):
             for name in scales:
                 self._storage[name].fill_(1)
         self._copy_all(source, names)
         self.version += 1
+
+    def _allocate(self, scales: Collection[str]) -> None:
+        dtypes = {n: torch.float32 if n in scales else self._dtype for n in self._shapes}
+        needed = sum(math.prod(shape) * dtypes[n].itemsize for n, shape in self._shapes.items())
+        on_host = torch.device(self._device).type == "cpu"
+        free = free_memory_bytes() if on_host else math.inf  # a device says itself what it has
+        try:
+            if needed > free:
+                raise MemoryError(f"{free} bytes are free")
+            self._storage = {
+                name: torch.empty(shape, dtype=dtypes[name], device=self._device)
+                for name, shape in self._shapes.items()
+            }
+        except (RuntimeError, MemoryError) as error:  # torch has both
+            raise ConfigError(
+                f"no memory for weights of {needed} bytes in {self._dtype}: {told(error)}"
+            ) from error
 
     def _copy_all(self, source: TensorSource, names: Mapping[str, str]) -> None:
         # twins are compared, so what they are compared with must be there
@@ -291,37 +323,43 @@ def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:
 
 
 def _open(file: Path) -> Any:
+    check_file(file)
     try:
         return safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
+    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"{shown_path(file)} cannot be read as safetensors: {told(error)}"
+        ) from error
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name -> file name; None: the checkpoint is a single file."""
-    if (folder / _SINGLE).exists():
+    if os.path.lexists(folder / _SINGLE):
         return None
     file = folder / _INDEX
-    if not file.exists():
-        text = f"{folder} holds neither {_SINGLE} nor {_INDEX}"
+    if not os.path.lexists(file):
+        text = f"{shown_path(folder)} holds neither {_SINGLE} nor {_INDEX}"
         pickles = sorted(file.name for file in folder.glob("*.bin"))
         if pickles:
             text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
         raise ConfigError(text)
-    try:
-        index = dict(json.loads(file.read_bytes())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error!r}") from error
+    index = read_object(file).get("weight_map")
+    if not isinstance(index, dict):
+        raise ConfigError(f"{shown_path(file)}: weight_map = {shown(index)}: an object is needed")
     for name in index.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ConfigError(f"{file}: weight_map names {name!r}, a file of the folder is needed")
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
+            text = f"weight_map names {shown(name)}, a file of the folder is needed"
+            raise ConfigError(f"{shown_path(file)}: {text}")
     return index
 
 
 def _refuse(what: str, names: Collection[str]) -> None:
     if names:
-        shown = ", ".join(sorted(names)[:8])
+        first = ", ".join(_name(name) for name in sorted(names)[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        raise ConfigError(f"{what}: {shown}{more}")
+        raise ConfigError(f"{what}: {first}{more}")
+
+
+def _name(tensor: str) -> str:
+    """As it is, unless it is no name that a checkpoint of ours could have."""
+    return tensor if tensor.isprintable() and len(tensor) <= 200 else shown(tensor)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from gptmanager.checkpoint_files import check_depth, shown
 from gptmanager.errors import ConfigError
 from gptmanager.memory.weights import Place
 from gptmanager.models.fields import Fields
@@ -187,6 +188,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "quantization_config": None,
     "residual_multiplier": 1.0,
 }
+_MAX_LAYERS = 10_000  # each has a dozen parameters, all with names
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -195,19 +197,24 @@ def read_spec(
     *,
     dtype: str | torch.dtype | None = None,
     max_seq_len: int | None = None,
+    num_tensors: int | None = None,
 ) -> ModelSpec:
     """The network that a `config.json` describes.
 
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`. It
-    bounds the positions, and decides once which of longrope's factors hold.
+    bounds the positions, and decides once which of longrope's factors hold. `num_tensors`: so many
+    the checkpoint has, each layer several of them.
     """
+    check_depth("config.json", config)
     name = config.get("model_type")
     if name not in [*FAMILIES]:
-        raise ConfigError(f"config.json: model_type = {name!r}: needed is one of {[*FAMILIES]}")
+        raise ConfigError(
+            f"config.json: model_type = {shown(name)}: needed is one of {[*FAMILIES]}"
+        )
     family = FAMILIES[name]
     fields = Fields(config, family.defaults, family.spellings)
     _refuse_unsupported(fields, family)
-    hidden, num_layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
+    hidden, num_layers = fields.size("hidden_size"), _read_num_layers(fields, num_tensors)
     num_heads, num_kv_heads, head_dim = _read_heads(fields, hidden, family.rotary)
     max_seq_len = _read_max_seq_len(fields, family.rotary, max_seq_len)
     return ModelSpec(
@@ -292,6 +299,13 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         raise fields.error("hidden_act", f"needed is one of {[*family.activations]}")
 
 
+def _read_num_layers(fields: Fields, num_tensors: int | None) -> int:
+    num_layers = fields.size("num_hidden_layers", limit=_MAX_LAYERS)
+    if num_tensors is not None and num_layers > num_tensors:
+        raise fields.error("num_hidden_layers", f"the checkpoint has only {num_tensors} tensors")
+    return num_layers
+
+
 def _read_heads(fields: Fields, hidden: int, rotary: bool) -> tuple[int, int, int]:
     """(query heads, KV heads, head dim)."""
     heads = fields.size("num_attention_heads")
@@ -325,11 +339,12 @@ def _read_dtype(fields: Fields, dtype: str | torch.dtype | None) -> torch.dtype:
     source = "dtype"
     if dtype is None:
         source = "torch_dtype" if fields.get("dtype") is None else "dtype"
-        dtype = fields.get(source) or "float32"
+        dtype = fields.get(source)
+        dtype = "float32" if dtype is None else dtype
         source = f"config.json: {source}"
-    name = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, (str, torch.dtype)) else ""
     if name not in _DTYPES:
-        raise ConfigError(f"{source} = {name!r}: needed is one of {list(_DTYPES)}")
+        raise ConfigError(f"{source} = {shown(dtype)}: needed is one of {list(_DTYPES)}")
     return _DTYPES[name]
 
 

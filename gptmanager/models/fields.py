@@ -5,11 +5,14 @@ Decides what a size, a number, a flag is; knows nothing of what a field means.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+from gptmanager.checkpoint_files import shown
 from gptmanager.errors import ConfigError
+
+MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
 
 
 class Fields:
@@ -37,27 +40,26 @@ class Fields:
 
     def error(self, field: str, need: str) -> ConfigError:
         name = self._spellings.get(field, field)
-        return ConfigError(f"{self._label}{name} = {self.get(field)!r}: {need}")
+        return ConfigError(f"{self._label}{name} = {shown(self.get(field))}: {need}")
 
-    def size(self, field: str, if_null: int | None = None) -> int:
-        """A positive integer."""
+    def size(self, field: str, if_null: int | None = None, limit: int = MAX_SIZE) -> int:
+        """A positive integer, up to `limit`."""
         value = if_null if self.get(field) is None else self.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(field, "a positive integer is needed")
+        if value > limit:
+            raise self.error(field, f"a positive integer of at most {limit} is needed")
         return value
 
     def count(self, field: str) -> int:
         """An integer from 0 on."""
-        return 0 if self.get(field) == 0 else self.size(field)
+        value = self.get(field)
+        return 0 if value == 0 and type(value) is int else self.size(field)
 
     def number(self, field: str, if_null: float | None = None) -> float:
         """A positive, finite number."""
-        value = if_null if self.get(field) is None else self.get(field)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 < value < math.inf
-        ):
+        value: Any = if_null if self.get(field) is None else self.get(field)
+        if not is_positive(value):
             raise self.error(field, "a positive number is needed")
         return float(value)
 
@@ -66,3 +68,9 @@ class Fields:
         if not isinstance(value, bool):
             raise self.error(field, "true or false is needed")
         return value
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a positive, finite number that a float can hold."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max

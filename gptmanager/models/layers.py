@@ -137,8 +137,17 @@ class Decoder:
         self._embedding = weights["embedding.weight"]
         self._lm_head = self._embedding if spec.tied_embeddings else weights["lm_head.weight"]
         self._positions = None if spec.rope is not None else weights["positions.weight"]
-        self._cos_sin = (
-            rope_table(spec.rope, spec.head_dim, spec.max_seq_len, device) if spec.rope else None
+        self._device = device
+        self._cos_sin: Tensor | None = None
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Cosines and sines for so many positions, and for no others."""
+        table = self._cos_sin
+        if self._spec.rope is None or (table is not None and len(table) == num_positions):
+            return
+        table = self._cos_sin = None  # or both would be there for a while
+        self._cos_sin = rope_table(
+            self._spec.rope, self._spec.head_dim, num_positions, self._device
         )
 
     def plan(
@@ -149,6 +158,8 @@ class Decoder:
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
         """Write the batch's keys and values; logits `[S, vocab]` in the weights' dtype."""
+        if self._cos_sin is None:
+            self.reserve_positions(self._spec.max_seq_len)
         plan = self._kernels.begin(
             self._shape,
             batch.plan,

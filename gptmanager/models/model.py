@@ -6,7 +6,7 @@ Decides where a checkpoint is read from; knows nothing of scheduling, sampling a
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gptmanager.checkpoint_files import read_object, shown
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.memory.weights import SafetensorsFolder, Weights
+from gptmanager.memory.weights import SafetensorsFolder, StateDict, Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.families import FAMILIES, place_tensors, read_spec
 from gptmanager.models.layers import Decoder, ModelSpec, parameter_shapes
@@ -98,6 +99,14 @@ class CheckpointModel:
     def nbytes(self) -> int:
         return self.weights.nbytes
 
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make what is as long as the longest sequence, which needs no more than these.
+
+        Otherwise the first `forward` makes it, for `max_seq_len`. ConfigError where the config's
+        numbers leave float32.
+        """
+        self._decoder.reserve_positions(num_positions)
+
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
@@ -129,13 +138,16 @@ def load_model(
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
     mapped files.
     """
+    tensors: StateDict | SafetensorsFolder
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
-        folder = None
+        tensors = StateDict(state_dict)
     else:
         config = _read_config(Path(source))
-        folder = SafetensorsFolder(Path(source))
-    spec = read_spec(config, dtype=dtype, max_seq_len=max_seq_len)
+        tensors = SafetensorsFolder(Path(source))
+    spec = read_spec(
+        config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
+    )
     if attention_window is not None:
         narrowed = tuple(
             min(window or attention_window, attention_window) for window in spec.windows
@@ -151,28 +163,22 @@ def load_model(
         dtype=spec.dtype,
         device=device,
     )
-    if folder is None:
-        weights.load(state_dict)
-    else:
-        weights.load(folder)
-        folder.close()
+    weights.load(tensors)
+    tensors.close()
     return CheckpointModel(spec, weights, kernels, device)
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
+    if not os.path.lexists(file):
+        why = f"there is no {file.name} in it" if os.path.isdir(folder) else "it does not exist"
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            why = "it is no folder"
         raise ConfigError(
-            f"model_path = {str(folder)!r}: a checkpoint folder with a config.json is needed "
-            f"({error.strerror}: {file})"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: an object is needed")
-    return config
+            f"model_path = {shown(os.fspath(folder))}: a checkpoint folder with a config.json is "
+            f"needed, and {why}"
+        )
+    return read_object(file)
 
 
 def _check_pair(source: tuple[Any, ...]) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:

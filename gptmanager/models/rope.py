@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gptmanager.models.fields import Fields
+from gptmanager.checkpoint_files import shown, told
+from gptmanager.errors import ConfigError
+from gptmanager.models.fields import Fields, is_positive
 
 _COMMON = frozenset(
     "rope_type type rope_theta original_max_position_embeddings partial_rotary_factor "
@@ -56,12 +58,13 @@ def read_rope(fields: Fields, head_dim: int, max_seq_len: int) -> Rope:
     `max_seq_len` decides once which of longrope's two lists of factors holds.
     """
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if value is not None and not isinstance(value, Mapping):
+            raise fields.error(name, "an object is needed")
     if scaling and parameters and scaling != parameters:
-        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {parameters!r}")
+        raise fields.error("rope_scaling", f"rope_parameters says otherwise: {shown(parameters)}")
     values = scaling or parameters or {}
     label = "rope_scaling" if scaling else "rope_parameters"
-    if not isinstance(values, Mapping):
-        raise fields.error(label, "an object is needed")
     original = fields.get("original_max_position_embeddings")
     if original is not None:  # beside the rope's own fields it wins, as in transformers
         values = {**values, "original_max_position_embeddings": original}
@@ -90,9 +93,13 @@ def read_rope(fields: Fields, head_dim: int, max_seq_len: int) -> Rope:
 def rope_table(
     rope: Rope, head_dim: int, num_positions: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """float32 `[num_positions, head_dim]`: cosines of the head_dim / 2 angles, then the sines."""
+    """float32 `[num_positions, head_dim]`: cosines of the head_dim / 2 angles, then the sines.
+
+    ConfigError where the numbers of the rope leave float32.
+    """
+    frequencies = _finite_frequencies(rope, head_dim)
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, _inverse_frequencies(rope, head_dim))
+    angles = torch.outer(positions, frequencies)
     table = torch.empty(num_positions, head_dim, dtype=torch.float32)
     torch.cos(angles, out=table[:, : head_dim // 2])
     torch.sin(angles, out=table[:, head_dim // 2 :])
@@ -149,9 +156,21 @@ def _read_divisors(rope: Fields, head_dim: int, *, is_long: bool) -> tuple[float
         values = rope.get(field)
         if not isinstance(values, list) or len(values) != head_dim // 2:
             raise rope.error(field, f"a list of {head_dim // 2} numbers is needed")
-        if not all(isinstance(value, (int, float)) and value > 0 for value in values):
+        if not all(map(is_positive, values)):
             raise rope.error(field, "positive numbers are needed")
     return tuple(float(value) for value in rope.get("long_factor" if is_long else "short_factor"))
+
+
+def _finite_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    try:
+        frequencies = _inverse_frequencies(rope, head_dim)
+    except (ArithmeticError, ValueError) as error:
+        raise ConfigError(
+            f"config.json: no frequencies come of {shown(rope)}: {told(error)}"
+        ) from error
+    if not (frequencies * rope.attention_factor).isfinite().all():
+        raise ConfigError(f"config.json: what {shown(rope)} comes to leaves float32")
+    return frequencies
 
 
 def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

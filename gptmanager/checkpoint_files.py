@@ -1,0 +1,116 @@
+"""Files of a checkpoint, which somebody else wrote: what they are is asked before they are read.
+
+Decides how large and how deep such a file may be; knows nothing of what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gptmanager.errors import ConfigError
+
+_MAX_JSON_BYTES = 64 << 20
+_MAX_DEPTH = 64
+_TOO_DEEP = f"its values are nested deeper than {_MAX_DEPTH} levels"
+_MAX_SHOWN, _MAX_TOLD = 200, 500  # characters of a value in an error, of another error
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: one that is long is cut."""
+    try:
+        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    except Exception:  # nested too deep, an integer of too many digits, or an object of a host
+        text = f"a {type(value).__name__} that cannot be shown"
+    return _cut(text, _MAX_SHOWN)
+
+
+def told(error: BaseException) -> str:
+    """What another library's error says, which may quote a whole file."""
+    return _cut(" ".join(str(error).split()), _MAX_TOLD)
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def check_file(path: Path, max_bytes: int | None = None) -> int:
+    """Its size in bytes. ConfigError unless it is a file that ends.
+
+    A FIFO would be waited for without an end, as would some files of /proc, which say that they are
+    empty.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise ConfigError(f"{shown_path(path)} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown_path(path)} cannot be read: {why}") from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a FIFO, a socket or a device"
+        raise ConfigError(f"{shown_path(path)} is {kind}: a file is needed")
+    if not status.st_size:
+        raise ConfigError(f"{shown_path(path)} is empty")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ConfigError(
+            f"{shown_path(path)} has {status.st_size} bytes: at most {max_bytes} are read"
+        )
+    return status.st_size
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds, of at most 64 MiB. ConfigError says what it is instead."""
+    size = check_file(path, _MAX_JSON_BYTES)
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(size), object_pairs_hook=_object)
+    except OSError as error:
+        raise ConfigError(f"{shown_path(path)} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{shown_path(path)}: {_TOO_DEEP}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{shown_path(path)}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shown_path(path)} is not JSON: {told(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{shown_path(path)}: an object is needed")
+    check_depth(shown_path(path), content)
+    return content
+
+
+def check_depth(where: str, value: Any) -> None:
+    """ConfigError for what code that recurses could not walk through."""
+    level: Iterable[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [child for parent in level for child in _children(parent)]
+        level = {id(child): child for child in inner}.values()  # a host's may hold one twice
+        if not level:
+            return
+    raise ConfigError(f"{where}: {_TOO_DEEP}")
+
+
+def shown_path(path: Path) -> str:
+    """As it is, if it can be printed."""
+    text = os.fspath(path)
+    return text if text.isprintable() and len(text) < 4096 else shown(text)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of them; a name that stands for two values has no meaning."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found and found[name] != value:
+            raise ConfigError(f"{shown(name)} is there twice, and the values differ")
+        found[name] = value
+    return found

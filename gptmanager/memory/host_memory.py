@@ -1,0 +1,40 @@
+"""How much memory the host has to give."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory_bytes() -> float:
+    """Memory that a new allocation could get without swapping, within a container's limit."""
+    return min(_free_in_system(), _free_in_container())
+
+
+def _free_in_container() -> float:
+    """What its limit leaves; pages of files, such as a checkpoint's, make room when asked."""
+    try:
+        limit = (_GROUP / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return math.inf
+        used = int((_GROUP / "memory.current").read_text(encoding="ascii"))
+        lines = (_GROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        counts = dict(line.split() for line in lines)
+        pages = int(counts["active_file"]) + int(counts["inactive_file"])
+        return max(0, int(limit) - used + pages)
+    except (OSError, ValueError, KeyError):  # no control groups of the second version
+        return math.inf
+
+
+def _free_in_system() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the free pages are the best that POSIX offers
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,593 @@
+"""Checkpoints that lie, hang or overflow: refused by ConfigError, soon, in little memory.
+
+GPTMANAGER_FUZZ multiplies the number of random ones (default 1: 60 of them).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CONFIGS, checkpoint, random_model
+from safetensors.torch import save_file
+from text_checkpoint import save_text_checkpoint
+
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.callbacks import RequestQueue, TokenDefaults, generate, load_tokenizer
+from gptmanager.errors import ConfigError
+from gptmanager.kernels import CpuKernels
+from gptmanager.memory import weights
+from gptmanager.models import load_model
+
+FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
+SPARE_BYTES = 3 << 30  # of address space that a hostile checkpoint may take
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_text_checkpoint(tmp_path_factory.mktemp("sound") / "text")
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "hostile"))
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """No more memory than SPARE_BYTES; what hangs is interrupted."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("a hostile checkpoint hangs")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE_BYTES, hard))
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def start(source: Any, **options: Any) -> None:
+    """As a host does, with what a folder says of tokens."""
+    options.setdefault("kv_cache_config", KvCacheConfig(max_tokens=256))
+    with bounded():
+        queue = RequestQueue()
+        if isinstance(source, Path):
+            queue = RequestQueue.for_checkpoint(source)
+            load_tokenizer(source)
+        manager = GptManager(
+            source,
+            ModelType.INFLIGHT_FUSED_BATCHING,
+            1,
+            SchedulerConfig(),
+            queue.get_inference_requests,
+            queue.send_response,
+            queue.poll_stop_signal,
+            None,
+            OptionalParams(**options),
+        )
+        manager.shutdown(drain=False)
+
+
+def refusal(source: Any, **options: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        start(source, **options)
+    text = str(refused.value)
+    assert len(text) < 2500 and "\n" not in text
+    return text
+
+
+def change(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+# What a config may say ---------------------------------------------------------------------------
+
+WRONG = "a positive integer is needed"
+LARGE = "at most 2147483647 is needed"
+CONFIG_CASES: list[tuple[dict[str, Any], str]] = [
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000: a positive integer of at most"),
+    ({"num_hidden_layers": 10**12}, "of at most 10000 is needed"),
+    ({"num_hidden_layers": 9999}, "num_hidden_layers = 9999: the checkpoint has only 30 tensors"),
+    ({"num_hidden_layers": 0}, f"num_hidden_layers = 0: {WRONG}"),
+    ({"num_hidden_layers": 3.0}, f"num_hidden_layers = 3.0: {WRONG}"),
+    ({"max_position_embeddings": 2**31}, f"max_position_embeddings = 2147483648: .*{LARGE}"),
+    ({"max_position_embeddings": 2**40}, LARGE),
+    ({"max_position_embeddings": 10**4000}, LARGE),
+    ({"max_position_embeddings": True}, f"max_position_embeddings = True: {WRONG}"),
+    ({"max_position_embeddings": float("inf")}, f"max_position_embeddings = inf: {WRONG}"),
+    ({"vocab_size": 2**40}, f"vocab_size = 1099511627776: .*{LARGE}"),
+    ({"vocab_size": 2**30}, r" has shape \[257, 32\], the config asks"),
+    ({"vocab_size": "257"}, f"vocab_size = '257': {WRONG}"),
+    ({"hidden_size": 64}, "has shape .* the config asks for"),
+    ({"hidden_size": 2**62}, LARGE),
+    ({"intermediate_size": -1}, f"intermediate_size = -1: {WRONG}"),
+    ({"num_attention_heads": 0}, f"num_attention_heads = 0: {WRONG}"),
+    ({"num_attention_heads": -4}, f"num_attention_heads = -4: {WRONG}"),
+    (
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None},
+        "num_attention_heads = 3: a divisor of the hidden",
+    ),
+    ({"num_key_value_heads": 3}, "num_key_value_heads = 3: a divisor of the 4 query heads"),
+    ({"num_key_value_heads": [2]}, rf"num_key_value_heads = \[2\]: {WRONG}"),
+    ({"head_dim": 10**400}, "head_dim = 10+.*: a positive integer of at most"),
+    ({"head_dim": 2**31 - 2}, "has shape .* the config asks for"),
+    ({"head_dim": 7}, "head_dim = 7: 7 is odd"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan: a positive number is needed"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps = 10+.*: a positive number is needed"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': a positive number"),
+    ({"hidden_act": ["silu"]}, "hidden_act = .*: needed is one of"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1: true or false is needed"),
+    ({"model_type": {"a": 1}}, "model_type = {'a': 1}: needed is one of"),
+    ({"model_type": "x" * 10**6}, r"model_type = 'x+\.\.\. \(1000002 characters\): needed"),
+    ({"dtype": False}, "dtype = False: needed is one of"),
+    ({"dtype": 7}, "dtype = 7: needed is one of"),
+    ({"sliding_window": "all"}, "sliding_window = 'all': not supported in this family"),
+    ({"layer_types": "full_attention"}, "layer_types = 'full_attention': not supported"),
+    ({"layer_types": ["full_attention"] * 10**5}, "layer_types = .* characters.*not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: not supported"),
+    ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta = 10+.*: a positive number"),
+    ({"rope_scaling": "linear"}, "rope_scaling = 'linear': an object is needed"),
+    ({"rope_scaling": False}, "rope_scaling = False: an object is needed"),
+    ({"rope_parameters": [1]}, r"rope_parameters = \[1\]: an object is needed"),
+    ({"rope_parameters": {"rope_type": []}}, r"rope_type = \[\]: needed is one of"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
+        "factor = '2': a positive number is needed",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}},
+        "what Rope.* leaves float32",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}},
+        "no frequencies come of Rope",
+    ),
+    (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "short_factor": [1e400] * 4, "long_factor": [1] * 4,
+            }
+        },
+        r"short_factor = \[inf, inf, inf, inf\]: positive numbers are needed",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 10**5}},
+        "short_factor = .* characters.*: a list of 4 numbers is needed",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "text"), CONFIG_CASES)
+@pytest.mark.parametrize("form", ["folder", "pair"])
+def test_a_config_that_cannot_be(
+    folder: Path, fields: dict[str, Any], text: str, form: str
+) -> None:
+    if form == "folder":
+        change(folder, **fields)
+        found = refusal(folder)
+    else:
+        config, state = checkpoint(random_model({**CONFIGS["llama"], "vocab_size": 257}))
+        found = refusal(({**config, **fields}, state))
+    assert_matches(found, text)
+
+
+def assert_matches(found: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        raise ConfigError(found)
+
+
+def test_positions_cost_no_more_than_the_cache_has_room_for(folder: Path) -> None:
+    change(folder, max_position_embeddings=10**8)
+    start(folder)  # its table would have 3.2 GB
+    refused = refusal(folder, kv_cache_config=KvCacheConfig(max_tokens=2**31 - 1))
+    assert "max_seq_len = " in refused
+
+
+def test_a_state_dict_that_has_no_values(sound: Path) -> None:
+    config, state = checkpoint(random_model({**CONFIGS["llama"], "vocab_size": 257}))
+    for bad, text in (
+        (state[EMBEDDING].to("meta"), "a dense tensor with values is needed, got one of layout"),
+        (state[EMBEDDING].to_sparse(), "embed_tokens.weight: a dense tensor with values is needed"),
+        (state[EMBEDDING].int(), "has dtype int32"),
+        (state[EMBEDDING].to(torch.complex64), "has dtype complex64"),
+        ([1.0], "a torch.Tensor is needed, got list"),
+        (None, "a torch.Tensor is needed, got NoneType"),
+    ):
+        assert_matches(refusal((config, {**state, EMBEDDING: bad})), text)
+    assert "a name is needed that is a str" in refusal((config, {**state, 5: state[EMBEDDING]}))
+    vast = torch.zeros(1, 1).expand(2**31 - 1, 32)
+    assert_matches(
+        refusal(
+            (
+                {**config, "vocab_size": 2**31 - 1},
+                {**state, EMBEDDING: vast, "lm_head.weight": vast},
+            )
+        ),
+        r"no memory for weights of 549\d+ bytes in torch.float32: .*bytes are free",
+    )
+    assert "nested deeper than 64" in refusal(({**config, "x": deep(2000)}, state))
+
+
+def deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+# What files may be -------------------------------------------------------------------------------
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/proc/kmsg")  # a file that says it is empty, and waits
+
+
+def a_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's path is short
+    try:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def a_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def vast(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+KINDS: list[tuple[Callable[[Path], None], str]] = [
+    (fifo, "is a FIFO, a socket or a device: a file is needed"),
+    (device, "is a FIFO, a socket or a device: a file is needed"),
+    (endless, "is empty"),
+    (a_socket, "is a FIFO, a socket or a device: a file is needed"),
+    (a_loop, "cannot be read: Too many levels of symbolic links"),
+    (Path.mkdir, "is a folder: a file is needed"),
+    (lambda path: path.write_bytes(b""), "is empty"),
+    (lambda path: path.symlink_to("/nowhere"), "does not exist"),
+]
+FILES = ["config.json", "generation_config.json", "tokenizer.json", SINGLE, INDEX]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("make", "text"), KINDS)
+def test_what_is_no_file_is_refused_before_it_is_opened(
+    folder: Path, make: Callable[[Path], None], text: str, name: str
+) -> None:
+    (folder / SINGLE if name == INDEX else folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    found = refusal(folder)
+    assert f"{name} {text}" in found
+
+
+CONTENTS: list[tuple[bytes | Callable[[Path], None], str]] = [
+    (b"[" * 200_000 + b"]" * 200_000, "nested deeper than 64 levels"),
+    (b'{"a":' * 200_000 + b"1" + b"}" * 200_000, "nested deeper than 64 levels"),
+    (b'{"a":' * 100 + b"1" + b"}" * 100, "nested deeper than 64 levels"),
+    (b'{"eos_token_id": 1, "eos_token_id": 2}', "'eos_token_id' is there twice, and the values"),
+    (b"\xef\xbb\xbf[]", "an object is needed"),  # a byte order mark is no harm
+    (b"\xff\xfe\x00", "is not JSON"),
+    (b'{"a": "\xff"}', "is not JSON"),
+    (b"null", "an object is needed"),
+    (b"{", "is not JSON"),
+    (b"1" * 10_000, "is not JSON: Exceeds the limit"),
+    (vast, "has 1099511627776 bytes: at most 67108864 are read"),
+]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize(("content", "text"), CONTENTS)
+def test_json_that_cannot_be(
+    folder: Path, content: bytes | Callable[[Path], None], text: str, name: str
+) -> None:
+    if name == INDEX:
+        (folder / SINGLE).unlink()
+    write(folder / name, content)
+    assert_matches(refusal(folder), rf"{name}.* {text}")
+
+
+def write(path: Path, content: bytes | Callable[[Path], None]) -> None:
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content)
+
+
+def test_a_value_that_stands_there_twice_is_no_harm(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 257,', 1))
+    start(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 200_000, b'{"version": "1"}', b'{"model": {"type": "BPE"}}', b"\x00", vast],
+)
+def test_a_tokenizer_that_is_none(folder: Path, content: Any) -> None:
+    write(folder / "tokenizer.json", content)
+    assert "tokenizer.json" in refusal(folder)
+
+
+def test_a_tokenizer_neither_pads_nor_cuts(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.enable_padding(length=10**6)
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert len(load_tokenizer(folder).encode("abcdef").ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"eos_token_id": "end"}, "eos_token_id = 'end': a token id is needed"),
+        ({"eos_token_id": [1, "2"]}, r"eos_token_id = \[1, '2'\]: a token id is needed"),
+        ({"eos_token_id": [[1]]}, r"eos_token_id = \[\[1\]\]: a token id is needed"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id = {'a': 1}: a token id is needed"),
+        ({"eos_token_id": True}, "eos_token_id = True: a token id is needed"),
+        ({"eos_token_id": 1.5}, "eos_token_id = 1.5: a token id is needed"),
+        ({"eos_token_id": 2**31}, "eos_token_id = 2147483648: a token id is needed"),
+        ({"eos_token_id": list(range(2000))}, r"eos_token_id = \[0, 1.* or a list of at most 1024"),
+        ({"pad_token_id": "pad"}, "pad_token_id = 'pad': a token id is needed"),
+        ({"pad_token_id": [0]}, r"pad_token_id = \[0\]: a token id is needed"),
+        ({"pad_token_id": -(2**40)}, "pad_token_id = -1099511627776: a token id is needed"),
+    ],
+)
+def test_tokens_that_are_none(folder: Path, fields: dict[str, Any], text: str) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    assert_matches(refusal(folder), f"generation_config.json: {text}")
+    with pytest.raises(ConfigError, match=f"config.json: {text}"):
+        TokenDefaults.of_config(fields)
+
+
+def test_a_folder_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
+    for missing in (tmp_path / "nowhere", "a\0b"):
+        with pytest.raises(ConfigError, match="is no folder: text prompts need one"):
+            generate(missing, "Once")
+        with pytest.raises(ConfigError, match="config.json is needed, and it does not exist"):
+            generate(missing, [1, 2])
+
+
+# What safetensors may hold -----------------------------------------------------------------------
+
+
+def header(file: Path) -> tuple[dict[str, Any], bytes]:
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def with_header(file: Path, tensors: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(tensors).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def lies(folder: Path, **fields: Any) -> None:
+    tensors, data = header(folder / SINGLE)
+    tensors[EMBEDDING] |= fields
+    with_header(folder / SINGLE, tensors, data)
+
+
+def overlap(folder: Path) -> dict[str, Any]:
+    return {"data_offsets": header(folder / SINGLE)[0]["lm_head.weight"]["data_offsets"]}
+
+
+HEADERS: list[tuple[Callable[[Path], None], str]] = [
+    (lambda f: (f / SINGLE).write_bytes(struct.pack("<Q", 2**63)), "cannot be read as safetensors"),
+    (lambda f: (f / SINGLE).write_bytes(struct.pack("<Q", 2**26) + b"{"), "as safetensors"),
+    (lambda f: (f / SINGLE).write_bytes(b"\x00" * 100), "cannot be read as safetensors"),
+    (lambda f: (f / SINGLE).write_bytes(struct.pack("<Q", 2) + b"{}"), "the checkpoint has only 0"),
+    (lambda f: lies(f, shape=[2**62, 2**62]), "cannot be read as safetensors"),
+    (lambda f: lies(f, shape=[2**32, 2**32]), "cannot be read as safetensors"),
+    (lambda f: lies(f, shape=[-1, 32]), "cannot be read as safetensors"),
+    (lambda f: lies(f, shape=[0, 0]), "cannot be read as safetensors"),
+    (lambda f: lies(f, data_offsets=[0, 2**62]), "cannot be read as safetensors"),
+    (
+        lambda f: lies(f, **overlap(f)),
+        "cannot be read as safetensors",
+    ),
+    (lambda f: lies(f, dtype="I32"), "has dtype I32; needed is one of"),
+    (lambda f: lies(f, dtype="X"), "cannot be read as safetensors"),
+    (lambda f: vast(f / SINGLE), "cannot be read as safetensors"),
+]
+
+
+@pytest.mark.parametrize(("mangle", "text"), HEADERS)
+def test_headers_that_lie(folder: Path, mangle: Callable[[Path], None], text: str) -> None:
+    mangle(folder)
+    assert text in refusal(folder)
+
+
+def test_weights_that_do_not_fit_into_memory(folder: Path) -> None:
+    """A file that is as long as it says costs no disk space, and would cost half a terabyte."""
+    tensors, _ = header(folder / SINGLE)
+    tensors.pop("__metadata__", None)
+    rows, end = 2**31 - 1, 0
+    for name, tensor in tensors.items():
+        if name in (EMBEDDING, "lm_head.weight"):
+            tensor["shape"][0] = rows
+        size = 4 * math.prod(tensor["shape"])
+        tensor["data_offsets"] = [end, end + size]
+        end += size
+    with_header(folder / SINGLE, tensors, b"")
+    os.truncate(folder / SINGLE, os.path.getsize(folder / SINGLE) + end)
+    change(folder, vocab_size=rows)
+    told = r"no memory for weights of 549\d+ bytes in torch.float32|unable to mmap 549\d+ bytes"
+    with pytest.raises(ConfigError, match=told):
+        load_model(folder, kernels=CpuKernels())
+
+
+def test_free_memory_is_asked_before_weights_are_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "free_memory_bytes", lambda: 1000)
+    found = refusal(folder)
+    assert re.fullmatch(
+        r"no memory for weights of \d+ bytes in torch.float32: 1000 bytes are free", found
+    )
+
+
+def empty_tensors(folder: Path, count: int) -> None:
+    one = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    with_header(folder / SINGLE, {f"model.layers.{i}.a": one for i in range(count)}, b"")
+
+
+def test_many_tensors_are_soon_refused(folder: Path) -> None:
+    empty_tensors(folder, 10_000)
+    change(folder, num_hidden_layers=1000)
+    assert "tensors are unknown: model.layers.0.a, model.layers.1.a" in refusal(folder)
+    empty_tensors(folder, 200_001)
+    assert "holds 200001 tensors: a checkpoint may have 200000 in all" in refusal(folder)
+
+
+# At random ---------------------------------------------------------------------------------------
+
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 31, 10**8, 2**31 - 1, 2**31, 2**63, 2**64, 10**400,
+    0.0, 0.5, -1.5, 1e308, 1e-308, float("nan"), float("inf"), "", "a", "\ud800", "x" * 5000,
+    [], [1], ["full_attention"], [None] * 9, {}, {"a": 1}, {"rope_type": "yarn", "factor": 4},
+    {"rope_type": "llama3"}, {"type": "linear", "factor": -1},
+]  # fmt: skip
+
+
+def mangle_config(folder: Path, chance: random.Random) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    names = [*config, "rope_scaling", "sliding_window", "layer_types", "head_dim", "torch_dtype"]
+    change(
+        folder,
+        **{chance.choice(names): chance.choice(VALUES) for _ in range(chance.choice((1, 1, 3)))},
+    )
+
+
+def mangle_tokens(folder: Path, chance: random.Random) -> None:
+    names = ("eos_token_id", "pad_token_id", "x")
+    content = {name: chance.choice(VALUES) for name in names if chance.random() < 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(content))
+
+
+def mangle_header(folder: Path, chance: random.Random) -> None:
+    tensors, data = header(folder / SINGLE)
+    for _ in range(chance.choice((1, 1, 4))):
+        name = chance.choice(list(tensors))
+        what = chance.choice(("drop", "rename", "shape", "dtype", "data_offsets", "swap"))
+        if what == "drop":
+            tensors.pop(name)
+        elif what == "rename":
+            tensors[chance.choice(("", "model.layers.99999999999999.q", "\ud800", "x"))] = (
+                tensors.pop(name)
+            )
+        elif what == "swap":
+            other = chance.choice(list(tensors))
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+        elif name != "__metadata__":
+            tensors[name][what] = chance.choice([*VALUES, [0, 4], [2**31, 2**31], "BF16", "F64"])
+        if not tensors:
+            break
+    with_header(folder / SINGLE, tensors, data)
+
+
+def mangle_bytes(folder: Path, chance: random.Random) -> None:
+    file = folder / chance.choice(
+        ["config.json", "generation_config.json", "tokenizer.json", SINGLE]
+    )
+    content = bytearray(file.read_bytes())
+    for _ in range(chance.choice((1, 3, 20))):
+        where = chance.randrange(min(len(content), 4000))
+        if chance.random() < 0.3:
+            del content[where : where + chance.choice((1, 7, 10**6))]
+        else:
+            content[where : where + 1] = bytes(
+                chance.randrange(256) for _ in range(chance.choice((1, 4)))
+            )
+        content = content or bytearray(b"x")
+    file.write_bytes(content)
+
+
+def mangle_file(folder: Path, chance: random.Random) -> None:
+    name = chance.choice(FILES)
+    (folder / name).unlink(missing_ok=True)
+    if name == INDEX:
+        (folder / SINGLE).unlink()
+    chance.choice(KINDS)[0](folder / name)
+
+
+def mangle_index(folder: Path, chance: random.Random) -> None:
+    tensors, _ = header(folder / SINGLE)
+    names = [
+        SINGLE,
+        "a.safetensors",
+        "../hostile/a.safetensors",
+        "/dev/zero",
+        "",
+        ".",
+        "..",
+        3,
+        None,
+        "\ud800",
+    ]
+    (folder / SINGLE).rename(folder / "a.safetensors")
+    index = {n: "a.safetensors" for n in tensors if n != "__metadata__"}
+    for _ in range(chance.choice((0, 1, 2))):
+        index[chance.choice([*index, "x"])] = chance.choice(names)
+    (folder / INDEX).write_text(json.dumps({"weight_map": index}))
+
+
+MANGLERS = [mangle_config, mangle_tokens, mangle_header, mangle_bytes, mangle_file, mangle_index]
+
+
+@pytest.mark.parametrize("seed", range(60 * FUZZ))
+def test_a_random_checkpoint_starts_or_is_refused_by_name(folder: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    for mangle in chance.sample(MANGLERS, chance.choice((1, 1, 2))):
+        try:
+            mangle(folder, chance)
+        except (OSError, KeyError, ValueError, struct.error):
+            pass  # the first one left nothing to mangle
+    try:
+        start(folder)
+    except ConfigError as error:
+        assert len(str(error)) < 2500
+
+
+def test_it_is_the_sound_one_that_is_mangled(folder: Path) -> None:
+    start(folder)
+    model = load_model(folder, kernels=CpuKernels())
+    assert model.spec.max_seq_len == 160
+    save_file({"a": torch.ones(1)}, folder / "b.safetensors")  # what no index names is not read
+    start(folder)
