@@ -47,9 +47,28 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         if (scaled == -INFINITY) return -INFINITY;
         return __fsub_rn(__fsub_rn(scaled, mass.largest), log_sum);
     };
-    // The k-th best of the threads' own best ones is not better than the k-th best of all.
+    auto count_row = [&](unsigned key) {
+        int above = 0;
+        row.template each<4>([&](const float(&values)[WIDTH], int id) {
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++) {
+                above += to_key(score(values[i])) >= key && id + i < vocab_size;
+            }
+        });
+        __syncthreads();
+        if (threadIdx.x == 0) num_candidates = 0;
+        __syncthreads();
+        atomicAdd(&num_candidates, above);
+        __syncthreads();
+        return num_candidates;
+    };
+    // The k-th best of the threads' own best ones is not better than the k-th best of all; of more
+    // than there are threads the row itself is counted.
     unsigned own = to_key(score(own_best));
-    unsigned bound = kth_key(k, [&](unsigned key) { return __syncthreads_count(own >= key); });
+    unsigned bound = k <= THREADS
+        ? kth_key(k, [&](unsigned key) { return __syncthreads_count(own >= key); })
+        : kth_key(k, count_row);
+    __syncthreads();
     if (threadIdx.x == 0) num_candidates = 0;
     __syncthreads();
     row.template each<4>([&](const float(&values)[WIDTH], int id) {

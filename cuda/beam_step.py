@@ -1,7 +1,8 @@
 """The best continuations of beams: what `BeamCandidates` holds, each beam by itself.
 
-Two passes over a row. What all beams of a request make of them is for a host to rank: it alone
-knows their sums. Requests of any widths share a launch.
+Two passes over a row, and 32 more where it wants more than a block has threads. What all beams of a
+request make of them is for a host to rank: it alone knows their sums. Requests of any widths share
+a launch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gptmanager.cuda import sampling
 from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS = 512
-MAX_COUNT = _THREADS  # continuations of one row
+MAX_COUNT = 4 * _THREADS  # continuations of one row: CANDIDATES of beam_step.cu
 PROGRAM = Program("beam_step.cu", ("best_of_rows<4>", "best_of_rows<1>"))
 
 
@@ -28,8 +29,8 @@ def best_of_rows(
 ) -> None:
     """Write to `tokens` int32 and `log_probs` float32, both `[S, most]`, the best of each row.
 
-    `counts` `[S]` int32: how many a row wants, twice its request's beams; 0: the row is passed
-    over, and nothing written. Behind those, and behind a vocabulary of fewer, are -1 and -inf.
+    `counts` `[S]` int32: how many a row wants; 0: the row is passed over, and nothing written.
+    Behind those, and behind a vocabulary of fewer, are -1 and -inf.
     `logits` `[S, V]` float32, adjusted; `params` `[slots, sampling.PARAMS.itemsize]` uint8: an
     array of those, as bytes; `slots` `[S]` int32.
 

@@ -205,6 +205,7 @@ class Allocator:
                 request.beam_width,
                 request.draft_logits if request.drafts else None,
                 request.search is not None and request.search.params.sampled,
+                1 if request.search is None else request.search.num_candidates,
             )
         )
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context

@@ -19,19 +19,20 @@ from gptmanager.slot_outputs import SlotOutputs
 from gptmanager.staging import Staging
 from gptmanager.step import Extras, SequenceStart
 from gptmanager.token_chooser import TokenChooser
-from gptmanager.torch_step import TorchStep, candidates, searched_rows, settle
+from gptmanager.torch_step import TorchStep, candidates, settle
 
 
 class _Arriving(NamedTuple):
     """A step's choice on its way to the host, and the logits that its rows want.
 
     Of its sequences those `is_single` have one beam; `starts`: what had started in their lines
-    when it left.
+    when it left. `counts` `[rows]`: candidates of each beam, 0: none is searched.
     """
 
     arrival: Arrival
     is_single: np.ndarray
     starts: np.ndarray
+    counts: np.ndarray
     logits: tuple[tuple[int, Tensor], ...]  # by row
 
 
@@ -65,7 +66,8 @@ class DeviceChooser(TokenChooser):
         self._num_starts[start.slot * self.max_beam_width] += 1
 
     def choose(self, step: TorchStep) -> None:
-        if self._depends_on_order(step) or 2 * self.max_beam_width > MAX_CONTINUATIONS:
+        counts = self._num_candidates[step.slots]
+        if self._depends_on_order(step) or counts.max(initial=0) > MAX_CONTINUATIONS:
             self._choose_on_host(step)
             return
         logits = self._outputs.generation_logits(
@@ -73,9 +75,10 @@ class DeviceChooser(TokenChooser):
         )
         with torch.inference_mode():
             self._prepare(step)
-            choice, is_single = self._enqueue(step)
+            choice, is_single = self._enqueue(step, counts)
             arrival = self._arrivals.send(choice)
-        step.arrival = _Arriving(arrival, is_single, self._num_starts[step.lines], logits)
+        starts = self._num_starts[step.lines]
+        step.arrival = _Arriving(arrival, is_single, starts, counts, logits)
         self._forget_drawn(step)
 
     def receive(self, step: TorchStep) -> None:
@@ -93,15 +96,15 @@ class DeviceChooser(TokenChooser):
         if values is not None or logits or step.context_logits:
             step.extras = Extras(values, logits, step.context_logits)
         if not arriving.is_single.all():
-            step.beams = candidates(step, tokens, log_probs, *best)
+            step.beams = candidates(step, arriving.counts, tokens, log_probs, *best)
         # another sequence may have started in a line meanwhile
         table = self._tables.tokens
         own = arriving.is_single & (arriving.starts == self._num_starts[step.lines])
         own &= step.positions < table.shape[1]
         table[step.lines[own], step.positions[own]] = tokens[own]
 
-    def _enqueue(self, step: TorchStep) -> tuple[Choice, np.ndarray]:
-        """Choose for all S; which of them belong to sequences of one beam."""
+    def _enqueue(self, step: TorchStep, counts: np.ndarray) -> tuple[Choice, np.ndarray]:
+        """Choose for all S, `counts[row]` candidates; which belong to requests of one beam."""
         tables, upload = self._device_tables, self._staging.upload
         tables.flush(upload)  # the histories of beams that part here
         is_single, most = np.ones(len(step.lines), dtype=np.bool_), 0
@@ -114,11 +117,12 @@ class DeviceChooser(TokenChooser):
             }
             if self.max_beam_width > 1:
                 widths = np.array([row.beam_width for row in step.rows], dtype=np.int64)
-                widths = widths.repeat(np.diff(step.firsts))
+                num_beams = np.diff(step.firsts)
+                widths = widths.repeat(num_beams)
                 is_single = widths == 1
                 arrays["cells"][~is_single] = tables.tokens.size  # a fork will bring them
-                arrays["counts"] = np.where(searched_rows(step), 2 * widths, 0).astype(np.int32)
-                most = int(arrays["counts"].max(initial=0))
+                arrays["counts"] = counts.repeat(num_beams)
+                most = int(counts.max(initial=0))
             places = upload(arrays)
         choice = self._device_sampler.enqueue(
             step.logits, places, step.lines, tables.token_tensor, upload, most

@@ -81,6 +81,7 @@ class ScriptedExecutor:
         self.schedules: list[Schedule] = []
         self._sequences: dict[tuple[int, int], _Sequence] = {}  # by slot and beam
         self._contents: dict[int, list[int]] = {}  # by block
+        self._num_candidates: dict[int, int] = {}  # by slot
 
     def forward(self, schedule: Schedule) -> ScriptedStep:
         self.schedules.append(schedule)
@@ -88,6 +89,7 @@ class ScriptedExecutor:
             self._content(destination)[:num_tokens] = self._content(source)[:num_tokens]
         for start in schedule.starts:
             self._sequences[start.slot, 0] = _Sequence(list(start.tokens))
+            self._num_candidates[start.slot] = start.num_candidates
         for fork in schedule.beam_forks:
             self._fork(fork)
         for append in schedule.block_appends:
@@ -123,7 +125,7 @@ class ScriptedExecutor:
             else:
                 tokens = [self.next_token(sequence.tokens) for sequence in sequences]
                 step.tokens.append(tokens[:1])
-                step.beams.append(candidates(tokens, 2 * row.beam_width))
+                step.beams.append(candidates(tokens, self._num_candidates[row.slot]))
 
     def result(self, step: ScriptedStep) -> StepResult:
         counts = np.array([len(tokens) for tokens in step.tokens], dtype=np.int32)

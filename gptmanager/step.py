@@ -66,7 +66,8 @@ class SequenceStart(NamedTuple):
 
     `tokens` is the history to compute from (prompt, and what was generated before a pause);
     the first `orig_prompt_len` of them came from the host. `processor`: the request's own logits
-    post-processor. `sampled`: its beams are not searched.
+    post-processor. `sampled`: its beams are not searched. `num_candidates`: continuations that
+    each of several beams brings, if the vocabulary has so many.
     """
 
     slot: int
@@ -80,6 +81,7 @@ class SequenceStart(NamedTuple):
     beam_width: int = 1
     draft_logits: HostRows | None = None
     sampled: bool = False
+    num_candidates: int = 1
 
 
 class BlockAppend(NamedTuple):
@@ -114,9 +116,9 @@ class Drafts(NamedTuple):
 class BeamCandidates(NamedTuple):
     """The best continuations of each beam of a request: a list a beam, in descending order.
 
-    Twice as many as there are beams, or the whole vocabulary if that is less; of beams that are
-    sampled the one token that was drawn for each, also after the context. After it otherwise
-    there is one list only, that of the prompt. `log_probs` are of single precision.
+    As many as `SequenceStart.num_candidates`, or the whole vocabulary if that is less; of beams
+    that are sampled the one token that was drawn for each, also after the context. After it
+    otherwise there is one list only, that of the prompt. `log_probs` are of single precision.
     """
 
     tokens: tuple[tuple[int, ...], ...]

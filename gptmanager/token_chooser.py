@@ -21,7 +21,7 @@ from gptmanager.request import SamplingParams
 from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import SlotOutputs
 from gptmanager.step import Extras, SequenceStart
-from gptmanager.torch_step import TorchStep, candidates, part_of, searched_rows, settle
+from gptmanager.torch_step import TorchStep, candidates, part_of, settle
 
 DrawnGuesses = tuple[SamplingParams, np.ndarray]  # by what, and the logits `[n, vocab]`
 
@@ -48,6 +48,8 @@ class TokenChooser:
         self._processing = processing
         self._drawn: dict[int, DrawnGuesses] = {}  # by slot
         self._sampled: set[int] = set()  # slots whose beams are not searched
+        num_slots = len(tables.tokens) // max_beam_width
+        self._num_candidates = np.zeros(num_slots, dtype=np.int32)  # 0: no beams are searched
 
     def load(self, start: SequenceStart) -> None:
         """A sequence starts."""
@@ -59,6 +61,9 @@ class TokenChooser:
             self._sampler.load(first + beam, sampling, start.orig_prompt_len, start.wanted)
         if start.sampled or start.slot in self._sampled:
             (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
+        is_searched = start.beam_width > 1 and not start.sampled
+        most = min(start.num_candidates, self._sampler.vocab_size)
+        self._num_candidates[start.slot] = most if is_searched else 0
         self._processing.start(start)
         if start.draft_logits is not None and start.draft_logits.numbers is not None:
             self._drawn[start.slot] = start.sampling, start.draft_logits.numbers
@@ -173,10 +178,10 @@ class TokenChooser:
 
     def _spread(self, step: TorchStep) -> None:
         """After the context each sampled beam gets a row, of the same logits and history."""
-        step.is_sampled = np.array([row.slot in self._sampled for row in step.rows])
+        is_sampled = [row.slot in self._sampled for row in step.rows]
         starts, pieces, end = step.firsts.tolist(), [], 0
         copies = np.ones(len(step.lines), dtype=np.int64)
-        for place in np.flatnonzero(step.is_sampled).tolist():
+        for place in np.flatnonzero(is_sampled).tolist():
             first, width = starts[place], step.rows[place].beam_width
             if width == 1 or starts[place + 1] > first + 1:
                 continue
@@ -214,7 +219,8 @@ class TokenChooser:
 
     def _search(self, step: TorchStep, logits: Tensor, log_probs: np.ndarray | None) -> np.ndarray:
         """Tokens of what is sampled, 0 for beams that are searched; candidates of all beams."""
-        searched = searched_rows(step)
+        counts = self._num_candidates[step.slots]
+        searched = counts.repeat(np.diff(step.firsts)) > 0
         tokens = np.zeros(len(step.lines), dtype=np.int32)
         values = np.zeros(len(step.lines), dtype=np.float32) if log_probs is None else log_probs
         single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
@@ -226,12 +232,12 @@ class TokenChooser:
         scores = self._sampler.log_probs(
             logits[torch.from_numpy(beams)], step.lines[beams], step.positions[beams]
         )
-        best = _best(scores, 2 * self.max_beam_width)
+        best = _best(scores, int(counts.max(initial=1)))
         most = best[0].shape[1]
         best_tokens = np.zeros((len(step.lines), most), dtype=np.int32)
         best_values = np.zeros((len(step.lines), most), dtype=np.float32)
         best_tokens[beams], best_values[beams] = best
-        step.beams = candidates(step, tokens, values, best_tokens, best_values)
+        step.beams = candidates(step, counts, tokens, values, best_tokens, best_values)
         return tokens
 
 

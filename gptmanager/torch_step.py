@@ -31,7 +31,6 @@ class TorchStep:
     context_logits: tuple[ContextLogits, ...] = ()
     tokens: np.ndarray | None = None  # int32 [rows, n]
     counts: np.ndarray | None = None  # int32 [rows], None: all of them count
-    is_sampled: np.ndarray | None = None  # bool [rows]: beams that are sampled; None: none
     places: Mapping[str, Tensor] | None = None  # where the S are, if a device has been told already
     arrival: Any = None  # of tokens that are on their way from a device
     beams: tuple[BeamCandidates, ...] = ()
@@ -67,16 +66,9 @@ def settle(step: TorchStep, tokens: np.ndarray, log_probs: np.ndarray | None) ->
     return values
 
 
-def searched_rows(step: TorchStep) -> np.ndarray:
-    """bool [S]: beams that are searched."""
-    is_searched = np.array([row.beam_width > 1 for row in step.rows], dtype=np.bool_)
-    if step.is_sampled is not None:
-        is_searched &= ~step.is_sampled
-    return is_searched.repeat(np.diff(step.firsts))
-
-
 def candidates(
     step: TorchStep,
+    counts: np.ndarray,
     tokens: np.ndarray,
     log_probs: np.ndarray | None,
     best_tokens: np.ndarray | None,
@@ -84,7 +76,8 @@ def candidates(
 ) -> tuple[BeamCandidates, ...]:
     """Those of each row of several beams: what was sampled `[S]`, or the best `[S, n]`.
 
-    None for log probabilities that nobody wants: 0; for the best where no beams are searched.
+    `counts` `[rows]`: how many of the best, 0: the row is not searched. None for log probabilities
+    that nobody wants: 0; for the best where no beams are searched.
     """
     found = []
     if log_probs is None:
@@ -93,11 +86,11 @@ def candidates(
         if row.beam_width == 1:
             continue
         own = slice(step.firsts[place], step.firsts[place + 1])
-        if step.is_sampled is not None and step.is_sampled[place]:
+        count = counts[place]
+        if not count:
             parts = tokens[own, None], log_probs[own, None]
         else:
             assert best_tokens is not None and best_log_probs is not None
-            count = 2 * row.beam_width
             parts = best_tokens[own, :count], best_log_probs[own, :count]
         found.append(BeamCandidates(*(tuple(map(tuple, part.tolist())) for part in parts)))
     return tuple(found)

@@ -55,7 +55,7 @@ def expected_beams(
     search = BeamSearch(params, max_new_tokens, **ends)
     texts: list[list[int]] = [[]]
     while not search.advance(
-        candidates([next_token(prompt + text) for text in texts], 2 * params.width)
+        candidates([next_token(prompt + text) for text in texts], search.num_candidates)
     ):
         texts = [[node.token for node in live.path()] for live in search.live]
     return [[n.token for n in found.node.path()][: found.end] for found in search.hypotheses()]

@@ -27,10 +27,10 @@ from gptmanager.step import BeamCandidates
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 
-def candidates_of(log_probs, width):
-    """The 2 W best of each row of `log_probs` `[beams, vocab]`."""
+def candidates_of(log_probs, beam_search):
+    """The best of each row of `log_probs` `[beams, vocab]`, as many as the search asks for."""
     best = log_probs.sort(dim=-1, descending=True, stable=True)
-    count = min(2 * width, log_probs.shape[1])
+    count = beam_search.num_candidates
     return BeamCandidates(
         tuple(map(tuple, best.indices[:, :count].tolist())),
         tuple(map(tuple, best.values[:, :count].tolist())),
@@ -48,7 +48,7 @@ def search(model, prompt, beam_search):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + text for text in texts])).logits[:, -1].float()
         log_probs = torch.log_softmax(logits, dim=-1)
-        if beam_search.advance(candidates_of(log_probs, beam_search.params.width)):
+        if beam_search.advance(candidates_of(log_probs, beam_search)):
             return beam_search.hypotheses()
         texts = [[node.token for node in live.path()] for live in beam_search.live]
 
@@ -104,15 +104,15 @@ def distribution(*probabilities):
 
 def test_the_end_is_no_output_and_counts_in_the_score():
     beam_search = BeamSearch(BeamParams(2), 3, end_id=0)
-    assert not beam_search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), 2))
+    assert not beam_search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), beam_search))
     assert beam_search.parents == [0, 0] and beam_search.tokens == [1, 2]
     (ended,) = beam_search.ended
     assert ended.end == 0 and ended.reason is FinishReason.END_ID
     assert ended.score == pytest.approx(np.log(0.5))
     rows = distribution([0.1, 0.6, 0.3], [0.2, 0.2, 0.6])
-    assert not beam_search.advance(candidates_of(rows, 2))
+    assert not beam_search.advance(candidates_of(rows, beam_search))
     assert beam_search.tokens == [1, 2] and beam_search.parents == [0, 1]
-    assert beam_search.advance(candidates_of(rows, 2))
+    assert beam_search.advance(candidates_of(rows, beam_search))
     found = beam_search.hypotheses()
     assert [tokens_of(hypothesis) for hypothesis in found] == [[0], [1, 1, 1]]
     assert found[1].cum_log_prob == pytest.approx(np.log(0.3 * 0.6 * 0.6))
@@ -125,10 +125,10 @@ def test_a_stop_word_ends_its_beam_alone(include):
     words = StopWords([[1, 2]])
     beam_search = BeamSearch(BeamParams(2), 3, stop_words=words, include_stop=include)
     rows = distribution([0.1, 0.6, 0.3], [0.2, 0.2, 0.6])
-    assert not beam_search.advance(candidates_of(rows[:1], 2))
+    assert not beam_search.advance(candidates_of(rows[:1], beam_search))
     assert beam_search.tokens == [1, 2]
     assert beam_search.stable_length() == 0  # the first beam may yet become a stop word
-    assert not beam_search.advance(candidates_of(rows, 2))
+    assert not beam_search.advance(candidates_of(rows, beam_search))
     (ended,) = beam_search.ended
     assert tokens_of(ended) == [1, 2] and ended.reason is FinishReason.STOP_WORDS
     assert ended.end == (2 if include else 0)
@@ -145,8 +145,10 @@ def tokens_of_node(node):
 
 def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
     beam_search = BeamSearch(BeamParams(2), 9, end_id=0)
-    beam_search.advance(candidates_of(distribution([0.1, 0.6, 0.3]), 2))
-    beam_search.advance(candidates_of(distribution([0.9, 0.05, 0.05], [0.1, 0.1, 0.8]), 2))
+    beam_search.advance(candidates_of(distribution([0.1, 0.6, 0.3]), beam_search))
+    beam_search.advance(
+        candidates_of(distribution([0.9, 0.05, 0.05], [0.1, 0.1, 0.8]), beam_search)
+    )
     assert [tokens_of(h) for h in beam_search.ended] == [[1, 0]]
     found = beam_search.hypotheses(FinishReason.CANCELLED)
     assert [tokens_of(h) for h in found] == [[1, 0], [2, 2]]
@@ -155,10 +157,10 @@ def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
 
 def test_a_vocabulary_smaller_than_the_beams_gives_what_there_is():
     beam_search = BeamSearch(BeamParams(5), 2)
-    assert not beam_search.advance(candidates_of(distribution([0.75, 0.25]), 5))
+    assert not beam_search.advance(candidates_of(distribution([0.75, 0.25]), beam_search))
     assert len(beam_search.live) == 5
     rows = distribution(*[[0.75, 0.25]] * 5)
-    assert beam_search.advance(candidates_of(rows, 5))
+    assert beam_search.advance(candidates_of(rows, beam_search))
     found = beam_search.hypotheses()
     assert sorted(map(tokens_of, found)) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
@@ -166,10 +168,10 @@ def test_a_vocabulary_smaller_than_the_beams_gives_what_there_is():
 def test_a_restart_forgets_everything():
     beam_search = BeamSearch(BeamParams(2), 3, end_id=0)
     rows = distribution([0.5, 0.3, 0.2], [0.2, 0.2, 0.6])
-    beam_search.advance(candidates_of(rows[:1], 2))
+    beam_search.advance(candidates_of(rows[:1], beam_search))
     beam_search.restart()
     assert not beam_search.ended and not beam_search.live
-    beam_search.advance(candidates_of(rows[:1], 2))
+    beam_search.advance(candidates_of(rows[:1], beam_search))
     assert len(beam_search.ended) == 1
 
 
@@ -192,7 +194,7 @@ def test_what_was_stable_stays(width, vocab_size, max_new_tokens, early_stopping
     while not is_over:
         beams = len(beam_search.live) or 1
         rows = torch.from_numpy(chance.dirichlet(np.ones(vocab_size) * 0.3, beams)).log()
-        is_over = beam_search.advance(candidates_of(rows.clamp(min=-50.0), width))
+        is_over = beam_search.advance(candidates_of(rows.clamp(min=-50.0), beam_search))
         results = [tokens_of(h)[: h.end] for h in beam_search.hypotheses()]
         texts = results if is_over else [tokens_of_node(node) for node in beam_search.live]
         assert all(text[: len(stable)] == stable for text in texts)
@@ -414,7 +416,7 @@ def searched_with_change(model, prompt, width, max_new_tokens):
             for row, text in zip(logits, texts, strict=True):
                 change(row, prompt + text)
         rows = torch.log_softmax(logits, dim=-1)
-        if beam_search.advance(candidates_of(rows, width)):
+        if beam_search.advance(candidates_of(rows, beam_search)):
             return [prompt + tokens_of(found) for found in beam_search.hypotheses()]
         texts = [[node.token for node in live.path()] for live in beam_search.live]
 

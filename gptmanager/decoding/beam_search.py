@@ -6,7 +6,8 @@ knows no tensor, no block and no logits; where the candidates come from is the e
 The search is that of transformers' `generate(num_beams=W, do_sample=False)`: of all continuations,
 those among the best W that end are kept if their score is among the W best of all that ended, and
 the best W of the others live on. score = cumulative log probability / generated ** len_penalty.
-Sums are in single precision, as there.
+Sums are in single precision, as there. So that W live on whatever ends, each beam brings W
+continuations and as many again as there are tokens that may end it.
 """
 
 from __future__ import annotations
@@ -121,6 +122,14 @@ class BeamSearch:
         return self.params.num_results or self.params.width
 
     @property
+    def num_candidates(self) -> int:
+        """Continuations that each beam must bring, if the vocabulary has so many."""
+        ends = set() if self.stop_words is None else set(self.stop_words.last_tokens)
+        if self.end_id >= 0:
+            ends.add(self.end_id)
+        return self.params.width + len(ends)
+
+    @property
     def tokens(self) -> list[int]:
         return [node.token for node in self.live]
 
@@ -168,13 +177,12 @@ class BeamSearch:
 
     def _advance(self, candidates: BeamCandidates) -> bool:
         width = self.params.width
-        ranked = self._ranked(candidates)
         is_last = self.length + 1 >= self.max_new_tokens
         nodes: list[BeamNode] = []
         sums: list[float] = []
         parents: list[int] = []
         just_ended: list[Hypothesis] = []
-        for rank, continuation in enumerate(ranked):
+        for rank, continuation in enumerate(self._ranked(candidates)):
             if len(nodes) == width and rank >= width:
                 break
             node, end = self.extend(*continuation[1:])
@@ -200,7 +208,7 @@ class BeamSearch:
         self.live, self.cum_log_probs, self.parents = nodes, sums, parents
         return self._is_over()
 
-    def _ranked(self, candidates: BeamCandidates) -> list[_Continuation]:
+    def _ranked(self, candidates: BeamCandidates) -> Iterator[_Continuation]:
         """All continuations, best first; the lower beam and token first on a tie."""
         totals = np.array(self.cum_log_probs or [0.0], dtype=np.float32)
         log_probs = np.array(candidates.log_probs[: len(totals)], dtype=np.float32)
@@ -210,13 +218,10 @@ class BeamSearch:
         beams = np.repeat(np.arange(len(tokens)), tokens.shape[1])
         flat_sums, flat_tokens = sums.ravel(), tokens.ravel()
         order = np.lexsort((flat_tokens, beams, -flat_sums))
-        kept = order[: 2 * self.params.width + tokens.shape[1]].tolist()
-        return [
-            _Continuation(
+        for i in order.tolist():
+            yield _Continuation(
                 float(flat_sums[i]), int(beams[i]), int(flat_tokens[i]), float(log_probs.flat[i])
             )
-            for i in kept
-        ]
 
     def extend(
         self, beam: int, token: int, log_prob: float

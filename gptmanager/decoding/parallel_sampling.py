@@ -21,6 +21,10 @@ class ParallelSampling(BeamSearch):
         super().restart()
         self._done: dict[int, Hypothesis] = {}  # by beam
 
+    @property
+    def num_candidates(self) -> int:
+        return 1
+
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
         cut_off = FinishReason.LENGTH if reason is None else reason
         return [

@@ -16,10 +16,10 @@ class StopWords:
     A state is a plain int, 0 before the first token: it depends on the tokens alone, so that
     replaying a history gives it back. The first match to END wins, since a request stops there;
     of words that end at the same token the longest is reported, so that cutting it off leaves
-    none of them behind.
+    none of them behind. `last_tokens`: no other token ends a word, whatever came before it.
     """
 
-    __slots__ = ("_held", "_matched", "_next", "_suffix")
+    __slots__ = ("_held", "_matched", "_next", "_suffix", "last_tokens")
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._next: list[dict[int, int]] = [{}]  # state -> token -> state: the edges of the trie
@@ -29,6 +29,7 @@ class StopWords:
         for word in words:
             self._insert(word)
         self._link()
+        self.last_tokens = frozenset(word[-1] for word in words if len(word))
 
     def advance(self, state: int, token: int) -> tuple[int, int]:
         """The state after `token`, and the length of the longest word that ends with it or 0."""

@@ -277,7 +277,7 @@ class World:
     def _candidates(self, row: Row) -> BeamCandidates:
         sampled, known = self._beams.get(row.request_id, (False, _NO_BEAMS))
         position = row.position + row.num_tokens
-        return known.get(position) or _endless(row.beam_width, 1 if sampled else 2 * row.beam_width)
+        return known.get(position) or _endless(row.beam_width, 1 if sampled else row.beam_width)
 
 
 @functools.cache

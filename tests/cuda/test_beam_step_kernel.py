@@ -54,6 +54,17 @@ def test_wide_rows(machine):
     check(machine, randn(2, 5000) * 4, [512, 100], 512)
 
 
+@pytest.mark.parametrize("vocab_size", [700, 3001])
+def test_more_than_a_block_has_threads(machine, vocab_size):
+    check(machine, randn(3, vocab_size) * 4, [513, 2048, 0], 2048)
+    logits = randn(1, vocab_size).round()  # ties at the bound
+    check(machine, logits, [600], 600)
+
+
+def test_more_than_there_is_room_for(machine):
+    check(machine, torch.zeros(1, 2500), [520], 520)
+
+
 def test_ties_rank_by_id(machine):
     logits = randn(3, 500).round()
     check(machine, logits, [40, 6, 2], 40)
@@ -74,10 +85,11 @@ def test_odd_logits(machine):
 def test_there_is_no_race(checked_machine):
     check(checked_machine, randn(3, 700) * 4, [6, 0, 4], 6)
     check(checked_machine, torch.zeros(1, 2100), [3], 4)
+    check(checked_machine, randn(1, 700) * 4, [550], 550)
 
 
 def test_too_many_a_row(machine):
     ids, table = machine.empty((1,), torch.int32), machine.empty((1, 56), torch.uint8)
-    logits, tokens = machine.empty((1, 8), torch.float32), machine.empty((1, 513), torch.int32)
-    with pytest.raises(ValueError, match="room for 513 a row, the limit is 512"):
+    logits, tokens = machine.empty((1, 8), torch.float32), machine.empty((1, 2049), torch.int32)
+    with pytest.raises(ValueError, match="room for 2049 a row, the limit is 2048"):
         best_of_rows(machine.launcher, tokens, tokens.float(), logits, table, ids, ids)

@@ -147,7 +147,7 @@ def test_nothing_waits_for_beams(device, watched):
 
 
 def test_a_search_too_wide_for_the_kernel_is_the_hosts(device, watched, monkeypatch):
-    monkeypatch.setattr("gptmanager.device_chooser.MAX_CONTINUATIONS", 5)
+    monkeypatch.setattr("gptmanager.device_chooser.MAX_CONTINUATIONS", 2)
     check(device, watched, texts, waits=True, max_beam_width=3)
 
 

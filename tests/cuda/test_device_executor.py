@@ -154,8 +154,10 @@ def test_beams(device):
             from_tokens(3, prompt(3, 30), 8, beam_width=2, len_penalty=0.5),
             from_tokens(4, prompt(4, 12), 8, beam_width=3, repetition_penalty=1.3, temperature=0.7),
             from_tokens(5, prompt(5, 12), 8, num_return_sequences=2, temperature=1.0),
+            from_tokens(6, prompt(6, 12), 8, beam_width=2, stop_words_list=many, end_id=1),
         ]
 
+    many = [[token] for token in range(0, 90, 2)]
     check_same(device, requests, max_beam_width=3, run_ahead=1)
 
 
@@ -320,9 +322,9 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
         replays.append(size)
         return run(self, size, arrays)
 
-    def spy_on_choice(self, step):
+    def spy_on_choice(self, step, counts):
         chosen.append(len(step.rows))
-        return enqueue(self, step)
+        return enqueue(self, step, counts)
 
     monkeypatch.setattr(GenerationGraphs, "run", spy)
     monkeypatch.setattr(DeviceChooser, "_enqueue", spy_on_choice)
