@@ -201,6 +201,14 @@ def test_partial_reuse_can_be_switched_off(source):
             assert served.cached(2) == [cached]
 
 
+def test_a_text_that_goes_on_finds_its_last_partial_block(source):
+    with Served(source, enable_partial_reuse=False) as served:
+        served.run(InferenceRequest.from_tokens(1, list(range(30)), 7))
+        text = served.host.output(1)
+        served.run(InferenceRequest.from_tokens(2, [*text, 5, 6], 2))
+        assert served.cached(2) == [36]
+
+
 def test_statistics_count_what_was_found(source):
     with Served(source) as served:
         served.run(InferenceRequest.from_tokens(1, list(range(30)), 4))

@@ -97,6 +97,22 @@ def test_without_partial_reuse_only_full_blocks_are_found():
     assert request.context_current_position == 20
 
 
+@pytest.mark.parametrize("more", [[], [60], [60] * 9])
+def test_without_partial_reuse_a_partial_block_is_found_if_all_of_it_is_wanted(more):
+    kv = caching(enable_partial_reuse=False)
+    request = LlmRequest(1, tokens(18), 50)
+    run_context(kv, request)
+    generate(kv, request, [50, 51, 52, 53])  # stored: 18 + 7, 50, 51, 52
+    kv.remove(1)
+    other = LlmRequest(2, [*tokens(18), 7, 50, 51, 99, 99], 10)
+    kv.add_sequence(other)
+    assert kv.num_cached_tokens(2) == 20  # the beginning of a block
+    again = LlmRequest(3, [*tokens(18), 7, 50, 51, 52, 53, *more], 10)
+    assert kv.get_reusable_tokens(again) == 20
+    assert kv.add_sequence(again) == ()
+    assert kv.num_cached_tokens(3) == again.context_current_position == 22
+
+
 def test_a_removed_sequence_leaves_all_but_its_newest_token():
     kv = caching()
     request = LlmRequest(1, tokens(18), 50)
@@ -570,7 +586,9 @@ class ReuseMachine(RuleBasedStateMachine):
             if not start < len(held) <= start + self.size:
                 continue
             can_take_over = block in self.free and self.is_leaf(block)
-            if self.partial == "off" or (self.partial != "copy" and not can_take_over):
+            if self.partial != "copy" and not can_take_over:
+                continue
+            if self.partial == "off" and prompt[: len(held)] != held:
                 continue
             common = 0
             while start + common < min(len(held), len(prompt)) and (

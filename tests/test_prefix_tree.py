@@ -170,6 +170,14 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         assert (match.blocks, match.num_partial) == (full, best)
         assert partial[match.partial] == best if best else match.partial == NO_BLOCK
 
+        whole = {b: n for b, n in partial.items() if n == len(self.model[b][1]) - start}
+        best = max(whole.values(), default=0)
+        match = self.tree.match(
+            root, tokens, end, lambda block: block not in banned, whole_only=True
+        )
+        assert (match.blocks, match.num_partial) == (full, best)
+        assert whole[match.partial] == best if best else match.partial == NO_BLOCK
+
     @invariant()
     def the_tree_is_the_model(self):
         if not hasattr(self, "tree"):

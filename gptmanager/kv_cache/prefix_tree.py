@@ -173,14 +173,17 @@ class PrefixTree:
         tokens: Sequence[int],
         end: int,
         may_be_partial: Callable[[int], bool] | None = None,
+        *,
+        whole_only: bool = False,
     ) -> Match:
         """What is cached of `tokens[:end]`. `may_be_partial` says which blocks may be the partial
-        one, None: no block may."""
+        one, None: no block may. `whole_only`: only one of which all that is cached is wanted."""
         blocks, node = self.full_blocks(root_key, tokens, end)
         if may_be_partial is not None and node is not None and node.ordered:
             start = len(blocks) * self.tokens_per_block
             wanted = tuple(tokens[start : min(end, start + self.tokens_per_block)])
-            for child, num_tokens in _by_common_prefix(node, wanted):
+            found = _by_whole(node, wanted) if whole_only else _by_common_prefix(node, wanted)
+            for child, num_tokens in found:
                 if may_be_partial(child.block):
                     return Match(blocks, child.block, num_tokens, node)
         return Match(blocks, NO_BLOCK, 0, node)
@@ -343,6 +346,14 @@ def _is_covered(node: Node, key: Tokens) -> bool:
     """Whether a child begins with `key`: it comes next in the order, if there is one."""
     place = bisect_left(node.ordered, key)
     return place < len(node.ordered) and node.ordered[place][: len(key)] == key
+
+
+def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
+    """The children whose tokens all begin `wanted`, and how many they are; the longest first."""
+    for num_tokens in range(len(wanted), 0, -1):
+        child = node.children.get(wanted[:num_tokens])
+        if child is not None:
+            yield child, num_tokens
 
 
 def _by_common_prefix(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:

@@ -40,9 +40,9 @@ class BlockReuse:
     """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
 
     The last token of a prompt is always computed. `max_tokens`: requests that may become longer
-    take no part. `enable_partial_reuse`: the beginning of a block may be reused; the block is then
-    private, taken over if nobody holds it and nothing lies behind it, and copied otherwise, which
-    `copy_on_partial_reuse` permits.
+    take no part. `enable_partial_reuse`: the beginning of a block may be reused, and not only all
+    that is stored in a partial one. Either is then private, taken over if nobody holds it and
+    nothing lies behind it, and copied otherwise, which `copy_on_partial_reuse` permits.
 
     `num_host_blocks`: what has to leave the pool moves to as many blocks of the host tier, if it
     has `min_offload_tokens` and `min_offload_priority`. With `onboard_blocks` what lies there is
@@ -123,7 +123,8 @@ class BlockReuse:
             root_key(request),
             request.tokens,
             request.prompt_len - 1 if request.reads_cache else 0,
-            self._may_be_partial if self._partial else None,
+            self._may_be_partial,
+            whole_only=not self._partial,
         )
         pool, found, beams = self.pool, match.blocks, request.beam_width
         num_blocks, ref_counts = pool.num_blocks, pool.ref_counts

@@ -201,6 +201,8 @@ class KvCacheModel:
         for tokens, block in self.behind.get(value, {}).items():
             if not self._may_be_partial(block):
                 continue
+            if self.options.reuse == "whole" and [*tokens] != wanted[: len(tokens)]:
+                continue
             common = 0
             while common < min(len(tokens), len(wanted)) and tokens[common] == wanted[common]:
                 common += 1
@@ -214,8 +216,6 @@ class KvCacheModel:
         return block in self.freed and self.is_leaf(block)
 
     def _may_be_partial(self, block: int) -> bool:
-        if self.options.reuse == "whole":
-            return False
         if self.is_far(block):
             return self.options.onboard_blocks
         return self.options.reuse == "copy" or self.can_take_over(block)
