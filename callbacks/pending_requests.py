@@ -1,25 +1,47 @@
 """`PendingRequests`: requests that wait to be fetched, in the order they will be.
 
-Highest priority first, equals in the order they came. Not thread-safe; knows nothing of answers.
+Highest priority first, equals in the order they came. Says what still fits beside them. Not
+thread-safe; knows nothing of answers.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptmanager import InferenceRequest
+from gptmanager.errors import CapacityError
 
 _DEFAULT_PRIORITY = 0.5
+_NOUNS = ("prompt tokens", "bytes of tensors")
+
+
+class Size(NamedTuple):
+    """What waits, or may wait: requests, tokens of their prompts, bytes of their tensors."""
+
+    requests: int
+    tokens: int
+    bytes: int
+
+    @classmethod
+    def of(cls, request: InferenceRequest) -> Size:
+        prompt = request.tensors.get("input_ids")
+        return cls(1, _num_items(prompt), sum(map(_num_bytes, request.tensors.values())))
 
 
 class PendingRequests:
-    """A queue by priority from which a request in the middle can be taken, too."""
+    """A queue by priority from which a request in the middle can be taken, too.
 
-    def __init__(self) -> None:
+    `limits` by the names of their options, in the order of `Size`; None: no bound.
+    """
+
+    def __init__(self, limits: dict[str, int | None] | None = None) -> None:
+        self._limits = limits or {}
         self._levels: dict[float, OrderedDict[int, InferenceRequest]] = {}
         self._level_of: dict[int, float] = {}
+        self._size_of: dict[int, Size] = {}
+        self.size = Size(0, 0, 0)
 
     def __len__(self) -> int:
         return len(self._level_of)
@@ -28,6 +50,23 @@ class PendingRequests:
         level = _level(request.priority)
         self._levels.setdefault(level, OrderedDict())[request.request_id] = request
         self._level_of[request.request_id] = level
+        size = self._size_of[request.request_id] = Size.of(request)
+        self.size = Size(*(have + more for have, more in zip(self.size, size, strict=True)))
+
+    def excess(self, size: Size) -> str:
+        """Which limit keeps `size` more from waiting here, with the numbers; empty: none.
+
+        Raises CapacityError for what no limit would ever let in.
+        """
+        for (name, limit), have, more, noun in zip(
+            self._limits.items(), self.size, size, ("requests", *_NOUNS), strict=True
+        ):
+            if limit is None or have + more <= limit:
+                continue
+            if more > limit:
+                raise CapacityError(f"a request of {more} {noun} exceeds {name} = {limit}")
+            return f"{have} {noun} are pending, {more} more would exceed {name} = {limit}"
+        return ""
 
     def pop(self, count: int) -> list[InferenceRequest]:
         """The next `count` requests, or as many as there are."""
@@ -38,6 +77,7 @@ class PendingRequests:
             while requests and len(popped) < count:
                 request_id, request = requests.popitem(last=False)
                 del self._level_of[request_id]
+                self._forget_size(request_id)
                 popped.append(request)
             if not requests:
                 del self._levels[level]
@@ -51,10 +91,28 @@ class PendingRequests:
         request = self._levels[level].pop(request_id)
         if not self._levels[level]:
             del self._levels[level]
+        self._forget_size(request_id)
         return request
+
+    def _forget_size(self, request_id: int) -> None:
+        size = self._size_of.pop(request_id)
+        self.size = Size(*(have - less for have, less in zip(self.size, size, strict=True)))
 
 
 def _level(priority: Any) -> float:
     # the manager answers an impossible priority; here it must only not break the order
     is_number = isinstance(priority, (int, float)) and not math.isnan(priority)
     return float(priority) if is_number else _DEFAULT_PRIORITY
+
+
+def _num_items(value: Any) -> int:
+    """Of a tensor, an array or a list; what is none of these is the manager's to refuse."""
+    try:
+        return math.prod(value.shape) if hasattr(value, "shape") else len(value)
+    except TypeError:
+        return 0
+
+
+def _num_bytes(value: Any) -> int:
+    size = getattr(value, "nbytes", None)
+    return size if isinstance(size, int) else 8 * _num_items(value)

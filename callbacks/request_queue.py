@@ -6,6 +6,7 @@ request means: the manager checks it and answers.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -18,7 +19,7 @@ from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.callbacks.attachment import Attachment
 from gptmanager.callbacks.checkpoint import TokenDefaults, ids_of
 from gptmanager.callbacks.generation import Generation
-from gptmanager.callbacks.pending_requests import PendingRequests
+from gptmanager.callbacks.pending_requests import PendingRequests, Size
 from gptmanager.callbacks.result import cancelled_response
 from gptmanager.callbacks.wakeups import AsyncWakeups
 from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDeadError
@@ -41,31 +42,41 @@ class RequestQueue:
     `close` answers what it never fetched. After `attach` the queue also closes itself when the
     manager ends or dies, so no handle is ever left waiting. One queue serves one manager.
 
-    `max_pending`: how many requests may wait to be fetched; None: any number. Higher priority is
-    fetched first, equals in the order they came. `default_end_id` (an id or several, see
-    `TokenDefaults`) and `default_pad_id` are for requests that bring none. Set
-    `exclude_input_in_output` as in the manager's `OptionalParams`.
+    `max_pending`: how many requests may wait to be fetched; `max_pending_tokens` and
+    `max_pending_bytes`: how many tokens their prompts, and bytes their tensors, may come to; None:
+    any number. Higher priority is fetched first, equals in the order they came. `default_end_id`
+    (an id or several, see `TokenDefaults`) and `default_pad_id` are for requests that bring none.
+    Set `exclude_input_in_output` as in the manager's `OptionalParams`.
     """
 
     def __init__(
         self,
         *,
         max_pending: int | None = 1024,
+        max_pending_tokens: int | None = None,
+        max_pending_bytes: int | None = None,
         default_end_id: int | Sequence[int] | None = None,
         default_pad_id: int | None = None,
         exclude_input_in_output: bool = False,
     ) -> None:
-        if max_pending is not None and max_pending < 1:
-            raise ValueError(f"max_pending = {max_pending} must be at least 1, or None")
-        self._max_pending = max_pending
+        limits = {
+            "max_pending": max_pending,
+            "max_pending_tokens": max_pending_tokens,
+            "max_pending_bytes": max_pending_bytes,
+        }
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} = {limit} must be at least 1, or None")
         self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
         self._exclude_input = exclude_input_in_output
         self._wakeups = AsyncWakeups()
-        self._changed = threading.Condition(threading.Lock())  # guards all that follows
-        self._pending = PendingRequests()
+        # guards all that follows; a signal handler may come back within it
+        self._changed = threading.Condition(threading.RLock())
+        self._pending = PendingRequests(limits)
         self._open: dict[int, Generation | None] = {}  # None: the id is taken by a waiting submit
         self._stops: set[int] = set()
-        self._next_id = 1
+        self._ids = itertools.count(1)
+        self._process = os.getpid()
         self._closed_by: BaseException | None = None
         self._attachment: Attachment | None = None
         self._loop_thread: int | None = None
@@ -82,6 +93,16 @@ class RequestQueue:
     def num_pending(self) -> int:
         """Requests that the manager has not fetched."""
         return len(self._pending)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return self._pending.size.tokens
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Bytes of their tensors."""
+        return self._pending.size.bytes
 
     @property
     def num_open(self) -> int:
@@ -107,8 +128,9 @@ class RequestQueue:
         `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
         repeated run has the same ids and with them the same seeds.
 
-        Raises DuplicateRequestIdError for the id of an open request, and ManagerDeadError when
-        the queue is closed. What is wrong with the request itself is raised by the handle.
+        Raises DuplicateRequestIdError for the id of an open request, CapacityError for one that
+        exceeds `max_pending_tokens` or `max_pending_bytes` alone, and ManagerDeadError when the
+        queue is closed. What is wrong with the request itself is raised by the handle.
         """
         if isinstance(prompt, InferenceRequest):
             if max_new_tokens is not None or request_id is not None or by_name:
@@ -139,8 +161,11 @@ class RequestQueue:
         """End a request early; False if it is not open. Never waits.
 
         A pending one ends at once and the manager never sees it, a fetched one at the next
-        iteration: in both cases without an error, finish reason CANCELLED.
+        iteration: in both cases without an error, finish reason CANCELLED. In a forked process
+        nothing is open.
         """
+        if self._is_forked:
+            return False
         with self._changed:
             generation = self._open.get(request_id)
             if generation is None:
@@ -158,7 +183,14 @@ class RequestQueue:
         return True
 
     def attach(self, manager: GptManager) -> None:
-        """Wake `manager` at each submit, and close the queue when it has ended."""
+        """Wake `manager` at each submit, and close the queue when it has ended.
+
+        Raises TypeError for what has no `notify` and `wait`, ValueError for a second manager.
+        """
+        for method in ("notify", "wait"):
+            if not callable(getattr(manager, method, None)):
+                kind = type(manager).__name__
+                raise TypeError(f"attach() takes a GptManager: {kind} has no method {method}")
         with self._changed:
             if self._attachment is not None:
                 raise ValueError("the queue is attached to a manager already")
@@ -169,8 +201,10 @@ class RequestQueue:
         """Fail every open handle with `error` and refuse new requests; the first `error` stays.
 
         What the manager still works on is stopped. To let it finish instead, call
-        `manager.shutdown()` first. Idempotent.
+        `manager.shutdown()` first. Idempotent; in a forked process it does nothing.
         """
+        if self._is_forked:
+            return
         with self._changed:
             if self._closed_by is None:
                 self._closed_by = error or ManagerDeadError(
@@ -235,13 +269,17 @@ class RequestQueue:
 
     # Inside ---------------------------------------------------------------------------------
 
+    @property
+    def _is_forked(self) -> bool:
+        """This is a copy of the process, in which nobody fetches and nobody answers."""
+        return os.getpid() != self._process
+
     def _take_id(self, request_id: int | None) -> int:
+        if self._is_forked:
+            raise ManagerDeadError(f"the queue lives in process {self._process}, not in its fork")
         with self._changed:
             if request_id is None:
-                while self._next_id in self._open:
-                    self._next_id += 1
-                request_id = self._next_id
-                self._next_id += 1
+                request_id = next(i for i in self._ids if i not in self._open)
             elif request_id in self._open:
                 raise DuplicateRequestIdError(f"request_id = {request_id} is already in progress")
             self._open[request_id] = None
@@ -250,17 +288,17 @@ class RequestQueue:
     def _enqueue(self, generation: Generation, timeout: float | None) -> None:
         if threading.get_ident() == self._loop_thread:
             timeout = 0.0  # nobody else would make room
+        size = Size.of(generation.request)
         with self._changed:
-            if not self._changed.wait_for(self._is_ready_to_take, timeout):
-                raise queue.Full(f"{len(self._pending)} requests are pending")
+            if not self._changed.wait_for(lambda: self._is_ready_to_take(size), timeout):
+                raise queue.Full(self._pending.excess(size))
             if self._closed_by is not None:
                 raise ManagerDeadError("the queue is closed") from self._closed_by
             self._open[generation.request_id] = generation
             self._pending.push(generation.request)
 
-    def _is_ready_to_take(self) -> bool:
-        full = self._max_pending is not None and len(self._pending) >= self._max_pending
-        return not full or self._closed_by is not None
+    def _is_ready_to_take(self, size: Size) -> bool:
+        return self._closed_by is not None or not self._pending.excess(size)
 
     def _deliver(
         self, generation: Generation, tensors: list[NamedTensor], is_final: bool, error: str

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gptmanager.active import ActiveRequest
 from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
 from gptmanager.config import PromptLookup
@@ -353,4 +355,7 @@ def _client_id(value: Any) -> int | None:
 
 
 def _seconds(name: str, value: Any) -> float | None:
-    return None if value is None else read_float(name, value, 0.0)
+    """None, also for infinity: no limit."""
+    if value is None or (isinstance(value, (float, np.floating)) and value == math.inf):
+        return None
+    return read_float(name, value, 0.0)

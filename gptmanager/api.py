@@ -117,7 +117,8 @@ class InferenceRequest:
 
     `is_streaming`: one response per new token instead of one at the end. `priority`: higher runs
     first, equals keep their order. `deadline_s` and `queue_timeout_s` count from the moment Get
-    returns the request: the whole life, and the time until its first computation.
+    returns the request: the whole life, and the time until its first computation; None, or
+    infinity: no limit.
     `client_id` is passed to the logits post-processor. `cache_salt` keeps requests with another
     salt from sharing cached blocks. `retention_priority`, from 0 to 100: of the cached blocks that
     hold its tokens, those of a lower one are evicted sooner; None leaves it to other requests.

@@ -417,3 +417,13 @@ def test_the_dtype_that_is_named_is_the_hosts():
             LIMITS,
             0.0,
         )
+
+
+@pytest.mark.parametrize("endless", [None, float("inf"), np.float32("inf")])
+def test_an_endless_deadline_is_none(endless):
+    timed = InferenceRequest.from_tokens(1, [1], 2, deadline_s=endless, queue_timeout_s=endless)
+    assert not admit(timed, LIMITS, now=0.0).is_timed
+    for name in ("deadline_s", "queue_timeout_s"):
+        for wrong in (float("nan"), -float("inf")):
+            with pytest.raises(InvalidRequestError, match=f"{name} = .* is not finite"):
+                admit(InferenceRequest.from_tokens(1, [1], 2, **{name: wrong}), LIMITS, now=0.0)

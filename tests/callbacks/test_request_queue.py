@@ -1,15 +1,22 @@
 import asyncio
+import os
 import queue as std_queue
+import signal
 import threading
 import time
+import warnings
+from contextlib import suppress
 
+import numpy as np
 import pytest
+import torch
 from responding import ManagerStub, ending, in_thread, streamed, whole
 
 from gptmanager import FinishReason, InferenceRequest, NamedTensor
 from gptmanager.callbacks import RequestQueue
 from gptmanager.errors import (
     CallbackError,
+    CapacityError,
     DuplicateRequestIdError,
     InvalidRequestError,
     ManagerDeadError,
@@ -132,6 +139,85 @@ def test_a_full_queue_raises_after_the_timeout_and_keeps_no_id():
 
         queue.get_inference_requests(1)
         assert queue.submit([1], 5, request_id=7, timeout=0).request_id == 7
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "noun"),
+    [("max_pending_tokens", 5, "prompt tokens"), ("max_pending_bytes", 5 * 8 + 8, "bytes")],
+)
+def test_a_queue_is_full_of_tokens_or_of_bytes(limit, size, noun):
+    with RequestQueue(**{limit: 2 * size}) as queue:
+        # Given two requests that fill it
+        queue.submit([1] * 5, 5)
+        queue.submit([2] * 5, 5)
+        assert queue.num_pending_tokens == 10 and queue.num_pending_bytes == 2 * (5 * 8 + 8)
+
+        # When a third comes, Then it is told what is full, by value and limit
+        full = f"{2 * size} {noun}.* are pending, .* more would exceed {limit} = {2 * size}"
+        with pytest.raises(std_queue.Full, match=full):
+            queue.submit([3], 5, timeout=0)
+
+        # When there is room again, Then smaller ones come in, and one too large for ever does not
+        assert queue.cancel(1)
+        assert queue.submit([3], 5, timeout=0).request_id == 4
+        with pytest.raises(CapacityError, match=f"{noun}.* exceeds {limit} = {2 * size}"):
+            queue.submit([3] * 50, 5)
+        assert fetched_ids(queue) == [2, 4]
+        assert queue.num_pending_tokens == queue.num_pending_bytes == 0
+
+
+def test_what_waits_is_measured_in_whatever_form_it_came(queue):
+    for prompt in (
+        [[1, 2, 3]],
+        np.array([[1, 2, 3]], dtype=np.int32),
+        torch.tensor([1, 2, 3], dtype=torch.int16),
+        None,
+        "what is this",
+    ):
+        request = InferenceRequest(queue.num_open, {"input_ids": prompt})
+        queue.submit(request)
+    assert queue.num_pending_tokens == 1 + 3 + 3 + 0 + 12
+    assert queue.num_pending_bytes == 8 + 12 + 6 + 0 + 8 * 12
+
+
+def test_a_handler_may_call_what_it_interrupts_in_a_queue(queue):
+    interrupted = threading.Event()
+
+    def interrupt():
+        with queue._changed:  # as a submit that a signal interrupts
+            first = queue.submit([1], 5)
+            assert queue.submit([1], 5).request_id == first.request_id + 1
+            assert first.cancel()
+            queue.close()
+        interrupted.set()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert interrupted.wait(TIMEOUT)
+
+
+def test_a_forked_child_does_not_wait_for_a_queue(queue):
+    queue.submit([1], 5)
+    with queue._changed, warnings.catch_warnings():  # its lock will never be free there
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads
+
+        def fork():
+            if os.fork():
+                return os.wait()[1]
+            signal.alarm(10)
+            with suppress(ManagerDeadError):
+                queue.submit([1], 5)
+                os._exit(1)
+            assert not queue.cancel(1)
+            with queue:
+                pass
+            os._exit(0)
+
+        assert in_thread(fork).result(TIMEOUT) == 0
+
+
+def test_only_a_manager_can_be_attached(queue):
+    with pytest.raises(TypeError, match=r"attach\(\) takes a GptManager: str has no method notify"):
+        queue.attach("manager")
 
 
 @pytest.mark.parametrize("room_by", ["fetching", "cancelling"])
