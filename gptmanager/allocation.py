@@ -88,7 +88,7 @@ class Allocator:
         self.kv_cache = kv_cache
         self.num_slots = num_slots
         self.window = window
-        self._free_slots = list(range(num_slots))[::-1]
+        self._free_slots = self._all_slots()
         self._epochs = itertools.count(1)
         self._iterations = itertools.count()
         self._paused: list[int] = []  # since the last schedule
@@ -162,6 +162,15 @@ class Allocator:
             self._free_slots.append(request.slot)
             request.slot = -1
             request.epoch = 0
+
+    def reset(self) -> None:
+        """Begin anew: all slots and blocks are free, whoever held them, and nothing is cached."""
+        self.kv_cache.reset()
+        self._free_slots = self._all_slots()
+        self._paused = []
+
+    def _all_slots(self) -> list[int]:
+        return list(range(self.num_slots))[::-1]
 
     def check(self) -> None:
         """Raises GptManagerError unless every block and slot has the owners it should have."""

@@ -96,7 +96,7 @@ _TENSOR_OF_PROPERTY = {
     **TENSOR_ALIASES,
 }
 _WORD_LISTS = ("bad_words_list", "stop_words_list")
-_KEYWORDS = (
+KEYWORDS = (
     "is_streaming",
     "logits_post_processor",
     "client_id",
@@ -178,7 +178,7 @@ class InferenceRequest:
         `by_name`: any tensor name with a scalar or a list (word lists as lists of lists of token
         ids), and the constructor's keywords. None stands for "not given".
         """
-        keywords = {key: by_name.pop(key) for key in _KEYWORDS if key in by_name}
+        keywords = {key: by_name.pop(key) for key in KEYWORDS if key in by_name}
         request = cls(request_id, **keywords)
         for name, value in {
             "input_ids": input_ids,
@@ -192,7 +192,7 @@ class InferenceRequest:
         return request
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _KEYWORDS:
+        if name in KEYWORDS:
             self.__dict__[name] = value
         elif name in _TENSOR_OF_PROPERTY:
             self.__dict__["tensors"][_TENSOR_OF_PROPERTY[name]] = value
@@ -201,7 +201,7 @@ class InferenceRequest:
 
     def __getattr__(self, name: str) -> Any:
         if name in _TENSOR_OF_PROPERTY:
-            tensors = self.__dict__["tensors"]
+            tensors = self.__dict__.get("tensors", {})  # a subclass's constructor may read one
             if _TENSOR_OF_PROPERTY[name] in tensors:
                 return tensors[_TENSOR_OF_PROPERTY[name]]
             raise AttributeError(f"Undefined tensor: {_TENSOR_OF_PROPERTY[name]}")
@@ -210,7 +210,7 @@ class InferenceRequest:
     def __reduce__(self) -> Any:
         if self.logits_post_processor is not None:
             raise TypeError("a request with a logits_post_processor cannot be pickled")
-        state = {name: getattr(self, name) for name in _KEYWORDS}
+        state = {name: getattr(self, name) for name in KEYWORDS}
         return _rebuild, (self.request_id, self.tensors, state)
 
     def __repr__(self) -> str:

@@ -136,6 +136,8 @@ class OptionalParams:
     device are recorded at the start, and run as recordings. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
+    `max_step_failures`: so many iterations in a row that raise end it; those before only end the
+    requests that ran.
 
     `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
     signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
@@ -173,6 +175,7 @@ class OptionalParams:
     seed: int = 0
     callback_budget_s: float | None = 1.0
     max_get_failures: int = 10
+    max_step_failures: int = 3
     logits_post_processor_budget_s: float | None = 0.1
     check_logits_post_processor_streams: bool = False
     recording_path: str | os.PathLike[str] | None = None

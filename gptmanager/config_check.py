@@ -85,6 +85,7 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "idle_poll_s": (0.0, 1e6),
         "callback_budget_s": (0.0, 1e6),
         "max_get_failures": (1, _MANY),
+        "max_step_failures": (1, _MANY),
         "logits_post_processor_budget_s": (0.0, 1e6),
         "black_box_iterations": (0, _MANY),
         "seed": (0, 2**64 - 1),

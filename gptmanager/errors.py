@@ -44,6 +44,10 @@ class CallbackError(GptManagerError):
     """A callback of the host raised, or returned something else than its contract says."""
 
 
+class StepError(GptManagerError):
+    """An iteration of the loop failed and ended the requests that ran in it; the others go on."""
+
+
 class ManagerDeadError(GptManagerError):
     """The manager's loop has ended; `__cause__` holds what ended it."""
 
@@ -53,5 +57,5 @@ def response_text(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception:  # an error whose own text fails must still be told
+    except BaseException:  # noqa: B036 - an error whose own text fails must still be told
         return f"{name}: (its text cannot be read)"

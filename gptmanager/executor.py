@@ -68,6 +68,7 @@ class TorchExecutor:
 
     def forward(self, schedule: Schedule) -> TorchStep:
         stall = _Stall()
+        self._starved.clear()  # of a step that raised
         self._load(schedule)
         if schedule.block_copies:
             self.kv_pool.copy(schedule.block_copies)

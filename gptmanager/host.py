@@ -6,9 +6,10 @@ in the next intake. Only a Get that keeps failing ends the loop.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -25,12 +26,14 @@ from gptmanager.clock import monotonic
 from gptmanager.errors import (
     CallbackError,
     ConfigError,
+    InvalidRequestError,
     ManagerDeadError,
     RequestError,
     response_text,
 )
 from gptmanager.log import logger
 from gptmanager.post_processor import RequestProcessor
+from gptmanager.receiving import OwedFinals, read_id, read_request
 from gptmanager.statistics import (
     Counts,
     Laps,
@@ -75,9 +78,12 @@ class CallbackHost:
         self._get_failures = 0
         self._stops: set[int] = set()
         self._failures: list[Failure] = []
-        self._peeked: list[InferenceRequest] = []
+        self._returned: deque[Any] = deque()  # by Get, not looked at yet
+        self._received: list[InferenceRequest] = []  # for the next fetch
+        self._owed = OwedFinals()
         self._preparing: dict[int, RequestProcessor] = {}
         self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
+        self._ready: list[int] = []
         self._clears: deque[None] = deque()  # any thread's
         self._weights_version: Callable[[], int] = lambda: 0
         self._last_weights_version = 0
@@ -108,8 +114,30 @@ class CallbackHost:
 
         What it gave enters with the next fetch, which the caller owes.
         """
-        self._peeked = self._ask(-1 if room is None else room)
-        return bool(self._peeked)
+        self._ask(-1 if room is None else room)
+        return self.holds_requests
+
+    @property
+    def holds_requests(self) -> bool:
+        """What Get has returned waits for the next fetch."""
+        return bool(self._received or self._returned)
+
+    def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
+        """An error response to each request that Get has returned and nobody will answer.
+
+        `known`: the ids of those that somebody will.
+        """
+        waiting = [request.request_id for request in self._received]
+        for request_id in self._owed.beyond(itertools.chain(known, waiting)):
+            self.respond(request_id, [], True, response_text(error))
+
+    def answer_all(self, error: BaseException) -> None:
+        """An error response to each request that Get has returned and that has had no final one."""
+        try:
+            self._receive()
+        finally:
+            self._received = []
+            self.answer_lost((), error)
 
     # What makes cached blocks stale ----------------------------------------------------------
 
@@ -132,22 +160,24 @@ class CallbackHost:
     # What the loop calls -------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        requests, self._peeked = self._peeked, []
-        if not requests:
+        if self._returned:
+            self._receive()
+        elif not self._received:
             self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
             if self.is_accepting and room != 0:
-                requests = self._ask(-1 if room is None else room)
-        stops, self._stops = self._stops, set()
-        ready = self._take_ready(requests)
-        failures, self._failures = self._failures, []
-        return Intake(
+                self._ask(-1 if room is None else room)
+        self._collect_ready()
+        intake = Intake(
             monotonic(),
-            tuple(requests),
-            frozenset(stops),
-            ready,
-            tuple(failures),
+            tuple(self._received),
+            frozenset(self._stops),
+            tuple(self._ready),
+            tuple(self._failures),
             clears_cache=self._take_clears(),
         )
+        # only now: what raises before must lose nothing
+        self._received, self._stops, self._ready, self._failures = [], set(), [], []
+        return intake
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
@@ -155,15 +185,19 @@ class CallbackHost:
         timer = self.send_timer
         timer.start()
         try:
-            self._send(request_id, tensors, is_final, error)
-        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
-            timer.errors += 1
-            logger.exception(
-                "SendResponse raised for request %d%s", request_id, " (final)" if is_final else ""
-            )
-            if not is_final:
-                failure = CallbackError(f"SendResponse raised {response_text(raised)}")
-                self.fail(Failure(request_id, failure))
+            if is_final and not self._owed.settle(request_id):
+                return  # it has had its final response
+            try:
+                self._send(request_id, tensors, is_final, error)
+            except BaseException as raised:  # noqa: B036 - the loop outlives any callback
+                timer.errors += 1
+                if not is_final:
+                    failure = CallbackError(f"SendResponse raised {response_text(raised)}")
+                    self.fail(Failure(request_id, failure))
+                logger.exception(
+                    "SendResponse raised for request %d%s",
+                    *(request_id, " (final)" if is_final else ""),
+                )
         finally:
             timer.stop()
 
@@ -208,29 +242,26 @@ class CallbackHost:
         with suppress(ManagerDeadError):
             self.wake()
 
-    def _take_ready(self, requests: list[InferenceRequest]) -> tuple[int, ...]:
-        """Requests that need not wait for their processor any more, of `requests` too."""
-        ready = self._ready_on_arrival(requests)
+    def _collect_ready(self) -> None:
+        """Requests that need not wait for their processor any more, of those received too."""
+        self._ready += self._ready_on_arrival(self._received)
         while self._prepared:
             request_id, processor, done = self._prepared.popleft()
             if self._preparing.get(request_id) is not processor:
                 continue  # it ended meanwhile, and another came under its id
             del self._preparing[request_id]
-            error = CancelledError() if done.cancelled() else done.exception()
+            error = _error_of(done)
             if error is None:
-                ready.append(request_id)
+                self._ready.append(request_id)
             else:
                 self._fail_to_prepare(request_id, processor, error)
-        return tuple(ready)
 
     def _ready_on_arrival(self, requests: list[InferenceRequest]) -> list[int]:
         ready = []
         for request in requests:
             processor = request.logits_post_processor
-            if processor is not None and callable(getattr(processor, "prepare", None)):
-                with suppress(Exception):  # `prepare` will meet it again
-                    if _is_ready(processor.prepare(self.device)):
-                        ready.append(request.request_id)
+            if processor is not None and _is_ready(processor, self.device):
+                ready.append(request.request_id)
         if not ready:
             return ready
         # under an id that is not alone it could be meant for another one
@@ -240,46 +271,62 @@ class CallbackHost:
     def _fail_to_prepare(
         self, request_id: int, processor: RequestProcessor, error: BaseException
     ) -> None:
-        if not isinstance(error, RequestError):
-            logger.error(
-                "logits_post_processor %s of request %d cannot be prepared",
-                *(processor.name, request_id),
-                exc_info=error,
-            )
-            error = CallbackError(
-                f"logits_post_processor {processor.name} cannot be prepared: {response_text(error)}"
-            )
-        self.fail(Failure(request_id, error))
+        if isinstance(error, RequestError):
+            self.fail(Failure(request_id, error))
+            return
+        cause = CallbackError(
+            f"logits_post_processor {processor.name} cannot be prepared: {response_text(error)}"
+        )
+        self.fail(Failure(request_id, cause))
+        logger.error(
+            "logits_post_processor %s of request %d cannot be prepared",
+            *(processor.name, request_id),
+            exc_info=error,
+        )
 
     # How it calls them ---------------------------------------------------------------------
 
-    def _ask(self, room: int) -> list[InferenceRequest]:
-        """What Get returns; what it yielded before it raised is kept."""
-        requests: list[InferenceRequest] = []
-        failed = True
+    def _ask(self, room: int) -> None:
+        """Receive what Get returns, also what it yielded before it raised."""
+        failed, before = True, len(self._received)
         with self._guarded(self.get_timer):
-            foreign = None
-            for request in _iterate(self._get(room)):
-                if isinstance(request, InferenceRequest):
-                    requests.append(request)
-                else:
-                    foreign = request
-            if foreign is not None:
-                raise CallbackError(
-                    f"GetInferenceRequests returned an item of type {type(foreign).__name__}, "
-                    "expected InferenceRequest"
-                )
+            for item in _iterate(self._get(room)):
+                self._returned.append(item)
             failed = False
+        failed = not self._receive() or failed
         self._get_failures = self._get_failures + 1 if failed else 0
         if self._get_failures > self._max_get_failures:
             self.fatal = CallbackError(
                 f"GetInferenceRequests failed {self._get_failures} times in a row, "
                 f"max_get_failures = {self._max_get_failures}"
             )
+        num_requests = len(self._received) - before
         self.last_fetch = Fetched(
-            len(requests), is_empty=not requests and not failed, failed=failed
+            num_requests, is_empty=not num_requests and not failed, failed=failed
         )
-        return requests
+
+    def _receive(self) -> bool:
+        """Look at what Get has returned; were they requests all?"""
+        num_foreign, first = 0, ""
+        while self._returned:
+            item = self._returned[0]
+            try:
+                request_id = read_id(item)
+            except CallbackError as error:
+                self._returned.popleft()
+                num_foreign, first = num_foreign + 1, first or str(error)
+                continue
+            self._owed.owe(request_id)
+            self._returned.popleft()
+            try:
+                self._received.append(read_request(item, request_id))
+            except InvalidRequestError as error:
+                self.respond(request_id, [], True, response_text(error))
+        if num_foreign:
+            self.get_timer.errors += 1
+            more = f" (and {num_foreign - 1} more)" if num_foreign > 1 else ""
+            logger.error("GetInferenceRequests returned %s%s", first, more)
+        return not num_foreign
 
     @contextmanager
     def _guarded(self, timer: CallbackTimer) -> Iterator[None]:
@@ -293,8 +340,24 @@ class CallbackHost:
             timer.stop()
 
 
-def _is_ready(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def _is_ready(processor: Any, device: str) -> bool:
+    """What goes wrong here is met again by `prepare`."""
+    try:
+        prepare = getattr(processor, "prepare", None)
+        if not callable(prepare):
+            return False
+        future = prepare(device)
+        return bool(future.done()) and _error_of(future) is None
+    except BaseException:  # noqa: B036 - a host's code
+        return False
+
+
+def _error_of(done: Future[Any]) -> BaseException | None:
+    """Why what was to be prepared is not, of a future that is done; None: it is."""
+    try:
+        return CancelledError() if done.cancelled() else done.exception()
+    except BaseException as error:  # noqa: B036 - a host's future
+        return error
 
 
 def _required(callback: Any, name: str) -> Any:

@@ -73,7 +73,12 @@ class TokenLoop(Roster):
         """One iteration; False when there was nothing to do."""
         self.laps.restart()
         pending = self.pending
-        schedule = self.schedule(self.fetch())
+        intake = self.fetch()
+        self.take_in(intake)
+        self.finish_awaited()
+        decision = self.schedule()
+        self.finish_recalled(decision)
+        schedule = self.allocate(decision, intake.now, pending)
         num_active = len(self.active)
         step = self.forward(schedule) if schedule else None
         self.finish_pending()
@@ -97,12 +102,18 @@ class TokenLoop(Roster):
         return self.host.fetch(room, len(self.active))
 
     @lap
-    def schedule(self, intake: Intake) -> Schedule | None:
-        """Take the intake in, decide who runs, give out memory; None: nobody runs."""
+    def take_in(self, intake: Intake) -> None:
         self._failing.clear()
-        self.take_in(intake)
+        super().take_in(intake)
+
+    def finish_awaited(self) -> None:
+        """Beams and drafts: what they run next depends on the result that is pending."""
         if self._num_serial and self.num_micro_batches == 1:
             self.finish_pending()
+
+    @lap
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide who runs, checked; None: there is nobody to ask about."""
         in_flight = self._in_flight()
         if self._num_serial:
             for request in self.active:
@@ -114,22 +125,32 @@ class TokenLoop(Roster):
             active = [request for request in active if request.state is not _PREPARING]
         if len(in_flight) == len(active):
             return None
-        micro_batch_id = 0
-        if self.num_micro_batches > 1 and self.pending is not None:
-            micro_batch_id = 1 - self.pending.schedule.micro_batch_id
-        name = type(self.scheduler).__name__
-        output = self._decide(active, in_flight, name)
-        if self.num_micro_batches > 1 and any(
-            request.request_id in in_flight for request in output.paused_requests
-        ):
-            # it pauses when its micro batch has returned, unless that was its end
+        return self._decide(active, in_flight, type(self.scheduler).__name__)
+
+    def finish_recalled(self, decision: SchedulerOutput | None) -> None:
+        """Overlap: who is to pause while in flight pauses when its micro batch has returned."""
+        if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
+            return
+        in_flight = self._in_flight()
+        if any(request.request_id in in_flight for request in decision.paused_requests):
             self.finish_pending()
-            output = output._replace(
-                paused_requests=[r for r in output.paused_requests if r.request_id in self.requests]
-            )
-        return self.allocator.allocate(
-            output, intake.now, self.limits.max_seq_len, name, micro_batch_id
-        )
+
+    @lap
+    def allocate(
+        self, decision: SchedulerOutput | None, now: float, pending: Any
+    ) -> Schedule | None:
+        """Give out memory; None: nobody runs. `pending`: the step in flight when it was decided."""
+        if decision is None:
+            return None
+        micro_batch_id = 0
+        if self.num_micro_batches > 1:
+            if pending is not None:
+                micro_batch_id = 1 - pending.schedule.micro_batch_id
+            # not those whose micro batch has returned with their end
+            paused = [r for r in decision.paused_requests if r.request_id in self.requests]
+            decision = decision._replace(paused_requests=paused)
+        name = type(self.scheduler).__name__
+        return self.allocator.allocate(decision, now, self.limits.max_seq_len, name, micro_batch_id)
 
     def _in_flight(self) -> frozenset[int]:
         """The active requests that hold memory, but must not run now."""
@@ -151,7 +172,7 @@ class TokenLoop(Roster):
         """The checked answer of the scheduler, whose class is called `name`."""
         try:
             answer = self.scheduler.schedule_request(active, in_flight)
-        except SchedulerError:
+        except (SchedulerError, MemoryError):  # that it has no memory is not its doing
             raise
         except Exception as error:
             raise SchedulerError(f"{name} raised {response_text(error)}") from error
@@ -165,7 +186,7 @@ class TokenLoop(Roster):
                 max_batch_size=self.max_batch_size,
                 max_num_tokens=self.max_num_tokens,
             )
-        except SchedulerError:
+        except (SchedulerError, MemoryError):
             raise
         except Exception as error:
             shown = reprlib.repr(answer)
@@ -295,3 +316,12 @@ class TokenLoop(Roster):
         """End all requests with an error response: the loop will not iterate again."""
         self.pending = None
         super().abort(error)
+
+    def recover(self, error: BaseException) -> None:
+        """After an iteration that raised: end what it may have left half done, go on with the rest.
+
+        That is every request that holds memory. What they held is free, and nothing is cached.
+        """
+        self.pending = None
+        self._failing.clear()
+        super().recover(error)

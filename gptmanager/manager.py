@@ -22,7 +22,7 @@ from gptmanager.assembly import assemble, check_arguments
 from gptmanager.clock import monotonic
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.config_check import checked_optional_params, checked_scheduler_config
-from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.inbox import Inbox
 from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
@@ -32,6 +32,7 @@ from gptmanager.log import logger
 from gptmanager.loop import TokenLoop
 from gptmanager.progress import Progress
 from gptmanager.recorder import Recorder
+from gptmanager.recovery import Recovery
 from gptmanager.watchdog import Watchdog
 
 _T = TypeVar("_T")
@@ -99,6 +100,7 @@ class GptManager:
             keep=params.black_box_iterations,
             black_box_path=params.black_box_path,
         )
+        self._recovery = Recovery(self._host, self._recorder, params.max_step_failures)
 
         build = functools.partial(
             assemble,
@@ -294,7 +296,7 @@ class GptManager:
         except BaseException as error:  # noqa: B036 - kept as `exception`
             # nothing that may raise stands between the failure and the final responses
             self._fail(error)
-            loop.abort(as_final(error))
+            self._end_requests(loop, as_final(error))
             self._tell_failure(error)
         finally:
             if watchdog is not None:
@@ -311,16 +313,20 @@ class GptManager:
                 self._host.is_accepting = False
                 if aborts:
                     self._recorder.close("aborted")
-                    loop.abort(ManagerDeadError("the manager was shut down"))
-                if not loop.active:
+                    self._end_requests(loop, ManagerDeadError("the manager was shut down"))
+                if not (loop.holds_requests or self._host.holds_requests):
                     self._recorder.close()
                     return
                 self._move_to(ManagerState.DRAINING)
             had_active = bool(loop.active)
-            is_idle = not had_active and loop.pending is None and not ends
-            # an idle turn asks Get and no more: it comes a hundred times a second
-            worked = False if is_idle and not self._host.peek(loop.max_active) else loop.iterate()
+            try:
+                worked = self._turn_once(loop)
+            except Exception as error:
+                self._recovery.recover(loop, error)
+                continue
             self._progress.note(worked=worked, is_active=bool(loop.active))
+            if worked:
+                self._recovery.note_step()
             if self._host.fatal is not None:
                 raise self._host.fatal
             # a final response may have made the host submit: then Get knows more than it said
@@ -328,6 +334,21 @@ class GptManager:
             if not (worked or ended_some or self._host.last_fetch.num_requests):
                 self._progress.warn_of_stall(loop)
                 self._rest(loop)
+
+    def _turn_once(self, loop: TokenLoop) -> bool:
+        """An iteration; did it have a step?"""
+        is_idle = not loop.holds_requests and loop.pending is None and self._host.is_accepting
+        # an idle turn asks Get and no more: it comes a hundred times a second
+        if is_idle and not self._host.peek(loop.max_active):
+            return False
+        return loop.iterate()
+
+    def _end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
+        """A final error for each request, also for those that the loop has lost."""
+        try:
+            loop.abort(error)
+        finally:
+            self._host.answer_all(error)
 
     def _rest(self, loop: TokenLoop) -> None:
         """Sleep until somebody wakes the loop or it is time to ask Get again."""

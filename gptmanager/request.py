@@ -195,6 +195,11 @@ class LlmRequest:
         return self.num_tokens - self.prompt_len
 
     @property
+    def has_started(self) -> bool:
+        """It holds memory, or did when something went wrong between."""
+        return self.slot >= 0 or self.state >= _IN_PROGRESS or self.context_current_position > 0
+
+    @property
     def context_remaining_length(self) -> int:
         return self.prompt_len - self.context_current_position
 

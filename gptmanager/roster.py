@@ -7,7 +7,7 @@ about who runs: `TokenLoop` does, which is a roster that iterates.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from gptmanager.active import ActiveRequest
@@ -19,6 +19,7 @@ from gptmanager.errors import (
     DuplicateRequestIdError,
     InvalidRequestError,
     RequestError,
+    StepError,
     response_text,
 )
 from gptmanager.log import logger
@@ -30,6 +31,7 @@ from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake
 
 _PREPARING = LlmRequestState.PREPARING
+_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 class Host(Protocol):
@@ -70,6 +72,8 @@ class Roster:
         self._num_serial = 0  # those whose next step depends on the last result
         self._preparing: set[int] = set()  # those that wait for their logits post-processor
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
+        self._intake: Intake | None = None  # being taken in
+        self._ending: ActiveRequest | None = None  # it has had no final response yet
 
     # Taking in -----------------------------------------------------------------------------
 
@@ -78,13 +82,12 @@ class Roster:
 
         An id was free for a new request only if its final response had been sent when Get ran.
         """
+        self._arriving.extend(intake.requests)
+        self._intake = intake
         if intake.clears_cache:
             self.allocator.kv_cache.clear_cached()
-        taken = set(self.requests.keys() & {request.request_id for request in intake.requests})
-        self._arriving.extend(intake.requests)
-        for failure in intake.failures:
-            if failure.request_id in self.requests:
-                self.fail_request(self.requests[failure.request_id], failure.error)
+        taken = set(self.requests.keys() & {request.request_id for request in self._arriving})
+        self._end_failed(intake.failures)
         for request_id in sorted(intake.stops):
             request = self.requests.get(request_id)
             if request is None:
@@ -93,11 +96,22 @@ class Roster:
                 self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
-        for request_id in self._preparing.intersection(intake.ready):
-            self._end_preparing(self.requests[request_id])
+        self._end_preparing_of(intake.ready)
         while self._arriving:
-            self._admit(self._arriving[0], intake, taken)
-            taken.add(self._arriving.popleft().request_id)
+            # whom something happens to in between the host finds unanswered
+            newcomer = self._arriving.popleft()
+            self._admit(newcomer, intake, taken)
+            taken.add(newcomer.request_id)
+        self._intake = None
+
+    def _end_failed(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            if failure.request_id in self.requests:
+                self.fail_request(self.requests[failure.request_id], failure.error)
+
+    def _end_preparing_of(self, request_ids: Iterable[int]) -> None:
+        for request_id in self._preparing.intersection(request_ids):
+            self._end_preparing(self.requests[request_id])
 
     def _end_preparing(self, request: ActiveRequest) -> None:
         self._preparing.discard(request.request_id)
@@ -116,12 +130,12 @@ class Roster:
         except RequestError as error:
             self._reject(request_id, error)
             return
-        except Exception as error:  # a tensor that no check foresaw must not cost the others
+        except BaseException as error:  # noqa: B036 - a host's tensor must not cost the others
             self._reject(request_id, InvalidRequestError(response_text(error)))
             return
         self.requests[request_id] = request
-        self._num_serial += request.is_serial
         insert_by_priority(self.active, request)
+        self._num_serial += request.is_serial
         if request.is_timed:
             self._timed[request_id] = request
         if request.processor is not None and request.state is _PREPARING:
@@ -132,43 +146,95 @@ class Roster:
                 self.host.prepare(request_id, request.processor)
 
     def _reject(self, request_id: int, error: RequestError) -> None:
-        logger.warning("Cannot process new request: request %d: %s", request_id, error)
         self.host.respond(request_id, [], True, response_text(error))
+        logger.warning("Cannot process new request: request %d: %s", request_id, error)
 
     # Ends: what a request holds is free before its final response is sent ------------------
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """The final response: output up to history position `end`."""
-        # what fails here is answered by `abort`
-        tensors = final(request, reason, end, self.outputs)
+        try:
+            tensors = final(request, reason, end, self.outputs)
+        except Exception as error:
+            cause = StepError(f"the final response cannot be made: {response_text(error)}")
+            self.fail_request(request, cause)
+            return
         self._drop(request)
-        self.host.respond(request.request_id, tensors, True, "")
+        self._respond_final(request, tensors)
 
     def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
         """An error response; every other request goes on."""
         self._drop(request)
-        self.host.respond(request.request_id, [], True, response_text(error))
+        self._respond_final(request, [], response_text(error))
 
     def abort(self, error: BaseException) -> None:
         """End all requests with an error response: the loop will not iterate again."""
+        text = response_text(error)
         while self._arriving:
-            request_id = self._arriving.popleft().request_id
-            self.host.respond(request_id, [], True, response_text(error))
+            self.host.respond(self._arriving.popleft().request_id, [], True, text)
         for request in self.active[:]:
             try:
                 self._drop(request)
             except Exception:  # accounting that broke the loop must not cost the final response
                 logger.exception("request %d could not be freed", request.request_id)
-            self.host.respond(request.request_id, [], True, response_text(error))
+                self._forget(request)
+            self._respond_final(request, [], text)
+
+    def recover(self, error: BaseException) -> None:
+        """End every request that has started; what has not stays, and is as it was before.
+
+        The accounts of memory begin anew: an iteration that raised may have left them anyhow.
+        """
+        text = response_text(error)
+        ended = [r for r in self.active if r.has_started or r is self._ending]
+        for request in ended:
+            self._forget(request)
+        self._ending = None
+        self._timed = {r.request_id: r for r in self.active if r.is_timed}
+        self._num_serial = sum(r.is_serial for r in self.active)
+        self._preparing = {r.request_id for r in self.active if r.state is _PREPARING}
+        self.requests = {r.request_id: r for r in self.active}
+        self.allocator.reset()
+        for request in ended:
+            self.host.respond(request.request_id, [], True, text)
+        intake, self._intake = self._intake, None
+        if intake is not None:
+            self._end_failed(intake.failures)
+            self._end_preparing_of(intake.ready)
+
+    @property
+    def holds_requests(self) -> bool:
+        """Requests that have had no final response, admitted or not."""
+        return bool(self.active or self._arriving)
+
+    @property
+    def unanswered(self) -> Iterator[int]:
+        """The ids of all requests that it will answer."""
+        yield from self.requests
+        for request in self._arriving:
+            yield request.request_id
+
+    def _respond_final(
+        self, request: ActiveRequest, tensors: list[NamedTensor], error: str = ""
+    ) -> None:
+        self.host.respond(request.request_id, tensors, True, error)
+        self._ending = None
 
     def _drop(self, request: ActiveRequest) -> None:
-        self.active.remove(request)
-        del self.requests[request.request_id]
-        self._timed.pop(request.request_id, None)
-        self.outputs.forget(request.request_id)
+        # if its memory cannot be freed it must be known still, to be answered
+        self._ending = request
+        self.allocator.release(request)
         self._num_serial -= request.is_serial
-        self._preparing.discard(request.request_id)
+        self._forget(request)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        request_id = request.request_id
+        self._timed.pop(request_id, None)
+        self.outputs.forget(request_id)
+        self._preparing.discard(request_id)
         if request.processor is not None:
             request.processor.end()
-        self.allocator.release(request)
-        request.finish()
+        if request.state is not _COMPLETE:
+            request.finish()
+        self.active.remove(request)
+        self.requests.pop(request_id, None)

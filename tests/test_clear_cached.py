@@ -117,7 +117,7 @@ def test_a_dead_manager_clears_nothing(checkpoints):
         def forward(self, batch, kv_pool):
             raise RuntimeError("broken")
 
-    served = Served(Broken())
+    served = Served(Broken(), max_step_failures=1)
     served.host.submit(InferenceRequest.from_tokens(1, PROMPT, 6))
     assert served.host.final(1).error
     assert served.manager.wait(10)

@@ -149,8 +149,10 @@ roster                  the active requests: who comes in, and who ends
 loop                    iterate(), in about 25 lines
 inbox                   what other threads want of the loop
 life                    the states of a manager, and its health
+receiving               what Get returns, and what is owed for it
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
+recovery                what becomes of a manager whose iteration raised
 progress                when steps ended, and who waits although none does
 sizing                  how large the KV cache is, and how long a sequence may be
 placement               where a model and its KV cache lie, and what runs them there

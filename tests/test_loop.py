@@ -18,7 +18,7 @@ from gptmanager.config import FinishReason, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
 from gptmanager.request import LlmRequestState
-from gptmanager.responses import REQUEST_METRICS
+from gptmanager.responses import REQUEST_METRICS, final
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
 from gptmanager.step import StepResult
 
@@ -428,7 +428,8 @@ def test_rows_of_several_tokens_are_applied_in_order_and_cut_at_the_end():
     driver = LoopDriver()
     driver.submit(request(1, [1], 3))
     loop = driver.loop
-    step = loop.forward(loop.schedule(loop.fetch()))
+    loop.take_in(loop.fetch())
+    step = loop.forward(loop.allocate(loop.schedule(), 0.0, None))
     tokens = expected_output([1], 5)
     result = StepResult(np.array([tokens], dtype=np.int32), 0.0, np.array([5], dtype=np.int32))
     loop.respond(*loop.apply(step, result))
@@ -478,16 +479,20 @@ def test_what_is_no_schedule_is_a_scheduler_error(answer):
         driver.run()
 
 
-def test_a_final_response_that_cannot_be_built_is_answered_by_the_abort(monkeypatch):
-    def fails(*args):
-        raise MemoryError("no room for the response")
+def test_a_final_response_that_cannot_be_built_becomes_an_error_of_its_request(monkeypatch):
+    def fails(request, *args):
+        if request.request_id == 1:
+            raise MemoryError("no room for the response")
+        return final(request, *args)
 
     driver = LoopDriver()
     driver.submit(request(1, [1], 1), request(2, [1], 9))
     monkeypatch.setattr("gptmanager.roster.final", fails)
-    with pytest.raises(MemoryError):
-        driver.run()
-    driver.loop.abort(RuntimeError("dead"))
+    driver.run()
+    assert driver.final(1).error == (
+        "StepError: the final response cannot be made: MemoryError: no room for the response"
+    )
+    assert driver.output(2) == [1] + expected_output([1], 9)
     driver.check_empty()
 
 

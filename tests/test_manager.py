@@ -242,13 +242,13 @@ def test_shutdown_from_a_callback_only_asks(host):
     assert manager.state is ManagerState.STOPPED
 
 
-def test_a_failing_step_gives_every_request_one_final_error_and_fails_the_manager(host):
+def test_the_last_failing_step_gives_every_request_one_final_error_and_fails_the_manager(host):
     def explode(history):
         if len(history) > 6:
             raise FloatingPointError("the network is broken")
         return 1
 
-    manager = start(host, explode)
+    manager = start(host, explode, options=params(max_step_failures=1))
     host.submit(*(request(i, [1], 20) for i in range(7)))
     assert manager.wait(10)
     assert manager.state is ManagerState.FAILED
@@ -460,7 +460,7 @@ def test_an_error_without_a_text_still_gives_every_request_its_final(host):
     def explode(history):
         raise Unspeakable
 
-    manager = start(host, explode)
+    manager = start(host, explode, options=params(max_step_failures=1))
     host.submit(request(1, [1], 5))
     assert "Unspeakable" in host.final(1).error
     assert manager.wait(10) and manager.state is ManagerState.FAILED
@@ -477,7 +477,7 @@ def test_the_state_is_failed_already_when_the_finals_of_a_failed_step_are_sent(h
     def explode(history):
         raise FloatingPointError
 
-    manager = start(host, explode, send_response_cb=send)
+    manager = start(host, explode, send_response_cb=send, options=params(max_step_failures=1))
     host.submit(request(1, [1], 5))
     assert manager.wait(10)
     assert seen == [(ManagerState.FAILED, FloatingPointError)]

@@ -314,7 +314,9 @@ def test_the_scripted_model_counts_and_decides():
 @pytest.mark.parametrize("token", [-1, 1000])
 def test_a_script_that_leaves_the_vocabulary_is_told(token):
     host = RecordingCallbacks([request(1)])
-    manager = serve(host, next_token=lambda history: token, black_box_iterations=0)
+    manager = serve(
+        host, next_token=lambda history: token, black_box_iterations=0, max_step_failures=1
+    )
     assert f"next_token([1, 2]) = {token}" in host.final(1).error
     manager.wait(10)
     assert "vocab_size=1000" in str(manager.exception)

@@ -80,18 +80,18 @@ class Answer(NamedTuple):
 class Lookups:
     """Lookups by request id. `max_tokens`: requests that may become longer take no part."""
 
-    __slots__ = ("_last", "_lookups", "_max_tokens", "_numbers", "_tree", "_unused")
+    __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused")
 
     def __init__(self, tree: PrefixTree, max_tokens: int) -> None:
         self._tree = tree
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._lookups: dict[int, Lookup] = {}
         self._numbers: dict[Hashable, int] = {}
         self._unused = itertools.count()  # numbers, none of which is ever given twice
         self._last = Answer(-1, [], [], [], [])
 
     def applies_to(self, request: LlmRequest) -> bool:
-        return request.prompt_len + request.max_new_tokens <= self._max_tokens
+        return request.prompt_len + request.max_new_tokens <= self.max_tokens
 
     def forget(self, request_id: int) -> None:
         """The request waits no more."""
@@ -114,7 +114,7 @@ class Lookups:
         """What was found for each, in one go: most have waited before."""
         tree, last = self._tree, self._last
         lengths = [request.prompt_len for request in requests]
-        bounded = self._max_tokens < UNBOUNDED
+        bounded = self.max_tokens < UNBOUNDED
         if (
             last.version == tree.version
             and last.prompt_lens == lengths

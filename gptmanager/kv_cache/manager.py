@@ -114,6 +114,10 @@ class KvCacheManager(KvSequences):
         super().__init__(num_blocks, needs.tokens_per_block, needs, reuse)
         self.start_scheduling()
 
+    def reset(self) -> None:
+        super().reset()
+        self.start_scheduling()
+
     # Proof ------------------------------------------------------------------------------------
 
     def audit(self) -> KvCacheReport:

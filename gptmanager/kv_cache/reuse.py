@@ -82,6 +82,26 @@ class BlockReuse:
         self._lookups = Lookups(self.tree, max_tokens)
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
+    def anew(self) -> BlockReuse:
+        """The same without anything in it; what is counted since the start goes on."""
+        host = self.pool.host
+        fresh = BlockReuse(
+            self.pool.num_blocks,
+            self.tree.tokens_per_block,
+            max_tokens=self._lookups.max_tokens,
+            enable_partial_reuse=self._partial,
+            copy_on_partial_reuse=self._copies_partial,
+            num_host_blocks=0 if host is None else host.num_blocks,
+            onboard_blocks=self._onboards,
+            min_offload_tokens=1 if host is None else host.min_tokens,
+            min_offload_priority=0 if host is None else host.min_priority,
+        )
+        fresh._reused_blocks, fresh._missed_blocks = self._reused_blocks, self._missed_blocks
+        fresh._reused_tokens = self._reused_tokens
+        if host is not None and fresh.pool.host is not None:
+            fresh.pool.host.offloaded, fresh.pool.host.onboarded = host.offloaded, host.onboarded
+        return fresh
+
     def applies_to(self, request: LlmRequest) -> bool:
         return self._lookups.applies_to(request)
 

@@ -37,6 +37,13 @@ class KvSequences:
         self._pool = BlockPool(num_blocks) if reuse is None else reuse.pool
         self._sequences: dict[int, BlockTables] = {}
 
+    def reset(self) -> None:
+        """Begin anew: no sequence, all blocks free, nothing cached; whatever happened before."""
+        if self._reuse is not None:
+            self._reuse = self._reuse.anew()
+        self._pool = BlockPool(self.num_blocks) if self._reuse is None else self._reuse.pool
+        self._sequences = {}
+
     # What sequences do ----------------------------------------------------------------------
 
     def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:

@@ -35,14 +35,20 @@ _HIDDEN = frozenset({"post_processor", "logits_post_processor", "kept", "numbers
 
 
 class BlackBox:
-    """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them."""
+    """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them.
 
-    def __init__(self, loop: Any, keep: int) -> None:
+    `is_new`: the loop has not iterated yet.
+    """
+
+    def __init__(self, loop: Any, keep: int, *, is_new: bool = True) -> None:
         self._loop = loop
         self._keep = keep
         self._recent: deque[Turn] = deque()  # those whose schedule is kept
-        self._segments: deque[_Segment] = deque([_Segment(None)], maxlen=2)
+        self._segments: deque[_Segment] = deque(
+            [_Segment(None if is_new else LoopState(loop))], maxlen=2
+        )
         self._segment_length = max(_MIN_SEGMENT, keep)
+        self.tells_something = is_new  # else: not before a step has come to its end
 
     def add(self, turn: Turn) -> None:
         """To be called between two turns of the loop."""
@@ -51,6 +57,7 @@ class BlackBox:
             oldest = recent.popleft()
             oldest.schedule, oldest.kept = None, False
         recent.append(turn)
+        self.tells_something |= turn.result is not None
         turns = self._segments[-1].turns
         turns.append(turn)
         if len(turns) >= self._segment_length:

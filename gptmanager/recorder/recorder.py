@@ -87,21 +87,23 @@ class Recorder:
     def fail(self, error: BaseException) -> Path | None:
         """The loop has failed: write the black box, if there is one; returns where."""
         text = response_text(error)
-        written = None
         box, self._black_box = self._black_box, None
-        if box is not None:
-            last, self._turn = self._turn, None
-            try:
-                written = self._write_black_box(box, last, text)
-                logger.error(
-                    "the last iterations are written to %s; look at them with "
-                    "`gptmanager replay %s`",
-                    *(written, written),
-                )
-            except Exception:  # the recorder must not cost the final responses
-                logger.exception("the black box could not be written")
+        written = None if box is None else self._write_black_box(box, text)
         self.close("failed", text)
         return written
+
+    def restart(self, loop: Any, error: BaseException) -> None:
+        """An iteration of `loop` has failed, and it goes on from a state that nothing led to.
+
+        A file ends here. The black box is written, over the one of the failure before, and begins
+        anew.
+        """
+        text = response_text(error)
+        if self._black_box is None:
+            self.close("failed", text)
+            return
+        self._write_black_box(self._black_box, text)
+        self._black_box = BlackBox(loop, self._keep, is_new=False)
 
     # What the two doors call ---------------------------------------------------------------
 
@@ -154,17 +156,29 @@ class Recorder:
         elif self._black_box is not None:
             self._black_box.add(turn)
 
-    def _write_black_box(self, box: BlackBox, last: Turn | None, text: str) -> Path:
-        lines = box.lines(self._blueprint, last)
-        lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
-        if self._black_box_path is None:
-            number, name = tempfile.mkstemp(prefix="gptmanager-black-box-", suffix=".jsonl")
-            os.close(number)
-            path = Path(name)
-        else:
+    def _write_black_box(self, box: BlackBox, text: str) -> Path | None:
+        """None: it cannot be written, or all that it holds are failures, one upon the other."""
+        last, self._turn = self._turn, None
+        if not box.tells_something:
+            return None
+        try:
+            lines = box.lines(self._blueprint, last)
+            lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
+            if self._black_box_path is None:
+                number, self._black_box_path = tempfile.mkstemp(
+                    prefix="gptmanager-black-box-", suffix=".jsonl"
+                )
+                os.close(number)
             path = Path(self._black_box_path)
-        path.write_bytes(b"\n".join(lines) + b"\n")
-        return path
+            path.write_bytes(b"\n".join(lines) + b"\n")
+            logger.error(
+                "the last iterations are written to %s; look at them with `gptmanager replay %s`",
+                *(path, path),
+            )
+            return path
+        except Exception:  # the recorder must not cost the final responses
+            logger.exception("the black box could not be written")
+            return None
 
     def _write(self, line: bytes, flushes: bool = False) -> None:
         if self._file is None:

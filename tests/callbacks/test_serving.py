@@ -123,7 +123,7 @@ def test_what_a_failed_manager_never_fetched_is_answered_too():
     with RequestQueue() as queue:
         running = queue.submit([1], 5)
         pending = queue.submit([1], 5)
-        manager = serve(queue, fail, max_active_requests=1)
+        manager = serve(queue, fail, max_active_requests=1, max_step_failures=1)
         queue.attach(manager)
 
         for handle in (running, pending):

@@ -6,7 +6,7 @@ import pytest
 
 from gptmanager import OptionalParams
 from gptmanager.callbacks import generate, start
-from gptmanager.errors import ConfigError, InvalidRequestError, ManagerDeadError
+from gptmanager.errors import ConfigError, InvalidRequestError, StepError
 from gptmanager.testing import ScriptedModel
 
 
@@ -73,7 +73,7 @@ def test_a_model_that_fails_leaves_nobody_waiting():
     def fail(history):
         raise RuntimeError("boom")
 
-    with pytest.raises(ManagerDeadError, match="boom"):
+    with pytest.raises(StepError, match="boom"):
         generate(ScriptedModel(fail), [[1], [2]], 3)
 
 
