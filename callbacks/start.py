@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, Union, cast
+from typing import Any, TypeVar, Union, overload
 
 import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.arguments import at_least
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.generation import Generation
 from gptmanager.callbacks.request_queue import RequestQueue
@@ -32,16 +33,45 @@ Prompts = TypeVar("Prompts", str, list[str], list[int], list[list[int]])
 TokenizerSource = Union[Tokenizer, str, "os.PathLike[str]", None]
 
 
+@overload
 def generate(
     model: Any,
     prompts: Prompts,
     max_new_tokens: int = 64,
     *,
+    num_return_sequences: None = None,
     tokenizer: TokenizerSource = None,
     optional_params: OptionalParams | None = None,
     progress: bool | None = None,
     **sampling: Any,
-) -> Prompts:
+) -> Prompts: ...
+
+
+@overload
+def generate(
+    model: Any,
+    prompts: Prompts,
+    max_new_tokens: int = 64,
+    *,
+    num_return_sequences: int,
+    tokenizer: TokenizerSource = None,
+    optional_params: OptionalParams | None = None,
+    progress: bool | None = None,
+    **sampling: Any,
+) -> list[Prompts]: ...
+
+
+def generate(
+    model: Any,
+    prompts: Any,
+    max_new_tokens: int = 64,
+    *,
+    num_return_sequences: int | None = None,
+    tokenizer: TokenizerSource = None,
+    optional_params: OptionalParams | None = None,
+    progress: bool | None = None,
+    **sampling: Any,
+) -> Any:
     """The completions of `prompts`, in their order: text for text, token ids for token ids.
 
     `model` is what `GptManager` takes: a checkpoint folder, (config dict, state dict), or a
@@ -52,6 +82,9 @@ def generate(
     `sampling` takes the names of `InferenceRequest`, for all prompts alike: `temperature`,
     `runtime_top_p`, `stop_words_list`, ... `end_id` and `pad_id` come from the checkpoint's
     generation_config.json if not given. With beams the best one is returned.
+
+    `num_return_sequences`: in place of each completion a list of so many, sampled one by one, or
+    the best beams.
 
     `progress`: a bar on the standard error output once it takes over a second; None: if that is
     a terminal. An interrupt (Ctrl-C) aborts the manager and leaves no thread behind. Raises
@@ -64,6 +97,9 @@ def generate(
     batch: list[Any] = [prompts] if is_single else list(prompts)
     if not batch:
         return prompts
+    if num_return_sequences is not None:
+        at_least(1, "num_return_sequences", num_return_sequences)
+        sampling["num_return_sequences"] = num_return_sequences
     decoder = None
     if any(isinstance(prompt, str) for prompt in batch):
         decoder = _tokenizer(tokenizer, model)
@@ -74,11 +110,12 @@ def generate(
         for prompt in batch
     ]
     generated = _run(model, prompt_ids, max_new_tokens, optional_params, progress, sampling)
-    completions = [
-        tokens if decoder is None or not isinstance(prompt, str) else _text(decoder, ids, tokens)
-        for prompt, ids, tokens in zip(batch, prompt_ids, generated, strict=True)
-    ]
-    return cast(Prompts, completions[0] if is_single else completions)
+    completions: list[Any] = []
+    for prompt, ids, outputs in zip(batch, prompt_ids, generated, strict=True):
+        if decoder is not None and isinstance(prompt, str):
+            outputs = [_text(decoder, ids, tokens) for tokens in outputs]
+        completions.append(outputs[0] if num_return_sequences is None else outputs)
+    return completions[0] if is_single else completions
 
 
 def _run(
@@ -88,7 +125,8 @@ def _run(
     optional_params: OptionalParams | None,
     progress: bool | None,
     sampling: Mapping[str, Any],
-) -> list[list[int]]:
+) -> list[list[Any]]:
+    """What was generated for each prompt: the token ids of each of its texts."""
     params = optional_params or OptionalParams()
     defaults = _token_defaults(model)
     # leaving on an exception, an interrupt included, aborts the manager
@@ -102,7 +140,7 @@ def _run(
         GptManager(
             model,
             ModelType.INFLIGHT_FUSED_BATCHING,
-            sampling.get("beam_width", 1),
+            _max_beam_width(sampling),
             SchedulerConfig(),
             queue.get_inference_requests,
             queue.send_response,
@@ -114,7 +152,13 @@ def _run(
         queue.attach(manager)
         generations = [queue.submit(ids, max_new_tokens, **sampling) for ids in prompts]
         _wait_for_all(generations, progress)
-    return [list(generation.result().generated_ids[0]) for generation in generations]
+    return [[*map(list, generation.result().generated_ids)] for generation in generations]
+
+
+def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
+    """What the requests need. Texts that are sampled each take a beam."""
+    width, count = sampling.get("beam_width", 1), sampling.get("num_return_sequences", 1)
+    return max(width, count) if isinstance(width, int) else width
 
 
 def _wait_for_all(generations: Sequence[Generation], progress: bool | None) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
 from gptmanager.callbacks import GenerationResult, TextStream
+from gptmanager.checkpoint_files import shown
 from gptmanager.errors import ConfigError, InvalidRequestError, response_text
 
 # what a line may say beside the names of tensors and their properties
@@ -34,6 +35,30 @@ _ALIASES = {
 }
 _NAMES = frozenset(
     (*PROPERTY_OF_TENSOR, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop")
+)
+_INTEGERS = frozenset(
+    (
+        "input_lengths", "request_output_len", "end_id", "pad_id", "beam_width", "runtime_top_k",
+        "min_length", "early_stopping", "noRepeatNgramSize", "random_seed", "num_return_sequences",
+        "prompt_vocab_size", "lora_task_id", "client_id", "retention_priority",
+    )
+)  # fmt: skip
+_NUMBERS = frozenset(
+    (
+        "temperature", "runtime_top_p", "runtime_min_p", "len_penalty", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "priority", "deadline_s", "queue_timeout_s",
+    )
+)  # fmt: skip
+_FLAGS = frozenset(
+    (
+        "is_streaming", "return_log_probs", "return_context_logits", "return_generation_logits",
+        "include_stop_in_output",
+    )
+)  # fmt: skip
+_IDS = frozenset(("input_ids", "draft_input_ids", "position_ids"))
+_WORDS = frozenset(("bad_words_list", "stop_words_list"))
+_ARRAYS = frozenset(
+    ("embedding_bias", "prompt_embedding_table", "draft_logits", "lora_weights", "lora_config")
 )
 _COUNTS = ("pauses", "cached_tokens", "prompt_tokens", "generated_tokens")  # among the metrics
 
@@ -187,16 +212,36 @@ def _fields(text: bytes) -> dict[str, Any]:
     for given_name, value in given.items():
         name = _ALIASES.get(given_name, given_name)
         if name not in _NAMES:
-            raise InvalidRequestError(f"unknown field {given_name!r}")
+            raise InvalidRequestError(f"unknown field {shown(given_name)}")
         if name in names:
             raise InvalidRequestError(f"{names[name]} and {given_name} are the same field")
         names[name] = given_name
         if value is not None:
             fields[name] = value
-    if not isinstance(fields["is_streaming"], bool):
-        name = names["is_streaming"]
-        raise InvalidRequestError(f"{name} = {fields['is_streaming']!r} is not true or false")
+    for name, value in fields.items():
+        if need := _need(name, value):
+            raise InvalidRequestError(f"{names[name]} = {shown(value)} is not {need}")
     return fields
+
+
+def _need(name: str, value: Any) -> str | None:
+    """What the JSON value of a field must be and is not; None: it is, or others say."""
+    if name in _INTEGERS:
+        return None if type(value) is int else "an integer"
+    if name in _NUMBERS:
+        return None if type(value) in (int, float) else "a number"
+    if name in _FLAGS:
+        return None if type(value) is bool else "true or false"
+    if name in _IDS:
+        return None if _are_ids(value) else "a list of token ids"
+    if name in _WORDS:
+        is_list = isinstance(value, list) and all(map(_are_ids, value))
+        return None if is_list else "a list of lists of token ids"
+    if name in _ARRAYS:
+        return None if _are_numbers(value) else "a list of numbers, or of lists of them"
+    if name == "cache_salt":
+        return None if type(value) in (str, int) else "a text or an integer"
+    return None
 
 
 def _input_ids(fields: dict[str, Any], prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
@@ -206,28 +251,23 @@ def _input_ids(fields: dict[str, Any], prompt: Any, tokenizer: Tokenizer | None)
         return _encode("prompt", prompt, tokenizer, special=True)
     if "input_ids" not in fields:
         raise InvalidRequestError("neither prompt nor input_ids is given")
-    input_ids = fields.pop("input_ids")
-    if not _are_ids(input_ids):
-        raise InvalidRequestError("input_ids is not a list of token ids")
-    ids: list[int] = input_ids
+    ids: list[int] = fields.pop("input_ids")
     return ids
 
 
 def _stop_words(fields: dict[str, Any], tokenizer: Tokenizer | None) -> list[list[int]] | None:
     """`stop_words_list`, then the tokens of the texts in `stop`; None: neither is given."""
     words = fields.pop("stop_words_list", [])
-    if not isinstance(words, list) or not all(map(_are_ids, words)):
-        raise InvalidRequestError("stop_words_list is not a list of lists of token ids")
     stop = fields.pop("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list):
-        raise InvalidRequestError(f"stop = {stop!r} is neither a text nor a list of texts")
+        raise InvalidRequestError(f"stop = {shown(stop)} is neither a text nor a list of texts")
     return [*words, *(_encode("stop", text, tokenizer, special=False) for text in texts)] or None
 
 
 def _encode(name: str, text: Any, tokenizer: Tokenizer | None, *, special: bool) -> list[int]:
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{name} = {text!r} is not a text")
+        raise InvalidRequestError(f"{name} = {shown(text)} is not a text")
     if tokenizer is None:
         raise InvalidRequestError(f"{name} is a text, but the model folder has no tokenizer.json")
     ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
@@ -236,6 +276,19 @@ def _encode(name: str, text: Any, tokenizer: Tokenizer | None, *, special: bool)
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+
+
+def _are_numbers(value: Any) -> bool:
+    """A list of numbers, or of lists of them, none of which is empty."""
+    if not isinstance(value, list) or not value:
+        return False
+    if isinstance(value[0], list):
+        return all(isinstance(row, list) and _are_numbers_alone(row) for row in value)
+    return _are_numbers_alone(value)
+
+
+def _are_numbers_alone(values: list[Any]) -> bool:
+    return bool(values) and all(type(value) in (int, float) for value in values)
 
 
 def _error(number: int, error: object) -> InvalidRequestError:

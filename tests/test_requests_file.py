@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from text_checkpoint import byte_tokenizer
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationResult
 from gptmanager.errors import CapacityError, ConfigError
-from gptmanager.requests_file import Results, new_file, read_file, read_requests, result_line
+from gptmanager.requests_file import (
+    _ALIASES,
+    _NAMES,
+    Results,
+    new_file,
+    read_file,
+    read_requests,
+    result_line,
+)
 
 TOKENIZER = byte_tokenizer()
 
@@ -131,16 +140,16 @@ def test_no_stop_words():
         ({"prompt": "a", "top_k": 1, "runtime_top_k": 1}, "top_k and runtime_top_k are the same"),
         ({"prompt": "a", "streaming": "yes"}, "streaming = 'yes' is not true or false"),
         ({"prompt": "a", "is_streaming": 1}, "is_streaming = 1 is not true or false"),
-        ({"input_ids": "abc"}, "input_ids is not a list of token ids"),
-        ({"input_ids": [[1, 2]]}, "input_ids is not a list of token ids"),
-        ({"input_ids": [1, 2.5]}, "input_ids is not a list of token ids"),
-        ({"input_ids": [True]}, "input_ids is not a list of token ids"),
-        ({"input_ids": [-1]}, "input_ids is not a list of token ids"),
-        ({"input_ids": [2**31]}, "input_ids is not a list of token ids"),
+        ({"input_ids": "abc"}, " is not a list of token ids"),
+        ({"input_ids": [[1, 2]]}, " is not a list of token ids"),
+        ({"input_ids": [1, 2.5]}, " is not a list of token ids"),
+        ({"input_ids": [True]}, " is not a list of token ids"),
+        ({"input_ids": [-1]}, " is not a list of token ids"),
+        ({"input_ids": [2**31]}, " is not a list of token ids"),
         ({"prompt": "a", "stop": 7}, "stop = 7 is neither"),
         ({"prompt": "a", "stop": [7]}, "stop = 7 is not a text"),
-        ({"prompt": "a", "stop_words_list": [7]}, "stop_words_list is not a list of lists"),
-        ({"prompt": "a", "stop_words_list": 7}, "stop_words_list is not a list of lists"),
+        ({"prompt": "a", "stop_words_list": [7]}, "is not a list of lists of token ids"),
+        ({"prompt": "a", "stop_words_list": 7}, "is not a list of lists of token ids"),
         ({"prompt": "a", "request_id": "x"}, "request_id must be an integer"),
         ({"prompt": "a", "request_id": True}, "request_id must be an integer"),
         ({"prompt": "a", "request_id": -1}, "request_id = -1 is outside"),
@@ -153,6 +162,91 @@ def test_a_wrong_line_tells_its_number_and_what_is_wrong(text, error):
     assert bad.request is None and bad.number == 2
     assert str(bad.error).startswith("line 2: ")
     assert error in str(bad.error)
+
+
+JSON_VALUES = {
+    "integer": [3],
+    "number": [3, 0.5],
+    "flag": [True, False],
+    "text": ["a"],
+    "ids": [[3, 4]],
+    "numbers": [[0.5, 1]],
+    "lists of ids": [[[3], [4, 5]]],
+    "lists of numbers": [[[0.5]], [[0.5], [1]]],
+    "other": [{}, {"a": 1}, [None], [True], ["a"], [[True]], [["a"]], [[[[1]]]], [[]], [{}]],
+}
+# the kind of JSON that each field of a line takes
+TAKEN = {
+    **dict.fromkeys(
+        (
+            "max_new_tokens", "request_output_len", "end_id", "pad_id", "beam_width", "top_k",
+            "runtime_top_k", "min_length", "early_stopping", "noRepeatNgramSize",
+            "no_repeat_ngram_size", "random_seed", "num_return_sequences", "prompt_vocab_size",
+            "lora_task_id", "client_id", "retention_priority", "request_id", "input_lengths",
+        ),
+        ("integer",),
+    ),
+    **dict.fromkeys(
+        (
+            "temperature", "top_p", "runtime_top_p", "min_p", "runtime_min_p", "len_penalty",
+            "length_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "priority", "deadline_s", "queue_timeout_s",
+        ),
+        ("integer", "number"),
+    ),
+    **dict.fromkeys(
+        (
+            "streaming", "is_streaming", "return_log_probs", "return_context_logits",
+            "return_generation_logits", "include_stop_in_output",
+        ),
+        ("flag",),
+    ),
+    **dict.fromkeys(("input_ids", "draft_input_ids", "position_ids"), ("ids",)),
+    **dict.fromkeys(("bad_words_list", "stop_words_list"), ("lists of ids",)),
+    **dict.fromkeys(
+        (
+            "embedding_bias", "prompt_embedding_table", "draft_logits", "lora_weights",
+            "lora_config",
+        ),
+        ("ids", "numbers", "lists of ids", "lists of numbers"),
+    ),
+    "cache_salt": ("text", "integer"),
+    "prompt": ("text",),
+    "stop": ("text",),
+}  # fmt: skip
+
+
+def test_every_field_of_a_line_has_a_kind():
+    assert {_ALIASES.get(name, name) for name in TAKEN} == _NAMES
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_field_takes_json_of_its_kind_and_no_other(name):
+    for kind, values in JSON_VALUES.items():
+        for value in values:
+            if name == "stop" and value == ["a"]:
+                continue  # a list of texts
+            if name.endswith("words_list") and value == [[]]:
+                continue  # a word without tokens: admission says so
+            is_taken = kind in TAKEN[name] or (
+                kind == "number" and value == 3 and "integer" in TAKEN[name]
+            )
+            base = {} if name in ("prompt", "input_ids") else {"prompt": "a"}
+            (line,) = read({**base, name: value})
+            if is_taken:
+                assert line.error is None, (value, line.error)
+                continue
+            text = str(line.error)
+            assert line.error is not None, value
+            assert re.search(
+                rf"line 1: ({name}|\w+) = .* is n(ot|either) |request_id must be", text
+            )
+            assert name in text or name == "request_id"
+
+
+def test_a_long_value_is_cut_in_its_error():
+    (line,) = read({"prompt": "a", "temperature": "x" * 10**6})
+    assert len(str(line.error)) < 400
 
 
 def test_the_id_of_a_wrong_line_is_shown_if_it_can_be():

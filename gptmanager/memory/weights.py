@@ -170,6 +170,10 @@ class SafetensorsFolder:
             )
 
 
+class _Progress(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # tqdm's monitor is a thread that would stay behind
+
+
 class Weights:
     """Parameters by our names, filled from tensors by the checkpoint's names.
 
@@ -257,7 +261,7 @@ class Weights:
         with (
             torch.no_grad(),
             # drawn only for loads of more than a second, on a terminal
-            tqdm(
+            _Progress(
                 total=total, desc="weights", unit="B", unit_scale=True, delay=1.0, disable=None
             ) as progress,
         ):

@@ -3,6 +3,7 @@ import signal
 import threading
 
 import pytest
+from checkpoints import CONFIGS, random_model
 
 from gptmanager import OptionalParams
 from gptmanager.callbacks import generate, start
@@ -50,6 +51,44 @@ def test_sampling_and_options_reach_the_manager():
     )
 
     assert completions == [[11], [21]]
+
+
+@pytest.mark.parametrize("beams", [{}, {"beam_width": 3}])
+def test_several_texts_of_each_prompt(checkpoint, tokenizer, beams):
+    def several(prompts, **options):
+        model = ScriptedModel(lambda history: (history[-1] + 1) % 300, vocab_size=300)
+        return generate(model, prompts, 2, num_return_sequences=2, **beams, **options)
+
+    texts = several([10, 11])
+    assert len(texts) == 2 and texts[0] == [12, 13] and all(len(text) == 2 for text in texts)
+    batch = several([[10], [20]])
+    assert [len(texts) for texts in batch] == [2, 2]
+    assert (batch[0][0], batch[1][0]) == ([11, 12], [21, 22])
+    letter = tokenizer.token_to_id("A")
+    read = several("A", tokenizer=tokenizer)
+    assert len(read) == 2 and read[0] == tokenizer.decode([letter + 1, letter + 2])
+
+
+def test_one_text_that_is_asked_for_is_a_list_too():
+    assert generate(counting(), [10], 2, num_return_sequences=1) == [[11, 12]]
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5, "2", [2]])
+def test_a_number_of_texts_that_cannot_be(count):
+    with pytest.raises(ConfigError, match="num_return_sequences = .* must be an integer of at"):
+        generate(counting(), [10], 2, num_return_sequences=count)
+
+
+def test_more_texts_than_beams_are_refused():
+    with pytest.raises(InvalidRequestError, match="num_return_sequences = 3 exceeds beam_width"):
+        generate(counting(), [10], 2, num_return_sequences=3, beam_width=2)
+
+
+def test_sampled_texts_differ():
+    config = CONFIGS["llama"]
+    model = (config, random_model(config).state_dict())
+    texts = generate(model, [10], 8, num_return_sequences=4, temperature=1.0)
+    assert len(set(map(tuple, texts))) == 4
 
 
 def test_text_without_a_tokenizer_is_a_config_error(tmp_path):
