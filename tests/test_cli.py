@@ -398,7 +398,7 @@ def test_the_requests_are_not_overwritten(run, tmp_path):
     assert read_lines(path) == [{"prompt": "Once"}]
 
 
-def test_a_manager_that_dies_fails_its_requests(run, monkeypatch, tmp_path):
+def test_steps_that_fail_end_their_requests(run, monkeypatch, tmp_path):
     def fail(*arguments):
         raise RuntimeError("boom")
 
@@ -410,8 +410,8 @@ def test_a_manager_that_dies_fails_its_requests(run, monkeypatch, tmp_path):
     assert outcome.code == 1
     results = read_lines(out)
     assert len(results) == 2
-    assert all(result["error"].startswith("ManagerDeadError: ") for result in results)
-    assert "RuntimeError: boom" in results[0]["error"]
+    for result in results:  # by an iteration that failed, or with the manager
+        assert "RuntimeError: boom" in result["error"], result
 
 
 def test_a_file_that_is_no_recording_is_a_wrong_call(call, tmp_path):
