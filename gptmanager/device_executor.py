@@ -5,6 +5,7 @@ Decides what stays on the device between steps: sequences' tokens, block tables 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,7 +65,9 @@ class DeviceExecutor(TorchExecutor):
                 shape = (max(graph_sizes), model.spec.vocab_size)
                 self._graph_logits = torch.empty(shape, device=stream.device)
                 with torch.inference_mode():
-                    self._graphs.record(self._idle_arrays, self._step)
+                    # a recording of the emulator runs it again, and would hold its owner
+                    own = weakref.proxy(self)
+                    self._graphs.record(self._idle_arrays, lambda tensors: own._step(tensors))
             stream.synchronize()
 
     def forward(self, schedule: Schedule) -> TorchStep:

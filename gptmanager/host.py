@@ -139,6 +139,12 @@ class CallbackHost:
             self._received = []
             self.answer_lost((), error)
 
+    def release(self) -> None:
+        """Let go of the loop and its executor: neither has anything more to say or to ask."""
+        self.wake = lambda: None
+        self.gil_wait_us = lambda: 0
+        self._weights_version = lambda: 0
+
     # What makes cached blocks stale ----------------------------------------------------------
 
     def clear_cached(self) -> None:

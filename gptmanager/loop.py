@@ -325,3 +325,8 @@ class TokenLoop(Roster):
         self.pending = None
         self._failing.clear()
         super().recover(error)
+
+    def release(self) -> None:
+        """Let go of the executor, its weights and pages: the loop will not iterate again."""
+        self.pending = None
+        del self.executor

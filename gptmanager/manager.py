@@ -30,6 +30,7 @@ from gptmanager.latch import Latch
 from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState, as_final
 from gptmanager.log import logger
 from gptmanager.loop import TokenLoop
+from gptmanager.memory.heap import give_back
 from gptmanager.progress import Progress
 from gptmanager.recorder import Recorder
 from gptmanager.recovery import Recovery
@@ -375,6 +376,10 @@ class GptManager:
     def _end(self) -> None:
         """The loop thread's last act: whoever waits learns of it."""
         atexit.unregister(self._at_exit)
+        self._host.release()
+        if self._loop is not None:
+            self._loop.release()
+        give_back()
         self._host.is_accepting = False
         self._ended.set()
         self._inbox.close()

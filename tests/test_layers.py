@@ -92,6 +92,7 @@ parallel                ranks and collectives
 memory.host_memory      how much memory the host has to give (no torch)
 memory.kv_pool          the tensors that blocks stand for
 memory.device_kv_pool   the same on a device, whose blocks a kernel copies
+memory.heap             what has been freed goes back to the system
 memory.weights          tensors loaded by name into storage the executor owns
 memory.lora             adapters, cached
 memory

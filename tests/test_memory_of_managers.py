@@ -1,0 +1,90 @@
+"""What a manager leaves behind: nothing, at once and without the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+import weakref
+
+import pytest
+from measure_memory import TINY_LLAMA, EndlessHost, mixed_requests, start
+
+import gptmanager.manager
+from gptmanager.bench import random_llama
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
+
+SOURCE = (TINY_LLAMA, random_llama(TINY_LLAMA, 7))
+
+
+@pytest.fixture
+def without_collector(monkeypatch):
+    # a captured log record keeps the error that it tells of, and all that it passed
+    monkeypatch.setattr(logging.getLogger("gptmanager"), "disabled", True)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def executor_of(manager):
+    """The manager's own, out of what records it."""
+    executor = manager._loop.executor
+    return getattr(executor, "_forward", executor.forward).__self__
+
+
+def watched(manager):
+    """Weak references to the manager and what belongs to it."""
+    loop, executor = manager._loop, executor_of(manager)
+    whole = (manager, manager._host, manager._recorder, loop, loop.allocator, loop.scheduler)
+    within = (executor, executor.model, executor.kv_pool, executor._chooser)
+    return [*map(weakref.ref, whole)], [*map(weakref.ref, within)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"black_box_iterations": 0}, {"callback_budget_s": None}, {"run_ahead": 1}],
+    ids=str,
+)
+def test_what_a_manager_held_is_free_when_it_has_ended(without_collector, options, monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        gptmanager.manager, "give_back", lambda: order.append([ref() is None for ref in within])
+    )
+    host = EndlessHost(itertools.islice(mixed_requests(512, None), 24), 8)
+    manager = start(SOURCE, host, **options)
+    assert host.is_over.wait(60)
+    whole, within = watched(manager)
+    assert all(ref() is not None for ref in (*whole, *within))
+    manager.shutdown()
+    assert order == [[True] * len(within)]  # the heap is trimmed when they are gone
+    assert not manager.audit().problems  # it still answers
+    assert not [t for t in threading.enumerate() if t.name.startswith("gptmanager")]
+    del manager
+    assert [ref() for ref in whole] == [None] * len(whole)
+
+
+def test_an_aborted_manager_is_free_too(without_collector):
+    model = ScriptedModel(lambda history: 1, vocab_size=512)
+    host = RecordingCallbacks(itertools.islice(mixed_requests(512, None), 24))
+    manager = start(model, host)
+    whole, (executor, *_) = watched(manager)
+    manager.shutdown(drain=False)
+    assert executor() is None
+    del manager
+    assert [ref() for ref in whole] == [None] * len(whole)
+
+
+def test_a_failed_manager_leaves_nothing_but_its_error(without_collector):
+    class Failing(ScriptedModel):
+        def forward(self, batch, kv_pool):
+            raise RuntimeError("no")
+
+    host = RecordingCallbacks(itertools.islice(mixed_requests(512, None), 24))
+    manager = start(Failing(lambda history: 1, vocab_size=512), host, black_box_iterations=0)
+    whole, within = watched(manager)
+    assert manager.wait(30)
+    del manager
+    gc.collect()  # an error and the frames that it passed hold each other
+    assert [ref() for ref in (*whole, *within)] == [None] * (len(whole) + len(within))
