@@ -162,6 +162,7 @@ class Allocator:
             self._free_slots.append(request.slot)
             request.slot = -1
             request.epoch = 0
+        self.kv_cache.forget_waiting(request.request_id)
 
     def reset(self) -> None:
         """Begin anew: all slots and blocks are free, whoever held them, and nothing is cached."""

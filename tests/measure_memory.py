@@ -53,7 +53,9 @@ class EndlessHost:
         self.is_over = threading.Event()
 
     def get_inference_requests(self, room: int) -> list[InferenceRequest]:
-        count = min(self._in_flight - len(self._open), room)
+        count = self._in_flight - len(self._open)
+        if room >= 0:
+            count = min(count, room)
         taken = list(itertools.islice(self._requests, max(0, count)))
         if not (taken or self._open):
             self.is_over.set()

@@ -1,4 +1,6 @@
-"""What a manager leaves behind: nothing, at once and without the garbage collector."""
+"""What a manager keeps while it runs, and what it leaves behind: nothing, at once and without the
+garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -88,3 +90,16 @@ def test_a_failed_manager_leaves_nothing_but_its_error(without_collector):
     del manager
     gc.collect()  # an error and the frames that it passed hold each other
     assert [ref() for ref in (*whole, *within)] == [None] * (len(whole) + len(within))
+
+
+def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
+    """Many wait, and some end while they do."""
+    model = ScriptedModel(lambda history: 1, vocab_size=512)
+    host = EndlessHost(itertools.islice(mixed_requests(512, None), 400), 40)
+    with start(model, host, max_active_requests=None) as manager:
+        assert host.is_over.wait(60)
+    reuse = manager._loop.allocator.kv_cache._reuse
+    lookups = reuse._lookups
+    assert manager._loop.allocator.kv_cache._sequences == reuse._storing == {}
+    assert lookups._lookups == lookups._numbers == lookups._users == {}
+    assert lookups._last.requests == []

@@ -13,8 +13,7 @@ from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
 from gptmanager.request import LlmRequest
 
-_MAX_LOOKUPS = 10_000
-_MAX_NUMBERS = 100_000
+_MAX_LOOKUPS = 10_000  # who forgets to tell that a request has ended loses the oldest
 
 
 class Lookup:
@@ -25,7 +24,8 @@ class Lookup:
     """
 
     __slots__ = (
-        "blocks", "missing", "node", "num_moves", "num_stored", "prompt_len", "request", "version",
+        "blocks", "key", "missing", "node", "num_moves", "num_stored", "prompt_len", "request",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -38,12 +38,12 @@ class Lookup:
         self.blocks, self.node = tree.full_blocks(own_root_key, request.tokens, end)
         self.num_stored = 0 if self.node is None else self.node.num_stored
         start, size = len(self.blocks) * tree.tokens_per_block, tree.tokens_per_block
+        self.key: Hashable = None  # what is missing
         self.missing: int | None = None
         if start + size <= end:
             parent = self.blocks[-1] if self.blocks else NO_BLOCK
-            self.missing = number(
-                (own_root_key, parent, tuple(request.tokens[start : start + size]))
-            )
+            self.key = own_root_key, parent, tuple(request.tokens[start : start + size])
+            self.missing = number(self.key)
 
     def stands(self, request: LlmRequest, tree: PrefixTree) -> bool:
         """Whether a new search for `request` would end where this one did."""
@@ -77,37 +77,43 @@ class Answer(NamedTuple):
     num_found: list[int]
 
 
+_NOTHING = Answer(-1, [], [], [], [])
+
+
 class Lookups:
     """Lookups by request id. `max_tokens`: requests that may become longer take no part."""
 
-    __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused")
+    __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused", "_users")
 
     def __init__(self, tree: PrefixTree, max_tokens: int) -> None:
         self._tree = tree
         self.max_tokens = max_tokens
         self._lookups: dict[int, Lookup] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._users: dict[Hashable, int] = {}  # of a number, by the same key: how many lookups
         self._unused = itertools.count()  # numbers, none of which is ever given twice
-        self._last = Answer(-1, [], [], [], [])
+        self._last = _NOTHING
 
     def applies_to(self, request: LlmRequest) -> bool:
         return request.prompt_len + request.max_new_tokens <= self.max_tokens
 
     def forget(self, request_id: int) -> None:
-        """The request waits no more."""
-        self._lookups.pop(request_id, None)
+        """The request waits no more: it has started, or ended."""
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            self._release(lookup)
+            self._last = _NOTHING  # which may name the request
 
     def find(self, request: LlmRequest) -> Lookup:
         """What is cached of the prompt."""
-        lookup = self._lookups.get(request.request_id)
-        if lookup is None or not lookup.stands(request, self._tree):
-            if len(self._lookups) >= _MAX_LOOKUPS:  # requests that ended while they waited
-                self._lookups.clear()
-            if len(self._numbers) >= _MAX_NUMBERS:  # blocks that somebody missed once
-                self._numbers.clear()
-                self._lookups.clear()
-            lookup = Lookup(request, self._tree, self._number)
-            self._lookups[request.request_id] = lookup
+        known = self._lookups.get(request.request_id)
+        if known is not None and known.stands(request, self._tree):
+            return known
+        lookup = self._lookups[request.request_id] = Lookup(request, self._tree, self._number)
+        if len(self._lookups) > _MAX_LOOKUPS:
+            self.forget(next(iter(self._lookups)))
+        if known is not None:  # now: what it misses may be missed still, and keeps its number
+            self._release(known)
         return lookup
 
     def find_all(self, requests: Sequence[LlmRequest]) -> Answer:
@@ -147,7 +153,16 @@ class Lookups:
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = next(self._unused)
+        self._users[key] = self._users.get(key, 0) + 1
         return number
+
+    def _release(self, lookup: Lookup) -> None:
+        if lookup.missing is None:
+            return
+        key = lookup.key
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key], self._numbers[key]
 
 
 def root_key(request: LlmRequest) -> Hashable:

@@ -279,6 +279,11 @@ class KvCacheManager(KvSequences):
         """While one of `requests` starts, what `get_reusable_tokens` said of the others holds."""
         return nullcontext() if self._reuse is None else self._reuse.holding(requests)
 
+    def forget_waiting(self, request_id: int) -> None:
+        """A request that was asked about has ended, started or not."""
+        if self._reuse is not None:
+            self._reuse.forget_waiting(request_id)
+
     def _held_prefix(self, request: LlmRequest, is_held: Callable[[int], int | bool]) -> list[int]:
         """The blocks that the request would share with live sequences from its beginning on."""
         reuse = self._reuse

@@ -292,6 +292,10 @@ class BlockReuse:
         finally:  # a node's block is another one if it moved meanwhile
             self.pool.release(node.block for node in reversed(held))
 
+    def forget_waiting(self, request_id: int) -> None:
+        """Nothing more will be asked about the request."""
+        self._lookups.forget(request_id)
+
     # Proof --------------------------------------------------------------------------------------
 
     def problem(self, sequences: Iterable[BlockTables]) -> str | None:
