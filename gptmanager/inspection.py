@@ -5,25 +5,22 @@ Reads only; every number comes from the objects that decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from gptmanager.active import ActiveRequest
 from gptmanager.admission import admit
 from gptmanager.api import InferenceRequest
-from gptmanager.errors import GptManagerError, RequestError, response_text
-from gptmanager.loop import TokenLoop
-from gptmanager.request import LlmRequest, LlmRequestState
-from gptmanager.scheduler import (
-    GuaranteedNoEvictScheduler,
-    MaxUtilizationScheduler,
-    SimpleScheduler,
-    StaticBatchScheduler,
+from gptmanager.errors import (
+    DuplicateRequestIdError,
+    GptManagerError,
+    RequestError,
+    response_text,
 )
-from gptmanager.scheduler.start_headroom import StartHeadroom
+from gptmanager.loop import TokenLoop
+from gptmanager.request import LlmRequest, LlmRequestState, insert_by_priority
+from gptmanager.scheduler.waiting import Wait, WaitReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +45,15 @@ class AuditReport:
 class Explanation:
     """Why a request runs or waits. Counts in requests, blocks and tokens.
 
-    `reason`: "unknown", "preparing", "running", "batch_full", "static_batch" (the batch before it
-    must end), "kv_blocks", "behind" (the waiting request `behind`, which stands before it, lacks
-    blocks, and nobody overtakes it), or "not_chosen". `ahead`: waiting requests that stand before
-    it. `needed_blocks`: until its end, beyond what it holds; under MAX_UTILIZATION for its next
-    step. `reserved_blocks`: what those before it may still need, running ones and others; under
-    MAX_UTILIZATION in their next step, and what must stay free for it and them to go on. Of a
-    request that waits behind another both are the other's.
+    `reason`, besides those of `scheduler.waiting.WaitReason`, which the scheduler tells of the
+    decision that it would make now: "unknown", "preparing", "running", "starting" (with the next
+    iteration), or "not_chosen" (by a scheduler that does not tell why). docs/scheduling.md lists
+    them all. `ahead`: waiting requests that stand before it. `needed_blocks`: what the policy asks
+    for, beyond what the request holds: until its end, or under MAX_UTILIZATION for its next step.
+    `reserved_blocks`: of the `free_blocks`, what must stay for `num_running` requests that
+    hold memory and `num_starting` others that come before it. With "token_budget" `needed_tokens`
+    and `free_tokens` say so of a step. Of a request "behind" another, which is `behind`, all of
+    them are the other's.
     """
 
     request_id: int
@@ -69,25 +68,27 @@ class Explanation:
     reserved_blocks: int = 0
     pause_count: int = 0
     behind: int | None = None
-
-
-class _Demand(NamedTuple):
-    """Blocks that a request waits for. `lacking`: the first waiting one that is short of them."""
-
-    needed: int
-    reserved: int
-    lacking: ActiveRequest | None
+    needed_tokens: int = 0
+    free_tokens: int = 0
+    num_running: int = 0
+    num_starting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Would a request be accepted, and could it start now? `text` is the rejection, if any."""
+    """Would a request be accepted, and could it start now? `text` is the rejection, if any.
+
+    `starts_now`: with the next iteration, behind all that are there. If not, `wait` says why, as of
+    a request that waits; `text` of `explain` reads alike. `needed_blocks`: of its whole life.
+    """
 
     accepted: bool
     text: str
     needed_blocks: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    starts_now: bool = False
+    wait: str = ""
 
 
 def audit(loop: TokenLoop) -> AuditReport:
@@ -128,117 +129,93 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
     request = loop.requests.get(request_id)
     if request is None:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")
-    kv_cache = loop.allocator.kv_cache
-    running = [other for other in loop.active if other.slot >= 0 and other is not request]
     waiting = [other for other in loop.active if other.slot < 0]
     ahead = waiting.index(request) if request in waiting else 0
-    needed, reserved, lacking = _demand(loop, running, [*waiting[:ahead], request])
-    free = kv_cache.get_num_free_blocks()
-    reason = _reason(loop, request, len(running), lacking)
-    processor = "" if request.processor is None else request.processor.name
-    numbers = {
-        "preparing": f"{request_id} waits until its logits post-processor {processor} is ready",
-        "running": f"{request_id} runs: {request.num_tokens} of {request.length_limit} tokens",
-        "batch_full": f"{request_id} waits: {len(running)} requests run, max_batch_size = "
-        f"{loop.max_batch_size}",
-        "static_batch": f"{request_id} waits until the batch has ended: {len(running)} requests "
-        "of it run",
-        "kv_blocks": f"{request_id} waits for KV cache blocks: it needs {needed}, {free} are free, "
-        f"{reserved} must stay free for {len(running)} running requests, short by "
-        f"{needed - (free - reserved)}",
-        "behind": f"{request_id} waits behind request {lacking and lacking.request_id}, which "
-        f"waits for KV cache blocks: that needs {needed}, {free} are free, {reserved} must stay "
-        f"free for {len(running)} running requests",
-        "not_chosen": f"{request_id} waits to be chosen: {needed} blocks needed, "
-        f"{free - reserved} available; max_num_tokens = {loop.max_num_tokens}",
-    }
-    text = f"request {numbers[reason]}"
+    active: list[LlmRequest] = list(loop.active)
+    reason, wait, text = _reason(loop, request, active)
     if request.slot < 0:
         text += f"; {ahead} waiting requests stand before it, it was paused "
         text += f"{request.pause_count} times"
+    cause = wait.cause or wait.reason
+    blocks = tokens = (0, 0, 0)
+    if cause is WaitReason.KV_BLOCKS:
+        blocks = wait.needed, wait.free, wait.reserved
+    elif cause is WaitReason.TOKEN_BUDGET:
+        tokens = wait.needed, wait.free, wait.reserved
     return Explanation(
         request_id,
         reason,
-        text,
+        f"request {request_id} {text}",
         state=request.state.name,
         ahead=ahead,
-        running=len(running),
+        running=sum(other.slot >= 0 and other is not request for other in loop.active),
         max_batch_size=loop.max_batch_size,
-        needed_blocks=needed,
-        free_blocks=free,
-        reserved_blocks=reserved,
+        needed_blocks=blocks[0],
+        free_blocks=loop.allocator.kv_cache.get_num_free_blocks(),
+        reserved_blocks=blocks[2],
         pause_count=request.pause_count,
-        behind=lacking.request_id if lacking is not None and reason == "behind" else None,
+        behind=wait.behind,
+        needed_tokens=tokens[0],
+        free_tokens=tokens[1] - tokens[2],
+        num_running=wait.running,
+        num_starting=wait.starting,
     )
 
 
 def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
-    """What admission says of a request, without admitting it."""
+    """What admission says of a request, and what the scheduler would say of it behind all others.
+
+    Nothing is admitted.
+    """
     kv_cache = loop.allocator.kv_cache
+    request_id = inference_request.request_id
+    total, free = kv_cache.get_max_resource_count(), kv_cache.get_num_free_blocks()
     try:
+        if request_id in loop.requests:
+            raise DuplicateRequestIdError(
+                f"request id {request_id} belongs to a request that is still being processed"
+            )
         request = admit(inference_request, loop.limits, now=0.0)
     except RequestError as error:
-        total, free = kv_cache.get_max_resource_count(), kv_cache.get_num_free_blocks()
         return Fit(False, response_text(error), free_blocks=free, total_blocks=total)
-    return Fit(
-        True,
-        "",
-        kv_cache.get_needed_resource_to_completion(request),
-        kv_cache.get_num_free_blocks(),
-        kv_cache.get_max_resource_count(),
-    )
+    needed = kv_cache.get_needed_resource_to_completion(request)
+    room = None if loop.max_active is None else loop.max_active - len(loop.active)
+    if room is not None and room <= 0:
+        wait = f"waits outside: {len(loop.active)} requests are active, max_active_requests = "
+        return Fit(True, "", needed, free, total, wait=f"{wait}{loop.max_active}")
+    active: list[LlmRequest] = list(loop.active)
+    insert_by_priority(active, request)
+    reason, _, text = _reason(loop, request, active)
+    if reason == "starting":
+        return Fit(True, "", needed, free, total, starts_now=True)
+    return Fit(True, "", needed, free, total, wait=text)
 
 
-def _demand(
-    loop: TokenLoop, running: Sequence[ActiveRequest], waiting: Sequence[ActiveRequest]
-) -> _Demand:
-    """Of the last of `waiting`, or of the one before it that lets nobody pass.
-
-    As the capacity schedulers count: they take the waiting in order, up to the first misfit.
-    """
-    kv_cache, scheduler = loop.allocator.kv_cache, _capacity_scheduler(loop)
-    cost, headroom = kv_cache.get_remaining_blocks_to_completion, None
-    if isinstance(scheduler, MaxUtilizationScheduler):
-        lookahead = scheduler.two_step_lookahead
-        cost = partial(kv_cache.get_needed_blocks_one_step, two_step_lookahead=lookahead)
-        resume, steps = scheduler.resume_headroom_blocks, scheduler.start_headroom_steps
-        headroom = StartHeadroom(kv_cache, resume, steps)
-    elif not isinstance(scheduler, GuaranteedNoEvictScheduler):
-        waiting = waiting[-1:]  # who may overtake whom is the host's own scheduler's to say
-    taken: list[LlmRequest] = [*running]
-    kv_cache.start_scheduling()  # what a pass of the scheduler supposed is past
-    free, reserved, needed = kv_cache.get_num_free_blocks(), sum(map(cost, running)), 0
-    for request in waiting:
-        if request.state is LlmRequestState.PREPARING:
-            continue
-        needed, kept = cost(request), reserved
-        if headroom is not None and taken:
-            kept += headroom.blocks_beside(request, taken)
-        if needed > free - kept:
-            return _Demand(needed, kept, request)
-        if request is not waiting[-1]:
-            taken.append(request)
-            reserved += needed
-    return _Demand(needed, reserved, None)
-
-
-def _capacity_scheduler(loop: TokenLoop) -> object:
-    scheduler = loop.scheduler
-    return scheduler.capacity_scheduler if isinstance(scheduler, SimpleScheduler) else None
+_NO_WAIT = Wait(WaitReason.BEHIND)
 
 
 def _reason(
-    loop: TokenLoop, request: ActiveRequest, num_running: int, lacking: ActiveRequest | None
-) -> str:
+    loop: TokenLoop, request: ActiveRequest, active: list[LlmRequest]
+) -> tuple[str, Wait, str]:
+    """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
     if request.state is LlmRequestState.PREPARING:
-        return "preparing"
+        processor = "" if request.processor is None else request.processor.name
+        text = f"waits until its logits post-processor {processor} is ready"
+        return "preparing", _NO_WAIT, text
     if request.slot >= 0 or request.state >= LlmRequestState.GENERATION_IN_PROGRESS:
-        return "running"
-    scheduler = _capacity_scheduler(loop)
-    if isinstance(scheduler, StaticBatchScheduler) and num_running:
-        return "static_batch"
-    if num_running >= getattr(scheduler, "max_num_requests", loop.max_batch_size):
-        return "batch_full"
-    if lacking is None:
-        return "not_chosen"
-    return "kv_blocks" if lacking is request else "behind"
+        text = f"runs: {request.num_tokens} of {request.length_limit} tokens"
+        return "running", _NO_WAIT, text
+    active = [other for other in active if other.state is not LlmRequestState.PREPARING]
+    tell = getattr(loop.scheduler, "why_waiting", None)
+    waits = None if tell is None else tell(active, loop.in_flight())
+    if waits is None:
+        kv_cache = loop.allocator.kv_cache
+        needed = kv_cache.get_remaining_blocks_to_completion(request)
+        text = f"waits to be chosen by {type(loop.scheduler).__name__}, which does not tell why it "
+        text += f"is not: it needs {needed} KV cache blocks until its end, "
+        text += f"{kv_cache.get_num_free_blocks()} are free"
+        return "not_chosen", _NO_WAIT, text
+    wait = waits.get(request.request_id)
+    if wait is None:
+        return "starting", _NO_WAIT, "starts with the next iteration"
+    return wait.reason.value, wait, f"waits {wait.text}"

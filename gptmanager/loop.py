@@ -114,7 +114,7 @@ class TokenLoop(Roster):
     @lap
     def schedule(self) -> SchedulerOutput | None:
         """Decide who runs, checked; None: there is nobody to ask about."""
-        in_flight = self._in_flight()
+        in_flight = self.in_flight()
         if self._num_serial:
             for request in self.active:
                 if request.state is _IN_PROGRESS and request.request_id not in in_flight:
@@ -131,7 +131,7 @@ class TokenLoop(Roster):
         """Overlap: who is to pause while in flight pauses when its micro batch has returned."""
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
             return
-        in_flight = self._in_flight()
+        in_flight = self.in_flight()
         if any(request.request_id in in_flight for request in decision.paused_requests):
             self.finish_pending()
 
@@ -152,7 +152,7 @@ class TokenLoop(Roster):
         name = type(self.scheduler).__name__
         return self.allocator.allocate(decision, now, self.limits.max_seq_len, name, micro_batch_id)
 
-    def _in_flight(self) -> frozenset[int]:
+    def in_flight(self) -> frozenset[int]:
         """The active requests that hold memory, but must not run now."""
         if self.pending is None:  # a token that failed is launched, but will never be confirmed
             return frozenset(self._failing)

@@ -26,10 +26,16 @@ NO_EVICT, MAX_UTILIZATION, STATIC_BATCH = (
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
 
 
-def explained(lengths, config, model_type=FUSED, *, tokens=None, max_batch_size=8, max_seq_len=64):
+def explained(
+    lengths, config, model_type=FUSED, *, tokens=None, max_batch_size=8, max_seq_len=64,
+    reuse=False, prompts=None, **options,
+):  # fmt: skip
     """Of requests of (prompt, output) tokens, once the last has been fetched and one has run."""
     host = RecordingCallbacks(
-        [InferenceRequest.from_tokens(i, [1] * a, b) for i, (a, b) in enumerate(lengths)]
+        [
+            InferenceRequest.from_tokens(i, prompts[i] if prompts else [1] * a, b)
+            for i, (a, b) in enumerate(lengths)
+        ]
     )
     with GptManager(
         ScriptedModel(lambda history: time.sleep(0.001) or 1, vocab_size=4),
@@ -38,10 +44,13 @@ def explained(lengths, config, model_type=FUSED, *, tokens=None, max_batch_size=
         config,
         **host.keywords(),
         optional_params=OptionalParams(
-            kv_cache_config=KvCacheConfig(max_tokens=tokens, tokens_per_block=4),
+            kv_cache_config=KvCacheConfig(
+                max_tokens=tokens, tokens_per_block=4, enable_block_reuse=reuse
+            ),
             max_batch_size=max_batch_size,
             max_active_requests=16,
             max_seq_len=max_seq_len,
+            **options,
         ),
     ) as manager:
         while not host.statistics:
@@ -51,11 +60,13 @@ def explained(lengths, config, model_type=FUSED, *, tokens=None, max_batch_size=
     return found
 
 
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
-def test_who_stands_behind_one_that_lacks_blocks_is_told_which(policy):
+def test_who_stands_behind_one_that_lacks_blocks_is_told_which(policy, reuse):
     first, second, third = explained(
-        [(20, 40), (48, 9), (2, 2)], SchedulerConfig(policy), tokens=64
-    )
+        [(20, 40), (48, 9), (2, 2)], SchedulerConfig(policy), tokens=64, reuse=reuse,
+        prompts=[[1] * 20, [2] * 48, [3] * 2],
+    )  # fmt: skip
     assert (first.reason, second.reason, third.reason) == ("running", "kv_blocks", "behind")
     assert third.behind == 1 and second.behind is None
     assert "request 2 waits behind request 1" in third.text
@@ -73,7 +84,8 @@ def test_a_static_batch_that_runs_is_the_reason():
         config = config or SchedulerConfig()
         *_, last = explained(lengths, config, model_type, max_batch_size=2)
         assert (
-            last.reason == "static_batch" and "until the batch has ended: 2 requests" in last.text
+            last.reason == "static_batch"
+            and "until the batch has ended: 2 running requests" in last.text
         )
 
 
@@ -81,7 +93,38 @@ def test_a_full_batch_is_the_reason_before_blocks_are():
     *_, last = explained(
         [(4, 50)] * 2 + [(40, 20)], SchedulerConfig(), tokens=112, max_batch_size=2
     )
-    assert last.reason == "batch_full" and "2 requests run, max_batch_size = 2" in last.text
+    assert last.reason == "batch_full" and "2 running requests, at most 2 at once" in last.text
+
+
+def test_with_block_reuse_who_waits_for_what_another_computes_is_told_whom():
+    """Behind a budget that makes the first wait for its second chunk."""
+    first, second = explained(
+        [(60, 3), (60, 3)], SchedulerConfig(), tokens=400, reuse=True, max_num_tokens=4,
+        enable_chunked_context=True,
+    )  # fmt: skip
+    assert first.reason == "running"
+    assert (second.reason, second.behind) == ("reuse_delay", 0)
+    assert "waits for request 0, which computes what its prompt begins with" in second.text
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_the_token_budget_of_a_step_is_told(reuse):
+    first, second = explained(
+        [(60, 3), (40, 3)], SchedulerConfig(), tokens=400, max_num_tokens=4, reuse=reuse,
+        enable_chunked_context=True, prompts=[[1] * 60, [2] * 40],
+    )  # fmt: skip
+    assert first.reason == "running" and second.reason == "token_budget"
+    assert second.needed_tokens == 4 > second.free_tokens
+    left = f"needs 4, {second.free_tokens} of max_num_tokens = 4 are left by 1 running requests"
+    assert left in second.text
+
+
+def test_with_overlap_it_is_blocks_where_blocks_lack():
+    *_, last = explained(
+        [(20, 40), (40, 20)], SchedulerConfig(), tokens=80, max_batch_size=1,
+        enable_trt_overlap=True, reuse=True, prompts=[[1] * 20, [2] * 40],
+    )  # fmt: skip
+    assert last.reason == "kv_blocks" and "for 1 running requests, short by" in last.text
 
 
 class OneAtATime(GuaranteedNoEvictScheduler):
@@ -101,4 +144,5 @@ def test_of_a_scheduler_of_the_hosts_own_nothing_is_claimed():
 
     config = SchedulerConfig(create_scheduler=create)
     _, second, third = explained([(20, 40), (20, 40), (2, 2)], config, tokens=64)
-    assert (second.reason, third.reason) == ("kv_blocks", "not_chosen")
+    assert (second.reason, third.reason) == ("not_chosen", "not_chosen")
+    assert "SimpleScheduler, which does not tell why" in second.text

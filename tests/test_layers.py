@@ -38,6 +38,7 @@ kv_cache.reuse          what a new sequence finds, and what one that ends leaves
 kv_cache.sequences      which sequence holds which block (no torch)
 kv_cache.manager        whether there are blocks for what a scheduler wants (no torch)
 kv_cache
+scheduler.waiting       why a policy leaves a request out
 scheduler.adapter_pages whether the adapters of several requests fit together (no torch)
 scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
 scheduler.start_headroom whether a request may start beside others (no torch)

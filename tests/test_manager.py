@@ -416,6 +416,34 @@ def test_would_fit_answers_with_the_admission_code(host):
     assert not host.responses
 
 
+def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now(host):
+    options = params(
+        kv_cache_config=KvCacheConfig(32, tokens_per_block=4, enable_block_reuse=True),
+        max_active_requests=3,
+    )
+    gate = threading.Event()
+    with start(host, lambda history: gate.wait(0.01) or 1, options=options) as manager:
+        assert manager.would_fit(request(1, [1] * 4, 24)).starts_now
+        host.submit(request(1, [1] * 4, 20))
+        while not host.statistics:
+            time.sleep(0.001)
+        taken = manager.would_fit(request(1, [1] * 4, 4))
+        beside = manager.would_fit(request(2, [1] * 4, 4))
+        larger = manager.would_fit(request(2, [1] * 4, 20))
+        host.submit(request(2, [1] * 4, 20), request(3, [1] * 4, 20))
+        while manager.explain(3).reason == "unknown":
+            time.sleep(0.001)
+        outside = manager.would_fit(request(4, [1], 1))
+        gate.set()
+    assert not taken.accepted and taken.text.startswith("DuplicateRequestIdError: request id 1")
+    assert beside.accepted and beside.starts_now and not beside.wait
+    assert larger.accepted and not larger.starts_now
+    assert larger.wait.startswith("waits for KV cache blocks: it needs 6, ")
+    assert larger.wait.endswith("for 1 running requests, short by 4") and larger.needed_blocks == 6
+    assert outside.accepted and not outside.starts_now
+    assert outside.wait == "waits outside: 3 requests are active, max_active_requests = 3"
+
+
 def test_lengths_that_the_pool_cannot_hold_are_clamped_with_a_warning(host, caplog):
     caplog.set_level(logging.INFO, logger="gptmanager")
     options = params(kv_cache_config=KvCacheConfig(max_tokens=40, tokens_per_block=4))

@@ -230,6 +230,10 @@ class KvCacheManager(KvSequences):
     def scheduling_has_free_blocks(self, num_required: int = 1) -> bool:
         return num_required <= self._what_if.num_free
 
+    @property
+    def scheduling_num_free_blocks(self) -> int:
+        return self._what_if.num_free
+
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
         """As if it had started, as far as it shares what a live sequence holds."""
         if self._reuse is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from gptmanager.request import LlmRequest
+from gptmanager.request import LlmRequest, RequestList
+from gptmanager.scheduler.waiting import Wait, WaitReason, counted
 
 
 class PeftCacheManager(Protocol):
@@ -48,3 +49,13 @@ class AdapterPages:
         self._free -= num_pages
         self._task_ids.add(task_id)
         return True
+
+    def wait(self, task_id: int | None, taken: RequestList) -> Wait:
+        """The wait of one whose adapter's pages did not fit beside those of `taken`."""
+        cache = self._peft_cache_manager
+        if cache is None or task_id is None:
+            return Wait(WaitReason.ADAPTER_PAGES)
+        total = cache.get_max_device_pages()
+        needed = cache.determine_num_pages(task_id)
+        claimed = total - self._free
+        return Wait(WaitReason.ADAPTER_PAGES, needed, total, claimed, *counted(taken))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from gptmanager.arguments import able, at_least, flag
@@ -17,6 +18,7 @@ from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
+from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -37,6 +39,13 @@ class CapacityScheduler(ABC):
         `active_requests` stands in scheduling order, highest rank first, and is not changed.
         """
 
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        """Why `schedule_request` would now leave requests out, by id; None: it does not tell.
+
+        Changes nothing that a decision reads.
+        """
+        return None
+
     def schedulable(self, active_requests: RequestList) -> RequestList:
         """The requests whose state permits scheduling, in order."""
         states = _states(self.no_schedule_until_state, self.no_schedule_after_state)
@@ -51,6 +60,11 @@ class MaxRequestsScheduler(CapacityScheduler):
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         return self.schedulable(active_requests)[: self.max_num_requests], []
+
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        schedulable, limit = self.schedulable(active_requests), self.max_num_requests
+        wait = full(schedulable[:limit], limit)
+        return {request.request_id: wait for request in schedulable[limit:]}
 
 
 class KvCapacityScheduler(CapacityScheduler):
@@ -112,12 +126,25 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         self.started_contexts_first = flag("started_contexts_first", started_contexts_first)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        return self._fitting(active_requests), []
+
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        if type(self).schedule_request is not GuaranteedNoEvictScheduler.schedule_request:
+            return None  # another decision than this class's
+        waits = Waits()
+        self._fitting(active_requests, waits)
+        return waits.by_id
+
+    def _fitting(self, active_requests: RequestList, waits: Waits | None = None) -> RequestList:
+        """The decision; `waits` is told of those that it leaves out."""
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
         if len(fitting) < min(self.max_num_requests, len(schedulable)):
             delay = reuse_delay(self.kv_cache_manager, active_requests)
-            self._admit(schedulable, fitting, delay)
-        return fitting, []
+            self._admit(schedulable, fitting, delay, waits)
+        elif waits is not None:
+            waits.all_but(fitting, schedulable, full(fitting, self.max_num_requests))
+        return fitting
 
     def _running(self, schedulable: RequestList) -> RequestList:
         """The generating requests, as many as may run."""
@@ -129,7 +156,11 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         return running[: self.max_num_requests]
 
     def _admit(
-        self, schedulable: RequestList, fitting: RequestList, delay: ReuseDelay | None
+        self,
+        schedulable: RequestList,
+        fitting: RequestList,
+        delay: ReuseDelay | None,
+        waits: Waits | None = None,
     ) -> None:
         """Append to `fitting`, which holds the running requests, the contexts that fit beside."""
         max_num_requests = self.max_num_requests
@@ -140,7 +171,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         pages = AdapterPages(self.peft_cache_manager, fitting)
         if self.started_contexts_first:
             schedulable = sorted(schedulable, key=_is_unstarted)
-        if cross is None:
+        if cross is None and waits is None:
             contexts = self._all_that_fit_by_any_count(schedulable, len(fitting), free_blocks)
             if contexts:
                 fitting += contexts if delay is None else delay.undelayed(contexts)
@@ -149,17 +180,28 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
             if request.state is not _CONTEXT_INIT:
                 continue
             if delay is not None and delay.delays(request):
+                if waits is not None:
+                    waits.put(request, delay.wait(request, schedulable))
                 continue
             if len(fitting) >= max_num_requests:
+                if waits is not None:
+                    waits.all_but(fitting, schedulable, full(fitting, max_num_requests))
                 break
             needed = needed_to_completion(request)
             needed_cross = 0 if cross is None else cross.get_remaining_blocks_to_completion(request)
             if needed > free_blocks or needed_cross > free_cross_blocks:
+                if waits is not None:
+                    wait = _lacking(self.kv_cache_manager, fitting, needed, free_blocks)
+                    if cross is not None and needed <= free_blocks:
+                        wait = _lacking(cross, fitting, needed_cross, free_cross_blocks)
+                    waits.end(request, wait, fitting, schedulable)
                 break
             if request.lora_task_id is None or pages.take(request.lora_task_id):
                 fitting.append(request)
                 free_blocks -= needed
                 free_cross_blocks -= needed_cross
+            elif waits is not None:
+                waits.put(request, pages.wait(request.lora_task_id, fitting))
 
     def _all_that_fit_by_any_count(
         self, schedulable: RequestList, num_running: int, free_blocks: int
@@ -189,11 +231,24 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
     """
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        return self._fitting(active_requests), []
+
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        if type(self).schedule_request is not StaticBatchScheduler.schedule_request:
+            return None
+        waits = Waits()
+        self._fitting(active_requests, waits)
+        return waits.by_id
+
+    def _fitting(self, active_requests: RequestList, waits: Waits | None = None) -> RequestList:
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
         if not fitting:
-            self._admit(schedulable, fitting, None)
-        return fitting, []
+            self._admit(schedulable, fitting, None, waits)
+        elif waits is not None:
+            wait = Wait(WaitReason.STATIC_BATCH, 0, 0, 0, *counted(fitting))
+            waits.all_but(fitting, schedulable, wait)
+        return fitting
 
 
 def _kv_cache(name: str, value: KvCacheManager) -> KvCacheManager:
@@ -208,6 +263,14 @@ def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -
     else:
         reserved = needed_by_all(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
+
+
+def _lacking(
+    kv_cache_manager: KvCacheManager, fitting: RequestList, needed: int, left: int
+) -> Wait:
+    """The wait of one that needs more blocks than those taken leave."""
+    free = kv_cache_manager.get_num_free_blocks()
+    return Wait(WaitReason.KV_BLOCKS, needed, free, free - left, *counted(fitting))
 
 
 def _is_unstarted(request: LlmRequest) -> bool:

@@ -6,6 +6,8 @@ batches in flight, and allocates nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gptmanager.arguments import at_least
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
@@ -13,6 +15,7 @@ from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.capacity import KvCapacityScheduler
 from gptmanager.scheduler.reuse_delay import reuse_delay
 from gptmanager.scheduler.start_headroom import StartHeadroom, is_started
+from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -61,6 +64,19 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         self.start_headroom_steps = at_least(0, "start_headroom_steps", start_headroom_steps)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        return self._decide(active_requests)
+
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        if type(self).schedule_request is not MaxUtilizationScheduler.schedule_request:
+            return None  # another decision than this class's
+        waits = Waits()
+        self._decide(active_requests, waits)
+        return waits.by_id
+
+    def _decide(
+        self, active_requests: RequestList, waits: Waits | None = None
+    ) -> tuple[RequestList, RequestList]:
+        """The decision; `waits` is told of those that it leaves out."""
         kv_cache_manager = self.kv_cache_manager
         kv_cache_manager.start_scheduling()
         needed_one_step = kv_cache_manager.get_needed_blocks_one_step
@@ -72,14 +88,17 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         walk = self.schedulable(active_requests)
         fitting, blocks = self._generating_first(walk)
         paused: RequestList = []
-        if self._rest_fits(walk, len(fitting), blocks):
+        if waits is None and self._rest_fits(walk, len(fitting), blocks):
             rest = walk[len(fitting) :]
             return fitting + (rest if delay is None else delay.undelayed(rest)), paused
         preempting: LlmRequest | None = None  # whom others have been paused for
+        misfits: list[tuple[LlmRequest, Wait, RequestList]] = []
         position = len(fitting)
         while position < len(walk):
             request = walk[position]
             if delay is not None and delay.delays(request):
+                if waits is not None and request is not preempting:  # that meets its own record
+                    waits.put(request, delay.wait(request, active_requests))
                 position += 1
                 continue
             needed = needed_one_step(request, lookahead)
@@ -96,6 +115,10 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
             ):
                 started = _started_behind(walk, position)
                 if request.pause_count or not started:
+                    if waits is not None:
+                        beside = headroom.blocks_beside(request, fitting)
+                        wait = self._lacking(needed, blocks, beside, fitting)
+                        waits.end(request, wait, [*fitting, *started], walk)
                     walk[position:] = started
                     continue
             if fits and (request.lora_task_id is None or pages.take(request.lora_task_id)):
@@ -106,8 +129,24 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
                 position += 1
             else:
                 preempting = request
+                if waits is not None:
+                    wait = self._lacking(needed, blocks, 0, fitting)
+                    if fits:
+                        wait = pages.wait(request.lora_task_id, fitting)
+                    misfits.append((request, wait, [*walk]))
                 self._make_room(walk, position, paused)
+        if waits is not None:
+            _tell_of_misfits(misfits, fitting, waits)
         return fitting, paused
+
+    def _lacking(self, needed: int, taken_blocks: int, beside: int, taken: RequestList) -> Wait:
+        """The wait of one that needs more than `taken`, with `taken_blocks`, leave: a place, or
+        blocks, of which so many must stay free `beside`.
+        """
+        if len(taken) >= self.max_num_requests:
+            return full(taken, self.max_num_requests)
+        free = self.kv_cache_manager.scheduling_num_free_blocks
+        return Wait(WaitReason.KV_BLOCKS, needed, free, taken_blocks + beside, *counted(taken))
 
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
         """The generating requests at the head of `walk`, and their blocks, if all of them fit.
@@ -183,6 +222,20 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         if exempt and exempt[-1] == position:
             return exempt[0], []
         return None, [walk[place] for place in reversed(exempt)]
+
+
+def _tell_of_misfits(
+    misfits: list[tuple[LlmRequest, Wait, RequestList]], fitting: RequestList, waits: Waits
+) -> None:
+    """Those that did not fit, each with the walk that it stood in, in the order of the walk.
+
+    One that others are paused for may be among the fitting in the end, and does not wait itself.
+    """
+    for request, wait, _ in reversed(misfits):
+        if request not in fitting:
+            waits.put(request, wait)
+    for request, wait, walk in reversed(misfits):
+        waits.all_but(fitting, walk, wait.of_those_behind(request.request_id))
 
 
 def _started_behind(walk: RequestList, position: int) -> RequestList:

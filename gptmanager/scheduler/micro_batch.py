@@ -7,7 +7,7 @@ trimmed, `num_draft_tokens`.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from operator import attrgetter
 from typing import ClassVar, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from gptmanager.arguments import at_least, flag
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -105,6 +106,59 @@ class MicroBatchScheduler:
         if cut:
             context.sort(key=attrgetter("is_last_context_chunk"))
         return context, generation
+
+    def why_waiting(
+        self, fitting_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> Mapping[int, Wait] | None:
+        """Why `schedule` would now leave contexts out, by id; None: a subclass that does not tell.
+
+        As `schedule` it writes chunk sizes, and drafts that are trimmed.
+        """
+        own = MicroBatchScheduler
+        if (type(self).schedule, type(self).set_chunk_sizes) != (own.schedule, own.set_chunk_sizes):
+            return None
+        waits = Waits()
+        requests = [r for r in fitting_requests if r.request_id not in inflight_request_ids]
+        context, generation = self.schedule(requests, frozenset())
+        scan = self._scan(requests)
+        taken = [*scan.whole, *scan.chunked, *scan.generation]
+        ids = {request.request_id for request in taken}
+        misfit = next((r for r in requests if r.request_id not in ids), None)
+        if len(taken) >= self.max_batch_size:
+            waits.all_but(taken, requests, full(taken, self.max_batch_size))
+        elif misfit is not None:
+            limit = self.max_num_tokens or 0
+            is_context = misfit.state in (_CONTEXT_INIT, _ENCODER_INIT)
+            cost = misfit.beam_width + misfit.num_draft_tokens
+            cost = self._whole_cost(misfit) if is_context else cost
+            wait = _lacking_tokens(cost, limit, limit - scan.num_tokens, taken)
+            waits.end(misfit, wait, taken, requests)
+        running = {request.request_id for request in (*context, *generation)}
+        self._tell_of_chunks(scan, running, waits)
+        return waits.by_id
+
+    def _tell_of_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
+        """Why contexts got no chunk, though they had a place: what was left when it was their turn.
+
+        EQUAL_PROGRESS gives each its first unit before anybody gets a second one.
+        """
+        limit = self.max_num_tokens or 0
+        left = limit - scan.num_tokens
+        taken = [*scan.whole, *scan.generation]
+        policy = self.context_chunking_policy
+        in_rounds = policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        for request in scan.chunked:
+            remaining = request.context_remaining_length
+            credit = 0 if policy is ContextChunkingPolicy.FORCE_CHUNK else _credit(request)
+            least = min(remaining - credit, self.chunk_unit)
+            if in_rounds and self.reuse_credit_rule == "prefix":
+                least = max(0, min(remaining, self.chunk_unit) - credit)
+            if request.request_id not in running:
+                waits.put(request, _lacking_tokens(max(1, least), limit, left, taken))
+                continue
+            taken = [*taken, request]
+            size = request.context_chunk_size or 0
+            left -= least if in_rounds else min(size, remaining - credit)
 
     def set_chunk_sizes(
         self,
@@ -289,6 +343,11 @@ def _share_units(requests: RequestList, room: int, unit: int) -> None:
         size = min(request.context_remaining_length, unit)
         request.context_chunk_size = size = size if size <= room else 0
         room -= size
+
+
+def _lacking_tokens(needed: int, limit: int, left: int, taken: RequestList) -> Wait:
+    """The wait of one that needs more tokens than those taken leave of `limit`."""
+    return Wait(WaitReason.TOKEN_BUDGET, needed, limit, limit - left, *counted(taken))
 
 
 def _first_credit(request: LlmRequest) -> int:

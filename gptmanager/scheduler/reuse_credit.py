@@ -6,10 +6,13 @@ a manager sets them. Bare schedulers leave them to whoever steps them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gptmanager.arguments import able
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequestState, RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
+from gptmanager.scheduler.waiting import Wait
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
@@ -30,6 +33,10 @@ class ReuseCredit(CapacityScheduler):
         self.kv_cache_manager = able(
             "kv_cache_manager", kv_cache_manager, "get_reusable_tokens", "KvCacheManager"
         )
+
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        tell = getattr(self.capacity_scheduler, "why_waiting", None)
+        return None if tell is None else tell(active_requests)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.scheduler.waiting import Wait, WaitReason
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
@@ -45,6 +46,24 @@ class ReuseDelay:
         if contribution is not None:
             self._contributed.add(contribution)
         return False
+
+    def wait(self, request: LlmRequest, requests: RequestList) -> Wait:
+        """The wait of one that `delays` has told to wait: for the first of `requests` like it.
+
+        That stands before it or is between two chunks; otherwise it has met its own record.
+        """
+        find = self._kv_cache_manager.find_new_context_block
+        contribution, is_before = find(request), True
+        for other in requests:
+            if other is request:
+                is_before = False
+            elif (
+                other.state is _CONTEXT_INIT
+                and (is_before or other.context_current_position)
+                and find(other) == contribution
+            ):
+                return Wait(WaitReason.REUSE_DELAY, behind=other.request_id)
+        return Wait(WaitReason.REUSE_DELAY, behind=request.request_id)
 
     def undelayed(self, requests: RequestList) -> RequestList:
         """Those of `requests`, asked for one after the other, that do not wait."""

@@ -6,13 +6,14 @@ Knows nothing of how either step decides. Who needs no two steps implements `Req
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from gptmanager.arguments import able
 from gptmanager.request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
+from gptmanager.scheduler.waiting import Wait
 
 
 class SchedulerOutput(NamedTuple):
@@ -36,6 +37,15 @@ class RequestScheduler(ABC):
         memory, may be paused, which then waits for their return, and must not run.
         """
 
+    def why_waiting(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> Mapping[int, Wait] | None:
+        """Why the decision that would be made now leaves requests out, by id.
+
+        Changes nothing. None, as here: the policy does not tell.
+        """
+        return None
+
 
 class SimpleScheduler(RequestScheduler):
     """First who gets memory, then who runs."""
@@ -56,3 +66,27 @@ class SimpleScheduler(RequestScheduler):
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
         context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
         return SchedulerOutput(context, generation, paused)
+
+    def why_waiting(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> Mapping[int, Wait] | None:
+        capacity = getattr(self.capacity_scheduler, "why_waiting", None)
+        micro_batch = getattr(self.micro_batch_scheduler, "why_waiting", None)
+        if capacity is None or micro_batch is None:
+            return None
+        before = [
+            (r, r.context_chunk_size, r.num_draft_tokens, r.estimated_reusable_tokens)
+            for r in active_requests
+        ]
+        try:
+            waits = capacity(active_requests)
+            if waits is None:
+                return None
+            fitting, _ = self.capacity_scheduler.schedule_request(active_requests)
+            more = micro_batch(fitting, inflight_request_ids)
+            return None if more is None else {**waits, **more}
+        finally:
+            for request, size, num_drafts, num_reusable in before:
+                request.context_chunk_size = size
+                request.num_draft_tokens = num_drafts
+                request.estimated_reusable_tokens = num_reusable

@@ -1,0 +1,125 @@
+"""`Wait`: why a policy leaves a request out, in the numbers that it compared.
+
+Values and sentences only: the policies fill them in, from the same walk that decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+
+
+class WaitReason(str, Enum):
+    """What a decision left a request out for."""
+
+    BATCH_FULL = "batch_full"
+    STATIC_BATCH = "static_batch"
+    KV_BLOCKS = "kv_blocks"
+    ADAPTER_PAGES = "adapter_pages"
+    TOKEN_BUDGET = "token_budget"
+    REUSE_DELAY = "reuse_delay"
+    BEHIND = "behind"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`needed` > `free` - `reserved` is why: blocks, tokens of a step, or requests, by `reason`.
+
+    `running` and `starting`: how many requests that hold memory already, and how many others, were
+    taken before it, for which `reserved` is kept. `behind`: whom it waits for; with BEHIND, `cause`
+    is why that one waits, and the numbers are that one's.
+    """
+
+    reason: WaitReason
+    needed: int = 0
+    free: int = 0
+    reserved: int = 0
+    running: int = 0
+    starting: int = 0
+    behind: int | None = None
+    cause: WaitReason | None = None
+
+    def of_those_behind(self, request_id: int) -> Wait:
+        """Why others wait that may not overtake the request `request_id`, whose wait this is."""
+        if self.reason in (WaitReason.BATCH_FULL, WaitReason.STATIC_BATCH):
+            return self
+        return Wait(
+            WaitReason.BEHIND,
+            *(self.needed, self.free, self.reserved, self.running, self.starting),
+            behind=request_id,
+            cause=self.reason,
+        )
+
+    @property
+    def text(self) -> str:
+        """Goes on behind "request 7 waits"."""
+        if self.reason is WaitReason.BEHIND and self.cause is not None:
+            return f"behind request {self.behind}, which waits {self._compared(self.cause, 'that')}"
+        return self._compared(self.reason, "it")
+
+    def _compared(self, reason: WaitReason, who: str) -> str:
+        others = _others(self.running, self.starting)
+        short = self.needed - (self.free - self.reserved)
+        if reason is WaitReason.BATCH_FULL:
+            return f"for room in the batch: {others}, at most {self.free} at once"
+        if reason is WaitReason.STATIC_BATCH:
+            return f"until the batch has ended: {others}"
+        if reason is WaitReason.REUSE_DELAY:
+            return f"for request {self.behind}, which computes what its prompt begins with"
+        if reason is WaitReason.TOKEN_BUDGET:
+            return (
+                f"for tokens of a step: {who} needs {self.needed}, {self.free - self.reserved} of "
+                f"max_num_tokens = {self.free} are left by {others}, short by {short}"
+            )
+        what = "KV cache blocks" if reason is WaitReason.KV_BLOCKS else "adapter pages"
+        return (
+            f"for {what}: {who} needs {self.needed}, {self.free} are free, {self.reserved} must "
+            f"stay free for {others}, short by {short}"
+        )
+
+
+@dataclass(slots=True)
+class Waits:
+    """The waits of one decision, by request id, filled in while it walks down its list."""
+
+    by_id: dict[int, Wait] = field(default_factory=dict)
+
+    def put(self, request: LlmRequest, wait: Wait) -> None:
+        self.by_id.setdefault(request.request_id, wait)
+
+    def all_but(self, taken: RequestList, requests: RequestList, wait: Wait) -> None:
+        """All of `requests` but those `taken` wait so, if nothing else is told of them."""
+        ids = {request.request_id for request in taken}
+        for request in requests:
+            if request.request_id not in ids:
+                self.put(request, wait)
+
+    def end(
+        self, request: LlmRequest, wait: Wait, taken: RequestList, requests: RequestList
+    ) -> None:
+        """The walk over `requests` ends at `request`: who is not taken by then waits behind it."""
+        self.put(request, wait)
+        self.all_but(taken, requests, wait.of_those_behind(request.request_id))
+
+
+def counted(taken: RequestList) -> tuple[int, int]:
+    """How many of `taken` hold memory already, and how many do not."""
+    running = sum(
+        1 for r in taken if r.state is not _CONTEXT_INIT or r.context_current_position > 0
+    )
+    return running, len(taken) - running
+
+
+def full(taken: RequestList, limit: int) -> Wait:
+    """The wait of those that find `limit` requests taken."""
+    return Wait(WaitReason.BATCH_FULL, 1, limit, len(taken), *counted(taken))
+
+
+def _others(running: int, starting: int) -> str:
+    parts = [f"{running} running"] if running or not starting else []
+    parts += [f"{starting} starting"] if starting else []
+    return f"{' and '.join(parts)} requests"
