@@ -120,7 +120,10 @@ def _words(tensor: Any) -> list[list[int]] | None:
     """The words of a `stop_words_list` tensor; None if it is not one: the manager will say so."""
     if tensor is None:
         return []
-    rows = np.asarray(tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor)
+    try:
+        rows = np.asarray(tensor.cpu() if isinstance(tensor, torch.Tensor) else tensor)
+    except ValueError:
+        return None
     if rows.ndim == 3 and rows.shape[0] == 1:
         rows = rows[0]
     if rows.ndim != 2 or rows.shape[0] != 2 or rows.dtype.kind not in "iu":

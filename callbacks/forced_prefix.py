@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
-from gptmanager.arguments import at_least
+from gptmanager.arguments import as_token, at_least
 from gptmanager.decoding.raw_kernel import BoundKernel
 
 _SOURCE = """
@@ -44,10 +43,8 @@ class ForcedPrefix(RawKernelLogitsPostProcessor):
         """ValueError for more than `max_tokens` and for negatives, TypeError for no integers."""
         if len(token_ids) > self.max_tokens:
             raise ValueError(f"{len(token_ids)} tokens are more than {self.max_tokens}")
-        if any(token < 0 for token in token_ids):
-            raise ValueError(f"token_ids = {list(token_ids)} has a negative one")
         ids = np.zeros(self.max_tokens, dtype=np.int32)
-        ids[: len(token_ids)] = [operator.index(token) for token in token_ids]
+        ids[: len(token_ids)] = [as_token(token) for token in token_ids]
         return super().bind(count=len(token_ids), ids=ids)
 
 

@@ -9,7 +9,6 @@ Requests that share an object share the launch. On the CPU their twins run, in N
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
-from gptmanager.arguments import at_least
+from gptmanager.arguments import as_token, at_least
 from gptmanager.decoding.raw_kernel import BoundKernel
 
 Logits = npt.NDArray[np.float32]
@@ -138,11 +137,9 @@ class TokenBias(RawKernelLogitsPostProcessor):
 
 def _padded(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
     """Ascending, each once; TypeError for what is no integer."""
-    ids = sorted({operator.index(token) for token in token_ids})
+    ids = sorted({as_token(token) for token in token_ids})
     if len(ids) > max_tokens:
         raise ValueError(f"{len(ids)} tokens are more than max_tokens = {max_tokens}")
-    if ids and ids[0] < 0:
-        raise ValueError(f"token id {ids[0]} is negative")
     padded = np.zeros(max_tokens, dtype=np.int32)
     padded[: len(ids)] = ids
     return {"count": len(ids), "ids": padded}

@@ -103,7 +103,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         sampling,
         is_streaming=read_bool("is_streaming", request.is_streaming),
         pad_id=read_int("pad_id", tensors.get("pad_id", pad_default), *INT32),
-        stop_words=_read_stop_words(tensors, limits),
+        stop_words=_read_stop_words(tensors, limits, sampling.end_id),
         include_stop=read_bool("include_stop_in_output", tensors.get("include_stop_in_output", 0)),
         exclude_input=limits.exclude_input_in_output,
         deadline_s=_seconds("deadline_s", request.deadline_s),
@@ -148,11 +148,17 @@ def _read_drafts(
         )
     if "draft_logits" not in tensors:
         return tuple(drafts), None
-    rows = read_rows("draft_logits", tensors["draft_logits"], limits.vocab_size)
+    rows = read_rows("draft_logits", tensors["draft_logits"], limits.vocab_size, bans=True)
     if len(rows) != len(drafts):
         raise InvalidRequestError(
             f"draft_logits has {len(rows)} rows, draft_input_ids {len(drafts)} tokens"
         )
+    for place, token in enumerate(drafts):
+        if rows[place, token] == -math.inf:
+            raise InvalidRequestError(
+                f"draft_logits[{place}, {token}] = -inf, but draft_input_ids[{place}] = {token}: "
+                "a token that could not have been drawn"
+            )
     return tuple(drafts), HostRows(rows)
 
 
@@ -316,10 +322,12 @@ def _check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: L
         )
 
 
-def _read_stop_words(tensors: dict[str, Any], limits: Limits) -> StopWords | None:
+def _read_stop_words(tensors: dict[str, Any], limits: Limits, end_id: int) -> StopWords | None:
+    """Of words with `end_id` in them none can end a text: it has ended before, or by that."""
     if "stop_words_list" not in tensors:
         return None
     words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
+    words = [word for word in words if end_id not in word]
     return StopWords(words) if words else None
 
 

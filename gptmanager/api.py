@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol, Union
 import numpy as np
 import torch
 
+from gptmanager.arguments import as_integer
+
 TensorLike = Union[torch.Tensor, np.ndarray]
 
 
@@ -220,14 +222,31 @@ class InferenceRequest:
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     """Token words as the tensor `[1, 2, L]` int32: concatenated ids, inclusive ends with -1 pads.
 
-    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`.
+    `[[5, 7, 3], [9, 2]]` becomes `[[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]`. An id that needs a
+    wider dtype gets it: whether it is one of the vocabulary's is checked with the request.
+    TypeError for words that are not sequences of integers.
     """
-    words = [list(word) for word in words]
-    ids = [token for word in words for token in word]
-    ends = list(itertools.accumulate(map(len, words)))
+    found = [_word(place, word) for place, word in enumerate(words)]
+    ids = [token for word in found for token in word]
+    ends = list(itertools.accumulate(map(len, found)))
     width = max(len(ids), len(ends))
     padding = [[0] * (width - len(ids)), [-1] * (width - len(ends))]
-    return np.array([[ids + padding[0], ends + padding[1]]], dtype=np.int32)
+    rows = [[ids + padding[0], ends + padding[1]]]
+    for dtype in (np.int32, np.int64):
+        try:
+            return np.array(rows, dtype=dtype)
+        except OverflowError:
+            continue
+    return np.array(rows, dtype=object)
+
+
+def _word(place: int, word: Any) -> list[int]:
+    if isinstance(word, (str, bytes)):  # the characters of a text are no ids
+        raise TypeError(f"word {place} = {word!r} is not a sequence of integers")
+    try:
+        return [as_integer(token) for token in word]
+    except TypeError as error:
+        raise TypeError(f"word {place} is not a sequence of integers: {error}") from None
 
 
 def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
@@ -235,9 +254,33 @@ def _as_tensor(value: Any, *, is_word_list: bool) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value
     try:
-        return word_list(value) if is_word_list else np.asarray(value)
+        if is_word_list:
+            return word_list(value)
+        array = np.asarray(value)
     except (TypeError, ValueError, OverflowError):
         return value
+    return array if _says_the_same(array, value) else value
+
+
+def _says_the_same(array: np.ndarray, value: Any) -> bool:
+    """Whether the tensor made of a list still tells which of its elements are no numbers."""
+    if not isinstance(value, (list, tuple)):
+        return True
+    kinds = _kinds(value)
+    if kinds <= {bool}:
+        return True
+    are_numbers = all(kind in (int, float) or issubclass(kind, np.number) for kind in kinds)
+    are_floats = any(issubclass(kind, (float, np.floating)) for kind in kinds)
+    # NumPy makes floats of large integers, too
+    return are_numbers and array.dtype.kind in ("f" if are_floats else "iu")
+
+
+def _kinds(value: Any) -> set[type]:
+    """The types of what a nested list holds."""
+    kinds = set(map(type, value))
+    if kinds.isdisjoint((list, tuple)):
+        return kinds
+    return {kind for item in value for kind in _kinds(item)}
 
 
 def _rebuild(

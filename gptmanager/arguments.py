@@ -5,6 +5,7 @@ Knows no class: who checks which argument against what is each constructor's own
 
 from __future__ import annotations
 
+import operator
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -20,6 +21,25 @@ def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} = {value!r} must be an integer {limit}")
     return int(value)
+
+
+def as_integer(value: Any) -> int:
+    """`value` as an int if it is an integer and no bool, of whatever type; else TypeError."""
+    if type(value) is int:
+        return value
+    dtype = str(getattr(value, "dtype", ""))
+    if isinstance(value, bool) or dtype.endswith("bool"):
+        raise TypeError(f"{value!r} is a bool")
+    return operator.index(value)
+
+
+def as_token(value: Any) -> int:
+    """A token id; TypeError for what is no integer, ValueError outside 0..2**31-1."""
+    token = as_integer(value)
+    if not 0 <= token < 2**31:
+        limit = "is negative" if token < 0 else f"exceeds {2**31 - 1}"
+        raise ValueError(f"token id {token} {limit}")
+    return token
 
 
 def flag(name: str, value: Any) -> bool:

@@ -8,6 +8,7 @@ and what it must be.
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,7 @@ def read_int(name: str, value: Any, low: int, high: int) -> int:
 
 def read_float(name: str, value: Any, low: float, high: float = math.inf) -> float:
     """A finite scalar within `low..high`; integers are taken too."""
-    array = _array(name, value)
-    if array.dtype.kind not in "fiu":
-        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
-    number = float(_scalar(name, array))
+    number = float(_scalar(name, _numbers(name, value)))
     if not math.isfinite(number):
         raise InvalidRequestError(f"{name} = {number} is not finite")
     if not low <= number <= high:
@@ -86,9 +84,12 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
 
 
-def read_rows(name: str, value: Any, width: int) -> np.ndarray:
-    """Finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy."""
-    array = _array(name, value)
+def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> np.ndarray:
+    """Finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
+
+    `bans`: -inf is taken, too.
+    """
+    array = _numbers(name, value)
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
     shape = list(array.shape)
@@ -96,17 +97,20 @@ def read_rows(name: str, value: Any, width: int) -> np.ndarray:
         raise InvalidRequestError(
             f"{name} has shape {shape}, expected [n, {width}] or [1, n, {width}]"
         )
-    rows: np.ndarray = array.reshape(-1, width).astype(np.float32)
-    if not np.isfinite(rows).all():
-        raise InvalidRequestError(f"{name} holds values that are not finite")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is told below
+        rows: np.ndarray = array.reshape(-1, width).astype(np.float32)
+    is_good = np.isfinite(rows)
+    if bans:
+        is_good |= np.isneginf(rows)
+    if not is_good.all():
+        row, column = np.argwhere(~is_good)[0].tolist()
+        raise InvalidRequestError(f"{name}[{row}, {column}] = {rows[row, column]} is not finite")
     return rows
 
 
 def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32."""
-    array = _array(name, value)
-    if array.dtype.kind not in "fiu":
-        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    array = _numbers(name, value)
     if array.shape not in ((vocab_size,), (1, vocab_size)):
         raise InvalidRequestError(
             f"{name} has shape {list(array.shape)}, expected [{vocab_size}] or [1, {vocab_size}]"
@@ -133,7 +137,14 @@ def _array(name: str, value: Any) -> np.ndarray:
             raise InvalidRequestError(f"{name} is no tensor: {error}") from None
         if array.dtype.kind in "biuf":
             return array
-        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
+        is_object = array.dtype.kind == "O"  # of integers that no dtype holds, or of anything
+        items = array.tolist() if is_object else value
+        odd = _first_odd(items, (bool, int, float, np.number))
+        if odd is None and is_object:
+            return array
+        if odd is None or not odd[0]:
+            raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
+        raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not a number")
     raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected numbers")
 
 
@@ -151,18 +162,64 @@ def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _integers(name: str, value: Any) -> np.ndarray:
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """Floats and integers, no bools."""
     array = _array(name, value)
+    if array.dtype.kind == "O" or (isinstance(value, (list, tuple)) and array.dtype.kind in "iuf"):
+        items = array.tolist() if array.dtype.kind == "O" else value
+        _refuse_odd(name, items, (int, float, np.number), "a number")
+    if array.dtype.kind == "O":
+        try:
+            return array.astype(np.float64)
+        except OverflowError as error:
+            raise InvalidRequestError(f"{name} is no float: {error}") from None
+    if array.dtype.kind not in "fiu":
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    return array
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    """Those of a dtype that NumPy has, or as objects where they are too large for any."""
+    if isinstance(value, (list, tuple)):
+        _refuse_odd(name, value, (int, np.integer), "an integer")
+    array = _array(name, value)
+    if array.dtype.kind == "O":
+        _refuse_odd(name, array.tolist(), (int, np.integer), "an integer")
+        return array
+    if array.dtype.kind == "f" and array.size and isinstance(value, (list, tuple)):
+        return np.array(value, dtype=object)  # what NumPy makes of large integers
     if array.dtype.kind not in "iu" and array.size:
         dtype = getattr(value, "dtype", array.dtype)
         raise InvalidRequestError(f"{name} has dtype {dtype}, expected an integer dtype")
     return array
 
 
+def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -> None:
+    odd = _first_odd(items, kinds)
+    if odd is not None:
+        raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not {expected}")
+
+
+def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
+    """Where in nested lists something is of none of these kinds, and what; a bool is no int."""
+    if not isinstance(items, (list, tuple)):
+        if isinstance(items, (np.ndarray, torch.Tensor)):
+            return _first_odd(items.tolist(), kinds)
+        is_good = isinstance(items, kinds) and (bool in kinds or not isinstance(items, bool))
+        return None if is_good else ("", items)
+    if set(map(type, items)) <= {int}:
+        return None
+    for place, item in enumerate(items):
+        found = _first_odd(item, kinds)
+        if found is not None:
+            return f"[{place}]{found[0]}", found[1]
+    return None
+
+
 def _scalar(name: str, array: np.ndarray) -> Any:
     if array.size != 1:
         raise InvalidRequestError(f"{name} has shape {list(array.shape)}, expected one value")
-    return array.reshape(-1)[0].item()
+    return array.reshape(-1).tolist()[0]
 
 
 def _check_vocabulary(name: str, ids: np.ndarray, vocab_size: int) -> None:

@@ -195,11 +195,18 @@ def test_a_hosts_greedy_guesses_save_steps(source):
     assert len(host.statistics) == 12 - 8
 
 
-def test_sampled_guesses_leave_the_distribution_as_it_is(source):
-    """Chi-squared over first tokens, where guesses come from quite another distribution."""
+@pytest.mark.parametrize("drawn_from", [range(96), (79, 18, 26, 20, 50)])
+def test_sampled_guesses_leave_the_distribution_as_it_is(source, drawn_from):
+    """Chi-squared over first tokens, where guesses come from quite another distribution.
+
+    Or from a few of its tokens, as top-k leaves them: all else is -inf, though it may be likely.
+    """
     prompt, count = [3, 1, 4, 1, 5], 1500
     chance = np.random.default_rng(0)
     draft_logits = torch.from_numpy(chance.normal(0, 1.5, (1, 96)).astype(np.float32))
+    banned = torch.ones(96, dtype=torch.bool)
+    banned[list(drawn_from)] = False
+    draft_logits[:, banned] = -torch.inf
     q = torch.softmax(draft_logits[0].double(), 0).numpy()
 
     def first_tokens(guessing):
@@ -254,4 +261,13 @@ def test_what_cannot_be_guessed_is_named(source):
     )
     text = "draft_logits has 2 rows, draft_input_ids 1 tokens"
     assert text in refusal(draft_input_ids=[1], draft_logits=torch.zeros(2, 96))
+    logits = torch.zeros(2, 96)
+    logits[1, 7] = -torch.inf
+    text = "draft_logits[1, 7] = -inf, but draft_input_ids[1] = 7: a token that could not have been"
+    assert text in refusal(draft_input_ids=[7, 7], draft_logits=logits)
+    assert not refusal(draft_input_ids=[7, 8], draft_logits=logits)
+    for odd in (torch.nan, torch.inf):
+        logits[1, 5] = odd
+        text = f"draft_logits[1, 5] = {odd} is not finite"
+        assert text in refusal(draft_input_ids=[7, 8], draft_logits=logits)
     assert "(3 + 200) exceeds maximum input length (159)" in refusal(draft_input_ids=[1] * 200)

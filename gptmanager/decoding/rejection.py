@@ -49,10 +49,8 @@ def verify_guess(p: Floats, q: Floats, guess: int, accept: float, replace: float
     if accept * q[guess] < p[guess]:
         return guess
     rest = np.maximum(p - q, 0.0)
-    total = rest.sum()
-    if total <= 0:  # p = q but for rounding
-        rest, total = p, p.sum()
-    cumulative = np.cumsum(rest)
+    cumulative = np.cumsum(rest if rest.any() else p)  # p = q but for rounding
+    total = cumulative[-1]
     return int(np.searchsorted(cumulative, min(replace * total, np.nextafter(total, 0)), "right"))
 
 
@@ -63,7 +61,10 @@ def sample_guess(
     params: SamplingParams,
     position: int,
 ) -> int:
-    """The token at `position`, for which `guess` was drawn from softmax(`draft_logits`)."""
+    """The token at `position`, for which `guess` was drawn from softmax(`draft_logits`).
+
+    Of these some may be -inf, but not that of `guess`.
+    """
     q: Floats = np.exp(draft_logits.astype(np.float64) - draft_logits.max())
     seeds = np.array([params.seed & (2**64 - 1)], dtype=np.uint64)
     where = np.array([position], dtype=np.int64)

@@ -201,6 +201,22 @@ def test_guesses_that_depend_on_one_another_are_verified_by_the_host(device, wat
     check(device, watched, requests, waits=True, max_beam_width=2)
 
 
+def test_guesses_that_were_drawn_from_few_tokens(device, watched):
+    """All others are -inf."""
+
+    def requests():
+        found = []
+        for i in range(6):
+            logits = torch.full((3, 96), -torch.inf)
+            logits[:, i : i + 40] = torch.linspace(0, 3, 40)
+            own = {"temperature": 1.5, "draft_input_ids": [i + 39, i + 30, i + 35]}
+            own |= {"draft_logits": logits, "return_log_probs": True}
+            found.append(from_tokens(i, prompt(i, 9), 6, **own))
+        return found
+
+    check(device, watched, requests, waits=True)
+
+
 def test_a_processor_that_fails_ends_its_request_alone(device, watched):
     calls = []
 
