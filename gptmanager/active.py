@@ -183,12 +183,13 @@ class ActiveRequest(LlmRequest):
 
     @property
     def streamable_end(self) -> int:
-        """History position up to which tokens may be sent: a live partial stop word is held."""
+        """History position up to which tokens may be sent: what may yet be cut off is held."""
         if self.search is not None:
             return self.orig_prompt_len + self.search.stable_length()
-        if self.stop_words is None:
-            return len(self.tokens)
-        return len(self.tokens) - self.stop_words.held(self.stop_state)
+        num_tokens = len(self.tokens)
+        if self.stop_words is None or self.include_stop:
+            return num_tokens
+        return num_tokens - self.stop_words.held(self.stop_state, self.length_limit - num_tokens)
 
     @property
     def wanted_from_start(self) -> Wanted:

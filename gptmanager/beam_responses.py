@@ -6,6 +6,7 @@ step changes; the beams part in the final response.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,10 @@ _NEVER = float("-inf")  # the log probability of a beam that there is not
 
 
 class Beams(NamedTuple):
-    """What a response holds of each beam: these nodes, the first of them at index `start`."""
+    """What a response holds of each beam: these nodes, the first of them at index `start`.
+
+    `cum_log_probs` are the sums over all output so far, and over nothing that was cut off.
+    """
 
     start: int
     nodes: list[list[BeamNode]]
@@ -35,7 +39,7 @@ def stable_beams(request: ActiveRequest, end: int) -> Beams:
     search = _search(request)
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
-    total, nodes = sum(node.log_prob for node in path), path[start:]
+    total, nodes = _sum(path), path[start:]
     return Beams(start, [nodes] * search.num_results, [total] * search.num_results, [])
 
 
@@ -45,11 +49,11 @@ def final_beams(request: ActiveRequest, reason: FinishReason) -> Beams:
     found = search.hypotheses(None if search.is_over else reason)
     missing = search.num_results - len(found)  # a small vocabulary has no more
     start = request.num_sent - request.orig_prompt_len if request.is_streaming else 0
-    nodes = [beam.node.path()[start : beam.end] for beam in found] + [[] for _ in range(missing)]
+    paths = [beam.node.path()[: beam.end] for beam in found]
     return Beams(
         start,
-        nodes,
-        [beam.cum_log_prob for beam in found] + [_NEVER] * missing,
+        [path[start:] for path in paths] + [[] for _ in range(missing)],
+        [_sum(path) for path in paths] + [_NEVER] * missing,
         [beam.reason for beam in found] + [reason] * missing,
     )
 
@@ -84,6 +88,10 @@ def beam_extras(request: ActiveRequest, outputs: RequestOutputs, beams: Beams) -
         tensors.append(NamedTensor("output_log_probs", log_probs))
         tensors.append(NamedTensor("cum_log_probs", torch.tensor([beams.cum_log_probs])))
     return tensors
+
+
+def _sum(path: Sequence[BeamNode]) -> float:
+    return math.fsum(node.log_prob for node in path)
 
 
 def _search(request: ActiveRequest) -> BeamSearch:

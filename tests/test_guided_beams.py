@@ -124,6 +124,7 @@ def test_the_best_of_a_choice_are_found(bytes_model, byte_guided, len_penalty):
         20,
         beam_width=8,
         return_log_probs=True,
+        include_stop_in_output=True,  # so that the end is in the sum
         logits_post_processor=byte_guided.choice(options),
         **more,
     )

@@ -110,9 +110,9 @@ def test_stop_words_are_held_back_while_they_may_still_match(mode, include):
     driver.run()
     assert driver.output(1) == (tokens[:7] if include else tokens[:4])
     assert reason(driver.final(1)) is FinishReason.STOP_WORDS
-    # the near miss held a token back for one step, then two came at once
+    # the near miss held a token back for one step, then two came at once; what is kept is not held
     sizes = [int(r.tensors["sequence_length"]) for r in driver.host.callbacks.of(1)]
-    assert 2 in sizes
+    assert (2 in sizes) is not include
 
 
 @each_mode

@@ -12,6 +12,7 @@ from gptmanager.decoding.stop_words import StopWords
 
 TOKENS = st.integers(0, 2)
 WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=5), max_size=6)
+ROOMS = st.integers(0, 4)
 TEXTS = st.lists(TOKENS, max_size=40)
 
 
@@ -19,9 +20,13 @@ def naive_match(words: Sequence[Sequence[int]], text: Sequence[int]) -> int:
     return max((len(word) for word in words if text[-len(word) :] == word), default=0)
 
 
-def naive_held(words: Sequence[Sequence[int]], text: Sequence[int]) -> int:
-    prefixes = [word[:n] for word in words for n in range(1, len(word))]
-    return naive_match(prefixes, text)
+def naive_held(words: Sequence[Sequence[int]], text: list[int], room: int = 4) -> int:
+    """What the first word to end in any continuation would cut off of the text."""
+    cuts = [0]
+    for token in range(3 if room else 0):
+        matched = naive_match(words, [*text, token])
+        cuts.append(matched - 1 if matched else naive_held(words, [*text, token], room - 1) - 1)
+    return max(cuts)
 
 
 def run(words: Sequence[Sequence[int]], text: Sequence[int]) -> list[tuple[int, int]]:
@@ -34,14 +39,23 @@ def run(words: Sequence[Sequence[int]], text: Sequence[int]) -> list[tuple[int, 
 
 
 @given(WORDS, TEXTS)
-def test_matches_and_held_tokens_are_those_of_naive_search(
-    words: list[list[int]], text: list[int]
+def test_matches_are_those_of_naive_search(words: list[list[int]], text: list[int]) -> None:
+    expected = [naive_match(words, text[:end]) for end in range(1, len(text) + 1)]
+    assert [matched for matched, _ in run(words, text)] == expected
+
+
+@given(WORDS, st.lists(TOKENS, max_size=6), ROOMS)
+def test_held_is_what_may_yet_be_cut_off_and_no_more(
+    words: list[list[int]], text: list[int], room: int
 ) -> None:
-    expected = [
-        (naive_match(words, text[:end]), naive_held(words, text[:end]))
-        for end in range(1, len(text) + 1)
-    ]
-    assert run(words, text) == expected
+    automaton, state = StopWords(words), 0
+    for token in text:
+        state, matched = automaton.advance(state, token)
+        if matched:
+            return
+    assert automaton.held(state, room) == naive_held(words, text, room)
+    if room == 4:  # no word is longer than 5
+        assert automaton.held(state) == naive_held(words, text, room)
 
 
 @given(WORDS, TEXTS)
@@ -76,7 +90,7 @@ def test_what_is_not_held_is_never_taken_back(words: list[list[int]], text: list
         pytest.param([[7]], [3, 7], [(0, 0), (1, 0)], id="one token is never held"),
         pytest.param([[1, 2]], [1, 1, 2], [(0, 1), (0, 1), (2, 0)], id="restart on itself"),
         pytest.param(
-            [[1, 2, 3], [2]], [1, 2, 3], [(0, 1), (1, 2), (3, 0)], id="the nested one ends first"
+            [[1, 2, 3], [2]], [1, 2, 3], [(0, 0), (1, 2), (3, 0)], id="the nested one ends first"
         ),
         pytest.param(
             [[3], [2, 3], [1, 2, 3]], [1, 2, 3], [(0, 1), (0, 2), (3, 0)], id="the longest is cut"

@@ -156,15 +156,16 @@ class BeamSearch:
     def stable_length(self) -> int:
         """Generated tokens that all live and ended beams share: no later step changes them.
 
-        Those that may yet turn out to be the beginning of a stop word are not counted.
+        Those that may yet turn out to be the beginning of a stop word, and be cut off, are not
+        counted.
         """
         nodes = {*self.live, *(hypothesis.node for hypothesis in self.ended)}
         if not nodes:
             return 0
         ends = [hypothesis.end for hypothesis in self.ended]
-        if self.stop_words is not None:
-            held = self.stop_words.held
-            ends += [node.length - held(node.stop_state) for node in self.live]
+        if self.stop_words is not None and not self.include_stop:
+            held, most = self.stop_words.held, self.max_new_tokens
+            ends += [node.length - held(node.stop_state, most - node.length) for node in self.live]
         common = _common_length(nodes)
         return min([common, *ends])
 

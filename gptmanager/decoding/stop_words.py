@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+_NEVER = 1 << 62  # more tokens than there will be
+
 
 class StopWords:
     """The automaton of `words`; empty words are passed over, repeated ones count once.
@@ -19,16 +21,18 @@ class StopWords:
     none of them behind. `last_tokens`: no other token ends a word, whatever came before it.
     """
 
-    __slots__ = ("_held", "_matched", "_next", "_suffix", "last_tokens")
+    __slots__ = ("_depth", "_least", "_matched", "_next", "_suffix", "last_tokens")
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         self._next: list[dict[int, int]] = [{}]  # state -> token -> state: the edges of the trie
         self._suffix = [0]  # state -> that of its longest proper suffix in the trie
         self._matched = [0]  # length of the longest word that ends in the state
-        self._held = [0]  # length of the longest proper prefix of a word that ends in the state
+        self._depth = [0]  # how many tokens lead to the state
         for word in words:
             self._insert(word)
+        ends_word = [length > 0 for length in self._matched]
         self._link()
+        self._least = self._distances(ends_word)
         self.last_tokens = frozenset(word[-1] for word in words if len(word))
 
     def advance(self, state: int, token: int) -> tuple[int, int]:
@@ -42,9 +46,14 @@ class StopWords:
             state = self._suffix[state]
         return following or 0
 
-    def held(self, state: int) -> int:
-        """How many of the last tokens may still become part of a word: not yet to be shown."""
-        return self._held[state]
+    def held(self, state: int, room: int = _NEVER - 1) -> int:
+        """How many of the last tokens may still become part of a word: not yet to be shown.
+
+        `room`: so many tokens may follow.
+        """
+        while state and self._least[state] > room:
+            state = self._suffix[state]
+        return self._depth[state]
 
     def _insert(self, word: Sequence[int]) -> None:
         state = 0
@@ -55,7 +64,7 @@ class StopWords:
                 self._next.append({})
                 self._suffix.append(0)
                 self._matched.append(0)
-                self._held.append(length)
+                self._depth.append(length)
             state = child
         self._matched[state] = len(word)
 
@@ -69,5 +78,14 @@ class StopWords:
                 self._suffix[child] = self._step(suffix, token)
                 queue.append(child)
             self._matched[state] = self._matched[state] or self._matched[suffix]
-            if not self._next[state]:  # a word that no longer one continues
-                self._held[state] = self._held[suffix]
+
+    def _distances(self, ends_word: Sequence[bool]) -> list[int]:
+        """Of each state the fewest tokens in which a word may end that begins with its own."""
+        least = [_NEVER] * len(self._next)
+        for state in reversed(range(len(least))):  # children have higher numbers
+            for child in self._next[state].values():
+                if ends_word[child]:
+                    least[state] = 1
+                elif not self._matched[child]:  # else a shorter word ends first
+                    least[state] = min(least[state], 1 + least[child])
+        return least
