@@ -204,10 +204,10 @@ def _check_batched(params: OptionalParams) -> None:
 
 
 def _check_modes(params: OptionalParams) -> None:
-    if params.enable_chunked_context not in (None, False, True):
+    chunked = params.enable_chunked_context
+    if chunked is not None and not isinstance(chunked, bool):
         raise ConfigError(
-            f"OptionalParams.enable_chunked_context = {params.enable_chunked_context!r} is none of "
-            "None, True, False"
+            f"OptionalParams.enable_chunked_context = {chunked!r} is none of None, True, False"
         )
     if params.enable_trt_overlap and params.run_ahead:
         raise ConfigError(
@@ -267,7 +267,7 @@ def _checked(config: Any, cls: type, where: str) -> Any:
 def _require_range(
     owner: str, name: str, value: Any, default: Any, low: float, high: float
 ) -> None:
-    if _equal(value, default):
+    if not isinstance(default, Real) and _equal(value, default):  # None, "auto"
         return
     if value is None and name in _UNBOUNDED:
         return

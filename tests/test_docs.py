@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import json
+import math
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
+from gptmanager import config
 from gptmanager.api import PROPERTY_OF_TENSOR
+from gptmanager.config_check import checked_optional_params, checked_scheduler_config
 from gptmanager.cuda import emulator
 from gptmanager.errors import ConfigError
 from gptmanager.life import NEXT_MANAGER_STATES
 from gptmanager.loop import TokenLoop
+from gptmanager.manager import GptManager
 from gptmanager.request import NEXT_STATES, LlmRequestState
 from gptmanager.testing import RULES
 
@@ -21,6 +28,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 # Elsewhere an example may be pasted alone.
 PAGES_READ_IN_ORDER = ("recording.md", "scheduling.md")
+CONFIGURATIONS = [it for it in vars(config).values() if dataclasses.is_dataclass(it)]
+CONSTRUCTOR = ("manager.md", "## The constructor")
+# what else must be set for a field to be taken
+_TIER = {"enable_block_reuse": True, "host_cache_size": 1 << 30}
+NEEDED = {
+    "host_cache_size": {"enable_block_reuse": True},
+    "secondary_offload_min_priority": _TIER,
+    "sink_token_length": {"max_attention_window": 2**31 - 1},
+    "max_ngram": {"min_ngram": 1},
+    "min_ngram": {"max_ngram": 2**31 - 1},
+}
 PAGES_ON_THE_EMULATOR = ("devices.md", "emulator.md", "logits_processors.md")
 
 
@@ -43,6 +61,25 @@ def table_names(text):
     """The first cell of every row of every table, split at commas."""
     cells = re.findall(r"^\| ([^|]+) \|", text, flags=re.MULTILINE)
     return [name for cell in cells for name in cell.split(", ")]
+
+
+def section(name, title):
+    """What stands under a heading of a page, headings below it included."""
+    level = title.split(" ")[0]
+    text = page(name).split(f"\n{title}\n")[1]
+    return re.split(rf"^#{{1,{len(level)}}} ", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(text):
+    """The cells of every row of every table, their heads left out."""
+    lines = re.findall(r"^\| (.*) \|$", text.replace("|  |", "| |"), re.MULTILINE)
+    found = [[cell.strip() for cell in f" {line} ".split(" | ")] for line in lines]
+    heads = [index - 1 for index, cells in enumerate(found) if set(cells[0]) <= set("-: ")]
+    return [cells for index, cells in enumerate(found) if not {index, index - 1} & set(heads)]
+
+
+def code(cell):
+    return cell.strip().strip("`")
 
 
 def test_the_diagram_of_the_loop_has_the_words_and_the_order_of_iterate():
@@ -103,6 +140,98 @@ def test_the_rules_of_schedulers_are_those_of_the_kit():
     assert dict(rows[2:]) == RULES  # behind the head of the table
 
 
+def test_the_constructor_is_documented_argument_by_argument():
+    documented = [(code(name), code(default)) for name, default, *_ in rows(section(*CONSTRUCTOR))]
+    arguments = list(inspect.signature(GptManager).parameters.values())
+    defaults = ["mandatory" if a.default is a.empty else repr(a.default) for a in arguments]
+    assert documented == list(zip([a.name for a in arguments], defaults, strict=True))
+
+
+def described(cls):
+    """The rows of the tables of a configuration, by field."""
+    found = rows(section("manager.md", f"## {cls.__name__}"))
+    names = [code(cells[0]) for cells in found]
+    assert len(set(names)) == len(names), "a field is documented twice"
+    return dict(zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("cls", CONFIGURATIONS, ids=lambda cls: cls.__name__)
+def test_every_field_of_a_configuration_is_documented_with_its_default(cls):
+    documented, default = described(cls), cls()
+    assert set(documented) == {field.name for field in dataclasses.fields(cls)}
+    for name, cells in documented.items():
+        shown = eval(code(cells[2]), vars(config))
+        assert (type(shown), shown) == (type(getattr(default, name)), getattr(default, name)), name
+
+
+def spelled(hint):
+    """The words of the page for a type."""
+    if typing.get_origin(hint) is typing.Literal:
+        return {json.dumps(value) for value in typing.get_args(hint)}
+    if typing.get_origin(hint) in (typing.Union, type(int | str)):
+        return set().union(*map(spelled, typing.get_args(hint)))
+    if hint is type(None):
+        return {"None"}
+    names = {typing.Any: "object", list[int]: "list[int]"}
+    return {names.get(hint) or re.sub(r"\[.*", "", f"{hint.__module__}.{hint.__qualname__}")}
+
+
+@pytest.mark.parametrize("cls", CONFIGURATIONS, ids=lambda cls: cls.__name__)
+def test_every_field_of_a_configuration_is_documented_with_its_type(cls):
+    hints = typing.get_type_hints(cls)
+    for name, cells in described(cls).items():
+        words = {word.rsplit(".", 1)[-1] for word in spelled(hints[name])}
+        documented = {word.rsplit(".", 1)[-1] for word in code(cells[1]).split(" or ")}
+        assert documented == words, name
+
+
+def checked(cls, **values):
+    """What the check of configurations says of these values."""
+    if cls is config.SchedulerConfig:
+        return checked_scheduler_config(cls(**values))
+    if cls is config.OptionalParams:
+        return checked_optional_params(cls(**values))
+    (holder,) = (
+        field.name
+        for field in dataclasses.fields(config.OptionalParams)
+        if cls.__name__ in str(field.type)
+    )
+    return checked_optional_params(config.OptionalParams(**{holder: cls(**values)}))
+
+
+def limits_in(cls):
+    return [
+        (cls, name, *(eval(bound.replace("^", "**")) for bound in cells[3].split(" to ")))
+        for name, cells in described(cls).items()
+        if " to " in cells[3]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "low", "high"),
+    [limits for cls in CONFIGURATIONS for limits in limits_in(cls)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_documented_limits_are_the_last_values_that_are_taken(cls, name, low, high):
+    others = NEEDED.get(name, {})
+    is_float = isinstance(getattr(cls(), name), float) or name.endswith("_s")
+    for bound, beyond in ((low, -math.inf), (high, math.inf)):
+        checked(cls, **others, **{name: bound})
+        beyond = math.nextafter(bound, beyond) if is_float else bound + (1 if beyond > 0 else -1)
+        with pytest.raises(ConfigError, match=f"{cls.__name__}.{name} = "):
+            checked(cls, **others, **{name: beyond})
+
+
+@pytest.mark.parametrize("cls", CONFIGURATIONS, ids=lambda cls: cls.__name__)
+def test_fields_are_refused_off_their_defaults_where_the_page_says_so(cls):
+    for name, cells in described(cls).items():
+        default = getattr(cls(), name)
+        other = not default if isinstance(default, bool) else 3 if default != 3 else 4
+        if cells[3] == "the default":
+            with pytest.raises(ConfigError, match=f"{cls.__name__}.{name} = .* is refused"):
+                checked(cls, **{name: other})
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_examples_run(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -134,5 +263,14 @@ def test_the_report_that_the_page_of_processors_quotes(capsys):
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
-        assert (path.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^):]+)\)", path.read_text(encoding="utf-8")):
+        file, _, anchor = target.partition("#")
+        there = path.parent / file if file else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+def anchors(path):
+    """What GitHub makes of the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
