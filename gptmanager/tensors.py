@@ -17,6 +17,7 @@ import torch
 from gptmanager.errors import InvalidRequestError
 
 INT32 = (-(2**31), 2**31 - 1)
+_MOST_ELEMENTS = 2**28  # of one tensor: a view of one number may claim to have any number of them
 
 
 def read_int(name: str, value: Any, low: int, high: int) -> int:
@@ -128,6 +129,10 @@ def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], 
 def _array(name: str, value: Any) -> np.ndarray:
     if value is None:
         raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
+    if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) > _MOST_ELEMENTS:
+        raise InvalidRequestError(
+            f"{name} has shape {list(value.shape)}, more than {_MOST_ELEMENTS} elements"
+        )
     if isinstance(value, torch.Tensor):
         return _from_torch(name, value)
     if isinstance(value, (np.ndarray, np.generic, bool, int, float, list, tuple)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from loop_driver import (
@@ -20,6 +22,7 @@ from gptmanager.errors import SchedulerError
 from gptmanager.request import LlmRequestState
 from gptmanager.responses import REQUEST_METRICS, final
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
+from gptmanager.statistics import Laps
 from gptmanager.step import StepResult
 
 each_mode = pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"overlap": True}], ids=str)
@@ -512,3 +515,54 @@ def test_requests_fetched_but_not_admitted_are_answered_by_the_abort():
 
 def test_next_token_depends_on_order():
     assert next_token([1, 2]) != next_token([2, 1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ({}, {}),
+        ({"run_ahead": 1}, {}),
+        ({"run_ahead": 1}, {"beam_width": 2}),
+        ({"run_ahead": 1}, {"draft_input_ids": [3, 4]}),
+        (
+            {
+                "overlap": True,
+                "num_blocks": 10,
+                "max_batch_size": 2,
+                "policy": MaxUtilizationScheduler,
+            },
+            {},
+        ),
+    ],
+    ids=str,
+)
+def test_the_phases_of_an_iteration_do_not_overlap(mode, kind):
+    """Each look at the clock takes a microsecond, each wait for a result 1,000."""
+    now = itertools.count(step=1000)
+
+    class Slow:
+        def __init__(self, executor):
+            self.forward, self.sample, self._result = (
+                *(executor.forward, executor.sample),
+                executor.result,
+            )
+
+        def result(self, step):
+            for _ in range(1000):
+                next(now)
+            return self._result(step)
+
+    driver = LoopDriver(**mode)
+    driver.loop.executor = Slow(driver.executor)
+    driver.loop.laps = Laps(lambda: next(now))
+    phases = []
+    driver.host.report = lambda counts, laps: phases.append(laps.microseconds())
+    driver.submit(*(request(i, [i, 5, 6], 6, **kind) for i in range(5)))
+    driver.run()
+    waits = 0
+    for iteration in phases:
+        total = iteration.pop("total")
+        assert sum(iteration.values()) <= total
+        assert all(taken < 200 for name, taken in iteration.items() if name != "result")
+        waits += iteration.get("result", 0) >= 1000
+    assert waits

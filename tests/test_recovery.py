@@ -450,6 +450,7 @@ def check(ground, where):
 
 # a generator that is given up runs to its end, and raises there as well
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.timeout(60 * FUZZ)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_failure_at_any_call_costs_no_final_and_no_block(mode):
     """Every call of a short run in turn; in the small trial every so-manieth."""
@@ -487,3 +488,21 @@ def test_requests_that_only_the_host_knows_are_answered_at_an_end(host):
     assert ready.wait(10) and manager.wait(10)
     assert manager.state is ManagerState.FAILED
     assert sorted(r.request_id for r in host.responses if r.is_final) == [1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse": True}, {"reuse": True, "num_host_blocks": 4}])
+def test_accounts_that_begin_anew_are_sound_whatever_they_were(options):
+    driver = LoopDriver(**options)
+    driver.submit(*(request(i, list(range(9)), 4, is_streaming=True) for i in range(9)))
+    for _ in range(3):
+        driver.loop.iterate()
+    kv_cache = driver.kv_cache
+    counts = kv_cache.reuse_counts
+    kv_cache._pool.free.clear()
+    kv_cache._pool.ref_counts[3] += 7
+    driver.loop.recover(errors.StepError("of the test"))
+    kv_cache.check()
+    assert kv_cache.get_num_free_blocks() == kv_cache.get_max_resource_count()
+    assert kv_cache.reuse_counts == counts._replace(cached_blocks=0, cached_host_blocks=0)
+    driver.run()
+    assert {r.request_id for r in driver.host.callbacks.responses if r.is_final} == set(range(9))
