@@ -55,13 +55,13 @@ template <int WIDTH> struct Row {
     __device__ int begin() const { return threadIdx.x / 32 * stretch(); }
     __device__ int end() const { return min(begin() + stretch(), size); }
 
-    // The logits of ids start to start + WIDTH - 1, -inf where there is none.
+    // The logits of ids start to start + WIDTH - 1, -inf where there is none, +inf for NaN.
     __device__ void read(float (&to)[WIDTH], int start) const {
         if (start < size) load(to, logits + start);
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
-            bool none = start >= size || start + i == forbidden || isnan(to[i]);
-            if (none) to[i] = -INFINITY;
+            bool none = start >= size || start + i == forbidden;
+            if (none || isnan(to[i])) to[i] = none ? -INFINITY : INFINITY;
         }
     }
     // visit(logit, id) for every token of the warp's stretch, ascending in each thread.
@@ -351,10 +351,15 @@ __device__ __noinline__ int draw_apart(
     return draw_token(few, own, position, largest, limit);
 }
 
+// Of a row from which no token can be chosen, as in gptmanager.step.
+constexpr int NO_TOKEN = -1;    // all are -inf
+constexpr int NOT_FINITE = -2;  // one is NaN or +inf
+
 // Grid: (rows).
 template <int WIDTH>
 __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
-    int* tokens,                 // [rows]
+    int* tokens,                 // [rows]: NO_TOKEN or NOT_FINITE where there is none
+    int* inputs,                 // [rows]: the same, 0 where there is none
     const float* logits,         // [rows, vocab_size]
     const Params* params,        // [slots]
     const int* slots,            // [rows]
@@ -370,11 +375,14 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
     row.each([&](float logit, int id) { best = better(best, {logit, id}); });
     float own_best = best.logit;
     best = block_best(best);
+    auto choose = [&](int token) {
+        if (threadIdx.x != 0) return;
+        tokens[blockIdx.x] = token;
+        inputs[blockIdx.x] = max(token, 0);
+    };
+    if (!isfinite(best.logit)) return choose(best.logit > 0 ? NOT_FINITE : NO_TOKEN);
     float largest = __fdiv_rn(best.logit, own.temperature);
-    if (own.greedy || !isfinite(largest)) {
-        if (threadIdx.x == 0) tokens[blockIdx.x] = best.id;
-        return;
-    }
+    if (own.greedy || !isfinite(largest)) return choose(best.id);
     Token limit{-INFINITY, vocab_size};  // only what ranks above it is drawn; top-k keeps ties
     int token = -1;
     if (own.top_k > 0) {
@@ -391,5 +399,5 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
         }
     }
     if (token < 0) token = draw_token(row, own, position, largest, limit);
-    if (threadIdx.x == 0) tokens[blockIdx.x] = token;
+    choose(token);
 }

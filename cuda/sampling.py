@@ -45,12 +45,14 @@ def pack(params: SamplingParams, orig_prompt_len: int, vocab_size: int) -> tuple
 def sample(
     launcher: Launcher,
     tokens: Tensor,
+    inputs: Tensor,
     logits: Tensor,
     params: Tensor,
     slots: Tensor,
     positions: Tensor,
 ) -> None:
-    """Write to `tokens` `[S]` int32 the token chosen for each row of `logits` `[S, V]` float32.
+    """Write to `tokens` `[S]` int32 the token chosen for each row of `logits` `[S, V]` float32,
+    and to `inputs` `[S]` int32 the same, 0 where there is none.
 
     `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `slots` `[S]` int32;
     `positions` `[S]` int64: of the tokens to be chosen. A row's token depends on nothing of the
@@ -58,11 +60,13 @@ def sample(
 
     top_k keeps all that tie with the k-th best; top_p the shortest ranking whose mass reaches p in
     single precision; min_p is a share of the best token's probability; equal logits rank by
-    ascending id. NaN counts as -inf, +inf is the token, a row of nothing but -inf yields token 0.
+    ascending id. NOT_FINITE stands for the token of a row that holds NaN or +inf, NO_TOKEN for that
+    of one of nothing but -inf.
     """
     num_rows, vocab_size = logits.shape
     check_tensors(
         tokens=(tokens, (num_rows,), torch.int32),
+        inputs=(inputs, (num_rows,), torch.int32),
         logits=(logits, (num_rows, vocab_size), torch.float32),
         params=(params, (None, PARAMS.itemsize), torch.uint8),
         slots=(slots, (num_rows,), torch.int32),
@@ -71,5 +75,13 @@ def sample(
     if num_rows == 0:
         return
     name = "sample<4>" if vocab_size % 4 == 0 else "sample<1>"
-    arguments: tuple[Argument, ...] = (tokens, logits, params, slots, positions, *ints(vocab_size))
+    arguments: tuple[Argument, ...] = (
+        tokens,
+        inputs,
+        logits,
+        params,
+        slots,
+        positions,
+        *ints(vocab_size),
+    )
     launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)

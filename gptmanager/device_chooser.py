@@ -76,7 +76,7 @@ class DeviceChooser(TokenChooser):
         with torch.inference_mode():
             self._prepare(step)
             choice, is_single = self._enqueue(step, counts)
-            arrival = self._arrivals.send(choice)
+            arrival = self._arrivals.send(choice[1:])  # inputs stay
         starts = self._num_starts[step.lines]
         step.arrival = _Arriving(arrival, is_single, starts, counts, logits)
         self._forget_drawn(step)
@@ -101,7 +101,7 @@ class DeviceChooser(TokenChooser):
         table = self._tables.tokens
         own = arriving.is_single & (arriving.starts == self._num_starts[step.lines])
         own &= step.positions < table.shape[1]
-        table[step.lines[own], step.positions[own]] = tokens[own]
+        table[step.lines[own], step.positions[own]] = np.maximum(tokens[own], 0)
 
     def _enqueue(self, step: TorchStep, counts: np.ndarray) -> tuple[Choice, np.ndarray]:
         """Choose for all S, `counts[row]` candidates; which belong to requests of one beam."""
@@ -128,7 +128,7 @@ class DeviceChooser(TokenChooser):
             step.logits, places, step.lines, tables.token_tensor, upload, most
         )
         # behind a wrong guess they are overwritten before anything reads them
-        tables.token_cells.index_copy_(0, places["cells"], choice.tokens)
+        tables.token_cells.index_copy_(0, places["cells"], choice.inputs)
         return choice, is_single
 
     def _choose_on_host(self, step: TorchStep) -> None:

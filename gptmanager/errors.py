@@ -36,6 +36,10 @@ class AdapterError(RequestError):
     """A LoRA adapter is not cached, does not fit, or does not match the model."""
 
 
+class LogitsError(RequestError):
+    """No token can be chosen: the logits of a row hold NaN or +inf, or everything is banned."""
+
+
 class SchedulerError(GptManagerError):
     """A scheduler raised, or returned requests that it must not return."""
 

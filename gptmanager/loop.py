@@ -16,13 +16,14 @@ from gptmanager.active import ActiveRequest
 from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator, check_output
 from gptmanager.config import FinishReason
-from gptmanager.errors import SchedulerError, response_text
+from gptmanager.errors import LogitsError, SchedulerError, response_text
+from gptmanager.logits_faults import fault_error
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.responses import stream_one_token, stream_tokens
 from gptmanager.roster import Host, Roster
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, DraftCounts, Laps, lap
-from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
+from gptmanager.step import NOT_FINITE, Executor, Failure, Intake, Schedule, StepResult
 
 _PREPARING = LlmRequestState.PREPARING
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -64,6 +65,7 @@ class TokenLoop(Roster):
         self.num_micro_batches = num_micro_batches
         self.laps = laps
         self.drafts = DraftCounts()
+        self.num_logits_errors = 0
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
         self._failing: set[int] = set()  # they failed in a result and end with the next intake
 
@@ -243,6 +245,9 @@ class TokenLoop(Roster):
             if request.search is not None and candidates is not None:
                 request.confirm_token(tokens[0])
                 if request.search.advance(candidates):
+                    if request.search.fault:
+                        self._end_by_fault(request, request.search.fault, step.schedule)
+                        continue
                     finished.append((request, FinishReason.LENGTH, len(request.tokens)))
                 elif request.is_streaming:
                     streaming.append(request)
@@ -251,6 +256,11 @@ class TokenLoop(Roster):
                 self.allocator.settle_drafts(request, row.num_drafts, count - 1)
                 self.drafts = self.drafts.plus(row.num_drafts, count - 1)
             for token in tokens[:count]:
+                if token < 0:
+                    self._end_by_fault(request, token, step.schedule)
+                    if request.is_streaming:  # guesses before it were right
+                        streaming.append(request)
+                    break
                 request.confirm_token(token)
                 end = request.find_end(token)
                 if end is not None:
@@ -266,8 +276,18 @@ class TokenLoop(Roster):
         for failure in failures:
             request = self.requests.get(failure.request_id)
             if request is not None and request.epoch == epochs[failure.request_id]:
-                self.host.fail(failure)
-                self._failing.add(failure.request_id)
+                self._fail(failure)
+
+    def _end_by_fault(self, request: ActiveRequest, fault: int, schedule: Schedule) -> None:
+        """A row of `schedule` has no token, and its request ends with the next intake."""
+        if fault == NOT_FINITE:  # what was computed for it may be as wrong
+            self.allocator.kv_cache.withdraw(request.request_id)
+        self._fail(Failure(request.request_id, fault_error(request, fault, schedule.iteration)))
+
+    def _fail(self, failure: Failure) -> None:
+        self.num_logits_errors += isinstance(failure.error, LogitsError)
+        self.host.fail(failure)
+        self._failing.add(failure.request_id)
 
     @lap
     def respond(self, streaming: list[ActiveRequest], finished: list[End]) -> None:
@@ -307,6 +327,7 @@ class TokenLoop(Roster):
             tokens_per_block=kv_cache.tokens_per_block,
             block_reuse=kv_cache.reuse_counts,
             drafts=self.drafts,
+            logits_errors=self.num_logits_errors,
         )
         self.host.report(counts, self.laps)
 

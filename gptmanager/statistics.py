@@ -41,7 +41,10 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one iteration ran and left behind. `sampled`: rows that yielded a token."""
+    """What one iteration ran and left behind. `sampled`: rows that yielded a token.
+
+    `logits_errors`: requests that a LogitsError has ended, since the start.
+    """
 
     iteration: int
     active: int
@@ -57,6 +60,7 @@ class Counts:
     tokens_per_block: int
     block_reuse: ReuseCounts = ReuseCounts()
     drafts: DraftCounts = DraftCounts()
+    logits_errors: int = 0
 
 
 SchemeKeys = Callable[[Counts], dict[str, int]]
@@ -118,6 +122,7 @@ def statistics_json(
                 "schema_version": SCHEMA_VERSION,
                 "block_reuse": counts.block_reuse._asdict(),
                 "draft_tokens": counts.drafts._asdict(),
+                "logits_errors": counts.logits_errors,
                 **extra,
             },
         }

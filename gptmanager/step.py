@@ -18,6 +18,10 @@ from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
 
+# what stands for the token of a row from which none can be chosen
+NO_TOKEN = -1  # every logit is -inf
+NOT_FINITE = -2  # one is NaN or +inf
+
 
 class Failure(NamedTuple):
     """An effect of an earlier iteration that failed; ends the request that it names."""
@@ -119,6 +123,9 @@ class BeamCandidates(NamedTuple):
     As many as `SequenceStart.num_candidates`, or the whole vocabulary if that is less; of beams
     that are sampled the one token that was drawn for each, also after the context. After it
     otherwise there is one list only, that of the prompt. `log_probs` are of single precision.
+
+    NOT_FINITE alone is the candidate where a searched beam's logits held NaN or +inf; of sampled
+    beams it, or NO_TOKEN, may stand for the token of each.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -185,9 +192,10 @@ class StepResult:
     """What a step yielded, a row for each of `Schedule.sampling_rows`.
 
     `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]` says how many of the n count, None:
-    all. `now`: when the result was there, in seconds of the clock of `Intake.now`. `beams`: one
-    for each row of several beams, whose token does not count. `failures`: requests whose logits
-    post-processor failed, or whose rows could not be run; none of the tokens of their rows count.
+    all; the last of these may be NO_TOKEN or NOT_FINITE. `now`: when the result was there, in
+    seconds of the clock of `Intake.now`. `beams`: one for each row of several beams, whose token
+    does not count. `failures`: requests whose logits post-processor failed, or whose rows could
+    not be run; none of the tokens of their rows count.
     `spoilt`: something was not computed that blocks now stand for. `extras` is not recorded: a
     replay has none.
     """

@@ -20,7 +20,7 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams
 from gptmanager.sequence_tables import SequenceTables
 from gptmanager.slot_outputs import SlotOutputs
-from gptmanager.step import Extras, SequenceStart
+from gptmanager.step import NOT_FINITE, Extras, SequenceStart
 from gptmanager.torch_step import TorchStep, candidates, part_of, settle
 
 DrawnGuesses = tuple[SamplingParams, np.ndarray]  # by what, and the logits `[n, vocab]`
@@ -90,7 +90,8 @@ class TokenChooser:
     def _pick(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens and log probabilities of all S, behind the logits post-processors.
 
-        The tokens are their sequences' next inputs; those behind a wrong guess are overwritten.
+        The tokens are their sequences' next inputs, 0 where there is none; those behind a wrong
+        guess are overwritten.
         """
         log_probs = self._outputs.log_probs(step.slots, len(step.lines))
         logits = step.logits.cpu()
@@ -101,7 +102,7 @@ class TokenChooser:
         # the last position of a sequence needs no input after it
         table = self._tables.tokens
         fits = step.positions < table.shape[1]
-        table[step.lines[fits], step.positions[fits]] = tokens[fits]
+        table[step.lines[fits], step.positions[fits]] = np.maximum(tokens[fits], 0)
         return tokens, log_probs
 
     def _depends_on_order(self, step: TorchStep) -> bool:
@@ -136,6 +137,8 @@ class TokenChooser:
             drawn = self._drawn_guesses(part, offset) if self._drawn else []
             tokens, log_probs = self._pick(part)
             for place, (params, draft_logits), scores in drawn:
+                if tokens[place] < 0:
+                    continue
                 position = int(part.positions[place])
                 guess = guesses[int(part.lines[place]) // self.max_beam_width][offset]
                 token = sample_guess(scores, draft_logits, guess, params, position)
@@ -218,7 +221,7 @@ class TokenChooser:
         return found
 
     def _search(self, step: TorchStep, logits: Tensor, log_probs: np.ndarray | None) -> np.ndarray:
-        """Tokens of what is sampled, 0 for beams that are searched; candidates of all beams."""
+        """Tokens of what is sampled, of a searched beam 0 or NOT_FINITE; candidates of all."""
         counts = self._num_candidates[step.slots]
         searched = counts.repeat(np.diff(step.firsts)) > 0
         tokens = np.zeros(len(step.lines), dtype=np.int32)
@@ -232,6 +235,7 @@ class TokenChooser:
         scores = self._sampler.log_probs(
             logits[torch.from_numpy(beams)], step.lines[beams], step.positions[beams]
         )
+        tokens[beams[torch.isnan(scores[:, 0]).numpy()]] = NOT_FINITE
         best = _best(scores, int(counts.max(initial=1)))
         most = best[0].shape[1]
         best_tokens = np.zeros((len(step.lines), most), dtype=np.int32)

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.step import BeamCandidates, ContextLogits, Extras, Failure, Row, Schedule
+from gptmanager.step import (
+    NOT_FINITE,
+    BeamCandidates,
+    ContextLogits,
+    Extras,
+    Failure,
+    Row,
+    Schedule,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +85,8 @@ def candidates(
     """Those of each row of several beams: what was sampled `[S]`, or the best `[S, n]`.
 
     `counts` `[rows]`: how many of the best, 0: the row is not searched. None for log probabilities
-    that nobody wants: 0; for the best where no beams are searched.
+    that nobody wants: 0; for the best where no beams are searched. Where one of the searched beams
+    has NOT_FINITE as its token, that alone.
     """
     found = []
     if log_probs is None:
@@ -89,6 +98,9 @@ def candidates(
         count = counts[place]
         if not count:
             parts = tokens[own, None], log_probs[own, None]
+        elif (tokens[own] == NOT_FINITE).any():
+            found.append(BeamCandidates(((NOT_FINITE,),), ((-np.inf,),)))
+            continue
         else:
             assert best_tokens is not None and best_log_probs is not None
             parts = best_tokens[own, :count], best_log_probs[own, :count]

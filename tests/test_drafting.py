@@ -233,7 +233,7 @@ def test_sampled_guesses_leave_the_distribution_as_it_is(source, drawn_from):
     assert statistic < 31.3, statistic  # chi-squared of 11 degrees of freedom: p = 0.001
 
 
-def test_where_all_is_banned_a_guess_is_replaced_by_token_0(source):
+def test_where_all_is_banned_no_guess_is_taken(source):
     asked = InferenceRequest.from_tokens(
         1,
         [5, 6],
@@ -243,7 +243,8 @@ def test_where_all_is_banned_a_guess_is_replaced_by_token_0(source):
         draft_logits=np.zeros((2, 96), np.float32),
         embedding_bias=np.full(96, -np.inf, np.float32),
     )
-    assert serve(source, [asked]).output(1) == [5, 6, 0, 0, 0, 0]
+    error = serve(source, [asked]).final(1).error
+    assert error.startswith("LogitsError: no token is possible as generated token 1 (iteration 0)")
 
 
 def test_what_cannot_be_guessed_is_named(source):

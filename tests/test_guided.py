@@ -299,10 +299,8 @@ def test_what_other_inputs_forbid_is_told(byte_guided, tmp_path):
         source,
     )
     error = host.final(1).error
-    assert error.startswith(
-        "InvalidRequestError: logits_post_processor guided decoding: token 0 at"
-    )
-    assert "place 3" in error and "min_length" in error and not host.final(2).error
+    assert error.startswith("LogitsError: no token is possible as generated token 4 ")
+    assert "logits_post_processor choice, min_length" in error and not host.final(2).error
 
 
 def test_without_an_end_id_ends_follow(guided, tokenizer):

@@ -49,6 +49,38 @@ def left_behind(kv: KvCacheManager, prompt: list[int], **more) -> LlmRequest:
     return request
 
 
+# What is withdrawn ------------------------------------------------------------------------------
+
+
+def test_what_a_withdrawn_sequence_holds_is_not_found_nor_stored():
+    kv = caching()
+    for request_id in (1, 2):  # the second shares what the first has computed
+        run_context(kv, LlmRequest(request_id, tokens(35), 10))
+    run_context(kv, LlmRequest(3, tokens(25, 50), 10))
+    kv.withdraw(2)
+    kv.check()
+    for request_id in (2, 1, 3):
+        kv.remove(request_id)
+        kv.check()
+    assert kv.get_reusable_tokens(LlmRequest(4, tokens(35), 10)) == 0
+    assert kv.get_reusable_tokens(LlmRequest(5, tokens(25, 50), 10)) == 20
+    assert kv.reuse_counts.cached_blocks == 3
+
+
+def test_what_lies_behind_withdrawn_blocks_is_not_found_either():
+    kv = caching()
+    left_behind(kv, tokens(45))
+    run_context(kv, LlmRequest(1, tokens(25), 10))
+    kv.withdraw(1)
+    kv.check()
+    kv.remove(1)
+    kv.check()
+    assert kv.reuse_counts.cached_blocks == 0 and kv.get_num_free_blocks() == 20
+    plain = KvCacheManager(9, 10)
+    plain.add_sequence(LlmRequest(1, tokens(25), 10))
+    plain.withdraw(1)
+
+
 # What is found ----------------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ executor                one step, in torch
 device_executor         one step, enqueued on a device
 active                  a request from its admission to its final response
 admission               whether a request can be taken at all
+logits_faults           why a row has no token, in words (no torch)
 allocation              a decision with its blocks, frozen as a Schedule
 recorder.values         values of a recording, as JSON and back
 recorder.object_graph   the state of objects, as JSON and back

@@ -7,8 +7,10 @@ import dataclasses
 import sys
 from collections import Counter
 
+import numpy as np
 import orjson
 import pytest
+import torch
 from loop_driver import ForcedPauses
 from recorded_runs import (
     MAX_UTILIZATION,
@@ -19,7 +21,7 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
+from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import End, RunEnd, read_recording
 from gptmanager.recorder.values import RecordingError
@@ -54,6 +56,40 @@ def count(turn, seen):
             seen["cached"] += row.slot in slots and row.position > 0
         seen["paused"] += len(turn.schedule.paused)
         seen["late"] += turn.result_of not in (None, turn.schedule.iteration)
+
+
+class OddModel(ScriptedModel):
+    """NaN behind every history of 14 tokens, of which the blocks are withdrawn then."""
+
+    def __init__(self):
+        super().__init__(lambda history: len(history) % 50, vocab_size=50)
+
+    def forward(self, batch, kv_pool):
+        logits = super().forward(batch, kv_pool)
+        logits[torch.from_numpy(np.asarray(batch.positions[batch.sample_index]) == 13)] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("ahead", [{}, {"run_ahead": 1}, {"enable_trt_overlap": True}], ids=str)
+def test_rows_without_a_token_replay(tmp_path, ahead):
+    all_but_two = np.where(np.arange(50) < 2, 0, -np.inf)
+    banned = {"embedding_bias": all_but_two, "noRepeatNgramSize": 1}
+    requests = [
+        *(request(i, 3, 6, num_return_sequences=1 + i % 2, **banned) for i in range(1, 5)),
+        *(request(i, 5, 6 + i, beam_width=1 + i % 2) for i in range(5, 9)),
+        *(request(i, 13, 4, is_streaming=True) for i in range(9, 13)),
+    ]
+    cache = KvCacheConfig(max_tokens=96, tokens_per_block=4, enable_block_reuse=True)
+    host = ScheduledHost([requests[:6], [], [], requests[6:]])
+    run = record(tmp_path / "r.jsonl", host, kv_cache=cache, model=OddModel(), **ahead)
+    report = replay(run)
+    assert report.divergence is None and report.compared > 0
+    errors = [r.error.split(" (")[0] for r in host.responses if r.is_final and r.error]
+    assert Counter(errors) == {
+        "LogitsError: no token is possible as generated token 3": 4,
+        "LogitsError: the logits of generated token 10": 4,
+        "LogitsError: the logits of generated token 2": 4,
+    }
 
 
 # Planted differences -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from transformers import (
 from gptmanager.decoding import choice
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams
+from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 # (temperature, top_k, top_p, min_p)
 SETTINGS = [
@@ -341,12 +342,9 @@ def test_odd_logits_harm_their_own_row_only(setting: tuple[float, int, float, fl
     tokens = sampler.sample(logits.clone(), slots, positions)
     # Then the sound one is what it is alone, and the others are as documented
     assert tokens[0] == sampler.sample(logits[:1].clone(), slots[:1], positions[:1])[0]
-    assert tokens[1] == 0
-    assert tokens[2] % 2 == 1
-    assert tokens[3] == 30
-    assert tokens[4] == 0
+    assert tokens[[1, 2, 3, 6]].tolist() == [NOT_FINITE] * 4
+    assert tokens[4] == NO_TOKEN
     assert tokens[5] == 11
-    assert tokens[6] == 21
     assert tokens[7] in (5, 6)
 
 
@@ -354,16 +352,42 @@ def test_greedy_with_nan() -> None:
     logits = torch.tensor([[0.0, torch.nan, 2.0, 1.0], [torch.nan] * 4, [-torch.inf] * 4])
     sampler = sampler_of([SamplingParams()], 4)
     tokens = sampler.sample(logits, np.zeros(3, dtype=np.int64), np.arange(3))
-    assert tokens.tolist() == [2, 0, 0]
+    assert tokens.tolist() == [NOT_FINITE, NOT_FINITE, NO_TOKEN]
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 128, 129, 300])
+@pytest.mark.parametrize("odd", [torch.nan, -torch.nan, torch.inf])
+def test_one_odd_logit_is_found_wherever_it_stands(size: int, odd: float) -> None:
+    logits = random_row(0, size).repeat(size, 1)
+    logits.fill_diagonal_(odd)
+    tokens = sampler_of([params()], size).sample(logits, *np.zeros((2, size), dtype=np.int64))
+    assert (tokens == NOT_FINITE).all()
+
+
+def test_an_odd_logit_of_a_banned_token_does_not_count() -> None:
+    logits = torch.tensor([[torch.nan, 1.0, 2.0]])
+    banned = params(end_id=0, min_length=3, bad_words=((2,),))
+    tokens = sampler_of([banned], 3).sample(logits, *np.zeros((2, 1), dtype=np.int64))
+    assert tokens.tolist() == [1]
+
+
+def test_what_is_searched_tells_odd_rows() -> None:
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor([[0.0, nan, 1.0], [0.0, -inf, inf], [-inf] * 3, [0.0, -inf, 1.0]])
+    slots = np.zeros(4, dtype=np.int64)
+    scores = sampler_of([params()], 3).log_probs(logits, slots, slots)
+    assert scores[:2].isnan().all() and (scores[2] == -inf).all()
+    assert scores[3, 1] == -inf and scores[3].exp().sum() == pytest.approx(1)
 
 
 def test_logits_of_inference_mode() -> None:
     with torch.inference_mode():
         logits = torch.full((2, 600), torch.nan)
+        logits[0] = -torch.inf
         logits[0, 7] = 1.0
         sampler = sampler_of([params((1.0, 0, 0.9, 0.1), end_id=9, min_length=1)], 600)
         tokens = sampler.sample(logits, np.zeros(2, dtype=np.int64), np.arange(2))
-    assert tokens.tolist() == [7, 0]
+    assert tokens.tolist() == [7, NOT_FINITE]
 
 
 def test_an_empty_batch() -> None:

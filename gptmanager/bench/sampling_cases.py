@@ -71,9 +71,10 @@ def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> 
     slots = bed.ints(np.arange(rows))
     positions = torch.arange(8, 8 + rows, device=bed.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=bed.device)
+    inputs = torch.empty_like(tokens)
 
     def ours(number: int) -> Tensor:
-        sample(bed.launcher, tokens, sets[number], packed, slots, positions)
+        sample(bed.launcher, tokens, inputs, sets[number], packed, slots, positions)
         return tokens
 
     peers = {} if params.greedy else {

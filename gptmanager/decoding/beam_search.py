@@ -21,7 +21,7 @@ import numpy as np
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.stop_words import StopWords
-from gptmanager.step import BeamCandidates
+from gptmanager.step import NO_TOKEN, NOT_FINITE, BeamCandidates
 
 _DEAD = float("-inf")
 _MOST = math.log(1e30)
@@ -88,7 +88,8 @@ class BeamSearch:
     """The beams of one request, from the first generated token to the last.
 
     `parents[i]` is the beam whose KV cache beam i goes on from, `tokens[i]` its newest token; both
-    of the last `advance`. `max_new_tokens` are generated at most, a matched end included.
+    of the last `advance`. `max_new_tokens` are generated at most, a matched end included. `fault`:
+    NOT_FINITE, or NO_TOKEN if no beam goes on and none has ended; else 0. The search is over then.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class BeamSearch:
         self.ended: list[Hypothesis] = []  # the best so far, best first
         self.length = 0
         self.is_over = False
+        self.fault = 0
 
     @property
     def num_results(self) -> int:
@@ -136,6 +138,8 @@ class BeamSearch:
     def advance(self, candidates: BeamCandidates) -> bool:
         """One more token for every beam; True: the search is over."""
         self.is_over = self._advance(candidates)
+        if self.is_over and not self.ended:
+            self.fault = self.fault or NO_TOKEN
         return self.is_over
 
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
@@ -177,6 +181,9 @@ class BeamSearch:
     # Inside ---------------------------------------------------------------------------------
 
     def _advance(self, candidates: BeamCandidates) -> bool:
+        if candidates.tokens[0][0] == NOT_FINITE:
+            self.fault = NOT_FINITE
+            return True
         width = self.params.width
         is_last = self.length + 1 >= self.max_new_tokens
         nodes: list[BeamNode] = []

@@ -25,6 +25,7 @@ from gptmanager.kernels.lanes import (
     load,
     load_part,
     loop,
+    mark_nan,
     max_lanes,
     put,
     splat,
@@ -33,6 +34,7 @@ from gptmanager.kernels.lanes import (
     where_above,
     where_at_least,
 )
+from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 Single = Any  # a float32 of compiled code
 
@@ -63,21 +65,26 @@ def _load_or_nothing(x: int, i: int, size: int) -> Any:
 
 @loop
 def find_best(x: int, size: int) -> tuple[int, Single]:
-    """The best token, the lowest id on a tie, and its logit; NaN counts as -inf, (0, -inf) if all
-    do."""
-    top, start = NOTHING, 0
+    """The best token, the lowest id on a tie, and its logit.
+
+    NOT_FINITE in its place if one is NaN or +inf, NO_TOKEN if all are -inf.
+    """
+    top, start, marks = NOTHING, 0, splat(ZERO)
     for block in range(0, size, BLOCK):
         highest = splat(NOTHING)
         for i in range(block, min(block + BLOCK, size), LANES):
-            highest = larger(highest, _load_or_nothing(x, i, size))
+            logits = _load_or_nothing(x, i, size)
+            highest, marks = larger(highest, logits), mark_nan(marks, logits)
         value = max_lanes(highest)
         if value > top:
             top, start = value, block
-    token = 0
-    if top > NOTHING:
-        token = start
-        while get(x, token) != top:
-            token += 1
+    if top == np.inf or np.isnan(sum_lanes(marks)):
+        return NOT_FINITE, top
+    if top == NOTHING:
+        return NO_TOKEN, top
+    token = start
+    while get(x, token) != top:
+        token += 1
     return token, top
 
 

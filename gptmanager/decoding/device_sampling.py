@@ -26,10 +26,12 @@ _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a to
 class Choice(NamedTuple):
     """What is chosen for S rows, on the device.
 
-    `tokens` int32 and `log_probs` float32 `[S]`, of meaning where a slot wants them; None: nowhere.
+    `tokens` int32 `[S]`; `inputs` int32 `[S]`: the same as inputs of the next step, 0 where there
+    is none. `log_probs` float32 `[S]`, of meaning where a slot wants them; None: nowhere.
     `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best continuations of beams.
     """
 
+    inputs: Tensor
     tokens: Tensor
     log_probs: Tensor | None
     best_tokens: Tensor | None
@@ -110,14 +112,14 @@ class DeviceSampler(Sampler):
         lines, positions = places["lines"], places["positions"]
         if self.adjusts(slots):
             self._adjust(logits, histories, lines, positions)
-        tokens = torch.empty(len(slots), dtype=torch.int32, device=logits.device)
+        inputs, tokens = torch.empty((2, len(slots)), dtype=torch.int32, device=logits.device)
         choice = self._tables["choice"]
-        sampling.sample(self._launcher, tokens, logits, choice, lines, positions)
+        sampling.sample(self._launcher, tokens, inputs, logits, choice, lines, positions)
         values = best_tokens = best_log_probs = None
         if self._wanted[slots].any():
             values = torch.zeros(len(slots), device=logits.device)
             log_probs.log_probs(
-                self._launcher, values, logits, tokens, choice, self._wanted_table, lines
+                self._launcher, values, logits, inputs, choice, self._wanted_table, lines
             )
         if most:
             shape = len(slots), most
@@ -127,7 +129,7 @@ class DeviceSampler(Sampler):
                 self._launcher,
                 *(best_tokens, best_log_probs, logits, choice, lines, places["counts"]),
             )
-        return Choice(tokens, values, best_tokens, best_log_probs)
+        return Choice(inputs, tokens, values, best_tokens, best_log_probs)
 
     def _adjust(self, logits: Tensor, histories: Tensor, lines: Tensor, positions: Tensor) -> None:
         params = self._tables["adjustment"]

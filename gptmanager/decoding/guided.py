@@ -22,7 +22,7 @@ from gptmanager.cuda import token_masks
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
-from gptmanager.errors import ConfigError, InvalidRequestError
+from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.post_processor import BoundProcessor
 from gptmanager.staging import Staging, Upload
@@ -325,13 +325,20 @@ class _Session(RowSession):
         for place in np.flatnonzero(~masks.any(axis=1)).tolist():
             progress = progresses[place]
             if place not in errors and progress is not None:
-                fault = progress.matcher.get_error() or "the grammar permits no token here"
-                errors[place] = InvalidRequestError(fault)
+                errors[place] = _dead_end(progress)
 
 
 def _set_bit(mask: Words, token: int, may_come: bool) -> None:
     bits, bit = mask.view(np.uint8), 1 << (token & 7)
     bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
+
+
+def _dead_end(progress: _Progress) -> RequestError:
+    fault = progress.matcher.get_error()
+    if fault:
+        return InvalidRequestError(fault)
+    number = progress.num_tokens + 1
+    return LogitsError(f"no token continues the grammar as generated token {number}")
 
 
 def _started(bound: Grammar) -> _Progress:
@@ -348,7 +355,7 @@ def _dead_beams(
     return [
         place
         for place, error in errors.items()
-        if sequences[place].is_searched and isinstance(error, InvalidRequestError)
+        if sequences[place].is_searched and isinstance(error, RequestError)
     ]
 
 

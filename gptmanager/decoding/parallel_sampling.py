@@ -39,6 +39,10 @@ class ParallelSampling(BeamSearch):
         nodes: list[BeamNode] = []
         for beam in range(width):
             (token,), (log_prob,) = candidates.tokens[beam], candidates.log_probs[beam]
+            if token < 0 and beam not in self._done:
+                self.fault = token
+                return True
+            token = max(token, 0)  # behind the end
             parent = 0 if is_first else beam
             node, end = self.extend(parent, token, log_prob)
             nodes.append(node)

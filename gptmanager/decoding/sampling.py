@@ -99,7 +99,7 @@ def _log_prob(p: Any, x: int, token: int, top: Any, total: float) -> Any:
     if not p.normalized:
         return np.float64(scaled)
     if not np.isfinite(highest):
-        return 0.0 if top > NOTHING else -np.inf
+        return 0.0
     return np.float64(scaled) - np.float64(highest) - np.log(total)
 
 
@@ -107,6 +107,9 @@ def _log_prob(p: Any, x: int, token: int, top: Any, total: float) -> Any:
 def _choose(t: Any, p: Any, row: int, x: int, weights: int) -> None:
     size, sums = t.vocab_size, weights + 4 * padded(t.vocab_size)
     token, top = find_best(x, size)
+    if token < 0:
+        put_int(t.tokens, row, token)
+        return
     # an infinite quotient leaves nothing to draw: the best token has all the mass
     greedy = p.greedy or not np.isfinite(top / p.temperature)
     total = 0.0
@@ -153,8 +156,8 @@ class Sampler:
     whose mass reaches p in single precision, min_p is a share of the best token's probability, and
     the best token is always kept. Equal logits rank by ascending id (there, in no defined order).
 
-    Odd logits harm their own row only. NaN counts as -inf. +inf is the token, the lowest id of
-    several, for sampling rows too. A row of nothing but -inf yields token 0.
+    Odd logits harm their own row only. NOT_FINITE stands for the token of a row that holds NaN or
+    +inf, NO_TOKEN for that of one of nothing but -inf.
 
     `histories` int32 `[num_slots, length]`: the tokens of each slot; penalties, bad words and
     n-grams read those before the position that is chosen.
@@ -259,15 +262,16 @@ class Sampler:
     def log_probs(self, logits: Tensor, slots: Ints, positions: Ints) -> Tensor:
         """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
 
-        The log-softmax after adjustments and temperature.
+        The log-softmax after adjustments and temperature. NaN throughout a row that holds NaN or
+        +inf; one of nothing but -inf stays that.
         """
         logits = self._run(logits, slots, positions, None, None)
+        best = logits.amax(dim=1)
         logits /= torch.from_numpy(self._params["temperature"][slots])[:, None]
-        # what a host's processor wrote: NaN counts as -inf, a row of nothing but -inf stays that
-        highest = torch.finfo(torch.float32).max
-        logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
-        scores = torch.log_softmax(logits, dim=1)
-        return scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        logits.clamp_(max=torch.finfo(torch.float32).max)  # an infinite quotient
+        scores = torch.log_softmax(logits, dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        scores[~(best < torch.inf)] = torch.nan
+        return scores
 
     def _run(
         self,

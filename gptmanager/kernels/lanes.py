@@ -252,6 +252,13 @@ def where_at_least(builder: Any, x: Any, bound: Any, value: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">=", x, bound), value, ir.Constant(VECTOR, None))
 
 
+@word(vector, vector, vector)
+def mark_nan(builder: Any, marks: Any, value: Any) -> Any:
+    """`marks`, NaN also in the lanes where `value` is."""
+    is_nan = builder.sext(builder.fcmp_unordered("uno", value, value), INDICES)
+    return builder.bitcast(builder.or_(builder.bitcast(marks, INDICES), is_nan), VECTOR)
+
+
 @word(vector, vector, long, long, real)
 def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
     """`value` in the lanes low <= i < high, `other` elsewhere, NaN or not."""

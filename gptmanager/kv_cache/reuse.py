@@ -207,6 +207,15 @@ class BlockReuse:
         self._storing.pop(sequence.request_id, None)
         sequence.may_share = False
 
+    def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
+        """What it holds, and so what lies behind that, is in doubt; `sequences`: all live ones."""
+        held = {block for table in sequence.tables for block in table}
+        for block in held:
+            self.pool.forget(block)
+        for other in sequences:
+            if not all(held.isdisjoint(table) for table in other.tables):
+                self._storing.pop(other.request_id, None)
+
     def clear(self) -> None:
         """All that is stored is stale, and so is what live sequences hold."""
         self.pool.clear()

@@ -175,6 +175,14 @@ class KvSequences:
         for table in sequence.tables:
             self._pool.release(reversed(table))
 
+    def withdraw(self, request_id: int) -> None:
+        """What the sequence holds is not to be found, neither now nor when it has ended.
+
+        Nor does any other that shares some of it leave anything.
+        """
+        if self._reuse is not None:
+            self._reuse.withdraw(self._sequence(request_id), self._sequences.values())
+
     def clear_cached(self) -> None:
         """Forget what blocks hold, live sequences' included: the weights have been replaced."""
         if self._reuse is not None:

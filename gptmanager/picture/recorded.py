@@ -115,7 +115,8 @@ class _Reader:
             return
         failed = {failure.request_id for failure in result.failures}
         for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):
-            asked = None if row.request_id in failed else self._asked.get(row.request_id)
+            has_token = row.request_id not in failed and min(tokens) >= 0
+            asked = self._asked.get(row.request_id) if has_token else None
             if asked is not None and tokens[-1] == asked.end_id >= 0:
                 yield End(row.request_id, "END_ID")
             elif asked is not None and (

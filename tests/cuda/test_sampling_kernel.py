@@ -9,6 +9,7 @@ from kernel_values import randn
 
 from gptmanager.cuda.sampling import PARAMS, pack, sample
 from gptmanager.request import SamplingParams
+from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 PROMPT_LENGTH = 5
 WORD = 2**32 - 1
@@ -31,10 +32,14 @@ def uniform(seed, position, draw):
 
 
 def textbook(logits, params, position):
-    x = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+    x = logits.astype(np.float32)
     if position < PROMPT_LENGTH + params.min_length and params.end_id >= 0:
         x[params.end_id] = -np.inf
+    if not (x < np.inf).all():
+        return NOT_FINITE
     best = int(x.argmax())
+    if x[best] == -np.inf:
+        return NO_TOKEN
     with np.errstate(all="ignore"):
         scaled = x / np.float32(params.temperature)
     if params.greedy or params.temperature <= 0 or not np.isfinite(scaled[best]):
@@ -67,9 +72,10 @@ def choose(machine, logits, params, positions):
     packed = [pack(own, PROMPT_LENGTH, vocab_size) for own in reversed(params)]
     table = np.array(packed, dtype=PARAMS).view(np.uint8).reshape(num_rows, -1)
     slots = np.arange(num_rows, dtype=np.int32)[::-1].copy()
-    tokens = machine.empty((num_rows,), torch.int32)
+    tokens, inputs = (machine.empty((num_rows,), torch.int32) for _ in range(2))
     given = map(torch.from_numpy, (table, slots, positions))
-    sample(machine.launcher, tokens, machine.tensor(logits), *map(machine.tensor, given))
+    sample(machine.launcher, tokens, inputs, machine.tensor(logits), *map(machine.tensor, given))
+    assert torch.equal(inputs, tokens.clamp(min=0))
     rows = zip(logits.numpy(), params, positions.tolist(), strict=True)
     return tokens.cpu().tolist(), [textbook(*row) for row in rows]
 
@@ -194,4 +200,6 @@ def test_tensors_that_do_not_fit(machine):
     with pytest.raises(ValueError, match=r"params is torch.uint8 \[1, 8\], expected .* 56\]"):
         ids = machine.empty((1,), torch.int32)
         table = machine.empty((1, 8), torch.uint8)
-        sample(machine.launcher, ids, machine.empty((1, 8), torch.float32), table, ids, ids.long())
+        sample(
+            machine.launcher, ids, ids, machine.empty((1, 8), torch.float32), table, ids, ids.long()
+        )
