@@ -26,7 +26,7 @@ from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.host_memory import free_memory_bytes
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.model import CheckpointModel, Dimensions, Model, load_model
+from gptmanager.models.model import Dimensions, Model, load_model
 from gptmanager.sizing import Room, Sizes
 
 
@@ -198,8 +198,9 @@ def _longest(model: Model, params: OptionalParams) -> int:
 
 
 def _reserve(model: Model, num_positions: int) -> None:
-    if isinstance(model, CheckpointModel):
-        model.reserve_positions(num_positions)
+    reserve = getattr(model, "reserve_positions", None)  # also of who wraps a `CheckpointModel`
+    if reserve is not None:
+        reserve(num_positions)
 
 
 def _refuse_for_models(params: OptionalParams) -> None:

@@ -21,6 +21,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.life import NEXT_MANAGER_STATES
 from gptmanager.loop import TokenLoop
 from gptmanager.manager import GptManager
+from gptmanager.models import Batch, load_model
 from gptmanager.request import NEXT_STATES, LlmRequestState
 from gptmanager.testing import RULES
 
@@ -138,6 +139,22 @@ def test_the_statistics_tables_are_those_of_the_schema():
 def test_the_rules_of_schedulers_are_those_of_the_kit():
     rows = re.findall(r"^\| ([a-z-]+) \| (.*) \|$", page("testing.md"), flags=re.MULTILINE)
     assert dict(rows[2:]) == RULES  # behind the head of the table
+
+
+def keywords(function):
+    """Parameters that have a default, with it, as a page shows them."""
+    parameters = inspect.signature(function).parameters.values()
+    return {it.name: it.default for it in parameters if it.default is not it.empty}
+
+
+def test_the_keywords_of_load_model_are_documented_with_their_defaults():
+    found = rows(section("models.md", "### Wrapping a shipped network"))
+    assert {code(name): eval(code(default)) for name, default, _ in found} == keywords(load_model)
+
+
+def test_every_field_of_a_batch_is_documented_once():
+    documented = [code(name) for name, *_ in rows(section("models.md", "### The batch"))]
+    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(Batch))
 
 
 def test_the_constructor_is_documented_argument_by_argument():

@@ -27,11 +27,13 @@ from checkpoints import (
 )
 from torch import Tensor
 
+from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES, read_spec
 from gptmanager.models.rope import rope_table
+from gptmanager.testing import RecordingCallbacks
 
 TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
 both_kernels = pytest.mark.parametrize("new_kernels", [Kernels, CpuKernels])
@@ -265,6 +267,41 @@ def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
     window = getattr(theirs, "sliding_window", None)
     assert set(spec.windows) == {window}
     assert spec.qkv_bias == (family == "qwen2")
+
+
+def test_kernels_of_the_cpu_are_the_default_there_and_there_alone() -> None:
+    rows = list(enumerate(random_tokens(9, 4)))
+    source = checkpoint(reference("llama"))
+    given, default = load_model(source, kernels=CpuKernels()), load_model(source)
+    logits = [PagedDriver(model, 2).forward(rows) for model in (given, default)]
+    assert torch.equal(*logits)
+    with pytest.raises(ConfigError, match="kernels = None is refused with device = 'meta'"):
+        load_model(source, device="meta")
+
+
+def test_weights_tell_their_names() -> None:
+    weights = load_model(checkpoint(reference("llama"))).weights
+    assert {"embedding.weight", "layers.1.down.weight", "lm_head.weight"} <= set(weights)
+    assert sum(weights[name].nbytes for name in weights) == weights.nbytes
+
+
+def test_a_model_in_another_object_is_told_of_its_longest_sequence() -> None:
+    class Wrapped:
+        def __init__(self, network: Any) -> None:
+            self.spec, self.nbytes, self.forward = network.spec, network.nbytes, network.forward
+            self.reserved: list[int] = []
+
+        def reserve_positions(self, num_positions: int) -> None:
+            self.reserved.append(num_positions)
+
+    model = Wrapped(load_model(checkpoint(reference("llama"))))
+    host = RecordingCallbacks()
+    params = OptionalParams(max_batch_size=1, max_seq_len=40)
+    manager = GptManager(
+        model, ModelType.INFLIGHT_FUSED_BATCHING, optional_params=params, **host.keywords()
+    )
+    manager.shutdown()
+    assert model.reserved == [40]
 
 
 class CountingKernels(Kernels):

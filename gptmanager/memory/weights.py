@@ -207,6 +207,9 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._storage
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._storage)
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._storage.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gptmanager.checkpoint_files import read_object, shown
 from gptmanager.errors import ConfigError
+from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import SafetensorsFolder, StateDict, Weights
@@ -120,7 +121,7 @@ class CheckpointModel:
 def load_model(
     source: Source,
     *,
-    kernels: Kernels,
+    kernels: Kernels | None = None,
     device: torch.device | str = "cpu",
     dtype: str | torch.dtype | None = None,
     max_seq_len: int | None = None,
@@ -130,6 +131,7 @@ def load_model(
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
+    `kernels` None: those of the CPU; for `device` "cuda" a `CudaKernels` must be given.
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
     `attention_window`: no layer sees more than so many positions back, its own included, but for
     the first `sink`, which are always seen. `kv_cache_dtype`: of the pages that it will be given:
@@ -138,6 +140,8 @@ def load_model(
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
     mapped files.
     """
+    if kernels is None:
+        kernels = _cpu_kernels(device)
     tensors: StateDict | SafetensorsFolder
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
@@ -166,6 +170,14 @@ def load_model(
     weights.load(tensors)
     tensors.close()
     return CheckpointModel(spec, weights, kernels, device)
+
+
+def _cpu_kernels(device: torch.device | str) -> Kernels:
+    if torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"kernels = None is refused with device = {str(device)!r}: they run there"
+        )
+    return CpuKernels()
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
