@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -16,14 +19,18 @@ from gptmanager import InferenceRequest, ModelType, OptionalParams
 from gptmanager.config import KvCacheConfig
 from gptmanager.errors import ConfigError
 from gptmanager.manager import GptManager
+from gptmanager.picture import builder as builder_module
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.chrome_trace import chrome_trace
 from gptmanager.picture.command import add_command
-from gptmanager.picture.drawing import draw
+from gptmanager.picture.drawing import draw, layout_of
+from gptmanager.picture.lanes import DASHES
+from gptmanager.picture.layout import PANEL
 from gptmanager.picture.observer import observe
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
-from gptmanager.picture.trace import Bounds, Phase, Reason
+from gptmanager.picture.svg import STYLE
+from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
 from gptmanager.scheduler import MaxUtilizationScheduler, SimpleScheduler
@@ -217,6 +224,66 @@ def test_thousands_of_rows_are_cut_and_the_picture_says_so():
     builder.step(Schedule(0, (Row(0, 1, 0, 0, 4, True),)), 0.0)
     assert "2500 requests in 1 iteration \u00b7" in draw(builder.build())
     assert "the first 2000 are drawn" in draw(builder.build())
+
+
+def crowd(num_requests=2000, num_columns=100):
+    """One request runs at a time, as many as columns; the others wait."""
+    builder = TraceBuilder(Bounds(1, 8, 8, 4))
+    for request_id in range(num_requests):
+        builder.arrive(request_id, 4, 1)
+    for column in range(num_columns):
+        row = Row(column, column + 1, 0, 0, 4, True)
+        builder.step(Schedule(column, (row,)), float(column))
+        builder.end(column, "LENGTH")
+    return builder
+
+
+def test_many_rows_are_compact_and_stand_below_the_panels():
+    trace = crowd().build()
+    layout = layout_of(trace)
+    assert layout.panels_first and layout.panels_top < 200 < layout.lanes_top < 500
+    assert layout.full_height < 3600
+    picture = ElementTree.fromstring(draw(trace))
+    plots = [e for e in picture.iter() if e.get("class") == "plot"]
+    rows = max(plots, key=lambda plot: float(plot.get("height")))
+    others = [float(plot.get("y")) for plot in plots if plot is not rows]
+    assert max(others) + PANEL < float(rows.get("y")) == layout.lanes_top
+    few = layout_of(scenes.outputs_of_512(scenes.MAX_UTILIZATION))
+    assert not few.panels_first and few.lanes_top == few.top < few.panels_top
+    assert layout_of(crowd(num_columns=20).build()).full_height < 3600
+
+
+def test_a_request_that_waits_costs_nothing_in_each_iteration(monkeypatch):
+    added = Counter()
+    add = builder_module._Request.add
+
+    def counted(self, span):
+        added[span.phase] += 1
+        add(self, span)
+
+    monkeypatch.setattr(builder_module._Request, "add", counted)
+    trace = crowd(num_requests=500).build()
+    assert added[Phase.WAITING] < 500 and added[Phase.CONTEXT] == 100
+    assert [len(lane.spans) for lane in trace.lanes] == [1] + [2] * 99 + [1] * 400
+    waits = trace.lanes[300].spans[0]
+    assert (waits.begin, waits.end, waits.reason) == (0, 100, Reason.BATCH)
+    assert waits.why.startswith("behind request 1: 1 requests run, max_batch_size = 1")
+
+
+def test_every_reason_has_dashes_of_its_own_and_a_name_in_the_legend():
+    shown = [reason for reason in Reason if reason not in (Reason.NONE, Reason.BLOCKS)]
+    assert len({DASHES[reason] for reason in shown}) == len(shown)
+    spans = tuple(
+        Span(Phase.WAITING, place, place + 1, reason=reason, why="so")
+        for place, reason in enumerate(Reason)
+        if reason is not Reason.NONE
+    )
+    trace = scenes.toy(chunked=True)
+    trace = dataclasses.replace(trace, lanes=(dataclasses.replace(trace.lanes[0], spans=spans),))
+    picture = draw(trace)
+    for reason in shown:
+        assert f"waits: {escape(reason.value)}" in picture
+        assert f".picture .{DASHES[reason]} {{ stroke-dasharray" in STYLE
 
 
 def test_a_window_keeps_iterations_and_token_numbers():

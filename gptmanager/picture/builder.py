@@ -5,19 +5,22 @@ Counts blocks from what the schedules hand out; asks no scheduler, loop or clock
 
 from __future__ import annotations
 
-from bisect import insort_right
+from bisect import bisect_left, bisect_right, insort_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gptmanager.picture.trace import Bounds, Column, Lane, Phase, Reason, Span, Trace
 from gptmanager.picture.waiting import Load, Wish, explain_wait
 from gptmanager.step import BlockAppend, Row, Schedule
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
-    """`length`: tokens of its history, launched ones included; `slot` -1: not started."""
+    """`length`: tokens of its history, launched ones included; `slot` -1: not started, which it is
+    `waiting_since` a column.
+    """
 
     request_id: int
     prompt_len: int
@@ -25,6 +28,7 @@ class _Request:
     priority: float
     arrival: int
     length: int
+    waiting_since: int
     slot: int = -1
     computed: int = 0
     num_pauses: int = 0
@@ -50,6 +54,20 @@ class _Request:
             self.spans.append(span)
 
 
+class _Wait(NamedTuple):
+    """Why nobody else started in columns from `begin` on; `head` is the first that waits."""
+
+    begin: int
+    reason: Reason
+    why: str
+    head: _Request
+
+    def told_to(self, request: _Request) -> str:
+        if request is self.head:
+            return self.why
+        return f"behind request {self.head.request_id}: {self.why}"
+
+
 class TraceBuilder:
     """Call `arrive` before the first `step` in which a request could run, `end` after its last."""
 
@@ -61,6 +79,8 @@ class TraceBuilder:
         self._by_slot: dict[int, _Request] = {}
         self._owners: Counter[int] = Counter()  # block -> how many requests hold it
         self._columns: list[Column] = []
+        self._waits: list[_Wait] = []  # one a column in which somebody waits to start
+        self._changes: list[int] = []  # of them, where the reason is another than before
         self._unknown = 0  # made up block ids are negative
 
     def __contains__(self, request_id: int) -> bool:
@@ -70,8 +90,9 @@ class TraceBuilder:
     def arrive(
         self, request_id: int, prompt_len: int, max_new_tokens: int, priority: float = 0.5
     ) -> None:
+        column = len(self._columns)
         request = _Request(
-            request_id, prompt_len, max_new_tokens, priority, len(self._columns), prompt_len
+            request_id, prompt_len, max_new_tokens, priority, column, prompt_len, column
         )
         self._all.append(request)
         self._by_id[request_id] = request
@@ -118,11 +139,14 @@ class TraceBuilder:
         """The request has had its final response; one that never arrived is ignored."""
         request = self._by_id.pop(request_id, None)
         if request is not None:
+            self._end_wait(request, len(self._columns))
             self._release(request)
             self._active.remove(request)
             request.end, request.outcome = len(self._columns), outcome
 
     def build(self) -> Trace:
+        for request in self._active:
+            self._end_wait(request, len(self._columns))
         lanes = tuple(
             Lane(
                 request_id=request.request_id,
@@ -151,6 +175,7 @@ class TraceBuilder:
     def _seat(self, request: _Request, row: Row, starts: bool) -> None:
         if request.slot == row.slot:
             return
+        self._end_wait(request, len(self._columns))
         last = self._by_slot.get(row.slot)
         if last is not None:  # its end was not recorded, but it must have been
             self.end(last.request_id, "")
@@ -175,6 +200,7 @@ class TraceBuilder:
             self._release(request)
             request.num_pauses += 1
             request.computed = 0
+            request.waiting_since = len(self._columns)
 
     def _release(self, request: _Request) -> None:
         for block in request.blocks:
@@ -205,22 +231,35 @@ class TraceBuilder:
         return sum(self._life_blocks(request) for request in self._by_slot.values())
 
     def _wait(self, column: int, running: set[int], load: Load) -> int:
-        """A span for each that does not run; those behind the first share its reason."""
-        waiting = [request for request in self._active if request.request_id not in running]
-        if not waiting:
-            return 0
-        head = next((request for request in waiting if request.slot < 0), waiting[0])
-        reason, why = explain_wait(self.bounds, load, self._wish(head))
-        behind = f"behind request {head.request_id}: {why}"
-        for request in waiting:
-            if request.slot >= 0:
+        """How many do not run. Who holds memory gets its span now, who has not started later: most
+        of a long list waits for as long as the first of it does.
+        """
+        for request in self._by_slot.values():
+            if request.request_id not in running:
                 held = "it holds its memory, but is not in this batch"
                 request.add(Span(Phase.HELD, column, column + 1, 0, 0, Reason.OTHER, held))
-            else:
-                phase = Phase.PAUSED if request.num_pauses else Phase.WAITING
-                text = why if request is head else behind
-                request.add(Span(phase, column, column + 1, 0, 0, reason, text))
-        return len(waiting)
+        if len(self._active) > len(self._by_slot):
+            head = next(request for request in self._active if request.slot < 0)
+            reason, why = explain_wait(self.bounds, load, self._wish(head))
+            last = self._waits[-1] if self._waits else None
+            if last is None or last.reason is not reason:
+                self._changes.append(len(self._waits))
+            self._waits.append(_Wait(column, reason, why, head))
+        return len(self._active) - len(running)
+
+    def _end_wait(self, request: _Request, end: int) -> None:
+        """Its spans since it waits, up to the column `end`: one for each reason."""
+        if request.slot >= 0 or request.waiting_since >= end:
+            return
+        phase = Phase.PAUSED if request.num_pauses else Phase.WAITING
+        since, request.waiting_since = request.waiting_since, end
+        first, count = bisect_left(self._waits, since, key=lambda wait: wait.begin), end - since
+        changes = self._changes[bisect_right(self._changes, first) :]
+        starts = [0, *(change - first for change in changes if change < first + count)]
+        for start, stop in zip(starts, (*starts[1:], count), strict=True):
+            wait = self._waits[first + start]
+            text = wait.told_to(request)
+            request.add(Span(phase, since + start, since + stop, 0, 0, wait.reason, text))
 
     def _wish(self, request: _Request) -> Wish:
         return Wish(

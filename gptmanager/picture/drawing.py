@@ -39,7 +39,7 @@ def draw(trace: Trace, title: str = "") -> str:
         *("\n" + part for part in parts),
         "\n",
         xmlns="http://www.w3.org/2000/svg",
-        class_="picture" if layout.lane > 10 else "picture dense",
+        class_="picture" + " dense" * (layout.lane <= 10) + " thin" * (layout.lane < 4),
         viewBox=f"0 0 {width} {height}",
         width=width,
         height=height,
@@ -110,7 +110,7 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
 
 
 def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
-    """Ticks above the lanes and below the panels, and lines between."""
+    """Ticks above and below all, and lines between."""
     bottom = layout.axis_y
     first = trace.first_iteration
     heights = (layout.top - 6, bottom + 16)
@@ -131,7 +131,7 @@ def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
             ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
     yield element("g", *ticks, class_="ticks")
     yield label(layout.left + layout.width / 2, bottom + 34, "iteration", "mid")
-    yield label(MARGIN, layout.top - 6, "prompt + output", "small faint")
+    yield label(MARGIN, layout.lanes_top - 6, "prompt + output", "small faint")
 
 
 def _lanes(trace: Trace, layout: Layout) -> Iterator[str]:
@@ -150,7 +150,7 @@ def _lanes(trace: Trace, layout: Layout) -> Iterator[str]:
         *("\n" + mark for mark in marks),
         class_="plot",
         x=layout.left,
-        y=layout.top,
+        y=layout.lanes_top,
         width=layout.width,
         height=height,
         viewBox=f"0 0 {layout.num_columns} {number(height)}",

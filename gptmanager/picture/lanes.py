@@ -1,4 +1,4 @@
-"""The upper part of a schedule's picture: a row for each request.
+"""The rows of a schedule's picture: a row for each request.
 
 A context is a full bar, generation a lower one, a pause two rails, waiting one thin line whose
 dashes tell what for.
@@ -17,7 +17,7 @@ DASHES = {
     Reason.BLOCKS: "",
     Reason.TOKENS: "tokens",
     Reason.BATCH: "batch",
-    Reason.STATIC: "other",
+    Reason.STATIC: "static",
     Reason.OTHER: "other",
 }
 

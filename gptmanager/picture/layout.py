@@ -17,6 +17,8 @@ BARS = 1000  # width of the iterations in a picture of bars
 SQUARE = 20  # one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
+_MAX_CELLS = 28 * 60  # each with a mark of its own
+_TALL = 720  # lanes that are taller stand below the panels, which are then seen at once
 
 
 class Look(Enum):
@@ -27,7 +29,10 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Pixels. Lanes begin at `top`; column i spans `left + i * column` and one `column` more."""
+    """Pixels. All begins at `top`, many lanes below the panels.
+
+    Column i spans `left + i * column` and one `column` more.
+    """
 
     look: Look
     num_columns: int
@@ -43,16 +48,22 @@ class Layout:
         return self.column * self.num_columns
 
     @property
-    def lanes_bottom(self) -> float:
-        return self.top + self.lane * self.num_lanes
+    def panels_first(self) -> bool:
+        return self.lane * self.num_lanes > _TALL
+
+    @property
+    def lanes_top(self) -> float:
+        return self.top + (3 * PANEL_STEP + 22 if self.panels_first else 0)
 
     @property
     def panels_top(self) -> float:
-        return self.lanes_bottom + 30
+        return self.top if self.panels_first else self.top + self.lane * self.num_lanes + 30
 
     @property
     def axis_y(self) -> float:
-        """Where the lines of the iterations end, below the last panel."""
+        """Where the lines of the iterations end, below all."""
+        if self.panels_first:
+            return self.lanes_top + self.lane * self.num_lanes + 8
         return self.panels_top + 3 * PANEL_STEP - 8
 
     @property
@@ -61,13 +72,13 @@ class Layout:
 
     @property
     def full_height(self) -> float:
-        return self.panels_top + 3 * PANEL_STEP + 36
+        return self.axis_y + 44
 
     def x(self, column: float) -> float:
         return self.left + column * self.column
 
     def lane_y(self, index: int) -> float:
-        return self.top + index * self.lane
+        return self.lanes_top + index * self.lane
 
 
 def lay_out(trace: Trace, top: float) -> Layout:
@@ -81,11 +92,11 @@ def lay_out(trace: Trace, top: float) -> Layout:
     longest = max(chunks, default=1)
     if num_columns <= 8 and longest <= 8 and num_lanes <= 24:
         look, column, lane = Look.TOKENS, max(132.0, longest * SQUARE + 44.0), 32.0
-    elif num_columns <= 28:
+    elif num_columns <= 28 and num_lanes <= _MAX_CELLS // num_columns:
         look, column, lane = Look.CELLS, min(88.0, BARS / num_columns), 22.0
     else:
         look, column = Look.BARS, BARS / num_columns
-        lane = max(4.0, min(20.0, 1200 / max(1, num_lanes)))
+        lane = max(1.5, min(20.0, 1200 / max(1, num_lanes)))
     return Layout(look, num_columns, num_lanes, column, lane, top)
 
 

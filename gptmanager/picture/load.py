@@ -1,4 +1,4 @@
-"""The lower part of a schedule's picture: batch, tokens and memory over the iterations."""
+"""The panels of a schedule's picture: batch, tokens and memory over the iterations."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _SCRIPT = """
 const data = JSON.parse(document.getElementById("data").textContent);
 const svg = document.querySelector("svg.picture"), tip = document.getElementById("tip");
 const plots = [...svg.querySelectorAll("svg.plot")], ticks = svg.querySelector("g.ticks");
-const n = data.columns.length, {left, width, top, bottom, first, lane, zoom} = data;
+const n = data.columns.length, {left, width, top, lanesTop, bottom, first, lane, zoom} = data;
 const draw = (name, attributes, text) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const key in attributes) made.setAttribute(key, attributes[key]);
@@ -69,7 +69,7 @@ function drawCells() {  // names of the cells, once they are wide enough
         if (x < left + 8 || x > left + width - 8) continue;
         const at = position + c - begin - prompt;
         const name = kind === "context" ? "C" + tokens : "G" + (at + 1);
-        cells.append(draw("text", {x, y: top + (row + 0.5) * lane + 4,
+        cells.append(draw("text", {x, y: lanesTop + (row + 0.5) * lane + 4,
           class: "mid small on-" + kind}, name));
       }
     }
@@ -140,8 +140,8 @@ _BUTTONS = """<p class="bar"><button id="in">zoom in (+)</button>
 
 _HELP = """<p>Each row is a request, each column an iteration: one forward pass over the batch.
 A full bar is a context (the prompt, whole or in chunks), a lower bar is generation, one token a
-column; rails are a pause, a thin line is waiting, and its dashes tell for what. Point at anything
-for its numbers.</p>"""
+column; rails are a pause, a thin line is waiting, and its dashes tell for what ("scheduler's
+choice": none of the counted limits stands in the way). Point at anything for its numbers.</p>"""
 
 
 def page(trace: Trace, title: str = "Schedule") -> str:
@@ -172,6 +172,7 @@ def _data(trace: Trace, zoom: bool) -> dict[str, Any]:
         "left": layout.left,
         "width": layout.width,
         "top": layout.top,
+        "lanesTop": layout.lanes_top,
         "bottom": layout.axis_y,
         "lane": layout.lane,
         "batch": bounds.max_batch_size,

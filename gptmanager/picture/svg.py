@@ -40,11 +40,14 @@ STYLE = """
 .picture .held { stroke: var(--generation); stroke-width: 1; }
 .picture .tokens { stroke-dasharray: 2 3; }
 .picture .batch { stroke-dasharray: 8 4; }
-.picture .other { stroke-dasharray: 8 3 2 3; }
+.picture .static { stroke-dasharray: 8 3 2 3; }
+.picture .other { stroke-dasharray: 2 3 2 8; }
 .picture .finish { stroke: var(--ink); stroke-width: 2; }
 .picture .limit { stroke: var(--limit); stroke-width: 1.5; stroke-dasharray: 6 4; }
 .dense .waiting { stroke-width: .6; }
 .dense .paused, .dense .finish { stroke-width: 1; }
+.thin .plot .waiting, .thin .plot .held { stroke-width: .3; }
+.thin .plot .context, .thin .plot .paused, .thin .plot .finish { stroke-width: .5; }
 """
 
 
