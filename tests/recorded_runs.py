@@ -52,7 +52,9 @@ class ScheduledHost(RecordingCallbacks):
         self._stop_after = stop_after or {}
         self._failing = failing
         self._polls = 0
-        self.checker = ContractChecker(super().get_inference_requests, super().send_response)
+        self.checker = ContractChecker(
+            super().get_inference_requests, super().send_response, tolerates_duplicates=True
+        )
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         if self._script:

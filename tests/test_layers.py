@@ -182,7 +182,8 @@ callbacks.guided_decoding   grammars for a checkpoint's tokenizer
 callbacks.start             generate(): the three-line start
 callbacks                   ready-made callbacks: only what any host could have written
 scripted                steps without a network, which believe nothing
-testing.hosts           scripted models, recording callbacks, the contract between both
+testing.hosts           scripted models, recording callbacks
+testing.contract        does a host keep the contract with a manager, and it with the host?
 testing.scenarios       what a scheduler is tried on, by a seed
 testing.rules           the rules of a scheduler, and which of them an answer breaks
 testing.scenario_run    one scenario, run through the real loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -51,7 +52,11 @@ class Bench:
 
     def __init__(self, *requests):
         self.host = RecordingCallbacks(requests)
-        self.checker = ContractChecker(self.host.get_inference_requests, self.host.send_response)
+        self.checker = ContractChecker(
+            self.host.get_inference_requests,
+            self.host.send_response,
+            tolerates_duplicates=True,
+        )
         self.get()
 
     def get(self):
@@ -259,7 +264,102 @@ def test_a_get_that_raises_half_way():
 def test_whatever_a_host_returns_reaches_the_manager():
     checker = ContractChecker(lambda room: ["nonsense"], lambda *response: None)
     assert list(checker.get_inference_requests(1)) == ["nonsense"]
-    checker.check()
+    with pytest.raises(ContractViolation, match="Get returned 'nonsense', which is no Inference"):
+        checker.check()
+
+
+# Hosts that break the contract ---------------------------------------------------------------
+
+
+def complaints(host_get=lambda room: [], send=lambda *response: None, poll=None, **options):
+    """What a checker says of a host, after one Get of room for 2, its answers, and a Poll."""
+    checker = ContractChecker(host_get, send, poll, **options)
+    with suppress(Exception):
+        for one in checker.get_inference_requests(2):
+            with suppress(Exception):
+                checker.send_response(one.request_id, [*partial([6], 0), *ENDING], True, "")
+    with suppress(Exception):
+        checker.poll_stop_signal()
+    try:
+        checker.check()
+    except ContractViolation as violation:
+        return str(violation)
+    return "\n".join(checker.notes)
+
+
+def fail(*arguments):
+    raise ConnectionError("no")
+
+
+def test_a_host_that_keeps_the_contract():
+    assert not complaints(lambda room: [request(1), request(2)], poll=lambda: {1, 99})
+
+
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ({"host_get": fail}, "Get raised ConnectionError: no"),
+        ({"host_get": lambda room: None}, "Get returned None, expected an iterable"),
+        ({"host_get": lambda room: [None]}, "Get returned None, which is no InferenceRequest"),
+        (
+            {"host_get": lambda room: [request(1)], "send": fail},
+            "SendResponse raised ConnectionError: no for the final response to request 1, which is",
+        ),
+        ({"poll": fail}, "Poll raised ConnectionError: no"),
+        ({"poll": lambda: None}, "Poll returned None, expected a set of request ids"),
+        ({"poll": lambda: {"1"}}, "Poll returned '1', which is no request id"),
+        ({"host_get": lambda room: [request(i) for i in range(3)]}, "returned 3 requests where"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_host_that_breaks_it_is_told_how(host, text):
+    assert text in complaints(**host)
+
+
+@pytest.mark.parametrize("name", ["Get", "SendResponse", "Poll"])
+def test_a_callback_that_takes_seconds_is_told(name):
+    now = [0.0]
+
+    def wait(which, answer):
+        now[0] += 3.0 * (which == name)
+        return answer
+
+    said = complaints(
+        lambda room: wait("Get", [request(1)]),
+        lambda *response: wait("SendResponse", None),
+        lambda: wait("Poll", set()),
+        clock=lambda: now[0],
+    )
+    assert said == f"{name} took longer than 1 s: the loop stands still"
+
+
+def test_a_request_that_is_returned_twice():
+    one = request(1)
+    for again, text in ((one, "Get returned request 1 twice"), (request(1), "while another")):
+        checker = ContractChecker(lambda room, both=(one, again): both, fail)
+        list(checker.get_inference_requests(-1))
+        with pytest.raises(ContractViolation, match=text):
+            checker.check()
+
+
+def test_a_request_that_is_changed_after_get_has_returned_it():
+    def changed(**values):
+        one = request(1)
+        checker = ContractChecker(lambda room: [one], lambda *response: None)
+        list(checker.get_inference_requests(1))
+        for name, value in values.items():
+            setattr(one, name, value)
+        checker.send_response(1, [*partial([6], 0), *ENDING], True, "")
+        try:
+            checker.check()
+        except ContractViolation as violation:
+            return str(violation)
+
+    assert changed() is None
+    was = "request 1 was changed after Get had returned it: "
+    assert changed(priority=0.9) == was + "priority"
+    assert changed(max_new_tokens=99) == was + "request_output_len"
+    assert changed(random_seed=5) == was + "random_seed"
 
 
 # A manager under the checker ---------------------------------------------------------------------
@@ -286,7 +386,9 @@ def test_a_manager_keeps_the_contract_of_the_checker():
     requests = [request(i, streaming=bool(i % 2)) for i in range(6)]
     bad = InferenceRequest.from_tokens(9, [1], 0)
     host = RecordingCallbacks([*requests, request(1), bad])
-    checker = ContractChecker(host.get_inference_requests, host.send_response)
+    checker = ContractChecker(
+        host.get_inference_requests, host.send_response, tolerates_duplicates=True
+    )
 
     with serve(host, checker) as manager:
         assert manager.wait_idle(10)

@@ -7,9 +7,8 @@ from gptmanager.testing.conformance import (
     assert_conforms,
     check_scheduler,
 )
+from gptmanager.testing.contract import ContractChecker, ContractViolation
 from gptmanager.testing.hosts import (
-    ContractChecker,
-    ContractViolation,
     RecordingCallbacks,
     Response,
     ScriptedModel,

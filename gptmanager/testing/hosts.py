@@ -1,4 +1,4 @@
-"""A model without weights, recording callbacks, and a checker of the contract with a host.
+"""A model without weights, and recording callbacks.
 
 Everything here stands on the public contract, so a host can test its callbacks in milliseconds,
 without a checkpoint and without a GPU.
@@ -7,20 +7,14 @@ without a checkpoint and without a GPU.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gptmanager.api import (
-    GetInferenceRequestsCallback,
-    InferenceRequest,
-    NamedTensor,
-    SendResponseCallback,
-)
+from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
@@ -170,116 +164,3 @@ class RecordingCallbacks:
     def _final(self, request_id: int) -> Response | None:
         finals = [r for r in self.responses if r.request_id == request_id and r.is_final]
         return finals[0] if finals else None
-
-
-class ContractViolation(AssertionError):
-    """A response broke the contract between manager and host."""
-
-
-class ContractChecker:
-    """Stands between a manager and a host's Get and Send, and holds the manager to the contract.
-
-    Every request that Get returns must have exactly one final response; streamed offsets must
-    continue each other; nothing may follow a final. `check` raises ContractViolation with all
-    that was seen, and with what is still missing.
-    """
-
-    def __init__(
-        self,
-        get_inference_requests: GetInferenceRequestsCallback,
-        send_response: SendResponseCallback,
-    ) -> None:
-        self._get = get_inference_requests
-        self._send = send_response
-        self._live: dict[int, InferenceRequest] = {}
-        self._offsets: dict[int, int] = {}
-        self._duplicates: Counter[int] = Counter()
-        self._ended: set[int] = set()
-        self.violations: list[str] = []
-
-    def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
-        """As the host's Get, item by item: what it yields before it raises counts, too."""
-        for request in self._get(max_num_requests):
-            if isinstance(request, InferenceRequest):
-                self._take(request)
-            yield request
-
-    def send_response(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        self._inspect(request_id, dict(tensors), is_final, error)
-        self._send(request_id, tensors, is_final, error)
-
-    def check(self, manager: GptManager | None = None) -> None:
-        """To be called when the manager is idle or has ended; with it, its blocks are audited."""
-        violations = list(self.violations)
-        violations += [f"request {i} has no final response" for i in self._live]
-        violations += [f"the second request {i} has no final response" for i in +self._duplicates]
-        if manager is not None:
-            report = manager.audit()
-            violations += report.problems
-            for block, owners in report.owners.items():
-                if not self._live.keys() & owners:
-                    violations.append(f"block {block} leaked: it is held by requests {[*owners]}")
-        if violations:
-            raise ContractViolation("; ".join(violations))
-
-    def _take(self, request: InferenceRequest) -> None:
-        request_id = request.request_id
-        if request_id in self._live:
-            self._duplicates[request_id] += 1
-            return
-        self._live[request_id] = request
-        self._offsets[request_id] = 0
-        self._ended.discard(request_id)
-
-    def _inspect(
-        self, request_id: int, tensors: dict[str, Tensor], is_final: bool, error: str
-    ) -> None:
-        if self._duplicates[request_id] and error.startswith("DuplicateRequestIdError"):
-            self._duplicates[request_id] -= 1
-            return
-        request = self._live.get(request_id)
-        complain = self.violations.append
-        if request is None:
-            if request_id not in self._ended:
-                complain(f"a response to request {request_id}, which Get has not returned")
-            elif is_final:
-                complain(f"a second final response to request {request_id}")
-            else:
-                complain(f"a response to request {request_id} after its final")
-            return
-        if error and (tensors or not is_final):
-            complain(f"the error response to request {request_id} has tensors or is not final")
-        if not error:
-            self._inspect_tensors(request, tensors, is_final)
-        if is_final:
-            del self._live[request_id], self._offsets[request_id]
-            self._ended.add(request_id)
-
-    def _inspect_tensors(
-        self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
-    ) -> None:
-        name = f"request {request.request_id}"
-        complain = self.violations.append
-        needed = {"output_ids", "sequence_length"}
-        needed |= {"output_offset"} if request.is_streaming else set()
-        needed |= {"finish_reasons", "request_metrics"} if is_final else set()
-        if not needed <= tensors.keys():
-            complain(f"{name}: a response lacks {sorted(needed - tensors.keys())}")
-            return
-        output_ids, lengths = tensors["output_ids"], tensors["sequence_length"]
-        if output_ids.dtype != torch.int32 or output_ids.dim() != 3:
-            complain(f"{name}: output_ids is {output_ids.dtype} {list(output_ids.shape)}")
-        elif int(lengths.max()) > output_ids.shape[2]:
-            complain(f"{name}: sequence_length exceeds output_ids {list(output_ids.shape)}")
-        if not request.is_streaming:
-            if not is_final:
-                complain(f"{name} does not stream, yet got a response before its final")
-            return
-        offset, expected = int(tensors["output_offset"]), self._offsets[request.request_id]
-        if offset != expected:
-            complain(f"{name}: output_offset {offset}, expected {expected}")
-        self._offsets[request.request_id] = offset + int(lengths.max())
-        if not is_final and not int(lengths.max()):
-            complain(f"{name}: a response without tokens that is not final")

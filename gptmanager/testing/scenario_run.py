@@ -20,7 +20,8 @@ from gptmanager.scheduler import RequestScheduler
 from gptmanager.scripted import ScriptedExecutor
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake
-from gptmanager.testing.hosts import ContractChecker, ContractViolation, RecordingCallbacks
+from gptmanager.testing.contract import ContractChecker, ContractViolation
+from gptmanager.testing.hosts import RecordingCallbacks
 from gptmanager.testing.rules import Breach, Complaint, Decision, JudgedScheduler
 from gptmanager.testing.scenarios import PlannedRequest, Scenario, next_token
 

@@ -1,0 +1,266 @@
+"""`ContractChecker`: stands between a manager and a host, and holds both to their contract."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.api import (
+    GetInferenceRequestsCallback,
+    InferenceRequest,
+    NamedTensor,
+    PollStopSignalCallback,
+    SendResponseCallback,
+)
+from gptmanager.errors import response_text
+from gptmanager.manager import GptManager
+
+_NO_MORE = object()
+_ATTRIBUTES = ("is_streaming", "priority", "deadline_s", "queue_timeout_s", "cache_salt")
+
+
+class ContractViolation(AssertionError):
+    """A response, or a host, broke the contract between manager and host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A request that Get has returned, and what it was then."""
+
+    request: InferenceRequest
+    attributes: tuple[Any, ...]
+    tensors: dict[str, Any]
+
+    def change(self) -> str:
+        """What is no longer as it was; "" if all is."""
+        request = self.request
+        for name, value in zip(_ATTRIBUTES, self.attributes, strict=True):
+            if getattr(request, name) != value:
+                return name
+        if request.tensors.keys() != self.tensors.keys():
+            return ", ".join(sorted(request.tensors.keys() ^ self.tensors.keys()))
+        changed = (n for n, v in self.tensors.items() if not _equal(v, request.tensors[n]))
+        return next(changed, "")
+
+
+class ContractChecker:
+    """Stands between a manager and a host's callbacks, and holds both to the contract.
+
+    The manager: every request that Get returns has exactly one final response; streamed offsets
+    continue each other; nothing follows a final. The host: Get returns an iterable of
+    InferenceRequests, each once, with ids that are not in use (unless `tolerates_duplicates`: a
+    manager answers them), does not change them afterwards, and does not raise; SendResponse does
+    not raise for a final response; Poll gives request ids and does not raise; none of them takes
+    longer than `callback_budget_s`, since the loop stands still meanwhile. `check` raises
+    ContractViolation with a sentence for all that was seen, and for what is still missing. `notes`
+    are of what is allowed, and perhaps not meant: more requests than there was room for.
+    """
+
+    def __init__(
+        self,
+        get_inference_requests: GetInferenceRequestsCallback,
+        send_response: SendResponseCallback,
+        poll_stop_signal: PollStopSignalCallback | None = None,
+        *,
+        tolerates_duplicates: bool = False,
+        callback_budget_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._get = get_inference_requests
+        self._send = send_response
+        self._poll = poll_stop_signal
+        self._tolerates_duplicates = tolerates_duplicates
+        self._budget_s = callback_budget_s
+        self._clock = clock
+        self._live: dict[int, _Taken] = {}
+        self._offsets: dict[int, int] = {}
+        self._duplicates: Counter[int] = Counter()
+        self._ended: set[int] = set()
+        self._complaints: dict[str, int] = {}  # of the host, and how often
+        self.violations: list[str] = []
+        self.notes: list[str] = []
+
+    # The host's callbacks -------------------------------------------------------------------
+
+    def get_inference_requests(self, max_num_requests: int) -> Iterator[InferenceRequest]:
+        """As the host's Get, item by item: what it yields before it raises counts, too."""
+        count = 0
+        answer = self._called("Get", self._get, max_num_requests)
+        try:
+            items = iter(answer)
+        except TypeError:
+            self._complain(f"Get returned {answer!r}, expected an iterable of InferenceRequests")
+            raise
+        while True:
+            request = self._called("Get", next, items, _NO_MORE)
+            if request is _NO_MORE:
+                break
+            count += 1
+            if isinstance(request, InferenceRequest):
+                self._take(request)
+            else:
+                self._complain(f"Get returned {request!r}, which is no InferenceRequest")
+            yield request
+        if 0 <= max_num_requests < count:
+            self.notes.append(f"Get returned {count} requests where there was room for "
+                              f"{max_num_requests}: all are taken")  # fmt: skip
+
+    def send_response(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self._inspect(request_id, dict(tensors), is_final, error)
+        begin = self._clock()
+        try:
+            self._send(request_id, tensors, is_final, error)
+        except Exception as raised:
+            if is_final:
+                self._complain(
+                    f"SendResponse raised {response_text(raised)} for the final response to "
+                    f"request {request_id}, which is lost"
+                )
+            raise
+        finally:
+            self._watch("SendResponse", begin)
+
+    def poll_stop_signal(self) -> set[int]:
+        """As the host's Poll, if it was given; else nobody is stopped."""
+        if self._poll is None:
+            return set()
+        answer = self._called("Poll", self._poll)
+        try:
+            wrong = [i for i in answer if isinstance(i, bool) or not isinstance(i, int)]
+        except TypeError:
+            self._complain(f"Poll returned {answer!r}, expected a set of request ids")
+        else:
+            if wrong:
+                self._complain(f"Poll returned {wrong[0]!r}, which is no request id")
+        return answer
+
+    def check(self, manager: GptManager | None = None) -> None:
+        """To be called when the manager is idle or has ended; with it, its blocks are audited."""
+        violations = [f"{text} ({times} times)" if times > 1 else text
+                      for text, times in self._complaints.items()]  # fmt: skip
+        violations += self.violations
+        violations += [f"request {i} has no final response" for i in self._live]
+        violations += [f"the second request {i} has no final response" for i in +self._duplicates]
+        if manager is not None:
+            report = manager.audit()
+            violations += report.problems
+            for block, owners in report.owners.items():
+                if not self._live.keys() & owners:
+                    violations.append(f"block {block} leaked: it is held by requests {[*owners]}")
+        if violations:
+            raise ContractViolation("; ".join(violations))
+
+    def _called(self, name: str, callback: Callable[..., Any], *arguments: Any) -> Any:
+        begin = self._clock()
+        try:
+            return callback(*arguments)
+        except Exception as error:
+            self._complain(f"{name} raised {response_text(error)}")
+            raise
+        finally:
+            self._watch(name, begin)
+
+    def _watch(self, name: str, begin: float) -> None:
+        taken = self._clock() - begin
+        if taken > self._budget_s:
+            self._complain(f"{name} took longer than {self._budget_s:g} s: the loop stands still")
+
+    def _complain(self, text: str) -> None:
+        self._complaints[text] = self._complaints.get(text, 0) + 1
+
+    # What the manager is held to ------------------------------------------------------------
+
+    def _take(self, request: InferenceRequest) -> None:
+        request_id = request.request_id
+        if request_id in self._live:
+            if self._live[request_id].request is request:
+                self._complain(f"Get returned request {request_id} twice")
+            elif not self._tolerates_duplicates:
+                self._complain(f"Get returned a request {request_id} while another of that id runs")
+            self._duplicates[request_id] += 1
+            return
+        attributes = tuple(getattr(request, name) for name in _ATTRIBUTES)
+        tensors = {name: _copied(value) for name, value in request.tensors.items()}
+        self._live[request_id] = _Taken(request, attributes, tensors)
+        self._offsets[request_id] = 0
+        self._ended.discard(request_id)
+
+    def _inspect(
+        self, request_id: int, tensors: dict[str, Tensor], is_final: bool, error: str
+    ) -> None:
+        if self._duplicates[request_id] and error.startswith("DuplicateRequestIdError"):
+            self._duplicates[request_id] -= 1
+            return
+        taken = self._live.get(request_id)
+        complain = self.violations.append
+        if taken is None:
+            if request_id not in self._ended:
+                complain(f"a response to request {request_id}, which Get has not returned")
+            elif is_final:
+                complain(f"a second final response to request {request_id}")
+            else:
+                complain(f"a response to request {request_id} after its final")
+            return
+        if error and (tensors or not is_final):
+            complain(f"the error response to request {request_id} has tensors or is not final")
+        if not error:
+            self._inspect_tensors(taken.request, tensors, is_final)
+        if is_final:
+            if change := taken.change():
+                self._complain(
+                    f"request {request_id} was changed after Get had returned it: {change}"
+                )
+            del self._live[request_id], self._offsets[request_id]
+            self._ended.add(request_id)
+
+    def _inspect_tensors(
+        self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
+    ) -> None:
+        name = f"request {request.request_id}"
+        complain = self.violations.append
+        needed = {"output_ids", "sequence_length"}
+        needed |= {"output_offset"} if request.is_streaming else set()
+        needed |= {"finish_reasons", "request_metrics"} if is_final else set()
+        if not needed <= tensors.keys():
+            complain(f"{name}: a response lacks {sorted(needed - tensors.keys())}")
+            return
+        output_ids, lengths = tensors["output_ids"], tensors["sequence_length"]
+        if output_ids.dtype != torch.int32 or output_ids.dim() != 3:
+            complain(f"{name}: output_ids is {output_ids.dtype} {list(output_ids.shape)}")
+        elif int(lengths.max()) > output_ids.shape[2]:
+            complain(f"{name}: sequence_length exceeds output_ids {list(output_ids.shape)}")
+        if not request.is_streaming:
+            if not is_final:
+                complain(f"{name} does not stream, yet got a response before its final")
+            return
+        offset, expected = int(tensors["output_offset"]), self._offsets[request.request_id]
+        if offset != expected:
+            complain(f"{name}: output_offset {offset}, expected {expected}")
+        self._offsets[request.request_id] = offset + int(lengths.max())
+        if not is_final and not int(lengths.max()):
+            complain(f"{name}: a response without tokens that is not final")
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return np.array(value.detach().float().cpu() if _is_half(value) else value)
+    return value
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.bfloat16
+
+
+def _equal(copy: Any, value: Any) -> bool:
+    if isinstance(copy, np.ndarray):
+        return np.array_equal(copy, _copied(value), equal_nan=copy.dtype.kind == "f")
+    return copy is value or bool(copy == value)
