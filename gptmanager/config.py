@@ -135,9 +135,9 @@ class OptionalParams:
     None: 0 on the CPU and with `enable_trt_overlap`, else 1. `cuda_graphs`: generation steps on a
     device are recorded at the start, and run as recordings. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
-    log. `max_get_failures`: calls of Get in a row that may fail; one more ends the manager.
-    `max_step_failures`: so many iterations in a row that raise end it; those before only end the
-    requests that ran.
+    log. `max_get_failures`: calls of Get in a row that may fail, with growing pauses between; one
+    more ends the manager. `max_step_failures`: so many iterations in a row that raise end it; those
+    before only end the requests that ran.
 
     `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
     signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one

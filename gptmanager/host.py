@@ -33,7 +33,8 @@ from gptmanager.errors import (
 )
 from gptmanager.log import logger
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.receiving import OwedFinals, read_id, read_request
+from gptmanager.receiving import OwedFinals, iterate, read_id, read_request
+from gptmanager.retries import GetFailures
 from gptmanager.statistics import (
     Counts,
     Laps,
@@ -58,7 +59,8 @@ class Fetched(NamedTuple):
 class CallbackHost:
     """Calls the host's callbacks on the loop thread, outside any lock.
 
-    `max_get_failures`: calls of Get in a row that may fail; one more sets `fatal`.
+    `max_get_failures`: calls of Get in a row that may fail, with growing pauses between; one more
+    sets `fatal`, whose cause is the last failure.
     """
 
     def __init__(
@@ -74,8 +76,7 @@ class CallbackHost:
         self._send = _required(send_response, "send_response_cb")
         self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb")
         self._return_stats = _optional(return_stats, "return_batch_manager_stats_cb")
-        self._max_get_failures = max_get_failures
-        self._get_failures = 0
+        self.get_failures = GetFailures(max_get_failures)
         self._stops: set[int] = set()
         self._failures: list[Failure] = []
         self._returned: deque[Any] = deque()  # by Get, not looked at yet
@@ -95,12 +96,16 @@ class CallbackHost:
         self.wake: Callable[[], None] = lambda: None  # the loop, from any thread
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
-        self.fatal: CallbackError | None = None  # the loop must end
         self.get_timer = CallbackTimer("GetInferenceRequests")
         self.send_timer = CallbackTimer("SendResponse")
         self.poll_timer = CallbackTimer("PollStopSignal")
         self.stats_timer = CallbackTimer("ReturnBatchManagerStats")
         self.processor_timer = CallbackTimer("LogitsPostProcessor")
+
+    @property
+    def fatal(self) -> CallbackError | None:
+        """Why the loop must end."""
+        return self.get_failures.fatal
 
     @property
     def timers(self) -> list[CallbackTimer]:
@@ -170,7 +175,8 @@ class CallbackHost:
             self._receive()
         elif not self._received:
             self.last_fetch = Fetched(0, is_empty=not self.is_accepting, failed=False)
-            if self.is_accepting and room != 0:
+            # an idle manager keeps the pause itself, and is woken from it
+            if self.is_accepting and room != 0 and not (num_active and self.get_failures.rests):
                 self._ask(-1 if room is None else room)
         self._collect_ready()
         intake = Intake(
@@ -294,25 +300,20 @@ class CallbackHost:
 
     def _ask(self, room: int) -> None:
         """Receive what Get returns, also what it yielded before it raised."""
-        failed, before = True, len(self._received)
-        with self._guarded(self.get_timer):
-            for item in _iterate(self._get(room)):
+        before = len(self._received)
+        with self._guarded(self.get_timer) as raised:
+            for item in iterate(self._get(room)):
                 self._returned.append(item)
-            failed = False
-        failed = not self._receive() or failed
-        self._get_failures = self._get_failures + 1 if failed else 0
-        if self._get_failures > self._max_get_failures:
-            self.fatal = CallbackError(
-                f"GetInferenceRequests failed {self._get_failures} times in a row, "
-                f"max_get_failures = {self._max_get_failures}"
-            )
+        foreign = self._receive()
+        error = raised[0] if raised else foreign
+        self.get_failures.note(error)
         num_requests = len(self._received) - before
         self.last_fetch = Fetched(
-            num_requests, is_empty=not num_requests and not failed, failed=failed
+            num_requests, is_empty=not num_requests and error is None, failed=error is not None
         )
 
-    def _receive(self) -> bool:
-        """Look at what Get has returned; were they requests all?"""
+    def _receive(self) -> CallbackError | None:
+        """Look at what Get has returned; the error if they were not all requests."""
         num_foreign, first = 0, ""
         while self._returned:
             item = self._returned[0]
@@ -332,14 +333,18 @@ class CallbackHost:
             self.get_timer.errors += 1
             more = f" (and {num_foreign - 1} more)" if num_foreign > 1 else ""
             logger.error("GetInferenceRequests returned %s%s", first, more)
-        return not num_foreign
+            return CallbackError(f"GetInferenceRequests returned {first}{more}")
+        return None
 
     @contextmanager
-    def _guarded(self, timer: CallbackTimer) -> Iterator[None]:
+    def _guarded(self, timer: CallbackTimer) -> Iterator[list[BaseException]]:
+        """What is raised within is logged, and put into the list."""
+        raised: list[BaseException] = []
         timer.start()
         try:
-            yield
-        except BaseException:  # noqa: B036 - the loop outlives any callback
+            yield raised
+        except BaseException as error:  # noqa: B036 - the loop outlives any callback
+            raised.append(error)
             timer.errors += 1
             logger.exception("callback %s failed; the loop goes on", timer.name)
         finally:
@@ -376,16 +381,6 @@ def _optional(callback: Any, name: str) -> Any:
     if callback is not None and not callable(callback):
         raise ConfigError(f"{name} = {callback!r} is not callable")
     return callback
-
-
-def _iterate(answer: Any) -> Iterator[Any]:
-    try:
-        return iter(answer)
-    except TypeError:
-        raise CallbackError(
-            f"GetInferenceRequests returned {type(answer).__name__}, expected an iterable of "
-            "InferenceRequest"
-        ) from None
 
 
 def _collect_ids(stops: Any, into: set[int]) -> None:

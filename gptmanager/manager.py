@@ -38,7 +38,7 @@ from gptmanager.watchdog import Watchdog
 
 _T = TypeVar("_T")
 
-_STALL_S = 0.01  # nobody was scheduled, or Get failed: how soon to ask again
+_STALL_S = 0.01  # nobody was scheduled: how soon to ask again
 _HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
 _STEP_GRACE_S = 5.0  # longer than a step takes
 _ANSWER_S = 30.0  # how long a question waits for the end of an iteration
@@ -357,8 +357,10 @@ class GptManager:
         seconds = self._params.idle_poll_s
         if not loop.active and fetched.is_empty:
             self._inbox.tell_idle()
-        if loop.active or fetched.failed:
+        if loop.active:
             seconds = _STALL_S
+        elif fetched.failed:
+            seconds = self._host.get_failures.pause_s
         self._inbox.rest(seconds)  # woken for nothing, the loop only asks Get once more
 
     def _fail(self, error: BaseException) -> None:

@@ -6,9 +6,10 @@ request is a plain `InferenceRequest`. Knows nothing of what becomes of it.
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,3 +91,15 @@ class OwedFinals:
             due = Counter(self._counts)
         due.subtract(Counter(known))
         return list(due.elements())
+
+
+def iterate(answer: Any) -> Iterator[Any]:
+    """Raises CallbackError unless Get has returned an iterable."""
+    try:
+        return iter(answer)
+    except TypeError:
+        hint = ", as a function without `return` does" if answer is None else ""
+        raise CallbackError(
+            f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
+            "InferenceRequest"
+        ) from None

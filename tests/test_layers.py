@@ -153,6 +153,7 @@ loop                    iterate(), in about 25 lines
 inbox                   what other threads want of the loop
 life                    the states of a manager, and its health
 receiving               what Get returns, and what is owed for it
+retries                 how long Get is left alone after it has failed
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 recovery                what becomes of a manager whose iteration raised

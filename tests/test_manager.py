@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from contextlib import suppress
 from importlib.resources import files
 
 import jsonschema
@@ -23,7 +24,8 @@ from gptmanager import (
     ModelType,
     SchedulerConfig,
 )
-from gptmanager.errors import ConfigError, ManagerDeadError
+from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
+from gptmanager.host import CallbackHost
 from gptmanager.life import ManagerState
 from gptmanager.placement import HostPlacement
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
@@ -281,6 +283,47 @@ def test_a_get_that_keeps_failing_fails_the_manager_by_the_documented_rule(host,
     assert "GetInferenceRequests failed 4 times in a row" in str(manager.exception)
     assert len(calls) == 4
     assert "no queue" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, "returned None, as a function without `return` does; expected an iterable"),
+        (5, "returned 5; expected an iterable of InferenceRequest"),
+        ([3], "returned an item of type int, expected InferenceRequest"),
+    ],
+)
+def test_the_end_that_get_brings_about_names_what_it_returned(host, answer, text):
+    with suppress(ManagerDeadError):
+        with start(
+            host, get_inference_requests_cb=lambda room: answer, options=params(max_get_failures=2)
+        ) as manager:
+            assert manager.wait(10)
+    error = manager.exception
+    assert isinstance(error, CallbackError) and isinstance(error.__cause__, CallbackError)
+    assert "GetInferenceRequests failed 3 times in a row" in str(error) and text in str(error)
+    assert text in str(error.__cause__)
+
+
+def test_the_pauses_after_failures_of_get_grow():
+    """10 of them, the default, take 4 s; while requests run Get is left alone for as long."""
+    calls = []
+
+    def get(room):
+        calls.append(room)
+        raise OSError("no queue")
+
+    world = CallbackHost(get, lambda *args: None, None, None, max_get_failures=10)
+    pauses = []
+    while world.fatal is None:
+        world.peek(4)
+        pauses.append(world.get_failures.pause_s)
+    assert len(pauses) == 11 and pauses[:3] == [0.01, 0.02, 0.04] and pauses[-2:] == [1.0, 1.0]
+    assert 4 < sum(pauses[:10]) < 5 and isinstance(world.fatal.__cause__, OSError)
+    world.fetch(4, num_active=1)
+    assert len(calls) == 11  # not before the pause is over
+    world.fetch(4, num_active=0)
+    assert len(calls) == 12
 
 
 @pytest.mark.parametrize("answer", [None, 5, [3], ["x"]])
