@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +129,11 @@ class ContractChecker:
         finally:
             self._watch("SendResponse", begin)
 
-    def poll_stop_signal(self) -> set[int]:
+    def poll_stop_signal(self) -> Iterable[int]:
         """As the host's Poll, if it was given; else nobody is stopped."""
         if self._poll is None:
             return set()
-        answer = self._called("Poll", self._poll)
+        answer: Iterable[int] = self._called("Poll", self._poll)
         try:
             wrong = [i for i in answer if isinstance(i, bool) or not isinstance(i, int)]
         except TypeError:
@@ -251,13 +251,10 @@ class ContractChecker:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return np.array(value.detach().float().cpu() if _is_half(value) else value)
-    return value
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.bfloat16
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return np.array(value.float() if value.dtype is torch.bfloat16 else value)
+    return np.array(value) if isinstance(value, np.ndarray) else value
 
 
 def _equal(copy: Any, value: Any) -> bool:
