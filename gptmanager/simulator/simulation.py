@@ -29,7 +29,7 @@ _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the lo
 _MAX_STALLS = 10_000
 _BEAM_TENSORS = frozenset(("beam_width", "num_return_sequences"))
 _NO_BEAMS: Mapping[int, BeamCandidates] = {}
-_NO_TOKEN = -2  # behind the end of a known output: no end_id, no part of a stop word
+_NO_TOKEN = 2**31 - 1  # behind the end of a known output: no end_id, no part of a stop word
 
 
 def simulate(
