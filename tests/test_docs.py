@@ -23,6 +23,7 @@ from gptmanager.loop import TokenLoop
 from gptmanager.manager import GptManager
 from gptmanager.models import Batch, load_model
 from gptmanager.request import NEXT_STATES, LlmRequestState
+from gptmanager.scheduler import KvCacheManager, LlmRequest
 from gptmanager.testing import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 # Elsewhere an example may be pasted alone.
 PAGES_READ_IN_ORDER = ("recording.md", "scheduling.md")
 CONFIGURATIONS = [it for it in vars(config).values() if dataclasses.is_dataclass(it)]
+CACHE_PAGE = "kv_cache_manager.md"
 CONSTRUCTOR = ("manager.md", "## The constructor")
 # what else must be set for a field to be taken
 _TIER = {"enable_block_reuse": True, "host_cache_size": 1 << 30}
@@ -155,6 +157,46 @@ def test_the_keywords_of_load_model_are_documented_with_their_defaults():
 def test_every_field_of_a_batch_is_documented_once():
     documented = [code(name) for name, *_ in rows(section("models.md", "### The batch"))]
     assert sorted(documented) == sorted(field.name for field in dataclasses.fields(Batch))
+
+
+def calls(cls):
+    """What is public in a class, with its arguments: `name(argument, other=1)`, or `name`."""
+    for name, member in inspect.getmembers_static(cls):
+        if not name.startswith("_"):
+            if not callable(member):
+                yield name
+                continue
+            parameters = list(inspect.signature(member).parameters.values())[1:]
+            plain = [str(it.replace(annotation=it.empty)) for it in parameters]
+            yield f"{name}({', '.join(plain)})"
+
+
+def documented_names(text):
+    """The first cells of a text's tables, of which one may hold several."""
+    return [code(name) for cells in rows(text) for name in cells[0].split(", `")]
+
+
+def test_every_call_of_the_kv_cache_manager_is_documented_once():
+    titles = "## What a policy asks", "## What if", "## What the loop does", "## Proof"
+    documented = [code(cells[0]) for it in titles for cells in rows(section(CACHE_PAGE, it))]
+    errors = {"CapacityError", "DuplicateRequestIdError", "ValueError", "request_id in cache"}
+    assert sorted(set(documented) - errors) == sorted(calls(KvCacheManager))
+    assert len(set(documented)) == len(documented)
+
+
+@pytest.mark.parametrize(
+    ("cls", "title"),
+    [(KvCacheManager, "## The constructor"), (LlmRequest, "### Its constructor")],
+)
+def test_the_arguments_of_the_schedulers_objects_are_documented_with_their_defaults(cls, title):
+    found = {code(cells[0]): code(cells[1]) for cells in rows(section(CACHE_PAGE, title))}
+    for name, default in keywords(cls).items():
+        assert eval(found[name], {"LlmRequestState": LlmRequestState}) == default, name
+
+
+def test_every_attribute_of_a_request_is_documented():
+    documented = documented_names(section(CACHE_PAGE, "## Requests, as schedulers see them"))
+    assert set(documented) == set(calls(LlmRequest))
 
 
 def test_the_constructor_is_documented_argument_by_argument():
