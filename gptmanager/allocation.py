@@ -6,14 +6,14 @@ that a decision is possible, carries it out on the accounting, and writes it dow
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 from gptmanager.active import ActiveRequest
 from gptmanager.attention_window import AttentionWindow
 from gptmanager.errors import GptManagerError, SchedulerError
-from gptmanager.kv_cache import BlockCopy, KvCacheManager
+from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
+from gptmanager.kv_cache.state import KvCacheState, kv_cache_state, restore_kv_cache
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import SchedulerOutput
 from gptmanager.step import BeamFork, BlockAppend, Drafts, Row, Schedule, SequenceStart
@@ -76,6 +76,16 @@ def check_output(
         )
 
 
+class AllocatorState(NamedTuple):
+    """See `Allocator`; `paused`: since the last schedule."""
+
+    kv_cache: KvCacheState
+    free_slots: tuple[int, ...]
+    num_starts: int
+    num_schedules: int
+    paused: tuple[int, ...]
+
+
 class Allocator:
     """Slots and blocks of started sequences.
 
@@ -89,8 +99,8 @@ class Allocator:
         self.num_slots = num_slots
         self.window = window
         self._free_slots = self._all_slots()
-        self._epochs = itertools.count(1)
-        self._iterations = itertools.count()
+        self._num_starts = 0  # ever
+        self._num_schedules = 0
         self._paused: list[int] = []  # since the last schedule
 
     def allocate(
@@ -136,8 +146,9 @@ class Allocator:
         if not context_rows and not generation_rows:
             return None
         paused, self._paused = self._paused, []
+        self._num_schedules += 1
         return Schedule(
-            iteration=next(self._iterations),
+            iteration=self._num_schedules - 1,
             context_rows=tuple(context_rows),
             generation_rows=tuple(generation_rows),
             starts=tuple(starts),
@@ -148,6 +159,27 @@ class Allocator:
             paused=tuple(paused),
             micro_batch_id=micro_batch_id,
         )
+
+    def state(self) -> AllocatorState:
+        """As data, between two iterations."""
+        return AllocatorState(
+            kv_cache_state(self.kv_cache),
+            tuple(self._free_slots),
+            self._num_starts,
+            self._num_schedules,
+            tuple(self._paused),
+        )
+
+    def restore(self, state: AllocatorState, requests: Mapping[int, ActiveRequest]) -> None:
+        """Bring empty accounts to `state`; raises LedgerError where it contradicts itself."""
+        started = {id_: request for id_, request in requests.items() if request.slot >= 0}
+        restore_kv_cache(self.kv_cache, state.kv_cache, started)
+        self._free_slots = list(state.free_slots)
+        slots = [*self._free_slots, *(request.slot for request in started.values())]
+        if sorted(slots) != list(range(self.num_slots)):
+            raise LedgerError(f"the slots are not 0 to {self.num_slots - 1}, each held or free")
+        self._num_starts, self._num_schedules = state.num_starts, state.num_schedules
+        self._paused = list(state.paused)
 
     def settle_drafts(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:
         """Give back the positions of guesses that were wrong."""
@@ -198,7 +230,8 @@ class Allocator:
         except GptManagerError as error:
             raise _no_memory(scheduler, request, error) from error
         request.slot = self._free_slots.pop()
-        request.epoch = next(self._epochs)
+        self._num_starts += 1
+        request.epoch = self._num_starts
         if request.first_scheduled is None:
             request.first_scheduled = now
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
+from gptmanager.blueprint import Blueprint
 from gptmanager.clock import perf_counter_ns
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -25,7 +25,6 @@ from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop import TokenLoop
 from gptmanager.placement import place
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recorder.values import from_json, plain_fields
 from gptmanager.roster import Host
 from gptmanager.scheduler import (
     CapacityScheduler,
@@ -37,7 +36,7 @@ from gptmanager.scheduler import (
     SimpleScheduler,
     StaticBatchScheduler,
 )
-from gptmanager.sizing import Sizes, size
+from gptmanager.sizing import size
 from gptmanager.statistics import Laps, LockStepKeys
 from gptmanager.step import Executor
 
@@ -87,76 +86,6 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
                 f"{name} is refused with ModelType.V1, whose batches run in lock-step over a "
                 "contiguous KV cache"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """All that decides how a loop schedules: it can be built of this without the model.
-
-    `custom_scheduler`: the name of `SchedulerConfig.create_scheduler`, which only code can hold.
-    """
-
-    params: OptionalParams
-    scheduler: SchedulerConfig
-    sizes: Sizes
-    vocab_size: int
-    custom_scheduler: str = ""
-    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
-    max_beam_width: int = 1
-    hidden_size: int = 0  # of the embeddings that a request may bring; 0: none
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Blueprint:
-        """From what `plain` gave; `create_scheduler` is missing."""
-        return from_json(cls, plain, {})
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON values."""
-        create = self.scheduler.create_scheduler
-        name = "" if create is None else getattr(create, "__qualname__", type(create).__name__)
-        scheduler = replace(self.scheduler, create_scheduler=None)
-        values: dict[str, Any] = plain_fields(
-            replace(self, scheduler=scheduler, custom_scheduler=name)
-        )
-        return values
-
-    @property
-    def num_micro_batches(self) -> int:
-        return 2 if self.params.enable_trt_overlap else 1
-
-    @property
-    def max_num_requests(self) -> int:
-        """How many requests may be started at the same time."""
-        return self.params.max_batch_size * self.num_micro_batches
-
-    @property
-    def max_active(self) -> int | None:
-        """How many requests may be active; None: Get is never short of room."""
-        most = self.params.max_active_requests
-        return self.max_num_requests if most == "auto" else most
-
-    @property
-    def num_slots(self) -> int:
-        # under run-ahead a request whose last token is launched keeps its slot for one more step
-        return self.max_num_requests * (1 + (self.params.run_ahead or 0))
-
-    def allocator(self) -> Allocator:
-        """Empty accounts: nothing is held."""
-        # the sink's blocks are whole, so its tokens need no padding
-        window = self.sizes.window
-        config = self.params.kv_cache_config
-        kv_cache = KvCacheManager(
-            self.sizes.num_blocks,
-            self.sizes.tokens_per_block,
-            enable_block_reuse=config.enable_block_reuse,
-            enable_partial_reuse=config.enable_partial_reuse,
-            copy_on_partial_reuse=config.copy_on_partial_reuse,
-            num_host_blocks=self.sizes.num_host_blocks,
-            onboard_blocks=config.onboard_blocks,
-            secondary_offload_min_priority=config.secondary_offload_min_priority,
-            max_attention_window=None if window is None else window.num_tokens,
-        )
-        return Allocator(kv_cache, self.num_slots, window)
 
 
 def assemble(
@@ -243,7 +172,7 @@ def build_recorded_loop(
         laps=laps,
         loop_class=loop_class,
     )
-    recorder.start(loop, blueprint.plain())
+    recorder.start(loop, blueprint)
     return loop
 
 

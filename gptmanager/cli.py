@@ -26,9 +26,8 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.errors import ConfigError, GptManagerError, RecordingError
 from gptmanager.live_view import LiveView, report_lines
-from gptmanager.recorder.values import RecordingError
 from gptmanager.run import RunOptions, run
 
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}

@@ -56,6 +56,10 @@ class ManagerDeadError(GptManagerError):
     """The manager's loop has ended; `__cause__` holds what ended it."""
 
 
+class RecordingError(GptManagerError, ValueError):
+    """A recording cannot be written, read, or understood; or contradicts itself."""
+
+
 def response_text(error: BaseException) -> str:
     """The text of an error response: the class's name, then what is wrong."""
     name = type(error).__name__

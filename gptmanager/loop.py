@@ -18,6 +18,7 @@ from gptmanager.allocation import Allocator, check_output
 from gptmanager.config import FinishReason
 from gptmanager.errors import LogitsError, SchedulerError, response_text
 from gptmanager.logits_faults import fault_error
+from gptmanager.loop_state import LoopState
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.responses import stream_one_token, stream_tokens
 from gptmanager.roster import Host, Roster
@@ -330,6 +331,21 @@ class TokenLoop(Roster):
             logits_errors=self.num_logits_errors,
         )
         self.host.report(counts, self.laps)
+
+    # As data -------------------------------------------------------------------------------
+
+    def state(self) -> LoopState:
+        """Between two iterations. Its lists may be copied when it is written only."""
+        pending = None if self.pending is None else self.pending.schedule
+        failing, errors = tuple(self._failing), self.num_logits_errors
+        return LoopState(self.roster_state(), pending, failing, self.drafts, errors)
+
+    def restore(self, state: LoopState, pending: Any) -> None:
+        """Bring a new loop to `state`; `pending`: the step of its pending schedule."""
+        self.restore_roster(state.roster)
+        self.pending = pending
+        self._failing, self.drafts = set(state.failing), state.drafts
+        self.num_logits_errors = state.num_logits_errors
 
     # The end of all ------------------------------------------------------------------------
 

@@ -295,10 +295,11 @@ class LlmRequest:
         `max_input_len`, and `max_new_tokens` shrinks by what moved into it. A launched token
         that is not confirmed yet is forgotten: it will be computed again.
         """
+        # a list of its own: of the other one a copied state may remember its length alone
         if self.beam_width > 1:
-            del self.tokens[self.prompt_len :]
+            self.tokens = self.tokens[: self.prompt_len]
         else:
-            del self.tokens[max(max_input_len, self.prompt_len) :]
+            self.tokens = self.tokens[: max(max_input_len, self.prompt_len)]
             self.max_new_tokens -= len(self.tokens) - self.prompt_len
             self.prompt_len = len(self.tokens)
         self.num_tokens = self.prompt_len

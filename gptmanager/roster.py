@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from gptmanager.active import ActiveRequest
+from gptmanager.active_state import request_state, restored_request
 from gptmanager.admission import Limits, admit
 from gptmanager.allocation import Allocator
 from gptmanager.api import InferenceRequest, NamedTensor
@@ -23,6 +24,7 @@ from gptmanager.errors import (
     response_text,
 )
 from gptmanager.log import logger
+from gptmanager.loop_state import RosterState
 from gptmanager.outputs import Outputs
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import LlmRequestState, insert_by_priority
@@ -154,13 +156,17 @@ class Roster:
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """The final response: output up to history position `end`."""
         try:
-            tensors = final(request, reason, end, self.outputs)
+            tensors = self.final(request, reason, end)
         except Exception as error:
             cause = StepError(f"the final response cannot be made: {response_text(error)}")
             self.fail_request(request, cause)
             return
         self._drop(request)
         self._respond_final(request, tensors)
+
+    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
+        """What the final response holds."""
+        return final(request, reason, end, self.outputs)
 
     def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
         """An error response; every other request goes on."""
@@ -238,3 +244,27 @@ class Roster:
             request.finish()
         self.active.remove(request)
         self.requests.pop(request_id, None)
+
+    # As data -------------------------------------------------------------------------------
+
+    def roster_state(self) -> RosterState:
+        """Between two iterations; some may be arriving still when the last one failed."""
+        return RosterState(
+            tuple(map(request_state, self.active)),
+            tuple(self._arriving),
+            tuple(self._timed),
+            tuple(self._preparing),
+            self.allocator.state(),
+        )
+
+    def restore_roster(self, state: RosterState) -> None:
+        """Bring an empty roster to `state`; raises an error where it contradicts itself."""
+        self.active = [restored_request(request, self.limits) for request in state.active]
+        self.requests = {request.request_id: request for request in self.active}
+        if len(self.requests) != len(self.active):
+            raise DuplicateRequestIdError("a request is active twice")
+        self._timed = {request_id: self.requests[request_id] for request_id in state.timed}
+        self._preparing = {self.requests[i].request_id for i in state.preparing}
+        self._arriving.extend(state.arriving)
+        self._num_serial = sum(request.is_serial for request in self.active)
+        self.allocator.restore(state.allocator, self.requests)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import gptmanager.executor
 import gptmanager.host
-from gptmanager.assembly import Blueprint, build_loop
+from gptmanager.assembly import build_loop
 from gptmanager.bench import SMALL_LLAMA, Load, random_llama, run_manager
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -24,7 +24,6 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.recorder.black_box import LoopState
 from gptmanager.recorder.recording import read_recording
 from gptmanager.simulator import SimulatedLoop, World, simulate
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
@@ -52,13 +51,13 @@ def ring() -> None:
         def result(self, step):
             return result
 
-        respond = poll = report = sample = None
+        respond = poll = report = sample = prepare = fail = None
 
     intake = Intake(0.0)
     schedule = Schedule(0, (), tuple(Row(i, i, i, 100, 1, True) for i in range(256)))
     step = dataclasses.make_dataclass("Step", ["schedule"])(schedule)
     result = StepResult([], 0.0)
-    loop = _active_loop()
+    loop, blueprint = _active_loop()
 
     def turns(host, executor, count=20_000):
         started = time.process_time()
@@ -69,11 +68,11 @@ def ring() -> None:
 
     bare = min(turns(Silent(), Silent()) for _ in range(5))
     recorder = Recorder()
-    recorder.start(loop, {})
+    recorder.start(loop, blueprint)
     host, executor = RecordingHost(Silent(), recorder), RecordingExecutor(Silent(), recorder)
     recorded = min(turns(host, executor) for _ in range(5))
     started = time.process_time()
-    LoopState(loop)
+    loop.state()
     taken = (time.process_time() - started) * 1e3
     print(f"a copy of the state, 256 active requests, 8,192 blocks: {taken:.1f} ms")
     print(f"black box: {recorded - bare:.2f} us an iteration (copies of the state included)")
@@ -86,7 +85,7 @@ def _active_loop():
     loop = build_loop(blueprint, world, world, laps=Laps(lambda: 0), loop_class=SimulatedLoop)
     for _ in range(50):
         loop.iterate()
-    return loop
+    return loop, blueprint
 
 
 def speed() -> None:
@@ -141,7 +140,7 @@ def makespan(repeats: int = 5) -> None:
         print("seconds of a step:", dataclasses.asdict(fitted))
         for seed, policy in [(1, POLICIES[0]), (2, POLICIES[0]), (2, POLICIES[1])]:
             recorded = run(seed, policy)
-            blueprint = Blueprint.from_plain(recorded.header.blueprint)
+            blueprint = recorded.header.blueprint
             figures = simulate(blueprint, RecordedLoad(recorded, "turns"), fitted)
             steps = sum(turn.schedule is not None for turn in recorded.iterations)
             error = figures.makespan_s / recorded.duration_s - 1

@@ -23,9 +23,8 @@ from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
 from gptmanager import __version__, cli
 from gptmanager.callbacks import generate
-from gptmanager.errors import ManagerDeadError
+from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording import read_recording
-from gptmanager.recorder.values import RecordingError
 from gptmanager.replay import replay
 from gptmanager.run import latencies
 

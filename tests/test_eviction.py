@@ -9,7 +9,7 @@ import pytest
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.kv_cache.eviction import EvictionQueue
 from gptmanager.kv_cache.prefix_tree import PrefixTree
-from gptmanager.recorder.object_graph import GraphWriter, read_graph
+from gptmanager.kv_cache.state import kv_cache_state, restore_kv_cache
 from gptmanager.request import LlmRequest
 from gptmanager.testing.kv_cache_trial import run_trial
 
@@ -85,12 +85,10 @@ def test_a_copy_by_its_state_decides_the_same(hosts):
     for i in range(20):
         run(kv, 100 * i, 1 + i % 3, priority=[None, 90, 10][i % 3])
     waiting = LlmRequest(9999, list(range(1900, 1920)), 5, beam_width=2)
-    missing = kv.find_new_context_block(waiting)
-    assert missing is not None
-    writer = GraphWriter()
-    reference = writer.add(kv)
-    copy = read_graph(writer.entries())(reference)
-    assert copy.find_new_context_block(waiting) == missing
+    assert kv.find_new_context_block(waiting) is not None
+    copy = KvCacheManager(8, SIZE, enable_block_reuse=True, num_host_blocks=hosts)
+    restore_kv_cache(copy, kv_cache_state(kv), {})
+    assert copy.get_reusable_tokens(waiting) == kv.get_reusable_tokens(waiting)
     for i in range(20, 40):
         for each in (kv, copy):
             run(each, 100 * i, 1 + i % 3, priority=[None, 40, 60][i % 3])

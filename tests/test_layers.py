@@ -19,6 +19,7 @@ latch                   an event that signal handlers may wait for (no torch)
 arguments               arguments of constructors, checked by name (no torch)
 checkpoint_files        files of a checkpoint, which somebody else wrote (no torch)
 config                  what a host configures, and the enums of the contract (no torch)
+deferred                a value that is worked out only if it is written (no torch)
 attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
 post_processor          a request's logits post-processor, on its way to the executor (no torch)
 config_check            which configurations a manager takes (no torch)
@@ -37,6 +38,7 @@ kv_cache.lookups        what of the prompts that wait is cached (no torch)
 kv_cache.reuse          what a new sequence finds, and what one that ends leaves (no torch)
 kv_cache.sequences      which sequence holds which block (no torch)
 kv_cache.manager        whether there are blocks for what a scheduler wants (no torch)
+kv_cache.state          the accounts as data, and back (no torch)
 kv_cache
 scheduler.waiting       why a policy leaves a request out
 scheduler.adapter_pages whether the adapters of several requests fit together (no torch)
@@ -121,6 +123,7 @@ decoding.device_sampling  rows that a device can choose alone
 decoding.rejection      a guess that was sampled, accepted or replaced
 decoding.beam_search    beams and their parents
 decoding.parallel_sampling several texts of one prompt
+decoding.beam_state     beams as data, and back
 decoding
 
 prompt_embeddings       the own embeddings of those that run, by slot
@@ -139,8 +142,13 @@ active                  a request from its admission to its final response
 admission               whether a request can be taken at all
 logits_faults           why a row has no token, in words (no torch)
 allocation              a decision with its blocks, frozen as a Schedule
+active_state            an active request as data, and back
+loop_state              a token loop as data
+sizing                  how large the KV cache is, and how long a sequence may be
+blueprint               what a loop is built of, but for its model
+recorder.requests       requests of a recording, as JSON and back
 recorder.values         values of a recording, as JSON and back
-recorder.object_graph   the state of objects, as JSON and back
+recorder.limits         what the numbers of a recording may be
 recorder.recording      a recording as frozen values, and its file
 recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
@@ -158,7 +166,6 @@ host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 recovery                what becomes of a manager whose iteration raised
 progress                when steps ended, and who waits although none does
-sizing                  how large the KV cache is, and how long a sequence may be
 placement               where a model and its KV cache lie, and what runs them there
 assembly                from checked options and a model to a loop
 manager                 GptManager: a thread, and a life around the loop
@@ -196,6 +203,7 @@ testing                 what hosts and researchers test with
 testing.kv_cache_trial  many of them, from the command line (no torch)
 command_arguments       what a word on the command line must be (no torch)
 replay.difference       where two schedules differ, for people
+replay.unheard          the loop, for a world that hears only ends
 replay.replaying        a recorded run, once more, and where it goes another way
 replay.command          replay, on the command line
 replay

@@ -17,7 +17,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.recorder import read_recording
-from gptmanager.recorder.black_box import LoopState
+from gptmanager.recorder.values import to_json
 from gptmanager.replay import replay
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
@@ -340,7 +340,7 @@ def test_the_black_box_can_copy_the_loop_while_logits_are_held():
         loop = host.manager._loop
         if not is_final:
             held.append(len(loop.outputs._of))
-            LoopState(loop).plain()
+            to_json(loop.state())
 
     with GptManager(
         *(ScriptedModel(lambda history: 1), ModelType.INFLIGHT_FUSED_BATCHING, 1),

@@ -16,7 +16,8 @@ import pytest
 from loop_driver import LoopDriver
 
 from gptmanager import InferenceRequest, ModelType, OptionalParams
-from gptmanager.config import KvCacheConfig
+from gptmanager.blueprint import Blueprint
+from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.manager import GptManager
 from gptmanager.picture import builder as builder_module
@@ -34,9 +35,11 @@ from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
 from gptmanager.scheduler import MaxUtilizationScheduler, SimpleScheduler
+from gptmanager.sizing import Sizes
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -458,13 +461,12 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     recorder = Recorder(tmp_path / "run.jsonl")
     loop.host = RecordingHost(loop.host, recorder)
     loop.executor = RecordingExecutor(loop.executor, recorder)
-    blueprint = {
-        "params": {"max_batch_size": 4, "max_num_tokens": 16},
-        "sizes": {"num_blocks": 8, "tokens_per_block": 4, "chunked": True, "max_seq_len": 64},
-        "scheduler": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
-        "vocab_size": 100,
-        "custom_scheduler": "",
-    }
+    blueprint = Blueprint(
+        OptionalParams(max_batch_size=4, max_num_tokens=16),
+        SchedulerConfig(MAX_UTILIZATION),
+        Sizes(8, 4, 64, 63, False, True, 16),
+        vocab_size=100,
+    )
     recorder.start(loop, blueprint)
     builder = observe(loop, policy="MAX_UTILIZATION", chunk_unit=4)
     driver.submit(InferenceRequest.from_tokens(50, [1] * 70, 4))  # too long: refused

@@ -15,7 +15,6 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.assembly import Blueprint
 from gptmanager.errors import InvalidRequestError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
@@ -274,6 +273,6 @@ def test_a_recorded_run_replays_and_can_be_simulated(tmp_path):
     assert ready == [(2,), (1,)]
     report = replay(recording)
     assert report.divergence is None and report.compared == len(recording.iterations)
-    blueprint = Blueprint.from_plain(recording.header.blueprint)
+    blueprint = recording.header.blueprint
     figures = simulate(blueprint, RecordedLoad(recording), CostModel(0.001))
     assert figures.requests == 4

@@ -22,7 +22,7 @@ from gptmanager.admission import Limits, admit
 from gptmanager.errors import InvalidRequestError
 from gptmanager.host_rows import HostRows
 from gptmanager.recorder import read_recording
-from gptmanager.recorder.black_box import LoopState
+from gptmanager.recorder.values import to_json
 from gptmanager.replay import replay
 from gptmanager.testing import RecordingCallbacks
 
@@ -39,7 +39,7 @@ def serve(model, requests, *, kv=None, **options):
         optional_params=OptionalParams(kv_cache_config=kv_cache, **options),
     ) as manager:
         assert manager.wait_idle(60)
-        LoopState(manager._loop).plain()
+        to_json(manager._loop.state())
     assert not [response.error for response in host.responses if response.error]
     return host
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import re
 import threading
-from collections import OrderedDict, deque
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
 import torch
+from loop_driver import LoopDriver
 from recorded_runs import (
     MAX_UTILIZATION,
     CrashingModel,
@@ -31,23 +30,22 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.errors import ConfigError
+from gptmanager.active_state import RequestState
+from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.recorder import black_box
-from gptmanager.recorder.object_graph import GraphWriter, read_graph
-from gptmanager.recorder.recording import FORMAT, Iteration, read_recording
-from gptmanager.recorder.values import (
+from gptmanager.recorder.recording import FORMAT, Iteration, make_header, read_recording
+from gptmanager.recorder.requests import (
+    Allowance,
     Opaque,
     RecordedError,
-    RecordingError,
-    field_names,
-    from_json,
     plain_request,
     request_from_plain,
-    to_json,
 )
+from gptmanager.recorder.values import field_names, from_json, to_json
 from gptmanager.replay import replay
-from gptmanager.request import LlmRequest, SamplingParams
+from gptmanager.request import SamplingParams
+from gptmanager.simulator.comparison import Machine, hypothetical
 from gptmanager.step import (
     BeamCandidates,
     BlockAppend,
@@ -59,6 +57,8 @@ from gptmanager.step import (
     StepResult,
 )
 from gptmanager.testing import ScriptedModel
+
+HEADER = to_json(make_header(hypothetical(Machine(), 64))) + b"\n"
 
 
 def returned(value, hint):
@@ -114,7 +114,7 @@ def test_a_result_comes_back():
 )
 def test_a_tensor_keeps_kind_dtype_shape_and_values(value):
     line = to_json(InferenceRequest(1, {"input_ids": value}))
-    back = request_from_plain(orjson.loads(line)).input_ids
+    back = request_from_plain(orjson.loads(line), Allowance(100)).input_ids
     assert type(back) is type(value) and back.dtype == value.dtype and back.shape == value.shape
     np.testing.assert_array_equal(np.array(back.tolist()), np.array(value.tolist()))
 
@@ -124,19 +124,19 @@ def test_a_request_keeps_its_attributes_and_defaults_are_left_out():
         3, {"end_id": [4]}, is_streaming=True, client_id=8, priority=0.25, deadline_s=1.5,
         queue_timeout_s=float("inf"), cache_salt="tenant", retention_priority=0,
     )  # fmt: skip
-    back = request_from_plain(orjson.loads(to_json(whole)))
+    back = request_from_plain(orjson.loads(to_json(whole)), Allowance(100))
     for name in ("is_streaming", "client_id", "priority", "deadline_s", "queue_timeout_s"):
         assert getattr(back, name) == getattr(whole, name)
     assert back.cache_salt == "tenant" and back.retention_priority == 0 and back.end_id == [4]
     assert plain_request(InferenceRequest(0)) == {"request_id": 0, "tensors": {}}
     odd = InferenceRequest(4, cache_salt=False, client_id=False, is_streaming=0)
-    back = request_from_plain(orjson.loads(to_json(odd)))
+    back = request_from_plain(orjson.loads(to_json(odd)), Allowance(100))
     assert (back.cache_salt, back.client_id) == (False, False) and back.is_streaming is not False
 
 
 def test_what_no_json_can_hold_stands_as_opaque():
     odd = InferenceRequest(1, {"input_ids": np.array(["x"]), "end_id": {1}}, deadline_s=1 << 70)
-    back = request_from_plain(orjson.loads(to_json(odd)))
+    back = request_from_plain(orjson.loads(to_json(odd)), Allowance(100))
     assert all(isinstance(v, Opaque) for v in (back.input_ids, back.end_id, back.deadline_s))
 
 
@@ -152,60 +152,33 @@ def test_a_log_probability_of_nothing_comes_back():
     assert returned(result, StepResult).beams == (dead,)
 
 
-# The graph of a state ----------------------------------------------------------------------
+# The state of a loop -----------------------------------------------------------------------
 
 
-def copied(value):
-    writer = GraphWriter()
-    root = writer.add(value)
-    return read_graph(orjson.loads(to_json(writer.entries())))(root)
-
-
-def test_a_graph_keeps_types_sharing_and_cycles():
-    shared = [1, 2]
-    cycle: dict[object, object] = {"a": shared, (1, "k"): shared, 7: deque([None, 1.5, -math.inf])}
-    cycle["self"] = cycle
-    cycle["more"] = (OrderedDict(b=2), {3}, frozenset({4}), BlockCopy(1, 2, 3))
-    back = copied(cycle)
-    assert back["self"] is back and back["a"] is back[(1, "k")] and back["a"] == shared
-    assert back["more"] == cycle["more"] and type(back["more"][3]) is BlockCopy
-    assert back[7] == cycle[7]
-
-
-def test_a_deep_graph_needs_no_deep_stack():
-    deep: list[object] = []
-    for _ in range(50_000):
-        deep = [deep]
-    assert copied([deep]) is not None
-
-
-def test_a_graph_keeps_objects_and_what_a_count_gives_next():
-    owner = LlmRequest(5, [1, 2, 3], 4)
-    counter = itertools.count(3)
-    next(counter)
-    back, again, count = copied([owner, owner, counter])
-    assert back is again and back.tokens == [1, 2, 3] and back.state is owner.state
-    assert next(count) == 4
-
-
-def test_a_list_that_only_grows_is_written_as_it_was():
-    owner = LlmRequest(5, [1, 2, 3], 4)
-    writer = GraphWriter(growing=frozenset({"tokens"}))
-    root = writer.add(owner)
-    owner.confirm_token(9)
-    assert read_graph(writer.entries())(root).tokens == [1, 2, 3]
-
-
-def test_foreign_classes_are_neither_written_nor_read():
-    with pytest.raises(RecordingError, match="the state of a"):
-        copied(pytest.Item)
-    for name in (
-        "subprocess.Popen",
-        "gptmanager.recorder.recorder.os",
-        "gptmanager.recorder.black_box.deque",
-    ):
-        with pytest.raises(RecordingError):
-            read_graph([{"class": name, "names": [], "values": []}])
+def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_of():
+    """What a change adds to one of these must be in its state, or a black box replays wrongly."""
+    driver = LoopDriver(num_blocks=8)
+    driver.submit(request(1, 3, 4))
+    loop = driver.loop
+    loop.iterate()
+    (active,) = loop.active
+    assert vars(loop).keys() == {
+        *("host", "executor", "scheduler", "limits", "laps", "outputs"),
+        *("max_active", "max_batch_size", "max_num_tokens", "run_ahead", "num_micro_batches"),
+        *("allocator", "active", "requests", "_timed", "_num_serial", "_preparing", "_arriving"),
+        *("_intake", "_ending"),  # within an iteration
+        *("pending", "_failing", "drafts", "num_logits_errors"),
+    }
+    assert vars(loop.allocator).keys() == {
+        *("kv_cache", "num_slots", "window"),
+        *("_free_slots", "_num_starts", "_num_schedules", "_paused"),
+    }
+    derived = {"beam_width", "end_id", "has_extras", "lora_task_id", "encoder_len"}
+    attributes = {name for cls in type(active).__mro__ for name in getattr(cls, "__slots__", ())}
+    renamed = {"_context_chunk_size": "context_chunk_size", "stop_words": "words"}
+    assert {renamed.get(name, name) for name in attributes - derived} == {
+        name for name in RequestState._fields if name != "beams"
+    }
 
 
 # Files -------------------------------------------------------------------------------------
@@ -266,10 +239,8 @@ def test_an_abort_ends_the_recording_before_its_errors(tmp_path):
         (b'{"kind":"header"}\n', "first line is not"),
         (b"nonsense\n{}\n", "line 1 is no JSON"),
         (b'{"format":"%s","version":99}\n' % FORMAT.encode(), "version 99"),
-        (b'{"format":"%s","version":1,"blueprint":{},"fields":{}}\n{"kind":"x"}\n'
-         % FORMAT.encode(), "line 2: unknown kind 'x'"),
-        (b'{"format":"%s","version":1,"blueprint":{},"fields":{}}\n{"kind":"iteration"}\n'
-         % FORMAT.encode(), "line 2"),
+        (HEADER + b'{"kind":"x"}\n', "line 2: unknown kind 'x'"),
+        (HEADER + b'{"kind":"iteration"}\n', "line 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path, content, problem):

@@ -22,9 +22,8 @@ from recorded_runs import (
 )
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, SchedulerConfig
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording import End, RunEnd, read_recording
-from gptmanager.recorder.values import RecordingError
 from gptmanager.replay import completed, difference, replay
 from gptmanager.replay.command import add_command, imported
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
@@ -101,6 +100,11 @@ def run(tmp_path):
     return record(tmp_path / "r.jsonl", host, enable_chunked_context=True, max_num_tokens=16)
 
 
+def changed_header(run, **changes):
+    blueprint = dataclasses.replace(run.header.blueprint, **changes)
+    return dataclasses.replace(run, header=dataclasses.replace(run.header, blueprint=blueprint))
+
+
 def planted(run, index, **changes):
     turns = list(run.iterations)
     turns[index] = dataclasses.replace(turns[index], **changes)
@@ -152,18 +156,15 @@ def test_a_changed_row_is_named_to_the_field(run, index):
     ],
 )
 def test_a_changed_option_is_found_where_it_first_shows(run, change, index):
-    blueprint = dict(run.header.blueprint)
-    blueprint["params"] = {**blueprint["params"], **change}
-    changed = dataclasses.replace(run, header=dataclasses.replace(run.header, blueprint=blueprint))
+    blueprint = run.header.blueprint
+    changed = changed_header(run, params=dataclasses.replace(blueprint.params, **change))
     assert replay(changed).divergence.index == index
 
 
 def test_a_changed_policy_is_found_where_it_first_shows(tmp_path):
     requests = [request(i, 8, 40) for i in range(4)]
     run = record(tmp_path / "r.jsonl", ScheduledHost([requests]), MAX_UTILIZATION)
-    blueprint = dict(run.header.blueprint)
-    blueprint["scheduler"] = {"capacity_scheduler_policy": NO_EVICT.name}
-    changed = dataclasses.replace(run, header=dataclasses.replace(run.header, blueprint=blueprint))
+    changed = changed_header(run, scheduler=SchedulerConfig(NO_EVICT))
     divergence = replay(changed).divergence
     assert divergence.index == 0 and divergence.field.startswith("schedule.context_rows")
 

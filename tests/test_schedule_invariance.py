@@ -26,7 +26,8 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly import Blueprint, build_loop
+from gptmanager.assembly import build_loop
+from gptmanager.blueprint import Blueprint
 from gptmanager.config_check import checked_optional_params
 from gptmanager.executor import TorchExecutor
 from gptmanager.kernels import CpuKernels

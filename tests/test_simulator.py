@@ -21,11 +21,10 @@ from recorded_runs import (
 )
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
-from gptmanager.assembly import Blueprint
-from gptmanager.errors import ConfigError, SchedulerError
+from gptmanager.errors import ConfigError, RecordingError, SchedulerError
+from gptmanager.loop_state import LoopState
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
-from gptmanager.recorder.values import RecordingError
 from gptmanager.replay import replay
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.simulator import simulate
@@ -33,8 +32,11 @@ from gptmanager.simulator.command import add_command
 from gptmanager.simulator.comparison import Machine, hypothetical, plain, table, variant
 from gptmanager.simulator.cost_model import CostModel, fit, quantities
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
+from gptmanager.statistics import DraftCounts
 from gptmanager.step import Intake, Row, Schedule, StepResult
 from gptmanager.testing import ScriptedModel
+
+BLUEPRINT = hypothetical(Machine(), 64)
 
 
 def all_at_once():
@@ -84,7 +86,7 @@ def test_simulated_schedules_are_those_of_a_recorded_run(tmp_path, load, policy,
         max_num_tokens=40,
         **mode,
     )
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = recorded.header.blueprint
     arrivals = "turns" if load is trickle else "at_once"
     figures = simulate(
         blueprint,
@@ -108,7 +110,7 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
         model_type=ModelType.V1,
         kv_cache=KvCacheConfig(max_tokens=300),
     )
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = recorded.header.blueprint
     load = RecordedLoad(recorded, "at_once")
     lock_step = simulate(blueprint, load, CostModel())
     assert lock_step.iterations == sum(1 for t in recorded.iterations if t.schedule is not None)
@@ -151,7 +153,7 @@ def test_beams_and_guesses_are_simulated_as_they_were_recorded(tmp_path, request
     schedules = [turn.schedule for turn in recorded.iterations if turn.schedule is not None]
     rows = [row for schedule in schedules for row in schedule.sampling_rows]
     assert any(row.beam_width > 1 or row.num_drafts for row in rows)
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = recorded.header.blueprint
     load = RecordedLoad(recorded, "at_once")
     figures = simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
     simulated = read_recording(tmp_path / "s.jsonl")
@@ -166,7 +168,7 @@ def test_another_policy_or_machine_keeps_the_beams_and_the_host_tier(tmp_path):
     kv_cache = KvCacheConfig(max_tokens=96, tokens_per_block=4, enable_block_reuse=True)
     host = ScheduledHost([searched()])
     recorded = record(tmp_path / "r.jsonl", host, MAX_UTILIZATION, kv_cache=kv_cache)
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = recorded.header.blueprint
     blueprint = dataclasses.replace(
         blueprint,
         sizes=dataclasses.replace(blueprint.sizes, num_host_blocks=10),
@@ -216,7 +218,7 @@ def test_cached_blocks_are_forgotten_when_they_were(tmp_path):
     recorded = read_recording(path)
     assert any(turn.intake.clears_cache for turn in recorded.iterations)
     load = RecordedLoad(recorded, "turns")
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = recorded.header.blueprint
     simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
     simulated = read_recording(tmp_path / "s.jsonl")
     schedules = [
@@ -239,7 +241,7 @@ def test_stop_signals_keep_their_turn(tmp_path):
     host = ScheduledHost([[request(i, 4, 20) for i in range(3)]], stop_after={1: 7})
     recorded = record(tmp_path / "r.jsonl", host)
     load = RecordedLoad(recorded, "turns")
-    blueprint = Blueprint.from_plain(recorded.header.blueprint)
+    blueprint = recorded.header.blueprint
     simulate(blueprint, load, CostModel(), recorder=Recorder(tmp_path / "s.jsonl"))
     ends = [
         [(turn.index, end) for turn in run.iterations for end in turn.ends]
@@ -262,7 +264,7 @@ def test_another_batch_size_is_predicted_from_what_was_held_back(tmp_path, max_b
     load = RecordedLoad(runs[0])
     assert load.queue.num_held == 16 and load.queue.longest_s > 0
     other = variant(
-        Blueprint.from_plain(runs[0].header.blueprint),
+        runs[0].header.blueprint,
         NO_EVICT,
         Machine(max_batch_size=max_batch_size),
     )
@@ -419,8 +421,8 @@ def test_a_synthetic_load_keeps_its_ranges_and_its_rate():
 
 
 def test_a_load_needs_a_whole_recording():
-    header = Header({}, state={"objects": []})
-    for run in (Recording(header), Recording(Header({}))):
+    header = Header(BLUEPRINT, state=LoopState(None, None, (), DraftCounts(), 0))
+    for run in (Recording(header), Recording(Header(BLUEPRINT))):
         with pytest.raises(RecordingError, match="from the start"):
             RecordedLoad(run)
 
@@ -466,7 +468,7 @@ def timed_run(seconds, count=60):
         result = StepResult(tokens, end - 1e-4)
         turns.append(Iteration(index, 1, Intake(now), schedule, True, index, result))
         now = end
-    return Recording(Header({}), tuple(turns))
+    return Recording(Header(BLUEPRINT), tuple(turns))
 
 
 def test_a_fit_finds_the_numbers_that_were_there():
@@ -496,7 +498,7 @@ def test_the_time_of_a_rest_is_not_that_of_a_step():
 
 def test_a_recording_without_steps_cannot_be_fitted():
     with pytest.raises(RecordingError, match="no step"):
-        fit(Recording(Header({})))
+        fit(Recording(Header(BLUEPRINT)))
 
 
 def test_cost_models_are_read_from_text():

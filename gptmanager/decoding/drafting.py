@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gptmanager.config import PromptLookup
 
+_LONGEST_REST = 32  # steps
 _START = 4  # tokens guessed first; doubled when all were right
+
+
+class DrafterState(NamedTuple):
+    """What became of the guesses so far; see `Drafter`. Its n-grams follow from the tokens."""
+
+    length: int
+    wrong: int
+    rest: int
 
 
 class Drafter:
@@ -51,6 +61,20 @@ class Drafter:
                 return list(itertools.takewhile(lambda i: i < self._vocab_size, continued))
         return []
 
+    def state(self) -> DrafterState:
+        return DrafterState(self._length, self._wrong, self._rest)
+
+    def restore(self, state: DrafterState) -> None:
+        """Raises ValueError for what no guesses lead to."""
+        longest = self._config.max_draft_tokens
+        if (
+            not 0 <= state.length <= longest
+            or state.wrong < 0
+            or not 0 <= state.rest <= _LONGEST_REST
+        ):
+            raise ValueError(f"no guesses lead to {state}")
+        self._length, self._wrong, self._rest = state
+
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
         """So many of the last guess were right."""
         if num_accepted:
@@ -58,7 +82,7 @@ class Drafter:
             grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
             self._length = min(grown, self._config.max_draft_tokens)
         else:
-            self._rest = min(1 << self._wrong, 32)
+            self._rest = 1 << min(self._wrong, _LONGEST_REST.bit_length() - 1)
             self._wrong += 1
             self._length = 1
 

@@ -19,7 +19,7 @@ class ParallelSampling(BeamSearch):
 
     def restart(self) -> None:
         super().restart()
-        self._done: dict[int, Hypothesis] = {}  # by beam
+        self.done: dict[int, Hypothesis] = {}  # by beam
 
     @property
     def num_candidates(self) -> int:
@@ -28,7 +28,7 @@ class ParallelSampling(BeamSearch):
     def hypotheses(self, reason: FinishReason | None = None) -> list[Hypothesis]:
         cut_off = FinishReason.LENGTH if reason is None else reason
         return [
-            self._done.get(beam) or Hypothesis(node, total, total, cut_off, node.length)
+            self.done.get(beam) or Hypothesis(node, total, total, cut_off, node.length)
             for beam, (node, total) in enumerate(zip(self.live, self.cum_log_probs, strict=True))
         ][: self.num_results]
 
@@ -39,7 +39,7 @@ class ParallelSampling(BeamSearch):
         nodes: list[BeamNode] = []
         for beam in range(width):
             (token,), (log_prob,) = candidates.tokens[beam], candidates.log_probs[beam]
-            if token < 0 and beam not in self._done:
+            if token < 0 and beam not in self.done:
                 self.fault = token
                 return True
             token = max(token, 0)  # behind the end
@@ -47,12 +47,12 @@ class ParallelSampling(BeamSearch):
             node, end = self.extend(parent, token, log_prob)
             nodes.append(node)
             totals[beam] += log_prob
-            if beam not in self._done and (end is not None or is_last):
+            if beam not in self.done and (end is not None or is_last):
                 reason, output_end = end or (FinishReason.LENGTH, node.length)
                 total = totals[beam]
-                self._done[beam] = Hypothesis(node, total, total, reason, output_end)
+                self.done[beam] = Hypothesis(node, total, total, reason, output_end)
         self.parents = [0] * width if is_first else list(range(width))
         self.live, self.cum_log_probs = nodes, totals
-        self.ended = list(self._done.values())
+        self.ended = list(self.done.values())
         self.length += 1
-        return len(self._done) == width
+        return len(self.done) == width

@@ -21,9 +21,10 @@ class StopWords:
     none of them behind. `last_tokens`: no other token ends a word, whatever came before it.
     """
 
-    __slots__ = ("_depth", "_least", "_matched", "_next", "_suffix", "last_tokens")
+    __slots__ = ("words", "_depth", "_least", "_matched", "_next", "_suffix", "last_tokens")
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self.words = tuple(map(tuple, words))
         self._next: list[dict[int, int]] = [{}]  # state -> token -> state: the edges of the trie
         self._suffix = [0]  # state -> that of its longest proper suffix in the trie
         self._matched = [0]  # length of the longest word that ends in the state

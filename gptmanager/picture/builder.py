@@ -182,7 +182,8 @@ class TraceBuilder:
         request.slot = row.slot
         self._by_slot[row.slot] = request
         if not starts:  # it had started before the first schedule: its blocks are not known by id
-            count = self._blocks(row.position)
+            most = self.bounds.num_blocks - len(self._owners)
+            count = max(0, min(self._blocks(row.position), most))
             self._unknown -= count
             request.blocks = list(range(self._unknown, self._unknown + count))
             self._owners.update(request.blocks)

@@ -14,7 +14,7 @@ from gptmanager.picture.drawing import draw
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Trace
-from gptmanager.recorder.recording import read_recording
+from gptmanager.recorder.recording import located, read_recording
 
 _HELP = """\
 Draw the schedule of a recorded run.
@@ -77,7 +77,8 @@ def _picture(options: argparse.Namespace) -> int:
     recording = read_recording(options.recording)
     steps.update()
     steps.set_description("following")
-    trace = trace_of(recording)
+    with located(str(options.recording)):
+        trace = trace_of(recording)
     if options.iterations is not None:
         trace = trace.window(*options.iterations)
     if options.running:

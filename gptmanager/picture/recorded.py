@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from gptmanager.api import TENSOR_ALIASES, InferenceRequest
+from gptmanager.blueprint import Blueprint
 from gptmanager.errors import RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
@@ -27,25 +27,24 @@ def trace_of(recording: Recording) -> Trace:
     blueprint = recording.header.blueprint
     reader = _Reader(
         TraceBuilder(bounds_of(blueprint)),
-        blueprint["vocab_size"],
-        blueprint["sizes"]["max_seq_len"],
+        blueprint.vocab_size,
+        blueprint.sizes.max_seq_len,
     )
     for iteration in recording.iterations:
         reader.read(iteration)
     return reader.builder.build()
 
 
-def bounds_of(blueprint: Mapping[str, Any]) -> Bounds:
+def bounds_of(blueprint: Blueprint) -> Bounds:
     """The limits that a recording's header tells of."""
-    params, sizes = blueprint["params"], blueprint["sizes"]
-    policy = blueprint["custom_scheduler"] or blueprint["scheduler"]["capacity_scheduler_policy"]
+    params, sizes = blueprint.params, blueprint.sizes
     return Bounds(
-        max_batch_size=params["max_batch_size"],
-        max_num_tokens=params["max_num_tokens"],
-        num_blocks=sizes["num_blocks"],
-        tokens_per_block=sizes["tokens_per_block"],
-        policy=policy,
-        chunk_unit=sizes["tokens_per_block"] if sizes["chunked"] else None,
+        max_batch_size=params.max_batch_size,
+        max_num_tokens=params.max_num_tokens,
+        num_blocks=sizes.num_blocks,
+        tokens_per_block=sizes.tokens_per_block,
+        policy=blueprint.custom_scheduler or blueprint.scheduler.capacity_scheduler_policy.name,
+        chunk_unit=sizes.tokens_per_block if sizes.chunked else None,
     )
 
 

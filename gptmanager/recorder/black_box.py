@@ -8,30 +8,17 @@ which follow from them, only of the last iterations. Knows nothing of who fills 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
+from gptmanager.blueprint import Blueprint
 from gptmanager.clock import perf_counter_ns
-from gptmanager.recorder.object_graph import GraphWriter
+from gptmanager.loop_state import LoopState
 from gptmanager.recorder.recording import Turn, make_header
 from gptmanager.recorder.values import to_json
 
 # the state of the loop is copied so seldom that the copies cost so much a turn of the loop
 _STATE_NS_PER_TURN = 2000
 _MIN_SEGMENT = 256
-
-# what a loop is made of; all else in it is state
-_MADE_OF = frozenset(
-    {
-        *("host", "executor", "scheduler", "limits", "laps", "outputs"),
-        *("max_active", "max_batch_size", "max_num_tokens", "run_ahead", "num_micro_batches"),
-    }
-)
-
-
-# what belongs to the host, what a processor keeps for a request, and what is large: a replay needs
-# none of it
-_HIDDEN = frozenset({"post_processor", "logits_post_processor", "kept", "numbers"})
 
 
 class BlackBox:
@@ -40,12 +27,13 @@ class BlackBox:
     `is_new`: the loop has not iterated yet.
     """
 
-    def __init__(self, loop: Any, keep: int, *, is_new: bool = True) -> None:
+    def __init__(self, loop: Any, blueprint: Blueprint, keep: int, *, is_new: bool = True) -> None:
         self._loop = loop
+        self.blueprint = blueprint
         self._keep = keep
         self._recent: deque[Turn] = deque()  # those whose schedule is kept
         self._segments: deque[_Segment] = deque(
-            [_Segment(None if is_new else LoopState(loop))], maxlen=2
+            [_Segment(None if is_new else loop.state())], maxlen=2
         )
         self._segment_length = max(_MIN_SEGMENT, keep)
         self.tells_something = is_new  # else: not before a step has come to its end
@@ -62,32 +50,20 @@ class BlackBox:
         turns.append(turn)
         if len(turns) >= self._segment_length:
             started = perf_counter_ns()
-            self._segments.append(_Segment(LoopState(self._loop)))
+            self._segments.append(_Segment(self._loop.state()))
             taken = perf_counter_ns() - started
             self._segment_length = max(_MIN_SEGMENT, self._keep, taken // _STATE_NS_PER_TURN)
 
-    def lines(self, blueprint: Mapping[str, Any], last: Turn | None) -> list[bytes]:
+    def lines(self, last: Turn | None) -> list[bytes]:
         """The recording without its end. `last`: a turn that was not completed."""
         first = self._segments[0]
-        state = None if first.state is None else first.state.plain()
         turns = [turn for segment in self._segments for turn in segment.turns]
         if last is not None:
             turns.append(last)
-        return [to_json(make_header(blueprint, state)), *(turn.line() for turn in turns)]
-
-
-class LoopState:
-    """The state of a loop between two iterations, copied but for what only grows."""
-
-    def __init__(self, loop: Any) -> None:
-        state = {name: value for name, value in vars(loop).items() if name not in _MADE_OF}
-        pending = state["pending"]
-        state["pending"] = None if pending is None else pending.schedule
-        self._graph = GraphWriter(growing=frozenset({"tokens"}), hidden=_HIDDEN)
-        self._root = self._graph.add(state)
-
-    def plain(self) -> dict[str, Any]:
-        return {"objects": self._graph.entries(), "root": self._root}
+        return [
+            to_json(make_header(self.blueprint, first.state)),
+            *(turn.line() for turn in turns),
+        ]
 
 
 class _Segment:

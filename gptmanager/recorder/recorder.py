@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from gptmanager.api import NamedTensor
+from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.log import logger
@@ -42,7 +42,6 @@ class Recorder:
     ) -> None:
         self._keep = 0 if path is not None else keep
         self._black_box_path = black_box_path
-        self._blueprint: Mapping[str, Any] = {}
         self._turn: Turn | None = None
         self._num_turns = 0
         self._num_idle = 0  # turns since the last that had something to do
@@ -59,14 +58,13 @@ class Recorder:
     def writes_file(self) -> bool:
         return self._path is not None
 
-    def start(self, loop: Any, blueprint: Mapping[str, Any]) -> None:
+    def start(self, loop: Any, blueprint: Blueprint) -> None:
         """`loop` stands on this recorder's host and executor and has not iterated yet.
 
         Raises ConfigError if the file cannot be written.
         """
-        self._blueprint = blueprint
         if self._keep:
-            self._black_box = BlackBox(loop, self._keep)
+            self._black_box = BlackBox(loop, blueprint, self._keep)
         if self._path is not None:
             try:
                 self._file = Path(self._path).open("wb")
@@ -99,11 +97,12 @@ class Recorder:
         anew.
         """
         text = response_text(error)
-        if self._black_box is None:
+        box = self._black_box
+        if box is None:
             self.close("failed", text)
             return
-        self._write_black_box(self._black_box, text)
-        self._black_box = BlackBox(loop, self._keep, is_new=False)
+        self._write_black_box(box, text)
+        self._black_box = BlackBox(loop, box.blueprint, self._keep, is_new=False)
 
     # What the two doors call ---------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Recorder:
         if not box.tells_something:
             return None
         try:
-            lines = box.lines(self._blueprint, last)
+            lines = box.lines(last)
             lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
             if self._black_box_path is None:
                 number, self._black_box_path = tempfile.mkstemp(

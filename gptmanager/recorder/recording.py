@@ -6,22 +6,33 @@ how the run ended. docs/recording.md describes every key.
 
 from __future__ import annotations
 
-import logging
+import os
+import reprlib
+import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import orjson
 
-from gptmanager.recorder.values import RecordingError, field_names, from_json, to_json
+from gptmanager.blueprint import Blueprint
+from gptmanager.config import OptionalParams
+from gptmanager.errors import GptManagerError, RecordingError, response_text
+from gptmanager.log import logger
+from gptmanager.loop_state import LoopState
+from gptmanager.recorder.limits import Bounds, checked_blueprint
+from gptmanager.recorder.requests import Allowance
+from gptmanager.recorder.values import Decoder, field_names, plain_fields, to_json
 from gptmanager.step import Intake, Schedule, StepResult
 
-logger = logging.getLogger("gptmanager")
-
 FORMAT = "gptmanager.recording"
-VERSION = 1
+VERSION = 2
+
+_LONGEST_LINE = 1 << 30  # bytes
+_UNFOLDED = 1 << 20  # numbers that a few bytes may stand for in all, and
+_UNFOLDED_PER_BYTE = 16  # so many more for each byte of the file
 
 
 class End(NamedTuple):
@@ -44,15 +55,16 @@ class RunEnd:
 class Header:
     """What the recorded loop was made of.
 
-    `blueprint`: options, sizes, policy; see `assembly.Blueprint`. `state`: the loop before the
-    first iteration of the recording, None: nothing was active and no memory had ever been taken.
+    `blueprint`: options, sizes, policy; of a scheduler of the host's own there is the name alone.
+    `state`: the loop before the first iteration of the recording, None: nothing was active and no
+    memory had ever been taken.
     """
 
-    blueprint: Mapping[str, Any]
+    blueprint: Blueprint
     version: int = VERSION
     library: str = ""
     fields: Mapping[str, list[str]] = field(default_factory=dict)
-    state: Mapping[str, Any] | None = None
+    state: LoopState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,83 +150,154 @@ class Turn:
         return to_json({"kind": "iteration", **values})
 
 
-def make_header(
-    blueprint: Mapping[str, Any], state: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[str, Any]:
     """The header line of a recording that is being written."""
+    create = blueprint.scheduler.create_scheduler
+    name = "" if create is None else getattr(create, "__qualname__", type(create).__name__)
     return {
         "kind": "header",
         "format": FORMAT,
         "version": VERSION,
         "library": _library_version(),
-        "blueprint": blueprint,
-        "fields": field_names(Iteration),
+        "blueprint": plain_fields(
+            replace(
+                blueprint,
+                params=_of_no_code(blueprint.params),
+                scheduler=replace(blueprint.scheduler, create_scheduler=None),
+                custom_scheduler=name,
+            )
+        ),
+        "fields": field_names(Iteration, LoopState),
         "state": state,
     }
 
 
-def read_recording(path: str | Path) -> Recording:
+def read_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a recording whole. Raises RecordingError naming the line that is wrong.
 
-    A last line that is cut off, by a crash, is left out with a warning.
+    A last line that is cut off, by a crash, is left out with a warning. Whoever wrote the file,
+    reading it does nothing else: nothing of it is run, and no name in it is looked up.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise RecordingError(f"{path}: {error.strerror}") from error
-    return read_lines(lines, str(path))
+        with _open(path) as file:
+            return read_lines(_lines(file, str(path)), str(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, RecordingError):
+            raise
+        raise RecordingError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except MemoryError as error:
+        raise RecordingError(f"{path} needs more memory than there is") from error
 
 
 def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
     """As `read_recording`; `name` stands in messages."""
-    values = _values(lines, name)
+    allowance = Allowance(_UNFOLDED)
+    values = _values(lines, name, allowance)
     _, first = next(values, (0, {}))
-    header = _read_header(first, name)
+    with located(f"{name}, line 1"):
+        header, decoder, bounds = _read_header(first, allowance)
     iterations: list[Iteration] = []
     end: RunEnd | None = None
     for number, value in values:
         kind = value.get("kind")
-        try:
+        with located(f"{name}, line {number}"):
+            if end is not None:
+                raise RecordingError("the recording had ended before")
             if kind == "iteration":
-                iterations.append(from_json(Iteration, value, header.fields))
+                iteration = decoder.decode(Iteration, value)
+                bounds.check(iteration.intake, iteration.schedule, iteration.result)
+                if iteration.index <= (iterations[-1].index if iterations else -1):
+                    raise RecordingError(f"iteration {iteration.index} comes too late")
+                iterations.append(iteration)
             elif kind == "end":
-                end = from_json(RunEnd, value, header.fields)
+                end = decoder.decode(RunEnd, value)
             else:
-                raise RecordingError(f"unknown kind {kind!r}")
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise RecordingError(f"{name}, line {number}: {error}") from error
+                raise RecordingError(f"unknown kind {reprlib.repr(kind)}")
     return Recording(header, tuple(iterations), end)
 
 
-def _values(lines: Iterable[bytes], name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    for number, line in numbered:
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """What goes wrong in here is for what a recording says: the error tells `place`.
+
+    It comes from anybody, so that nothing is sure but the types of its values.
+    """
+    try:
+        yield
+    except (GptManagerError, ArithmeticError, AssertionError, AttributeError, LookupError,
+            RuntimeError, StopIteration, TypeError, ValueError) as error:  # fmt: skip
+        what = error if isinstance(error, GptManagerError) else response_text(error)
+        raise RecordingError(f"{place}: {what}") from error
+
+
+def _open(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A regular file: a device or a pipe has no end that one could wait for."""
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    file = open(number, "rb")
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        file.close()
+        raise RecordingError(f"{path} is no regular file")
+    return file
+
+
+def _lines(file: IO[bytes], name: str) -> Iterator[bytes]:
+    while line := file.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise RecordingError(f"{name} has a line of more than {_LONGEST_LINE} bytes")
+        yield line
+
+
+def _values(
+    lines: Iterable[bytes], name: str, allowance: Allowance
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines that are not empty, with their numbers; each adds to what they may unfold to."""
+    broken: tuple[int, Exception] | None = None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if broken is not None:
+            break
         try:
             value = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            if number == numbered[-1][0] and number > 1:
-                logger.warning("%s, line %d is cut off and left out", name, number)
-                return
-            raise RecordingError(f"{name}, line {number} is no JSON: {error}") from error
+            broken = number, error
+            continue
         if not isinstance(value, dict):
             raise RecordingError(f"{name}, line {number} is no JSON object")
+        allowance.left += _UNFOLDED_PER_BYTE * len(line)
         yield number, value
+    else:
+        if broken is not None and broken[0] > 1:
+            logger.warning("%s, line %d is cut off and left out", name, broken[0])
+            return
+    if broken is not None:
+        raise RecordingError(f"{name}, line {broken[0]} is no JSON: {broken[1]}") from broken[1]
 
 
-def _read_header(value: Mapping[str, Any], name: str) -> Header:
+def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header, Decoder, Bounds]:
     if value.get("format") != FORMAT:
-        raise RecordingError(f"{name} is no recording: its first line is not a {FORMAT} header")
+        raise RecordingError(f"it is no recording: its first line is not a {FORMAT} header")
     if value.get("version") != VERSION:
         raise RecordingError(
-            f"{name} has format version {value.get('version')!r}, this library "
-            f"({_library_version()}) reads version {VERSION}"
+            f"it has format version {reprlib.repr(value.get('version'))}, this library "
+            f"({_library_version()}) reads version {VERSION}: look at it with the library that "
+            f"wrote it ({reprlib.repr(value.get('library'))}), or record the run again"
         )
-    return Header(
-        blueprint=value["blueprint"],
-        library=value.get("library", ""),
-        fields=value["fields"],
-        state=value.get("state"),
+    names = Decoder({}).decode(dict[str, list[str]], value.get("fields"))
+    decoder = Decoder(names, allowance)
+    blueprint = checked_blueprint(decoder.decode(Blueprint, value.get("blueprint")))
+    header = Header(
+        blueprint=blueprint,
+        library=decoder.decode(str, value.get("library", "")),
+        fields=names,
+        state=decoder.decode(LoopState | None, value.get("state")),
     )
+    return header, decoder, Bounds(blueprint)
+
+
+def _of_no_code(params: OptionalParams) -> OptionalParams:
+    """Without what only code can hold; it never decides how a loop schedules."""
+    return replace(params, logits_post_processor_batched=None)
 
 
 def _library_version() -> str:

@@ -1,8 +1,9 @@
-"""Values of a recording as JSON and back: dataclasses, named tuples, requests with their tensors.
+"""Values of a recording as JSON and back: dataclasses, named tuples, and what they hold.
 
 Knows types, not their meaning: a field that is added to `Schedule` or `Row` travels by itself.
 A dataclass is an object by field name, a named tuple a list in the order that the recording's
-header gives, a set a sorted list.
+header gives, a set a sorted list. What is read may come from a stranger: the type that is asked for
+says what is made of it, never the file, and what is of another type is refused.
 """
 
 from __future__ import annotations
@@ -10,72 +11,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-import torch
 
 from gptmanager.api import InferenceRequest
-from gptmanager.errors import GptManagerError, response_text
+from gptmanager.deferred import Deferred
+from gptmanager.errors import RecordingError, response_text
 from gptmanager.host_rows import HostRows
-from gptmanager.post_processor import RequestProcessor, is_post_processor, read_post_processor
+from gptmanager.post_processor import RequestProcessor, read_post_processor
+from gptmanager.recorder.requests import (
+    Allowance,
+    RecordedError,
+    plain_request,
+    request_from_plain,
+    value_from_plain,
+)
 
 _T = TypeVar("_T")
+_Read = Callable[[Any], Any]
 
-_DEFAULTS = {  # of a request's attributes
-    "is_streaming": False,
-    "logits_post_processor": None,
-    "client_id": None,
-    "priority": 0.5,
-    "deadline_s": None,
-    "queue_timeout_s": None,
-    "cache_salt": None,
-    "retention_priority": None,
-}
 _UNIONS = (typing.Union, types.UnionType)
-
-
-class RecordingError(GptManagerError, ValueError):
-    """A recording cannot be written, read, or understood."""
-
-
-class RecordedError(Exception):
-    """An error that a recording tells of; its text is that of the original, class included."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class Opaque:
-    """Stands for a value that no JSON can hold. Admission refuses it as it refused the original."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-class RecordedProcessor:
-    """Stands for a logits post-processor. A replay never calls it: the tokens are recorded."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *arguments: Any) -> None:
-        raise RecordingError(f"the logits post-processor {self.name} was not recorded")
-
-
-class RecordedPreparation(RecordedProcessor):
-    """One for which the request waited."""
-
-    def prepare(self, device: str) -> None:
-        self()
+_INT32 = np.iinfo(np.int32)
+_SCALARS = (type(None), bool, int, float, str)
+_MAX_UNFOLDED = 1 << 20
 
 
 def to_json(value: Any) -> bytes:
@@ -88,6 +53,8 @@ def _plain(value: Any) -> Any:
     """What orjson does not know, in what it knows."""
     if isinstance(value, tuple):
         return list(value)
+    if isinstance(value, Deferred):
+        return value.make()
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if isinstance(value, InferenceRequest):
@@ -115,68 +82,6 @@ def plain_fields(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def from_json(hint: type[_T], data: Any, names: Mapping[str, list[str]]) -> _T:
-    """A value of type `hint`; `names`: the fields of each named tuple when it was written.
-
-    A field that the recording does not know yet has its default, one that is gone is dropped.
-    """
-    return cast(_T, _decode(hint, data, names))
-
-
-def _decode(hint: Any, data: Any, names: Mapping[str, list[str]]) -> Any:
-    origin = typing.get_origin(hint)
-    if data is None and hint is float:
-        return -math.inf  # a log probability: JSON has no such number
-    if data is None or hint in (int, float, bool, str, Any):
-        return data
-    if origin in _UNIONS:
-        inner = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        return _decode(inner[0], data, names) if len(inner) == 1 else data
-    if origin in (tuple, frozenset):
-        kinds = typing.get_args(hint)
-        if origin is tuple and kinds[-1] is not ...:
-            pairs = zip(kinds, data, strict=True)
-            return tuple(_decode(kind, item, names) for kind, item in pairs)
-        return origin(_decode_all(kinds[0], data, names))
-    if hint is np.ndarray:
-        return np.array(data, dtype=np.int32)
-    if hint is InferenceRequest:
-        return request_from_plain(data)
-    if hint is RequestProcessor:
-        return read_post_processor(_value_of(data))
-    if hint is HostRows:
-        return HostRows(None, data)
-    if hint is BaseException:
-        return RecordedError(data)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint[data] if isinstance(data, str) else hint(data)
-    if hasattr(hint, "_fields"):
-        given = dict(zip(names.get(hint.__name__, hint._fields), data, strict=False))
-        return hint(**_fields(hint, given, names))
-    if dataclasses.is_dataclass(hint):
-        return cast(Any, hint)(**_fields(hint, data, names))
-    return data
-
-
-def _decode_all(hint: Any, items: list[Any], names: Mapping[str, list[str]]) -> list[Any]:
-    """As `_decode` of each; quickly where they are plain named tuples, which most values are."""
-    if hasattr(hint, "_fields") and names.get(hint.__name__) == list(hint._fields):
-        if all(kind in (int, bool, str) for kind in _hints(hint).values()):
-            return list(map(hint._make, items))
-    return [_decode(hint, item, names) for item in items]
-
-
-def _fields(cls: Any, given: Mapping[str, Any], names: Mapping[str, list[str]]) -> dict[str, Any]:
-    hints = _hints(cls)
-    known = [name for name in given if name in hints]
-    return {name: _decode(hints[name], given[name], names) for name in known}
-
-
-@functools.lru_cache(maxsize=64)
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def field_names(*classes: Any) -> dict[str, list[str]]:
     """The fields of the named tuples that `classes` hold, however deep, by class name."""
     found: dict[str, list[str]] = {}
@@ -189,102 +94,257 @@ def field_names(*classes: Any) -> dict[str, list[str]]:
         seen.add(hint)
         waiting.extend(typing.get_args(hint))
         if hasattr(hint, "_fields"):
-            found[hint.__name__] = list(hint._fields)
+            fields = list(hint._fields)
+            if found.setdefault(hint.__name__, fields) != fields:
+                raise TypeError(f"two named tuples of a recording are called {hint.__name__}")
         if hasattr(hint, "_fields") or dataclasses.is_dataclass(hint):
             waiting.extend(_hints(hint).values())
     return dict(sorted(found.items()))
 
 
-# Requests ----------------------------------------------------------------------------------
+def from_json(hint: type[_T], data: Any, names: Mapping[str, list[str]]) -> _T:
+    """A value of type `hint` out of one file; see `Decoder`."""
+    value: _T = Decoder(names).decode(hint, data)
+    return value
 
 
-def plain_request(request: InferenceRequest) -> dict[str, Any]:
-    """A request as JSON values; what is None or the default is left out."""
-    plain: dict[str, Any] = {"request_id": request.request_id}
-    plain["tensors"] = {
-        str(name): plain_tensor(value) for name, value in list(request.tensors.items())
-    }
-    for name, default in _DEFAULTS.items():
-        value = getattr(request, name)
-        if type(value) is not type(default) or value != default:
-            plain[name] = _plain_value(value)
-    processor = request.logits_post_processor
-    if is_post_processor(processor):
-        plain["logits_post_processor"] = _plain(RequestProcessor(processor))
-    return plain
+class Decoder:
+    """Makes values of given types of JSON values; raises RecordingError for anything else.
 
-
-def request_from_plain(plain: Mapping[str, Any]) -> InferenceRequest:
-    attributes = {name: _value_of(plain[name]) for name in _DEFAULTS if name in plain}
-    tensors = {name: tensor_from_plain(value) for name, value in plain["tensors"].items()}
-    return InferenceRequest(plain["request_id"], tensors, **attributes)
-
-
-def plain_tensor(value: Any) -> Any:
-    """`{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
-
-    "data" is flat; "fill" stands for many equal values.
+    `names`: the fields of each named tuple when the file was written. A field that the file does
+    not know yet has its default, one that is gone is dropped. `allowance`: how many numbers a few
+    bytes of the file may still stand for.
     """
-    if isinstance(value, torch.Tensor):
-        kind, dtype = "torch", str(value.dtype).removeprefix("torch.")
-        value = value.detach().cpu()
-        array = (value.float() if dtype == "bfloat16" else value).numpy()
-    elif isinstance(value, np.ndarray):
-        kind, dtype, array = "numpy", str(value.dtype), value
-    else:
-        return _plain_value(value)
-    if array.dtype.kind not in "biuf":
-        return _opaque(value)
-    flat = array.reshape(-1)
-    plain: dict[str, Any] = {kind: dtype, "shape": list(array.shape)}
-    if flat.size > 8 and (flat == flat[0]).all():
-        plain["fill"] = _plain_value(flat[0].item())
-    elif array.dtype.kind == "f" and not np.isfinite(flat).all():
-        plain["data"] = [_plain_value(number) for number in flat.tolist()]
-    else:
-        plain["data"] = flat.tolist()
-    return plain
+
+    def __init__(self, names: Mapping[str, list[str]], allowance: Allowance | None = None) -> None:
+        self._names = names
+        self._allowance = allowance or Allowance(_MAX_UNFOLDED)
+        self._readers: dict[Any, _Read] = {}
+
+    def decode(self, hint: Any, data: Any) -> Any:
+        """A value of type `hint`."""
+        return self._reader(hint)(data)
+
+    def _reader(self, hint: Any) -> _Read:
+        reader = self._readers.get(hint)
+        if reader is None:
+            reader = self._readers[hint] = self._new_reader(hint)
+        return reader
+
+    def _new_reader(self, hint: Any) -> _Read:
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        known = self._leaf(hint)
+        if known is not None:
+            return known
+        if origin is typing.Literal:
+            return functools.partial(_read_literal, arguments)
+        if origin in _UNIONS:
+            return self._union(arguments)
+        if origin is tuple and arguments[-1] is not ...:
+            return self._fixed_tuple(arguments)
+        if origin in (tuple, frozenset, list):
+            return self._many(origin, arguments[0])
+        if origin is dict:
+            value = self._reader(arguments[1])
+            return lambda data: {k: _at(k, value, item) for k, item in _read_dict(data).items()}
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            return functools.partial(_read_enum, hint)
+        if hasattr(hint, "_fields"):
+            return self._named_tuple(hint)
+        if dataclasses.is_dataclass(hint):
+            return self._dataclass(hint)
+        return _refuse  # code, a path, a tensor: no recording holds one
+
+    def _leaf(self, hint: Any) -> _Read | None:
+        readers: dict[Any, _Read] = {
+            Any: _read_scalar,
+            float: _read_float,
+            np.ndarray: _read_array,
+            InferenceRequest: lambda data: request_from_plain(data, self._allowance),
+            RequestProcessor: lambda data: read_post_processor(value_from_plain(data)),
+            HostRows: lambda data: HostRows(None, _read_str(data)),
+            BaseException: lambda data: RecordedError(_read_str(data)),
+            str: _read_str,
+        }
+        if hint in (int, bool, type(None)):
+            return functools.partial(_read_exactly, hint)
+        return readers.get(hint)
+
+    def _union(self, arguments: tuple[Any, ...]) -> _Read:
+        readers = [self._reader(kind) for kind in arguments if kind is not type(None)]
+
+        def read(data: Any) -> Any:
+            if data is None and type(None) in arguments:
+                return None
+            for reader in readers[:-1]:
+                try:
+                    return reader(data)
+                except RecordingError:
+                    continue
+            return readers[-1](data)
+
+        return read
+
+    def _fixed_tuple(self, arguments: tuple[Any, ...]) -> _Read:
+        readers = [self._reader(kind) for kind in arguments]
+
+        def read(data: Any) -> Any:
+            if len(_read_list(data)) != len(readers):
+                raise RecordingError(f"{len(data)} values, not {len(readers)}")
+            return tuple(reader(item) for reader, item in zip(readers, data, strict=True))
+
+        return read
+
+    def _many(self, origin: Callable[[Any], Any], kind: Any) -> _Read:
+        if kind is float:
+            return lambda data: origin(map(_read_log_prob, _read_list(data)))
+        reader = self._reader(kind)
+        columns = self._columns(kind)
+
+        def read(data: Any) -> Any:
+            if kind is int and set(map(type, _read_list(data))) <= {int}:
+                return origin(data)
+            if columns is not None and _fits(data, columns):
+                return origin(map(kind._make, data))
+            return origin(
+                [_at(number, reader, item) for number, item in enumerate(_read_list(data))]
+            )
+
+        return read
+
+    def _columns(self, kind: Any) -> list[type] | None:
+        """The types of a named tuple's fields, if all are plain and the file has the same."""
+        if not hasattr(kind, "_fields") or self._names.get(kind.__name__) != list(kind._fields):
+            return None
+        hints = list(_hints(kind).values())
+        return hints if all(hint in (int, bool) for hint in hints) else None
+
+    def _named_tuple(self, kind: Any) -> _Read:
+        written = self._names.get(kind.__name__, list(kind._fields))
+        hints = _hints(kind)
+        readers = {name: self._reader(hint) for name, hint in hints.items()}
+
+        def read(data: Any) -> Any:
+            if len(_read_list(data)) != len(written):
+                raise RecordingError(f"{len(data)} values, not {len(written)}: {_short(data)}")
+            given = dict(zip(written, data, strict=True))
+            return _made(kind, readers, given)
+
+        return read
+
+    def _dataclass(self, kind: Any) -> _Read:
+        readers = {name: self._reader(hint) for name, hint in _hints(kind).items()}
+        return lambda data: _made(kind, readers, _read_dict(data))
 
 
-def tensor_from_plain(plain: Any) -> Any:
-    kind = next((k for k in ("torch", "numpy") if isinstance(plain, dict) and k in plain), None)
-    if kind is None:
-        return _value_of(plain)
-    dtype = plain[kind]
-    storage = "float32" if dtype == "bfloat16" else dtype
-    if "fill" in plain:
-        array = np.full(plain["shape"], _value_of(plain["fill"]), dtype=storage)
-    else:
-        data = [_value_of(number) for number in plain["data"]]
-        array = np.array(data, dtype=storage).reshape(plain["shape"])
-    if kind == "numpy":
-        return array
-    return torch.from_numpy(array).to(getattr(torch, dtype))
+def _made(kind: Any, readers: Mapping[str, _Read], given: Mapping[str, Any]) -> Any:
+    fields = {
+        name: _at(name, readers[name], value) for name, value in given.items() if name in readers
+    }
+    try:
+        return kind(**fields)
+    except TypeError as error:  # a field that has no default
+        raise RecordingError(str(error)) from error
 
 
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        fits = not isinstance(value, int) or -(2**63) <= value < 2**64
-        return value if fits else _opaque(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain_value(item) for item in value]
-    return _opaque(value)
+def _at(place: str | int, reader: _Read, data: Any) -> Any:
+    """An error says where it is."""
+    try:
+        return reader(data)
+    except RecordingError as error:
+        raise RecordingError(f"{place}: {error}") from error.__cause__
 
 
-def _opaque(value: Any) -> dict[str, str]:
-    return {"opaque": type(value).__name__}
+def _fits(data: Any, columns: list[type]) -> bool:
+    """Whether these are rows of values of these types, quickly."""
+    if not isinstance(data, list) or set(map(type, data)) != {list}:
+        return False
+    if set(map(len, data)) != {len(columns)}:
+        return False
+    found = zip(*data, strict=True)
+    return all(
+        set(map(type, column)) == {kind} for kind, column in zip(columns, found, strict=True)
+    )
 
 
-def _value_of(plain: Any) -> Any:
-    if isinstance(plain, list):
-        return [_value_of(item) for item in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if "processor" in plain:
-        kind = RecordedPreparation if plain.get("prepares") else RecordedProcessor
-        return kind(str(plain["processor"]))
-    return float(plain["float"]) if "float" in plain else Opaque(str(plain.get("opaque")))
+@functools.lru_cache(maxsize=128)
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+# What is no field of anything ----------------------------------------------------------------
+
+
+def _short(data: Any) -> str:
+    return reprlib.repr(data)
+
+
+def _read_exactly(kind: type, data: Any) -> Any:
+    if type(data) is not kind:
+        raise RecordingError(f"{_short(data)} is no {kind.__name__}")
+    return data
+
+
+def _read_str(data: Any) -> str:
+    text: str = _read_exactly(str, data)
+    return text
+
+
+def _read_list(data: Any) -> list[Any]:
+    items: list[Any] = _read_exactly(list, data)
+    return items
+
+
+def _read_dict(data: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = _read_exactly(dict, data)
+    return fields
+
+
+def _read_float(data: Any) -> float:
+    if type(data) not in (int, float) or not math.isfinite(data):
+        raise RecordingError(f"{_short(data)} is no finite number")
+    return float(data)
+
+
+def _read_log_prob(data: Any) -> float:
+    """JSON has no such number as that of what cannot come."""
+    return -math.inf if data is None else _read_float(data)
+
+
+def _read_scalar(data: Any) -> Any:
+    if not isinstance(data, _SCALARS):
+        raise RecordingError(f"{_short(data)} is neither a number nor a text")
+    return data
+
+
+def _read_literal(values: tuple[Any, ...], data: Any) -> Any:
+    if type(data) is not str or data not in values:
+        raise RecordingError(f"{_short(data)} is none of {values}")
+    return data
+
+
+def _read_enum(kind: type[Enum], data: Any) -> Enum:
+    """By name, or by number."""
+    members = kind.__members__ if type(data) is str else {m.value: m for m in kind}
+    if type(data) not in (str, int) or data not in members:
+        raise RecordingError(f"{_short(data)} is no {kind.__name__}")
+    return members[data]
+
+
+def _read_array(data: Any) -> np.ndarray:
+    """Int32 of one or two dimensions."""
+    try:
+        array = np.array(_read_list(data))
+    except (ValueError, OverflowError) as error:
+        raise RecordingError(f"{_short(data)} is no array: {error}") from error
+    if array.size and array.dtype.kind != "i":
+        raise RecordingError(f"{_short(data)} does not consist of int32 numbers")
+    if array.size and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
+        raise RecordingError(f"{_short(data)} does not consist of int32 numbers")
+    if array.ndim > 2:
+        raise RecordingError(f"an array of {array.ndim} dimensions, not 1 or 2")
+    return array.astype(np.int32)
+
+
+def _refuse(data: Any) -> Any:
+    raise RecordingError(f"{_short(data)}: a recording holds nothing here")

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gptmanager.api import NamedTensor
-from gptmanager.assembly import Blueprint, build_loop
+from gptmanager.assembly import build_loop
+from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason
-from gptmanager.errors import response_text
+from gptmanager.errors import RecordingError, response_text
 from gptmanager.loop import TokenLoop
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.recorder.object_graph import read_graph
-from gptmanager.recorder.recording import End, Iteration, Recording
-from gptmanager.recorder.values import RecordingError
+from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
+from gptmanager.replay.unheard import UnheardLoop
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
@@ -127,20 +127,12 @@ class _Replay:
         self.world = _RecordedWorld()
         self.broke_off = ""
         state = recording.header.state
-        if state is None:
-            self.loop = build_loop(blueprint, self.world, self.world, laps=Laps(lambda: 0))
-            return
-        values = read_graph(state["objects"])(state["root"])
         self.loop = build_loop(
-            blueprint,
-            self.world,
-            self.world,
-            laps=Laps(lambda: 0),
-            allocator=values["allocator"],
+            *(blueprint, self.world, self.world), laps=Laps(lambda: 0), loop_class=UnheardLoop
         )
-        pending = values["pending"]
-        values["pending"] = None if pending is None else _Step(pending)
-        vars(self.loop).update(values)
+        if state is not None:
+            with located("the state that the recording begins with"):
+                self.loop.restore(state, None if state.pending is None else _Step(state.pending))
 
     def step(self, iteration: Iteration) -> Divergence | None:
         world = self.world
@@ -185,7 +177,7 @@ def recorded_blueprint(
     recording: Recording, create_scheduler: Callable[..., Any] | None = None
 ) -> Blueprint:
     """What the recorded loop was built of. Raises RecordingError without a scheduler it needs."""
-    blueprint = Blueprint.from_plain(recording.header.blueprint)
+    blueprint = recording.header.blueprint
     if create_scheduler is not None:
         scheduler = dataclasses.replace(blueprint.scheduler, create_scheduler=create_scheduler)
         return dataclasses.replace(blueprint, scheduler=scheduler)

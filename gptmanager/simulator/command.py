@@ -6,18 +6,19 @@ import argparse
 import dataclasses
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import orjson
 from tqdm import tqdm
 
-from gptmanager.assembly import Blueprint
+from gptmanager.blueprint import Blueprint
 from gptmanager.command_arguments import natural, positive, span
 from gptmanager.config import CapacitySchedulerPolicy
 from gptmanager.errors import ConfigError
 from gptmanager.recorder import Recorder
-from gptmanager.recorder.recording import Recording, read_recording
+from gptmanager.recorder.recording import Recording, located, read_recording
 from gptmanager.replay.command import imported
 from gptmanager.simulator.comparison import Machine, hypothetical, plain, table, variant
 from gptmanager.simulator.cost_model import CostModel, fit
@@ -115,7 +116,7 @@ def _simulate(options: argparse.Namespace) -> int:
         blueprint = hypothetical(machine, synthetic.prompt_len[1] + synthetic.output_len[1])
     else:
         load = _recorded(options, recording)
-        blueprint = Blueprint.from_plain(recording.header.blueprint)
+        blueprint = recording.header.blueprint
     cost = _cost(options, recording)
     columns = {policy.name.lower(): variant(blueprint, policy, machine)
                for policy in options.policies}  # fmt: skip
@@ -145,7 +146,8 @@ def _recorded(options: argparse.Namespace, recording: Recording) -> RecordedLoad
     for name in _given(options):
         option = f"--{name.replace('_', '-')}"
         raise ConfigError(f"{option} is about a synthetic load, and --recording gives another")
-    return RecordedLoad(recording, options.arrivals or "time")
+    with located(str(options.recording)):
+        return RecordedLoad(recording, options.arrivals or "time")
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -161,16 +163,24 @@ def _simulate_one(
     if record is not None and count > 1:
         path = record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
     recorder = None if path is None else Recorder(path)
-    with tqdm(total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0,
-              disable=None) as bar:  # fmt: skip
+    place: AbstractContextManager[None] = nullcontext()
+    if isinstance(load, RecordedLoad) and blueprint.scheduler.create_scheduler is None:
+        place = located("the recorded load")
+    bar = tqdm(
+        total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0, disable=None
+    )
+    with place, bar:
         return simulate(blueprint, load, cost, recorder=recorder, on_progress=bar.update)
 
 
 def _cost(options: argparse.Namespace, recording: Recording | None) -> CostModel:
     if options.fit is not None:
-        return fit(read_recording(options.fit))
+        recording = read_recording(options.fit)
     if options.cost is None:
-        return CostModel() if recording is None else fit(recording)
+        if recording is None:
+            return CostModel()
+        with located(str(options.fit or options.recording)):
+            return fit(recording)
     if "=" in options.cost:
         return CostModel.parse(options.cost)
     try:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gptmanager.assembly import Blueprint
+from gptmanager.blueprint import Blueprint
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,

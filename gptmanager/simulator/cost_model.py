@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from gptmanager.config import ModelType
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording import Iteration, Recording
-from gptmanager.recorder.values import RecordingError
 from gptmanager.step import Row, Schedule
 
 _position = itemgetter(Row._fields.index("position"))
@@ -104,7 +103,7 @@ def fit(recording: Recording) -> CostModel:
     measured = list(_timed_steps(recording))
     if not measured:
         raise RecordingError("the recording has no step whose time is known")
-    fused = recording.header.blueprint.get("model_type") != ModelType.INFLIGHT_BATCHING.name
+    fused = recording.header.blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     features = np.array(
         [(num_passes(schedule, fused), *quantities(schedule)) for schedule, _ in measured],
         dtype=np.float64,

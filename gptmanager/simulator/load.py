@@ -15,12 +15,15 @@ import numpy as np
 
 from gptmanager.api import InferenceRequest
 from gptmanager.arguments import at_least
-from gptmanager.assembly import Blueprint
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording import Iteration, Recording
-from gptmanager.recorder.values import RecordingError, plain_request, request_from_plain
 from gptmanager.simulator.host_queue import HostQueue, host_queue
 from gptmanager.step import BeamCandidates, Schedule, StepResult
+
+# a load that was recorded takes so many times the recorded request-steps at most, and some more:
+# requests that had not ended, another policy, a smaller batch
+_STEPS_PER_STEP = 64
+_SPARE_STEPS = 1 << 21
 
 VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
 
@@ -100,6 +103,7 @@ class RecordedLoad:
     here. `arrivals`: "time", when a request came to its host, as far as the recording tells (see
     `host_queue`); "turns", in which iteration Get returned it; "at_once", all at the start. Stop
     signals keep their place; failures of the host are left out. `queue` is what came of "time".
+    `max_request_steps`: far more than the recorded run took.
 
     Raises RecordingError for a black box: it does not hold whole requests.
     """
@@ -110,6 +114,7 @@ class RecordedLoad:
         if recording.header.state is not None or not recording.iterations:
             raise RecordingError("a load needs a recording from the start of a run")
         self.by_turns = arrivals == "turns"
+        self.max_request_steps = _SPARE_STEPS
         self._requests: list[InferenceRequest] = []
         self._outputs: list[dict[int, int]] = []  # position -> token
         self._beams: list[dict[int, BeamCandidates]] = []
@@ -117,7 +122,7 @@ class RecordedLoad:
         times: list[float] = []
         self.queue: HostQueue | None = None
         if arrivals == "time":
-            max_active = Blueprint.from_plain(recording.header.blueprint).max_active
+            max_active = recording.header.blueprint.max_active
             self.queue = host_queue(recording, max_active)
         stops: list[Stop] = []
         clears: list[float] = []
@@ -134,8 +139,14 @@ class RecordedLoad:
             times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
             if iteration.schedule is not None:
                 schedules[iteration.schedule.iteration] = iteration.schedule
+                self.max_request_steps += _STEPS_PER_STEP * request_steps(iteration.schedule)
             if iteration.result is not None and iteration.result_of is not None:
-                schedule = schedules.pop(iteration.result_of)
+                schedule = schedules.pop(iteration.result_of, None)
+                if schedule is None:
+                    raise RecordingError(
+                        f"iteration {iteration.index} has the result of a schedule that is not "
+                        "recorded: a load needs a recording from the start of a run"
+                    )
                 self._take_tokens(schedule, iteration.result, live)
         self.arrivals = np.array(times if self.queue is None else self.queue.arrivals)
         self.stops: Sequence[Stop] = stops
@@ -160,15 +171,22 @@ class RecordedLoad:
         for request in iteration.intake.requests:
             if request.request_id not in refused or request.request_id not in live:
                 live[request.request_id] = len(self._requests)
-            copy = request_from_plain(plain_request(request))
-            copy.is_streaming = False  # how it is answered never changes a schedule
-            self._requests.append(copy)
+            # how it is answered never changes a schedule
+            copied = InferenceRequest(**{**vars(request), "is_streaming": False})
+            self._requests.append(copied)
             self._outputs.append({})
             self._beams.append({})
 
     def _take_tokens(self, schedule: Schedule, result: StepResult, live: dict[int, int]) -> None:
         counts, beams = result.num_tokens, iter(result.beams)
-        for place, row in enumerate(schedule.sampling_rows):
+        rows = schedule.sampling_rows
+        num_searched = sum(row.beam_width > 1 for row in rows)
+        if len(result.tokens) != len(rows) or len(result.beams) != num_searched:
+            raise RecordingError(
+                f"schedule {schedule.iteration} has {len(rows)} rows, {num_searched} of them with "
+                f"beams; its result has {len(result.tokens)} and {len(result.beams)}"
+            )
+        for place, row in enumerate(rows):
             tokens = result.tokens[place, : None if counts is None else counts[place]]
             candidates = next(beams) if row.beam_width > 1 else None
             if row.request_id in live:
@@ -180,3 +198,9 @@ class RecordedLoad:
                     continue
                 for offset, token in enumerate(tokens.tolist()):
                     output.setdefault(start + offset, token)
+
+
+def request_steps(schedule: Schedule) -> int:
+    """Rows, those of beams as often as what must be ranked for them grows."""
+    rows = (*schedule.context_rows, *schedule.generation_rows)
+    return sum(row.beam_width * row.beam_width for row in rows)

@@ -13,15 +13,16 @@ import numpy as np
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.assembly import Blueprint, build_loop, build_recorded_loop
+from gptmanager.assembly import build_loop, build_recorded_loop
+from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason, ModelType
-from gptmanager.errors import SchedulerError
-from gptmanager.loop import TokenLoop
+from gptmanager.errors import RecordingError, SchedulerError
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder import Recorder
+from gptmanager.replay.unheard import UnheardLoop
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
-from gptmanager.simulator.load import Load
+from gptmanager.simulator.load import Load, RecordedLoad, request_steps
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, StepResult
 
@@ -42,10 +43,12 @@ def simulate(
 ) -> Figures:
     """Run `load` to its end. `on_progress` is told how many more requests have finished.
 
-    Raises SchedulerError when the scheduler never lets anybody run again.
+    Raises SchedulerError when the scheduler never lets anybody run again, and RecordingError when
+    a recorded load takes far more steps than were recorded.
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
-    world = World(load, cost, blueprint.params.max_batch_size, fused=fused)
+    most = load.max_request_steps if isinstance(load, RecordedLoad) else None
+    world = World(load, cost, blueprint.params.max_batch_size, fused=fused, max_steps=most)
     laps = Laps(lambda: 0)
     if recorder is None:
         loop = build_loop(blueprint, world, world, laps=laps, loop_class=SimulatedLoop)
@@ -55,7 +58,7 @@ def simulate(
         )
     assert isinstance(loop, SimulatedLoop)
     loop.on_finish = world.tally.finished
-    loop.makes_responses = recorder is not None
+    loop.is_recorded = recorder is not None
     reported = 0
     while loop.active or loop.pending is not None or world.has_more:
         loop.iterate()
@@ -68,18 +71,17 @@ def simulate(
     return world.tally.figures(world.now)
 
 
-class SimulatedLoop(TokenLoop):
-    """The very loop, but that a final response is not made into tensors if nobody reads them."""
+class SimulatedLoop(UnheardLoop):
+    """The very loop, which tells of each request that finishes; `is_recorded`: and why it did."""
 
-    makes_responses = False
+    is_recorded = False
     on_finish: Callable[[ActiveRequest], None] = staticmethod(lambda request: None)
 
+    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
+        return super().final(request, reason, end) if self.is_recorded else []
+
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
-        if self.makes_responses:
-            super().finish_request(request, reason, end)
-        else:
-            self._drop(request)
-            self.host.respond(request.request_id, [], True, "")
+        super().finish_request(request, reason, end)
         self.on_finish(request)
 
 
@@ -101,7 +103,13 @@ class World:
     """Host and executor of a simulation."""
 
     def __init__(
-        self, load: Load, cost: CostModel, max_batch_size: int, *, fused: bool = True
+        self,
+        load: Load,
+        cost: CostModel,
+        max_batch_size: int,
+        *,
+        fused: bool = True,
+        max_steps: int | None = None,
     ) -> None:
         self.now = 0.0
         self.tally = Tally()
@@ -111,6 +119,7 @@ class World:
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
         self._next_stop = self._next_clear = 0
+        self._max_steps = self._steps_left = max_steps  # request-steps, and some for who waits
         self._turns = 0
         self._was_idle = False  # Get has been asked in vain
         self._stalls = 0  # turns since the last launch
@@ -132,6 +141,7 @@ class World:
         if self._is_idle(num_active):
             return Intake(self.now)
         self._advance(num_active)
+        self._spend(1 + num_active // 64)
         load = self._load
         clock = self._turns if load.by_turns else self.now
         first, limit = self._next, len(self._arrivals)
@@ -176,6 +186,16 @@ class World:
                     f"{num_active} requests are active and the scheduler lets none run"
                 )
         self._stalls += 1
+
+    def _spend(self, steps: int) -> None:
+        if self._steps_left is None:
+            return
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise RecordingError(
+                f"the load takes more than {self._max_steps} request-steps: far more than its "
+                "recording holds, whose requests would run on for long after its end"
+            )
 
     def _arrive(self, number: int) -> InferenceRequest:
         request = self._load.request(number)
@@ -225,6 +245,8 @@ class World:
     def forward(self, schedule: Schedule) -> _Step:
         self._stalls = 0
         self._in_flight += 1
+        if self._steps_left is not None:
+            self._spend(request_steps(schedule))
         self.tally.scheduled(schedule)
         begin = max(self.now, self._device_free_at)
         end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from gptmanager.active import ActiveRequest
-from gptmanager.assembly import Blueprint
+from gptmanager.blueprint import Blueprint
 from gptmanager.errors import response_text
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.request import LlmRequest, LlmRequestState, RequestList

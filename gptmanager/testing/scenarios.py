@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptmanager.api import InferenceRequest
-from gptmanager.assembly import Blueprint
+from gptmanager.blueprint import Blueprint
 from gptmanager.config import (
     ContextChunkingPolicy,
     KvCacheConfig,

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams, SchedulerConfig
-from gptmanager.assembly import Blueprint, build_loop, build_recorded_loop
+from gptmanager.assembly import build_loop, build_recorded_loop
+from gptmanager.blueprint import Blueprint
 from gptmanager.host import CallbackHost
 from gptmanager.recorder import Recorder
 from gptmanager.sizing import Sizes

@@ -1,0 +1,251 @@
+"""The accounts of a KV cache as data, and an empty cache brought to them.
+
+What follows from something else is not in the data: counts of references follow from the tables,
+lookups from the tree. Whatever the data say, the accounts are proved before anybody works on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gptmanager.kv_cache.block import BlockCopy, BlockTables, LedgerError
+from gptmanager.kv_cache.lookups import key_of
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
+from gptmanager.kv_cache.reuse import BlockReuse
+from gptmanager.kv_cache.tiers import HostTier
+from gptmanager.request import RETENTION_PRIORITIES, LlmRequest
+
+Salt = bool | int | str | None
+
+
+class SequenceState(NamedTuple):
+    """See `BlockTables`."""
+
+    request_id: int
+    num_slots: int
+    peak_slots: int
+    tables: tuple[tuple[int, ...], ...]
+    life_tokens: int
+    total_blocks: int
+    num_cached: int
+    may_share: bool
+
+
+class RootState(NamedTuple):
+    """What the blocks below have in common; `digest`: of a request's own embeddings."""
+
+    lora_task_id: int | None
+    salt: Salt
+    digest: str | None
+
+
+class CachedBlockState(NamedTuple):
+    """A cached block. `parent`: its number among those before it, or, below 0, ~ that of a root."""
+
+    parent: int
+    block: int
+    tokens: tuple[int, ...]
+    priority: int
+
+
+class HostState(NamedTuple):
+    """Blocks of the host tier in their orders; see `HostTier`."""
+
+    free: tuple[int, ...]
+    evictable: tuple[int, ...]
+    offloaded: int
+    onboarded: int
+
+
+class ReuseState(NamedTuple):
+    """`storing`: requests whose content may be stored; `copies`: still to be taken."""
+
+    roots: tuple[RootState, ...]
+    nodes: tuple[CachedBlockState, ...]
+    storing: tuple[int, ...]
+    reused_blocks: int
+    missed_blocks: int
+    reused_tokens: int
+    copies: tuple[BlockCopy, ...]
+    host: HostState | None
+
+
+class KvCacheState(NamedTuple):
+    """`free`: in the order in which blocks are handed out."""
+
+    sequences: tuple[SequenceState, ...]
+    free: tuple[int, ...]
+    reuse: ReuseState | None
+
+
+def kv_cache_state(kv_cache: KvCacheManager) -> KvCacheState:
+    reuse = kv_cache._reuse
+    return KvCacheState(
+        tuple(map(_sequence_state, kv_cache._sequences.values())),
+        tuple(kv_cache._pool.free),
+        None if reuse is None else _reuse_state(reuse),
+    )
+
+
+def restore_kv_cache(
+    kv_cache: KvCacheManager, state: KvCacheState, requests: Mapping[int, LlmRequest]
+) -> None:
+    """Bring an empty cache to `state`; `requests` are those that hold blocks.
+
+    Raises LedgerError if the accounts would not prove right.
+    """
+    pool, reuse = kv_cache._pool, kv_cache._reuse
+    if (reuse is None) != (state.reuse is None):
+        raise LedgerError("a state with block reuse belongs to a cache with block reuse")
+    for sequence in state.sequences:
+        if sequence.request_id not in requests or sequence.request_id in kv_cache:
+            raise LedgerError(f"request {sequence.request_id} cannot hold blocks")
+        _restore_sequence(kv_cache, sequence)
+    _check_blocks(state.free, 0, kv_cache.num_blocks)
+    pool.free.clear()
+    pool.free.update(dict.fromkeys(state.free))
+    if reuse is not None and state.reuse is not None:
+        _restore_reuse(reuse, state.reuse, requests)
+    kv_cache.start_scheduling()
+    kv_cache.check()
+
+
+def _sequence_state(held: BlockTables) -> SequenceState:
+    return SequenceState(
+        held.request_id,
+        held.num_slots,
+        held.peak_slots,
+        tuple(map(tuple, held.tables)),
+        held.life_tokens,
+        held.total_blocks,
+        held.num_cached,
+        held.may_share,
+    )
+
+
+def _restore_sequence(kv_cache: KvCacheManager, state: SequenceState) -> None:
+    held = BlockTables(state.request_id, state.num_slots, [list(table) for table in state.tables])
+    held.peak_slots = state.peak_slots
+    held.life_tokens, held.total_blocks = state.life_tokens, state.total_blocks
+    held.num_cached, held.may_share = state.num_cached, state.may_share
+    if not held.tables:
+        raise LedgerError(f"request {state.request_id} has no block table")
+    for table in held.tables:
+        _check_blocks(table, 0, kv_cache.num_blocks)
+        for block in table:
+            kv_cache._pool.ref_counts[block] += 1
+    kv_cache._sequences[state.request_id] = held
+    kv_cache._table_changed(held)
+
+
+def _reuse_state(reuse: BlockReuse) -> ReuseState:
+    roots, nodes = _tree_state(reuse.tree)
+    return ReuseState(
+        roots,
+        nodes,
+        tuple(reuse._storing),
+        reuse._reused_blocks,
+        reuse._missed_blocks,
+        reuse._reused_tokens,
+        tuple(reuse.pool.copies),
+        None if reuse.pool.host is None else _host_state(reuse.pool.host),
+    )
+
+
+def _restore_reuse(
+    reuse: BlockReuse, state: ReuseState, requests: Mapping[int, LlmRequest]
+) -> None:
+    pool = reuse.pool
+    end = len(pool.ref_counts)
+    _restore_tree(reuse.tree, state, end)
+    for request_id in state.storing:
+        if request_id not in requests:
+            raise LedgerError(f"request {request_id} cannot store blocks")
+        reuse._storing[request_id] = requests[request_id]
+    reuse._reused_blocks, reuse._missed_blocks = state.reused_blocks, state.missed_blocks
+    reuse._reused_tokens = state.reused_tokens
+    for copy in state.copies:
+        _check_blocks((copy.source, copy.destination), 0, end)
+    pool.copies = list(state.copies)
+    if (pool.host is None) != (state.host is None):
+        raise LedgerError("a state with a host tier belongs to a cache with a host tier")
+    if pool.host is not None and state.host is not None:
+        _restore_host(pool.host, state.host)
+
+
+def _host_state(host: HostTier) -> HostState:
+    return HostState(tuple(host.free), tuple(host.evictable), host.offloaded, host.onboarded)
+
+
+def _restore_host(host: HostTier, state: HostState) -> None:
+    _check_blocks((*state.free, *state.evictable), host.first, host.first + host.num_blocks)
+    host.free.clear()
+    host.free.update(dict.fromkeys(state.free))
+    host.evictable.update(dict.fromkeys(state.evictable))
+    host.offloaded, host.onboarded = state.offloaded, state.onboarded
+
+
+def _tree_state(tree: PrefixTree) -> tuple[tuple[RootState, ...], tuple[CachedBlockState, ...]]:
+    """The nodes level by level, so that each comes after its parent and in its parent's order."""
+    roots = []
+    nodes: list[CachedBlockState] = []
+    level: list[tuple[int, Node]] = []
+    for number, (key, root) in enumerate(tree._roots.items()):
+        roots.append(_root_state(key))
+        level += [(~number, child) for child in root.children.values()]
+    while level:
+        below: list[tuple[int, Node]] = []
+        for parent, node in level:
+            if node.children:
+                number = len(nodes)
+                below += [(number, child) for child in node.children.values()]
+            nodes.append(CachedBlockState(parent, node.block, node.tokens, node.priority))
+        level = below
+    return tuple(roots), tuple(nodes)
+
+
+def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
+    """`end`: of the numbers of blocks."""
+    roots = [Node(NO_BLOCK, (), None, _root_key(root)) for root in state.roots]
+    tree._roots.update((root.root_key, root) for root in roots)
+    nodes: list[Node] = []
+    lowest, highest = RETENTION_PRIORITIES
+    _check_blocks([node.block for node in state.nodes], 0, end)
+    for place, (parent_place, block, tokens, priority) in enumerate(state.nodes):
+        if not -len(roots) <= parent_place < place:
+            raise LedgerError(f"cached block {block} has no parent")
+        parent = roots[~parent_place] if parent_place < 0 else nodes[parent_place]
+        fits = 1 <= len(tokens) <= tree.tokens_per_block and tokens not in parent.children
+        if not fits or not lowest <= priority <= highest:
+            raise LedgerError(f"block {block} cannot be cached with its tokens or priority")
+        node = Node(block, tokens, parent)
+        tree._nodes[block] = parent.children[tokens] = node
+        tree._prioritize(node, priority)
+        parent.num_stored += 1
+        nodes.append(node)
+    for node in (*roots, *nodes):
+        node.ordered = sorted(node.children)
+
+
+def _root_state(key: Any) -> RootState:
+    """`key`: of `lookups.key_of`; the tree takes any."""
+    lora_task_id, _, salt = key
+    return RootState(lora_task_id, *(salt if isinstance(salt, tuple) else (salt, None)))
+
+
+def _root_key(root: RootState) -> Hashable:
+    salt = root.salt if root.digest is None else (root.salt, root.digest)
+    return key_of(root.lora_task_id, salt)
+
+
+def _check_blocks(blocks: Iterable[int], first: int, end: int) -> None:
+    """Each is one of the blocks `first..end - 1`, and none comes twice."""
+    blocks = list(blocks)
+    if blocks and not first <= min(blocks) <= max(blocks) < end:
+        raise LedgerError(
+            f"blocks {min(blocks)} to {max(blocks)} are not within {first}..{end - 1}"
+        )
+    if len(set(blocks)) != len(blocks):
+        raise LedgerError("a block stands twice where it may stand once")

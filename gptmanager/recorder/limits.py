@@ -1,0 +1,128 @@
+"""What the numbers of a recording may be, so that no few bytes of it ask for a day or a terabyte.
+
+They are far above those of any machine. Decides nothing about whether a schedule is right: a replay
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from gptmanager.blueprint import Blueprint
+from gptmanager.config_check import checked_optional_params
+from gptmanager.errors import RecordingError
+from gptmanager.step import Intake, Row, Schedule, StepResult
+
+_BLOCKS = 1 << 22
+_TOKENS = 1 << 24  # of a sequence, or of a block, which may be a whole one
+_INT32 = (1 << 31) - 1
+_TABLES = 1 << 24  # entries of all block tables of one request
+_SECONDS = 1e12  # of a monotonic clock
+
+_SIZES = {
+    "num_blocks": (1, _BLOCKS),
+    "num_host_blocks": (0, _BLOCKS),
+    "tokens_per_block": (1, _TOKENS),
+    "max_seq_len": (2, _TOKENS),
+    "max_input_len": (1, _TOKENS),
+    "max_context_length": (1, _INT32),
+    "attention_window": (1, _TOKENS),
+    "sink_token_length": (0, _TOKENS),
+}
+_LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": (1, 32)}
+
+
+def checked_blueprint(blueprint: Blueprint) -> Blueprint:
+    """Without what names a file or code; raises RecordingError for the first field out of range."""
+    params = replace(
+        blueprint.params,
+        recording_path=None,
+        black_box_path=None,
+        logits_post_processor_batched=None,
+    )
+    checked_optional_params(params)
+    sizes = blueprint.sizes
+    for name, bounds in _SIZES.items():
+        _require(f"sizes.{name}", getattr(sizes, name), *bounds)
+    if params.speculative_decoding_config is not None:
+        for name, bounds in _LOOKUP.items():
+            _require(name, getattr(params.speculative_decoding_config, name), *bounds)
+    _require("vocab_size", blueprint.vocab_size, 1, _INT32)
+    _require("hidden_size", blueprint.hidden_size, 0, 1 << 20)
+    _require("params.max_batch_size", params.max_batch_size, 1, 1 << 20)
+    longest = -(-sizes.max_seq_len // sizes.tokens_per_block)
+    _require("max_beam_width", blueprint.max_beam_width, 1, min(1 << 10, _TABLES // longest))
+    return replace(blueprint, params=params)
+
+
+class Bounds:
+    """The bounds of the iterations of a run with this blueprint."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        sizes = blueprint.sizes
+        self._tokens = sizes.max_seq_len
+        self._blocks = sizes.num_blocks
+        self._all_blocks = sizes.num_blocks + sizes.num_host_blocks
+        self._table = -(-sizes.max_seq_len // sizes.tokens_per_block) + 1
+        self._beams = blueprint.max_beam_width
+
+    def check(self, intake: Intake, schedule: Schedule | None, result: StepResult | None) -> None:
+        """Raises RecordingError for the first number that no such run has."""
+        _require("intake.now", intake.now, -_SECONDS, _SECONDS)
+        if schedule is not None:
+            self._check_schedule(schedule)
+        if result is not None:
+            _require("result.now", result.now, -_SECONDS, _SECONDS)
+            self._check_result(result)
+
+    def _check_schedule(self, schedule: Schedule) -> None:
+        _require("schedule.iteration", schedule.iteration, 0, _INT32 << 20)
+        for row in (*schedule.context_rows, *schedule.generation_rows):
+            self._check_row(row)
+        for start in schedule.starts:
+            _require("orig_prompt_len", start.orig_prompt_len, 1, len(start.tokens))
+            _require("len(tokens)", len(start.tokens), 1, self._tokens)
+        for append in schedule.block_appends:
+            _require("beam", append.beam, 0, self._beams - 1)
+            _require("first", append.first, 0, self._table)
+            _require_all("block_ids", append.block_ids, self._blocks)
+        for copy in schedule.block_copies:
+            _require_all("block_copies", (copy.source, copy.destination), self._all_blocks)
+        for fork in schedule.beam_forks:
+            _require_all("parents", fork.parents, self._beams)
+
+    def _check_row(self, row: Row) -> None:
+        """A chain of comparisons: there are many rows."""
+        if not (
+            0 <= row.slot <= _INT32
+            and 0 <= row.num_drafts < row.num_tokens
+            and 0 <= row.position <= row.position + row.num_tokens <= self._tokens
+            and 1 <= row.beam_width <= self._beams
+        ):
+            raise RecordingError(f"no sequence of {self._tokens} tokens has a {row}")
+
+    def _check_result(self, result: StepResult) -> None:
+        rows, counts = result.tokens, result.num_tokens
+        if rows.ndim != 2 and rows.size:
+            raise RecordingError("result.tokens is no table")
+        if counts is not None:
+            _require("len(result.num_tokens)", len(counts), len(rows), len(rows))
+            _require_all("result.num_tokens", counts.tolist(), rows.shape[-1] + 1)
+        for beams in result.beams:
+            lengths = [*map(len, beams.tokens)]
+            if lengths != [*map(len, beams.log_probs)] or len(set(lengths)) != 1 or not lengths[0]:
+                raise RecordingError("candidates of beams do not have a log probability each")
+            if max(map(max, beams.tokens)) > _INT32 or min(map(min, beams.tokens)) < ~_INT32:
+                raise RecordingError("a candidate of a beam is no token")
+
+
+def _require(name: str, value: Any, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise RecordingError(f"{name} = {value} is outside {low}..{high}")
+
+
+def _require_all(name: str, values: Iterable[int], end: int) -> None:
+    for value in values:
+        _require(name, value, 0, end - 1)

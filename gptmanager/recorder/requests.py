@@ -1,0 +1,255 @@
+"""Requests of a recording as JSON and back, with their tensors: what a host gave, as it was.
+
+A host may give anything, and a recording may come from anybody: what no JSON holds stands as
+opaque, and what is read is a number, a text, a list of them, or a tensor of a known dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptmanager.api import InferenceRequest
+from gptmanager.errors import RecordingError, RequestError
+from gptmanager.post_processor import RequestProcessor, is_post_processor
+
+_DEFAULTS = {  # of a request's attributes
+    "is_streaming": False,
+    "logits_post_processor": None,
+    "client_id": None,
+    "priority": 0.5,
+    "deadline_s": None,
+    "queue_timeout_s": None,
+    "cache_salt": None,
+    "retention_priority": None,
+}
+_NUMPY_DTYPES = frozenset(
+    {
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    }
+)
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    )
+}
+_ITEMS: dict[str, set[type]] = {
+    "b": {bool},
+    "i": {int},
+    "u": {int},
+    "f": {int, float},
+}  # by kind of dtype
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAX_DEPTH = 32  # of lists in lists, and of shapes
+_ROWS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
+_CHEAP = 16  # times: numbers that are never made into a list of tokens
+
+
+class RecordedError(Exception):
+    """An error that a recording tells of; its text is that of the original, class included."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Opaque:
+    """Stands for a value that no JSON can hold. Admission refuses it as it refused the original."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class RecordedProcessor:
+    """Stands for a logits post-processor. A replay never calls it: the tokens are recorded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> None:
+        raise RecordingError(f"the logits post-processor {self.name} was not recorded")
+
+
+class RecordedPreparation(RecordedProcessor):
+    """One for which the request waited."""
+
+    def prepare(self, device: str) -> None:
+        self()
+
+
+class Allowance:
+    """How many equal numbers the few bytes of a "fill" may stand for, in all of a recording."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def take(self, name: str, count: int) -> None:
+        self.left -= count // _CHEAP if name in _ROWS else count
+        if self.left < 0:
+            raise RecordingError(
+                f"{name} stands for {count} equal values: more than a recording of this size holds"
+            )
+
+
+def plain_request(request: InferenceRequest) -> dict[str, Any]:
+    """A request as JSON values; what is None or the default is left out."""
+    plain: dict[str, Any] = {"request_id": request.request_id}
+    plain["tensors"] = {
+        str(name): plain_tensor(value) for name, value in list(request.tensors.items())
+    }
+    for name, default in _DEFAULTS.items():
+        value = getattr(request, name)
+        if type(value) is not type(default) or value != default:
+            plain[name] = _plain_value(value)
+    processor = request.logits_post_processor
+    if is_post_processor(processor):
+        named = RequestProcessor(processor)
+        plain["logits_post_processor"] = {"processor": named.name, "prepares": named.prepares}
+    return plain
+
+
+def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
+    """Raises RecordingError for what is no request."""
+    if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
+        raise RecordingError("a request is an object with tensors")
+    attributes = {name: value_from_plain(plain[name]) for name in _DEFAULTS if name in plain}
+    tensors = {
+        name: tensor_from_plain(name, value, allowance) for name, value in plain["tensors"].items()
+    }
+    request_id = plain.get("request_id")
+    try:
+        if type(request_id) is not int:
+            raise TypeError("it is no integer")
+        return InferenceRequest(request_id, tensors, **attributes)
+    except (RequestError, TypeError, ValueError) as error:
+        raise RecordingError(f"request_id: {error}") from error
+
+
+def plain_tensor(value: Any) -> Any:
+    """`{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
+
+    "data" is flat; "fill" stands for many equal values.
+    """
+    if isinstance(value, torch.Tensor):
+        kind, dtype = "torch", str(value.dtype).removeprefix("torch.")
+        if dtype not in _TORCH_DTYPES or value.layout is not torch.strided:
+            return _opaque(value)
+        value = value.detach().cpu()
+        array = (value.float() if dtype == "bfloat16" else value).numpy(force=True)
+    elif isinstance(value, np.ndarray):
+        kind, dtype, array = "numpy", value.dtype.name, value
+    else:
+        return _plain_value(value)
+    if array.dtype.name not in _NUMPY_DTYPES:
+        return _opaque(value)
+    flat = array.reshape(-1)
+    plain: dict[str, Any] = {kind: dtype, "shape": list(array.shape)}
+    if flat.size > 8 and (flat == flat[0]).all():
+        plain["fill"] = _plain_value(flat[0].item())
+    elif array.dtype.kind == "f" and not np.isfinite(flat).all():
+        plain["data"] = [_plain_value(number) for number in flat.tolist()]
+    else:
+        plain["data"] = flat.tolist()
+    return plain
+
+
+def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
+    kind = next((k for k in ("torch", "numpy") if isinstance(plain, dict) and k in plain), None)
+    if kind is None:
+        return value_from_plain(plain)
+    dtype, shape = plain[kind], _shape(name, plain.get("shape"))
+    if not isinstance(dtype, str) or dtype not in (
+        _TORCH_DTYPES if kind == "torch" else _NUMPY_DTYPES
+    ):
+        raise RecordingError(f"{name}: a recording has no {kind} tensors of that dtype")
+    storage = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    is_filled = "fill" in plain
+    data = [plain["fill"]] if is_filled else plain.get("data")
+    size = 1 if is_filled else math.prod(shape)
+    array = _array(name, data, storage, size)
+    if kind == "numpy":
+        if not is_filled:
+            return array.reshape(shape)
+        allowance.take(name, math.prod(shape))
+        return np.broadcast_to(array[0], shape)
+    tensor = torch.from_numpy(array).to(_TORCH_DTYPES[dtype])
+    if not is_filled:
+        return tensor.reshape(shape)
+    allowance.take(name, math.prod(shape))
+    return tensor[0].expand(shape)
+
+
+def _shape(name: str, shape: Any) -> list[int]:
+    is_list = isinstance(shape, list) and len(shape) <= _MAX_DEPTH
+    if not is_list or any(type(n) is not int or not 0 <= n < 1 << 31 for n in shape):
+        raise RecordingError(f"{name} has no shape")
+    lengths: list[int] = shape
+    return lengths
+
+
+def _array(name: str, data: Any, dtype: np.dtype[Any], size: int) -> np.ndarray:
+    """The numbers as they stand in the file."""
+    if not isinstance(data, list) or len(data) != size:
+        raise RecordingError(f"{name} does not have the {size} values of its shape")
+    if dtype.kind == "f" and dict in set(map(type, data)):
+        data = [_not_finite(item) if isinstance(item, dict) else item for item in data]
+    if not set(map(type, data)) <= _ITEMS[dtype.kind]:
+        raise RecordingError(f"{name} has values that are no {dtype}")
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(data, dtype=dtype)
+    except OverflowError as error:
+        raise RecordingError(f"{name}: {error}") from error
+
+
+def _plain_value(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        fits = not isinstance(value, int) or -(2**63) <= value < 2**64
+        return value if fits else _opaque(value)
+    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
+        return [_plain_value(item, depth + 1) for item in value]
+    return _opaque(value)
+
+
+def _opaque(value: Any) -> dict[str, str]:
+    return {"opaque": type(value).__name__}
+
+
+def value_from_plain(plain: Any, depth: int = 0) -> Any:
+    """A number, a text, a list of such, or what stands for something else."""
+    if isinstance(plain, list):
+        if depth >= _MAX_DEPTH:
+            raise RecordingError(f"lists lie more than {_MAX_DEPTH} deep in each other")
+        return [value_from_plain(item, depth + 1) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if "processor" in plain:
+        kind = RecordedPreparation if plain.get("prepares") is True else RecordedProcessor
+        return kind(_text(plain["processor"]))
+    return _not_finite(plain) if "float" in plain else Opaque(_text(plain.get("opaque")))
+
+
+def _not_finite(plain: Mapping[str, Any]) -> float:
+    name = plain.get("float")
+    if not isinstance(name, str) or name not in _NOT_FINITE:
+        raise RecordingError('{"float": ...} stands for "nan", "inf" and "-inf" alone')
+    return _NOT_FINITE[name]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RecordingError("what stands for an object has a name")
+    return value

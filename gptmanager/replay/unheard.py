@@ -1,0 +1,24 @@
+"""`UnheardLoop`: the very loop, for a world that listens to nothing but why a request ended.
+
+A final response holds as many tokens as were asked for, whoever asked: nobody reads them here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gptmanager.active import ActiveRequest
+from gptmanager.api import NamedTensor
+from gptmanager.beam_responses import final_beams
+from gptmanager.config import FinishReason
+from gptmanager.loop import TokenLoop
+
+
+class UnheardLoop(TokenLoop):
+    """Of a final response only `finish_reasons` is made."""
+
+    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
+        reasons = [reason]
+        if request.search is not None:
+            reasons = final_beams(request, reason).reasons
+        return [NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))]
