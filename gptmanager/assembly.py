@@ -143,7 +143,7 @@ def assemble(
             f"blocks and {sizes.num_host_blocks} on the host: {response_text(error)}"
         ) from error
     if placement.stream is not None:
-        host.device = placement.stream.name
+        host.preparation.device = placement.stream.name
     host.memory = executor.memory
     host.gil_wait_us = executor.take_gil_wait_us
     weights: Any = getattr(model, "weights", None)
@@ -224,6 +224,8 @@ def _limits(blueprint: Blueprint) -> Limits:
         normalize_log_probs=params.normalize_log_probs,
         hidden_size=blueprint.hidden_size,
         seed=params.seed,
+        num_places=blueprint.max_num_requests,
+        max_waiting=params.max_waiting_requests,
     )
 
 

@@ -136,8 +136,14 @@ class OptionalParams:
     device are recorded at the start, and run as recordings. `idle_poll_s` None: an idle manager
     asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
     log. `max_get_failures`: calls of Get in a row that may fail, with growing pauses between; one
-    more ends the manager. `max_step_failures`: so many iterations in a row that raise end it; those
-    before only end the requests that ran.
+    more ends the manager.
+    `step_budget_s`: a turn of the loop that takes longer hangs, in the model or in a callback: the
+    log gets the stacks of all threads; None: none does. `on_hang` "fail": that ends the manager,
+    too, with a final error for each request, sent on the watchdog's thread. `max_waiting_requests`:
+    of what Get returns, requests beyond the free places of the batch and so many that wait are
+    refused with a CapacityError; None: none is.
+    `max_step_failures`: so many iterations in a row that raise end it; those before only end the
+    requests that ran.
 
     `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
     signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
@@ -174,6 +180,9 @@ class OptionalParams:
     cuda_graphs: bool = True
     seed: int = 0
     callback_budget_s: float | None = 1.0
+    step_budget_s: float | None = None
+    on_hang: Literal["log", "fail"] = "log"
+    max_waiting_requests: int | None = None
     max_get_failures: int = 10
     max_step_failures: int = 3
     logits_post_processor_budget_s: float | None = 0.1

@@ -84,6 +84,8 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "max_active_requests": (1, _MANY),
         "idle_poll_s": (0.0, 1e6),
         "callback_budget_s": (0.0, 1e6),
+        "step_budget_s": (1e-3, 1e6),
+        "max_waiting_requests": (0, _MANY),
         "max_get_failures": (1, _MANY),
         "max_step_failures": (1, _MANY),
         "logits_post_processor_budget_s": (0.0, 1e6),
@@ -209,6 +211,12 @@ def _check_modes(params: OptionalParams) -> None:
         raise ConfigError(
             f"OptionalParams.enable_chunked_context = {chunked!r} is none of None, True, False"
         )
+    if not isinstance(params.on_hang, str) or params.on_hang not in ("log", "fail"):
+        raise ConfigError(
+            f"OptionalParams.on_hang = {params.on_hang!r} is neither 'log' nor 'fail'"
+        )
+    if params.on_hang == "fail" and params.step_budget_s is None:
+        raise ConfigError("OptionalParams.on_hang = 'fail' needs step_budget_s: None hangs never")
     if params.enable_trt_overlap and params.run_ahead:
         raise ConfigError(
             f"OptionalParams.enable_trt_overlap = True with run_ahead = {params.run_ahead}: the "
@@ -271,10 +279,11 @@ def _require_range(
         return
     if value is None and name in _UNBOUNDED:
         return
-    kind = Real if isinstance(default, float) else Integral
+    is_float = isinstance(low, float)
+    kind = Real if is_float else Integral
     number = isinstance(value, kind) and not isinstance(value, bool)
     if not number or not low <= value <= high:  # NaN is not
-        noun = "a number" if isinstance(default, float) else "an integer"
+        noun = "a number" if is_float else "an integer"
         raise ConfigError(f"{owner}.{name} = {value!r} must be {noun} from {low} to {high}")
 
 

@@ -29,7 +29,9 @@ class DuplicateRequestIdError(RequestError):
 
 
 class CapacityError(RequestError):
-    """The request could not run even alone: the KV cache is smaller than its need."""
+    """The request could not run even alone, the KV cache is smaller than its need; or, where a
+    host has said how many may wait, as many wait already.
+    """
 
 
 class AdapterError(RequestError):

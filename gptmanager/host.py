@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter, deque
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -27,12 +27,11 @@ from gptmanager.errors import (
     CallbackError,
     ConfigError,
     InvalidRequestError,
-    ManagerDeadError,
-    RequestError,
     response_text,
 )
+from gptmanager.life import Life
 from gptmanager.log import logger
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.preparation import Preparation
 from gptmanager.receiving import OwedFinals, iterate, read_id, read_request
 from gptmanager.retries import GetFailures
 from gptmanager.statistics import (
@@ -72,6 +71,9 @@ class CallbackHost:
         *,
         max_get_failures: int,
     ) -> None:
+        self.life = Life()
+        self.preparation = Preparation(self.fail)
+        self.prepare = self.preparation.begin
         self._get = _required(get_inference_requests, "get_inference_requests_cb")
         self._send = _required(send_response, "send_response_cb")
         self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb")
@@ -82,18 +84,13 @@ class CallbackHost:
         self._returned: deque[Any] = deque()  # by Get, not looked at yet
         self._received: list[InferenceRequest] = []  # for the next fetch
         self._owed = OwedFinals()
-        self._preparing: dict[int, RequestProcessor] = {}
-        self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
-        self._ready: list[int] = []
         self._clears: deque[None] = deque()  # any thread's
         self._weights_version: Callable[[], int] = lambda: 0
         self._last_weights_version = 0
         self._timestamp = Timestamp()
         self.memory = Memory()
         self.scheme_keys: SchemeKeys = in_flight_keys
-        self.device = "cpu"  # on which logits post-processors run
         self.gil_wait_us: Callable[[], int] = lambda: 0
-        self.wake: Callable[[], None] = lambda: None  # the loop, from any thread
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self.get_timer = CallbackTimer("GetInferenceRequests")
@@ -101,18 +98,17 @@ class CallbackHost:
         self.poll_timer = CallbackTimer("PollStopSignal")
         self.stats_timer = CallbackTimer("ReturnBatchManagerStats")
         self.processor_timer = CallbackTimer("LogitsPostProcessor")
+        self.timers = [
+            *(self.get_timer, self.send_timer, self.poll_timer, self.stats_timer),
+            *(self.processor_timer, self.preparation.timer),
+        ]
+        self._sending = threading.Lock()  # held while a final response may become another's to send
+        self._last_counts: Counts | None = None
 
     @property
     def fatal(self) -> CallbackError | None:
         """Why the loop must end."""
         return self.get_failures.fatal
-
-    @property
-    def timers(self) -> list[CallbackTimer]:
-        return [
-            *(self.get_timer, self.send_timer, self.poll_timer, self.stats_timer),
-            self.processor_timer,
-        ]
 
     def peek(self, room: int | None) -> bool:
         """Ask Get outside an iteration, for an idle manager: has it anything?
@@ -146,9 +142,31 @@ class CallbackHost:
 
     def release(self) -> None:
         """Let go of the loop and its executor: neither has anything more to say or to ask."""
-        self.wake = lambda: None
+        self.preparation.wake = lambda: None
         self.gil_wait_us = lambda: 0
         self._weights_version = lambda: 0
+
+    def answer_deposed(self, error: BaseException, timeout: float | None = None) -> bool:
+        """As `answer_all`, on another thread than the loop's, which is deposed.
+
+        With a `timeout` nothing of the host's is looked at but SendResponse. False: one that is
+        under way does not return within so many seconds.
+        """
+        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
+            return False
+        try:
+            returned = [self._returned.popleft() for _ in range(len(self._returned))]
+            for item in returned:
+                if timeout is None or type(item) is InferenceRequest:
+                    with suppress(CallbackError):  # it is no request
+                        self._owed.owe(read_id(item))
+                else:
+                    self._returned.append(item)
+            for request_id in self._owed.beyond(()):
+                self._deliver(request_id, [], True, response_text(error))
+        finally:
+            self._sending.release()
+        return True
 
     # What makes cached blocks stale ----------------------------------------------------------
 
@@ -178,20 +196,27 @@ class CallbackHost:
             # an idle manager keeps the pause itself, and is woken from it
             if self.is_accepting and room != 0 and not (num_active and self.get_failures.rests):
                 self._ask(-1 if room is None else room)
-        self._collect_ready()
+        self.preparation.collect(self._received)
         intake = Intake(
             monotonic(),
             tuple(self._received),
             frozenset(self._stops),
-            tuple(self._ready),
+            tuple(self.preparation.ready),
             tuple(self._failures),
             clears_cache=self._take_clears(),
         )
         # only now: what raises before must lose nothing
-        self._received, self._stops, self._ready, self._failures = [], set(), [], []
+        self._received, self._stops, self.preparation.ready, self._failures = [], set(), [], []
         return intake
 
     def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        with self._sending:
+            self.life.check()
+            self._deliver(request_id, tensors, is_final, error)
+
+    def _deliver(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         timer = self.send_timer
@@ -213,20 +238,11 @@ class CallbackHost:
         finally:
             timer.stop()
 
-    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        self._preparing[request_id] = processor
-        try:
-            future = processor.post_processor.prepare(self.device)
-            # a done future calls back at once
-            future.add_done_callback(lambda done: self._wake_with(request_id, processor, done))
-        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
-            del self._preparing[request_id]
-            self._fail_to_prepare(request_id, processor, raised)
-
     def fail(self, failure: Failure) -> None:
         self._failures.append(failure)
 
     def poll(self) -> None:
+        self.life.check()
         if self._poll is None:
             return
         with self._guarded(self.poll_timer):
@@ -235,71 +251,33 @@ class CallbackHost:
                 _collect_ids(stops, self._stops)
 
     def report(self, counts: Counts, laps: Laps) -> None:
+        self.life.check()
+        self._last_counts = counts
         if self._return_stats is None:
             return
-        extra = {
-            "iteration_latency_us": laps.microseconds(),
-            "gil_wait_us": self.gil_wait_us(),
-            "callback_us": {timer.name: timer.total_ns // 1000 for timer in self.timers},
-            "callback_errors": {timer.name: timer.errors for timer in self.timers},
-        }
-        record = statistics_json(counts, self.memory, self._timestamp(), extra, self.scheme_keys)
+        record = self._record(counts, laps.microseconds(), self.gil_wait_us())
         with self._guarded(self.stats_timer):
             self._return_stats(record)
 
-    # Logits post-processors that are not ready ----------------------------------------------
+    def statistics_so_far(self) -> str:
+        """The last iteration's record, with what callbacks have cost by now. From any thread."""
+        counts = self._last_counts
+        return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
 
-    def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
-        self._prepared.append((request_id, processor, done))
-        with suppress(ManagerDeadError):
-            self.wake()
-
-    def _collect_ready(self) -> None:
-        """Requests that need not wait for their processor any more, of those received too."""
-        self._ready += self._ready_on_arrival(self._received)
-        while self._prepared:
-            request_id, processor, done = self._prepared.popleft()
-            if self._preparing.get(request_id) is not processor:
-                continue  # it ended meanwhile, and another came under its id
-            del self._preparing[request_id]
-            error = _error_of(done)
-            if error is None:
-                self._ready.append(request_id)
-            else:
-                self._fail_to_prepare(request_id, processor, error)
-
-    def _ready_on_arrival(self, requests: list[InferenceRequest]) -> list[int]:
-        ready = []
-        for request in requests:
-            processor = request.logits_post_processor
-            if processor is not None and _is_ready(processor, self.device):
-                ready.append(request.request_id)
-        if not ready:
-            return ready
-        # under an id that is not alone it could be meant for another one
-        counts = Counter(request.request_id for request in requests)
-        return [i for i in ready if counts[i] == 1 and i not in self._preparing]
-
-    def _fail_to_prepare(
-        self, request_id: int, processor: RequestProcessor, error: BaseException
-    ) -> None:
-        if isinstance(error, RequestError):
-            self.fail(Failure(request_id, error))
-            return
-        cause = CallbackError(
-            f"logits_post_processor {processor.name} cannot be prepared: {response_text(error)}"
-        )
-        self.fail(Failure(request_id, cause))
-        logger.error(
-            "logits_post_processor %s of request %d cannot be prepared",
-            *(processor.name, request_id),
-            exc_info=error,
-        )
+    def _record(self, counts: Counts, latency_us: dict[str, int], gil_wait_us: int) -> str:
+        extra = {
+            "iteration_latency_us": latency_us,
+            "gil_wait_us": gil_wait_us,
+            "callback_us": {timer.name: timer.total_ns // 1000 for timer in self.timers},
+            "callback_errors": {timer.name: timer.errors for timer in self.timers},
+        }
+        return statistics_json(counts, self.memory, self._timestamp(), extra, self.scheme_keys)
 
     # How it calls them ---------------------------------------------------------------------
 
     def _ask(self, room: int) -> None:
         """Receive what Get returns, also what it yielded before it raised."""
+        self.life.check()
         before = len(self._received)
         with self._guarded(self.get_timer) as raised:
             for item in iterate(self._get(room)):
@@ -323,8 +301,10 @@ class CallbackHost:
                 self._returned.popleft()
                 num_foreign, first = num_foreign + 1, first or str(error)
                 continue
-            self._owed.owe(request_id)
-            self._returned.popleft()
+            with self._sending:
+                self.life.check()  # or it is answered already
+                self._owed.owe(request_id)
+                self._returned.popleft()
             try:
                 self._received.append(read_request(item, request_id))
             except InvalidRequestError as error:
@@ -349,26 +329,6 @@ class CallbackHost:
             logger.exception("callback %s failed; the loop goes on", timer.name)
         finally:
             timer.stop()
-
-
-def _is_ready(processor: Any, device: str) -> bool:
-    """What goes wrong here is met again by `prepare`."""
-    try:
-        prepare = getattr(processor, "prepare", None)
-        if not callable(prepare):
-            return False
-        future = prepare(device)
-        return bool(future.done()) and _error_of(future) is None
-    except BaseException:  # noqa: B036 - a host's code
-        return False
-
-
-def _error_of(done: Future[Any]) -> BaseException | None:
-    """Why what was to be prepared is not, of a future that is done; None: it is."""
-    try:
-        return CancelledError() if done.cancelled() else done.exception()
-    except BaseException as error:  # noqa: B036 - a host's future
-        return error
 
 
 def _required(callback: Any, name: str) -> Any:

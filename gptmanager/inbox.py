@@ -7,7 +7,7 @@ two lines of Python, every step is one operation of a built-in container.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -34,6 +34,11 @@ class Question(Generic[_T]):
             self._error = error
         self._answered.set()
 
+    def refuse(self, error: BaseException) -> None:
+        """No answer will be found; as `settle`."""
+        self._error = error
+        self._answered.set()
+
     def wait(self, timeout: float | None) -> bool:
         return self._answered.wait(timeout)
 
@@ -44,9 +49,15 @@ class Question(Generic[_T]):
 
 
 class Inbox:
-    """`turn` counts the turns of the loop begun, `idle_turn` is the last that found nothing."""
+    """`turn` counts the turns of the loop begun, `idle_turn` is the last that found nothing.
+
+    `is_to_end`: what has come in is to be finished; `is_to_abort`: it is not even that. Neither is
+    taken back.
+    """
 
     def __init__(self) -> None:
+        self.is_to_end = False
+        self.is_to_abort = False
         self.turn = 0
         self.idle_turn = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
@@ -60,6 +71,12 @@ class Inbox:
         """A turn begins after this call."""
         if self._bell.empty():  # what has rung is still to be heard
             self._bell.put(None)
+
+    def ask_to_end(self, *, aborts: bool) -> None:
+        if aborts:
+            self.is_to_abort = True
+        self.is_to_end = True
+        self.wake()
 
     def wait_idle(self, timeout: float | None) -> bool:
         """Has a turn that began after this call found nothing? Returns also when none follows."""
@@ -94,9 +111,17 @@ class Inbox:
                 self._bell.get_nowait()
 
     def answer(self, loop: Any) -> None:
+        for question in self._take_questions():
+            question.settle(loop)
+
+    def refuse(self, error: BaseException) -> None:
+        for question in self._take_questions():
+            question.refuse(error)
+
+    def _take_questions(self) -> Iterator[Question[Any]]:
         while self._questions:
             with suppress(IndexError):  # it was taken back meanwhile
-                self._questions.popleft().settle(loop)
+                yield self._questions.popleft()
 
     def rest(self, seconds: float | None) -> None:
         """Sleep until somebody wakes the loop, at most for `seconds`."""
@@ -115,3 +140,4 @@ class Inbox:
         self._is_closed = True
         for idle in list(self._idle_waits):
             idle.set()
+        self.wake()

@@ -25,6 +25,7 @@ from gptmanager.roster import Host, Roster
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, DraftCounts, Laps, lap
 from gptmanager.step import NOT_FINITE, Executor, Failure, Intake, Schedule, StepResult
+from gptmanager.watchdog import CallbackTimer
 
 _PREPARING = LlmRequestState.PREPARING
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -65,6 +66,7 @@ class TokenLoop(Roster):
         self.run_ahead = run_ahead
         self.num_micro_batches = num_micro_batches
         self.laps = laps
+        self.scheduler_timer = CallbackTimer("Scheduler")
         self.drafts = DraftCounts()
         self.num_logits_errors = 0
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
@@ -173,12 +175,15 @@ class TokenLoop(Roster):
         self, active: list[LlmRequest], in_flight: frozenset[int], name: str
     ) -> SchedulerOutput:
         """The checked answer of the scheduler, whose class is called `name`."""
+        self.scheduler_timer.start()
         try:
             answer = self.scheduler.schedule_request(active, in_flight)
         except (SchedulerError, MemoryError):  # that it has no memory is not its doing
             raise
         except Exception as error:
             raise SchedulerError(f"{name} raised {response_text(error)}") from error
+        finally:
+            self.scheduler_timer.stop()
         try:
             output = SchedulerOutput(*map(list, answer))
             check_output(

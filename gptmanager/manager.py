@@ -22,23 +22,17 @@ from gptmanager.assembly import assemble, check_arguments
 from gptmanager.clock import monotonic
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.config_check import checked_optional_params, checked_scheduler_config
-from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
+from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.inbox import Inbox
 from gptmanager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
-from gptmanager.latch import Latch
-from gptmanager.life import NEXT_MANAGER_STATES, Health, ManagerState, as_final
-from gptmanager.log import logger
+from gptmanager.life import Health, ManagerState
 from gptmanager.loop import TokenLoop
-from gptmanager.memory.heap import give_back
-from gptmanager.progress import Progress
 from gptmanager.recorder import Recorder
-from gptmanager.recovery import Recovery
-from gptmanager.watchdog import Watchdog
+from gptmanager.worker import Worker
 
 _T = TypeVar("_T")
 
-_STALL_S = 0.01  # nobody was scheduled: how soon to ask again
 _HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
 _STEP_GRACE_S = 5.0  # longer than a step takes
 _ANSWER_S = 30.0  # how long a question waits for the end of an iteration
@@ -51,8 +45,9 @@ class GptManager:
     (config dict, state dict). Construction returns when the model is loaded and the loop runs;
     what is wrong with checkpoint or options raises ConfigError here.
 
-    The callbacks run on the worker thread only, outside any lock, possibly before the constructor
-    has returned. `get_inference_requests_cb(max_num_requests)` must not block.
+    The callbacks run on the worker thread only (the watchdog's sends the last responses of a loop
+    that hangs), outside any lock that a call takes, possibly before the constructor has returned.
+    `get_inference_requests_cb(max_num_requests)` must not block.
 
     Leaving a `with` block normally drains, leaving it on an exception aborts.
     """
@@ -84,33 +79,24 @@ class GptManager:
             max_get_failures=params.max_get_failures,
         )
         self._params = params
-        # set from any thread, never taken back:
-        self._is_to_end = False
-        self._is_to_abort = False
-        # written by the loop thread only:
-        self._state = ManagerState.STARTING
-        self._exception: BaseException | None = None
-        self._progress = Progress()
-        self._loop: TokenLoop | None = None
+        self._life = self._host.life
         self._inbox = Inbox()
-        self._host.wake = self.notify
-        self._ended = Latch()  # the loop thread's last act
+        self._host.preparation.wake = self.notify
         self._process = os.getpid()
-        self._recorder = Recorder(
+        recorder = Recorder(
             params.recording_path,
             keep=params.black_box_iterations,
             black_box_path=params.black_box_path,
         )
-        self._recovery = Recovery(self._host, self._recorder, params.max_step_failures)
-
+        self._worker = Worker(params, self._host, self._inbox, recorder, self._forget)
         build = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
-            *(self._host, self._recorder),
+            *(self._host, recorder),
         )
         booted: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run,
+            target=self._worker.run,
             args=(build, booted),
             name="gptmanager-loop",
             daemon=True,
@@ -128,14 +114,14 @@ class GptManager:
     @property
     def state(self) -> ManagerState:
         """In a forked process STOPPED, or FAILED: the loop does not run there."""
-        if self._is_forked and self._state is not ManagerState.FAILED:
+        if self._is_forked and self._life.state is not ManagerState.FAILED:
             return ManagerState.STOPPED
-        return self._state
+        return self._life.state
 
     @property
     def exception(self) -> BaseException | None:
         """What ended the loop; None unless the state is FAILED."""
-        return self._exception
+        return self._life.exception
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the loop; Get is not called any more. Idempotent.
@@ -146,10 +132,10 @@ class GptManager:
         caller, and a step gets five more seconds to end. Called from a callback it only asks, in
         a forked process it does nothing.
         """
-        self._ask_to_end(aborts=not drain)
+        self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
             return
-        self._ask_to_end(aborts=True)
+        self._inbox.ask_to_end(aborts=True)
         give_up = monotonic() + _STEP_GRACE_S
         while not self.wait(_HANG_S / 2) and monotonic() < give_up:
             if any(timer.running_s > _HANG_S for timer in self._host.timers):
@@ -162,8 +148,10 @@ class GptManager:
         """
         if self._is_forked:
             return True
-        if self._is_elsewhere or not self._ended.wait(_bounded(timeout)):
+        if self._is_elsewhere or not self._life.ended.wait(_bounded(timeout)):
             return False
+        if self._life.is_deposed:
+            return True  # it hangs
         self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
         return True  # join leaves a thread that runs on marked as ended
 
@@ -179,7 +167,7 @@ class GptManager:
         if self._inbox.wait_idle(_bounded(timeout)):
             return True
         self._raise_if_failed()
-        return self._ended.is_set
+        return self._life.ended.is_set
 
     def notify(self) -> None:
         """Wake an idle loop: there may be something to get. Raises ManagerDeadError when dead."""
@@ -213,14 +201,15 @@ class GptManager:
 
     def health(self) -> Health:
         """What the manager is doing; answered at once, even while a callback hangs."""
-        num_active = 0 if self._loop is None else len(self._loop.active)
-        alive = not (self._ended.is_set or self._is_forked)
+        loop, progress = self._loop, self._worker.progress
+        num_active = 0 if loop is None else len(loop.active)
+        alive = not (self._life.ended.is_set or self._is_forked)
         return Health(
             alive=alive,
-            progressing=alive and self._progress.is_progressing(num_active),
+            progressing=alive and progress.is_progressing(num_active),
             accepting=alive and self._host.is_accepting,
             num_active=num_active,
-            last_step_age_s=self._progress.last_step_age_s(),
+            last_step_age_s=progress.last_step_age_s(),
             callbacks={timer.name: timer.snapshot() for timer in self._host.timers},
         )
 
@@ -252,153 +241,28 @@ class GptManager:
         if self._is_elsewhere and self._loop is not None:
             return function(self._loop)
         question = self._inbox.ask(function)
-        if self._ended.is_set and self._inbox.take_back(question):
-            if self._loop is None:
-                raise ManagerDeadError(f"{name}: the manager was never built")
+        if self._life.ended.is_set and self._inbox.take_back(question):
+            if self._loop is None or self._life.is_deposed:
+                raise ManagerDeadError(
+                    f"{name}: there is no loop to ask between two iterations"
+                ) from self._life.exception
             question.settle(self._loop)
         elif not question.wait(_bounded(timeout)):
             self._inbox.take_back(question)
             raise TimeoutError(
-                f"{name}: no answer within timeout = {timeout:g} s; {self._standing()}"
+                f"{name}: no answer within timeout = {timeout:g} s; {self._worker.whereabouts()}"
             )
         return question.answer()
 
-    def _standing(self) -> str:
-        """Where the loop thread is."""
-        running = [(timer.running_s, timer.name) for timer in self._host.timers]
-        seconds, name = min((pair for pair in running if pair[0]), default=(0.0, ""))
-        if name:
-            return f"the loop stands in callback {name}, for {seconds:.1f} s"
-        age = self._progress.last_step_age_s()
-        ended = "has ended yet" if age is None else f"has ended for {age:.1f} s"
-        return f"the loop is in an iteration, no step {ended}"
+    # Inside -------------------------------------------------------------------------------
 
-    # The worker thread ---------------------------------------------------------------------
+    @property
+    def _loop(self) -> TokenLoop | None:
+        return self._worker.loop
 
-    def _run(self, build: Callable[[], TokenLoop], booted: Future[None]) -> None:
-        watchdog = None
-        try:
-            loop = self._loop = build()
-            if self._params.callback_budget_s is not None:
-                watchdog = Watchdog(
-                    self._host.timers, self._params.callback_budget_s, threading.get_ident()
-                )
-                watchdog.start()
-        except BaseException as error:  # noqa: B036 - raised in the constructor's line
-            self._fail(error)
-            self._end()
-            booted.set_exception(error)
-            return
-        self._move_to(ManagerState.RUNNING)
-        booted.set_result(None)
-        try:
-            self._serve(loop)
-            self._move_to(ManagerState.STOPPED)
-        except BaseException as error:  # noqa: B036 - kept as `exception`
-            # nothing that may raise stands between the failure and the final responses
-            self._fail(error)
-            self._end_requests(loop, as_final(error))
-            self._tell_failure(error)
-        finally:
-            if watchdog is not None:
-                watchdog.stop()
-            self._end()
-
-    def _serve(self, loop: TokenLoop) -> None:
-        while True:
-            self._inbox.begin_turn()
-            aborts = self._is_to_abort
-            ends = aborts or self._is_to_end
-            self._inbox.answer(loop)
-            if ends:
-                self._host.is_accepting = False
-                if aborts:
-                    self._recorder.close("aborted")
-                    self._end_requests(loop, ManagerDeadError("the manager was shut down"))
-                if not (loop.holds_requests or self._host.holds_requests):
-                    self._recorder.close()
-                    return
-                self._move_to(ManagerState.DRAINING)
-            had_active = bool(loop.active)
-            try:
-                worked = self._turn_once(loop)
-            except Exception as error:
-                self._recovery.recover(loop, error)
-                continue
-            self._progress.note(worked=worked, is_active=bool(loop.active))
-            if worked:
-                self._recovery.note_step()
-            if self._host.fatal is not None:
-                raise self._host.fatal
-            # a final response may have made the host submit: then Get knows more than it said
-            ended_some = had_active and not loop.active
-            if not (worked or ended_some or self._host.last_fetch.num_requests):
-                self._progress.warn_of_stall(loop)
-                self._rest(loop)
-
-    def _turn_once(self, loop: TokenLoop) -> bool:
-        """An iteration; did it have a step?"""
-        is_idle = not loop.holds_requests and loop.pending is None and self._host.is_accepting
-        # an idle turn asks Get and no more: it comes a hundred times a second
-        if is_idle and not self._host.peek(loop.max_active):
-            return False
-        return loop.iterate()
-
-    def _end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
-        """A final error for each request, also for those that the loop has lost."""
-        try:
-            loop.abort(error)
-        finally:
-            self._host.answer_all(error)
-
-    def _rest(self, loop: TokenLoop) -> None:
-        """Sleep until somebody wakes the loop or it is time to ask Get again."""
-        fetched = self._host.last_fetch
-        seconds = self._params.idle_poll_s
-        if not loop.active and fetched.is_empty:
-            self._inbox.tell_idle()
-        if loop.active:
-            seconds = _STALL_S
-        elif fetched.failed:
-            seconds = self._host.get_failures.pause_s
-        self._inbox.rest(seconds)  # woken for nothing, the loop only asks Get once more
-
-    def _fail(self, error: BaseException) -> None:
-        self._host.is_accepting = False
-        self._exception = error
-        self._move_to(ManagerState.FAILED)
-
-    def _tell_failure(self, error: BaseException) -> None:
-        try:
-            logger.error("the token loop has failed", exc_info=error)
-            self._recorder.fail(error)
-        except Exception:  # a log handler of the host's
-            self._recorder.close("failed")
-
-    def _end(self) -> None:
-        """The loop thread's last act: whoever waits learns of it."""
+    def _forget(self) -> None:
+        """The loop has ended: nothing is left to do at the interpreter's exit."""
         atexit.unregister(self._at_exit)
-        self._host.release()
-        if self._loop is not None:
-            self._loop.release()
-        give_back()
-        self._host.is_accepting = False
-        self._ended.set()
-        self._inbox.close()
-        if self._loop is not None:
-            self._inbox.answer(self._loop)
-
-    def _move_to(self, state: ManagerState) -> None:
-        if state is not self._state:
-            if state not in NEXT_MANAGER_STATES[self._state]:
-                raise RuntimeError(f"{self._state} cannot become {state}")
-            self._state = state
-
-    def _ask_to_end(self, *, aborts: bool) -> None:
-        if aborts:
-            self._is_to_abort = True
-        self._is_to_end = True
-        self._inbox.wake()
 
     @property
     def _is_forked(self) -> bool:
@@ -411,10 +275,10 @@ class GptManager:
         return threading.current_thread() is self._thread or self._is_forked
 
     def _raise_if_failed(self) -> None:
-        if self._state is ManagerState.FAILED:
+        if self._life.state is ManagerState.FAILED:
             raise ManagerDeadError(
-                f"the manager has failed: {response_text(self._exception or RuntimeError())}"
-            ) from self._exception
+                f"the manager has failed: {response_text(self._life.exception or RuntimeError())}"
+            ) from self._life.exception
 
     def _raise_if_forked(self) -> None:
         if self._is_forked:

@@ -6,6 +6,7 @@ about who runs: `TokenLoop` does, which is a roster that iterates.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
@@ -17,6 +18,7 @@ from gptmanager.allocation import Allocator
 from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.config import FinishReason
 from gptmanager.errors import (
+    CapacityError,
     DuplicateRequestIdError,
     InvalidRequestError,
     RequestError,
@@ -99,10 +101,11 @@ class Roster:
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
         self._end_preparing_of(intake.ready)
+        most = self._most_active() if self._arriving else math.inf
         while self._arriving:
             # whom something happens to in between the host finds unanswered
             newcomer = self._arriving.popleft()
-            self._admit(newcomer, intake, taken)
+            self._admit(newcomer, intake, taken, most)
             taken.add(newcomer.request_id)
         self._intake = None
 
@@ -119,14 +122,31 @@ class Roster:
         self._preparing.discard(request.request_id)
         request.move_to(LlmRequestState.CONTEXT_INIT)
 
+    def _most_active(self) -> float:
+        """So many may be active: those that have started, or the batch holds, and who may wait."""
+        if self.limits.max_waiting is None:
+            return math.inf
+        started = sum(request.first_scheduled is not None for request in self.active)
+        return max(started, self.limits.num_places) + self.limits.max_waiting
+
     def _admit(
-        self, inference_request: InferenceRequest, intake: Intake, taken: Collection[int]
+        self,
+        inference_request: InferenceRequest,
+        intake: Intake,
+        taken: Collection[int],
+        most_active: float,
     ) -> None:
         request_id = inference_request.request_id
         try:
             if request_id in taken:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
+                )
+            if len(self.active) >= most_active:
+                waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
+                raise CapacityError(
+                    f"{waiting:g} requests wait already, max_waiting_requests = "
+                    f"{self.limits.max_waiting}"
                 )
             request = admit(inference_request, self.limits, intake.now)
         except RequestError as error:

@@ -162,12 +162,14 @@ inbox                   what other threads want of the loop
 life                    the states of a manager, and its health
 receiving               what Get returns, and what is owed for it
 retries                 how long Get is left alone after it has failed
+preparation             logits post-processors on their way to being ready
 host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 recovery                what becomes of a manager whose iteration raised
 progress                when steps ended, and who waits although none does
 placement               where a model and its KV cache lie, and what runs them there
 assembly                from checked options and a model to a loop
+worker                  what a manager's thread does, and its end
 manager                 GptManager: a thread, and a life around the loop
 gptmanager              the public names, as hosts import them
 

@@ -483,7 +483,7 @@ def test_requests_that_only_the_host_knows_are_answered_at_an_end(host):
 
     ready = threading.Event()
     manager = start(host, get_inference_requests_cb=get)
-    manager._host._collect_ready = raising(SystemExit("of a broken loop"))
+    manager._host.preparation.collect = raising(SystemExit("of a broken loop"))
     host.submit(request(1, [1], 3), request(2, [1], 3))
     assert ready.wait(10) and manager.wait(10)
     assert manager.state is ManagerState.FAILED

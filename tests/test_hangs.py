@@ -1,0 +1,371 @@
+"""What hangs is named, and ends the manager if it is told to: in the model and in each callback.
+
+`GPTMANAGER_FUZZ` multiplies the number of steps that return at the moment when they are given up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+
+import pytest
+from loop_driver import next_token
+from shorthand import params, request
+
+from gptmanager import GptManager, ModelType, SchedulerConfig
+from gptmanager.errors import ConfigError, ManagerDeadError
+from gptmanager.life import ManagerState
+from gptmanager.scheduler import RequestScheduler
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
+
+FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
+BUDGET = {"step_budget_s": 0.05, "on_hang": "fail"}
+
+
+class Gate:
+    """What hangs, from the first time that it is armed until it is opened."""
+
+    def __init__(self):
+        self.is_armed = False
+        self.reached, self._opened = threading.Event(), threading.Event()
+
+    def __call__(self, *ignored):
+        if self.is_armed:
+            self.reached.set()
+            self._opened.wait(30)
+
+    def open(self):
+        self._opened.set()
+
+
+class Host(RecordingCallbacks):
+    """Counts its calls; `hangs_in` is the callback that comes to the gate."""
+
+    def __init__(self, gate, hangs_in=""):
+        super().__init__()
+        self.gate, self.hangs_in = gate, hangs_in
+        self.num_calls = Counter()
+
+    def _count(self, name):
+        self.num_calls[name] += 1
+        if self.hangs_in == name:
+            self.gate()
+
+    def get_inference_requests(self, room):
+        self._count("GetInferenceRequests")
+        return super().get_inference_requests(room)
+
+    def send_response(self, *response):
+        self._count("SendResponse")
+        super().send_response(*response)
+
+    def poll_stop_signal(self):
+        self._count("PollStopSignal")
+        return super().poll_stop_signal()
+
+    def return_batch_manager_stats(self, record):
+        self._count("ReturnBatchManagerStats")
+        super().return_batch_manager_stats(record)
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.open()
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("gptmanager") for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread of the manager is left behind"
+        time.sleep(0.001)
+
+
+def start(host, script=next_token, config=None, **options):
+    model = ScriptedModel(script, vocab_size=100, max_position_embeddings=128)
+    manager = GptManager(
+        model,
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        1,
+        config,
+        optional_params=params(black_box_iterations=0, **options),
+        **host.keywords(),
+    )
+    host.manager = manager
+    return manager
+
+
+def finals(host):
+    return {r.request_id: r for r in host.responses if r.is_final}
+
+
+def each_has_one_final(host, ids):
+    counts = Counter(r.request_id for r in host.responses if r.is_final)
+    assert counts == Counter(ids)
+    seen = set()
+    for response in host.responses:
+        assert response.request_id not in seen, "a response after the final one"
+        if response.is_final:
+            seen.add(response.request_id)
+
+
+def end_thread(manager):
+    manager._thread.join(10)
+    assert not manager._thread.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == "gptmanager-watchdog":
+            thread.join(10)
+
+
+def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
+    def hanging_network(history):
+        gate()
+        return next_token(history)
+
+    host = Host(gate)
+    with start(host, hanging_network, step_budget_s=0.02) as manager:
+        host.submit(request(1, [1], 4))
+        host.final(1)
+        gate.is_armed = True
+        host.submit(request(2, [1], 4))
+        gate.reached.wait(10)
+        while "All threads" not in caplog.text:
+            time.sleep(0.001)
+        assert manager.state is ManagerState.RUNNING
+        gate.open()
+        assert host.final(2).error == ""
+    told = next(r.message for r in caplog.records if "the loop hangs" in r.message)
+    assert "step_budget_s = 0.02; the loop stands in no callback, at wait" in told
+    assert "hanging_network" in told and "gptmanager-loop" in told and "MainThread" in told
+    record = json.loads(told.split("statistics: ")[1].split("\nAll threads")[0])
+    assert record["Iteration Counter"] == 3
+    assert told.count("the loop hangs") == 1
+
+
+def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):
+    def script(history):
+        gate()
+        return next_token(history)
+
+    host = Host(gate)
+    manager = start(host, script, **BUDGET)
+    host.submit(request(0, [1], 2))
+    host.final(0)
+    gate.is_armed = True
+    host.submit(*(request(i, [1], 9, is_streaming=i % 2 == 0) for i in range(1, 8)))
+    ids = range(8)
+    assert gate.reached.wait(10)
+    assert manager.wait(10)
+    assert manager.state is ManagerState.FAILED and isinstance(manager.exception, ManagerDeadError)
+    text = str(manager.exception)
+    assert "the loop hangs: one turn of it has taken" in text and "step_budget_s = 0.05" in text
+    answered = finals(host)
+    assert {1, 2, 3, 4} <= set(answered) and not host.final(0).error
+    assert all(answered[i].error == f"ManagerDeadError: {text}" for i in answered if i)
+    for call in (manager.notify, manager.wait_idle, manager.audit, lambda: manager.explain(1)):
+        with pytest.raises(ManagerDeadError):
+            call()
+    health = manager.health()
+    assert not health.alive and not health.accepting
+    manager.shutdown()
+    manager.shutdown(drain=False, timeout=0.01)
+    calls = Counter(host.num_calls)
+    gate.open()
+    end_thread(manager)
+    assert host.num_calls == calls
+    each_has_one_final(host, set(answered))
+    assert set(answered) <= set(ids)
+
+
+@pytest.mark.parametrize("name", ["PollStopSignal", "ReturnBatchManagerStats"])
+def test_a_callback_that_hangs_ends_the_manager_and_is_named(gate, name):
+    host = Host(gate, name)
+    manager = start(host, **BUDGET)
+    gate.is_armed = True
+    host.submit(request(1, [1], 9, is_streaming=True), request(2, [1], 9))
+    assert manager.wait(10)
+    assert f"the loop stands in callback {name}, for" in str(manager.exception)
+    each_has_one_final(host, {1, 2})
+    calls = Counter(host.num_calls)
+    gate.open()
+    end_thread(manager)
+    assert host.num_calls == calls
+
+
+def test_what_a_get_that_hangs_yields_before_and_after_is_answered(gate):
+    host = Host(gate)
+
+    def get(room):
+        gate.is_armed = True
+        yield request(1, [1], 2)
+        yield request(2, [1], 2)
+        gate()
+        yield request(3, [1], 2)
+
+    host.get_inference_requests = get
+    manager = start(host, **BUDGET)
+    assert manager.wait(10)
+    assert "callback GetInferenceRequests" in str(manager.exception)
+    each_has_one_final(host, {1, 2})
+    gate.open()
+    end_thread(manager)
+    each_has_one_final(host, {1, 2, 3})
+
+
+def test_finals_wait_for_a_send_that_hangs_but_nothing_else_does(gate, caplog):
+    host = Host(gate, "SendResponse")
+    manager = start(host, **BUDGET)
+    gate.is_armed = True
+    host.submit(*(request(i, [1], 9, is_streaming=True) for i in range(3)))
+    assert manager.wait(10)
+    assert manager.state is ManagerState.FAILED
+    assert "callback SendResponse" in str(manager.exception)
+    manager.shutdown()
+    assert not finals(host)
+    gate.open()
+    end_thread(manager)
+    each_has_one_final(host, {0, 1, 2})
+    assert "SendResponse hangs itself" in caplog.text
+
+
+def test_a_send_that_hangs_while_a_failed_loop_answers_holds_up_nobody(gate):
+    def explode(history):
+        gate.is_armed = True
+        raise FloatingPointError("the network is broken")
+
+    host = Host(gate, "SendResponse")
+    manager = start(host, explode, max_step_failures=1, **BUDGET)
+    host.submit(request(1, [1], 9), request(2, [1], 9))
+    assert manager.wait(10)
+    assert manager.state is ManagerState.FAILED
+    assert isinstance(manager.exception, FloatingPointError)
+    gate.open()
+    end_thread(manager)
+    each_has_one_final(host, {1, 2})
+
+
+class Processor:
+    def __init__(self, gate, hangs_in):
+        self.gate, self.hangs_in = gate, hangs_in
+
+    def prepare(self, device):
+        if self.hangs_in == "prepare":
+            self.gate()
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def __call__(self, *ignored):
+        if self.hangs_in == "call":
+            self.gate()
+
+
+@pytest.mark.parametrize(
+    ("hangs_in", "name"),
+    [("prepare", "LogitsPostProcessor.prepare"), ("call", "LogitsPostProcessor")],
+)
+def test_a_processor_that_hangs_is_named(gate, hangs_in, name, caplog):
+    host = Host(gate)
+    manager = start(host, callback_budget_s=0.01, **BUDGET)
+    gate.is_armed = True
+    processor = Processor(gate, hangs_in)
+    host.submit(request(1, [1], 9, logits_post_processor=processor), request(2, [1], 9))
+    assert manager.wait(10)
+    assert f"the loop stands in callback {name}, for" in str(manager.exception)
+    assert manager.health().callbacks[name].overstays == 1
+    each_has_one_final(host, {1, 2})
+
+
+def test_a_scheduler_that_hangs_is_named(gate, caplog):
+    class Waiting(RequestScheduler):
+        def schedule_request(self, active_requests, inflight_request_ids):
+            gate()
+
+    host = Host(gate)
+    gate.is_armed = True
+    config = SchedulerConfig(create_scheduler=lambda **parts: Waiting())
+    manager = start(host, config=config, callback_budget_s=0.01, **BUDGET)
+    host.submit(request(1, [1], 9))
+    assert manager.wait(10)
+    assert "the loop stands in callback Scheduler, for" in str(manager.exception)
+    assert "callback Scheduler has run for" in caplog.text
+    each_has_one_final(host, {1})
+
+
+def test_whoever_asks_a_loop_that_is_given_up_is_refused(gate):
+    host = Host(gate, "PollStopSignal")
+    manager = start(host, **BUDGET)
+    gate.is_armed = True
+    host.submit(request(1, [1], 9))
+    gate.reached.wait(10)
+    with pytest.raises(ManagerDeadError):
+        manager.audit(timeout=None)
+    with pytest.raises(ManagerDeadError):
+        manager.wait_idle()
+
+
+def test_a_host_that_is_idle_or_slow_within_its_budget_does_not_hang(gate, caplog):
+    host = Host(gate)
+    with start(host, step_budget_s=0.2, on_hang="fail", idle_poll_s=None) as manager:
+        time.sleep(0.5)
+        host.submit(request(1, [1], 3))
+        assert host.final(1).error == ""
+        assert manager.wait_idle(10)
+    assert manager.state is ManagerState.STOPPED and "hangs" not in caplog.text
+
+
+def test_a_step_that_returns_when_it_is_given_up():
+    rng = random.Random(1)
+    states = Counter()
+    for _ in range(12 * FUZZ):
+
+        def script(history):
+            time.sleep(rng.choice([0, 0, 0, rng.uniform(0.004, 0.02)]))
+            return next_token(history)
+
+        host = Host(Gate())
+        manager = start(host, script, step_budget_s=0.01, on_hang="fail")
+        accepted = []
+        for i in range(6):
+            try:
+                host.submit(request(i, [1], rng.randint(1, 6), is_streaming=i % 2 == 0))
+            except ManagerDeadError:
+                break
+            accepted.append(i)
+        if rng.random() < 0.5:
+            manager.shutdown(drain=rng.random() < 0.5)
+        elif rng.random() < 0.5:
+            try:
+                manager.wait_idle(10)
+            except ManagerDeadError:
+                pass
+        manager.shutdown()
+        assert manager.wait(10)
+        end_thread(manager)
+        states[manager.state] += 1
+        assert (manager.exception is not None) is (manager.state is ManagerState.FAILED)
+        fetched = accepted[: len(accepted) - len(host._waiting)]
+        each_has_one_final(host, fetched)
+    assert set(states) <= {ManagerState.STOPPED, ManagerState.FAILED}
+    assert len(states) == 2, states
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"step_budget_s": 0.0}, "step_budget_s = 0.0 must be a number from 0.001 to 1000000.0"),
+        ({"step_budget_s": float("nan")}, "step_budget_s = nan must be a number"),
+        ({"on_hang": "end"}, "on_hang = 'end' is neither 'log' nor 'fail'"),
+        ({"on_hang": "fail"}, "on_hang = 'fail' needs step_budget_s"),
+        ({"max_waiting_requests": -1}, "max_waiting_requests = -1 must be an integer from 0"),
+        ({"max_waiting_requests": 1.0}, "max_waiting_requests = 1.0 must be an integer from 0"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(options, text):
+    with pytest.raises(ConfigError) as raised:
+        start(RecordingCallbacks(), **options)
+    assert text in str(raised.value)
