@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -37,12 +38,21 @@ def explained(
             for i, (a, b) in enumerate(lengths)
         ]
     )
+    constructed, found = Future(), []
+
+    def ask_and_end(record):  # in a callback, so that nobody runs on meanwhile
+        if not found:
+            manager = constructed.result(20)
+            found.extend(manager.explain(i) for i in range(len(lengths)))
+            manager.shutdown(drain=False)
+
+    keywords = {**host.keywords(), "return_batch_manager_stats_cb": ask_and_end}
     with GptManager(
         ScriptedModel(lambda history: time.sleep(0.001) or 1, vocab_size=4),
         model_type,
         1,
         config,
-        **host.keywords(),
+        **keywords,
         optional_params=OptionalParams(
             kv_cache_config=KvCacheConfig(
                 max_tokens=tokens, tokens_per_block=4, enable_block_reuse=reuse
@@ -53,10 +63,8 @@ def explained(
             **options,
         ),
     ) as manager:
-        while not host.statistics:
-            time.sleep(0.001)
-        found = [manager.explain(i) for i in range(len(lengths))]
-        manager.shutdown(drain=False)
+        constructed.set_result(manager)
+        assert manager.wait(20)
     return found
 
 
