@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager import config
+from gptmanager import config, inspection
 from gptmanager.api import PROPERTY_OF_TENSOR
 from gptmanager.config_check import checked_optional_params, checked_scheduler_config
 from gptmanager.cuda import emulator
@@ -24,6 +24,7 @@ from gptmanager.manager import GptManager
 from gptmanager.models import Batch, load_model
 from gptmanager.request import NEXT_STATES, LlmRequestState
 from gptmanager.scheduler import KvCacheManager, LlmRequest
+from gptmanager.scheduler.waiting import WaitReason
 from gptmanager.testing import RULES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,6 +137,16 @@ def test_the_statistics_tables_are_those_of_the_schema():
     flat = schema["properties"]
     names = set(flat) - {"gptmanager"} | set(flat["gptmanager"]["properties"])
     assert set(table_names(page("statistics.md"))) - {"key", "---"} == names
+
+
+def test_the_reasons_of_explain_are_those_of_the_policies_and_its_own():
+    own = set(
+        re.findall(r'(?:return|Explanation\(request_id,) "(\w+)"', inspect.getsource(inspection))
+    )
+    documented = {
+        code(cells[0]) for cells in rows(section("scheduling.md", "### Why a request waits"))
+    }
+    assert len(own) == 5 and documented == own | {reason.value for reason in WaitReason}
 
 
 def test_the_rules_of_schedulers_are_those_of_the_kit():
@@ -279,6 +290,13 @@ def test_the_documented_limits_are_the_last_values_that_are_taken(cls, name, low
         beyond = math.nextafter(bound, beyond) if is_float else bound + (1 if beyond > 0 else -1)
         with pytest.raises(ConfigError, match=f"{cls.__name__}.{name} = "):
             checked(cls, **others, **{name: beyond})
+
+
+@pytest.mark.parametrize("cls", CONFIGURATIONS, ids=lambda cls: cls.__name__)
+def test_every_number_is_documented_with_its_limits(cls):
+    for name, cells in described(cls).items():
+        if {"int", "float"} & set(code(cells[1]).split(" or ")):
+            assert re.fullmatch(r"\S+ to .*|the default|above 0, below 1", cells[3]), name
 
 
 @pytest.mark.parametrize("cls", CONFIGURATIONS, ids=lambda cls: cls.__name__)
