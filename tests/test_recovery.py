@@ -11,12 +11,21 @@ import random
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from loop_driver import LoopDriver, expected_output
+from recorded_runs import (
+    MAX_UTILIZATION,
+    VOCAB_SIZE,
+    ScheduledHost,
+    next_token,
+    record,
+)
+from recorded_runs import request as recorded_request
 from shorthand import params, request
 from test_manager import start
 
@@ -24,9 +33,14 @@ from gptmanager import REQUEST_METRICS, InferenceRequest, KvCacheConfig, errors
 from gptmanager.host import CallbackHost
 from gptmanager.inspection import audit
 from gptmanager.life import ManagerState
+from gptmanager.picture.recorded import trace_of
 from gptmanager.recorder import Recorder
 from gptmanager.recovery import Recovery
-from gptmanager.testing import RecordingCallbacks
+from gptmanager.replay import replay
+from gptmanager.simulator.cost_model import CostModel
+from gptmanager.simulator.load import RecordedLoad
+from gptmanager.simulator.simulation import simulate
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 PACKAGE = str(Path(errors.__file__).parent)
@@ -506,3 +520,57 @@ def test_accounts_that_begin_anew_are_sound_whatever_they_were(options):
     assert kv_cache.reuse_counts == counts._replace(cached_blocks=0, cached_host_blocks=0)
     driver.run()
     assert {r.request_id for r in driver.host.callbacks.responses if r.is_final} == set(range(9))
+
+
+# Recorded runs -------------------------------------------------------------------------------
+
+
+class FailsAt(ScriptedModel):
+    """Raises in the forward passes whose numbers it is told."""
+
+    def __init__(self, numbers):
+        super().__init__(next_token, vocab_size=VOCAB_SIZE)
+        self.numbers = set(numbers)
+        self.num_called = 0
+
+    def forward(self, batch, kv_pool):
+        self.num_called += 1
+        if self.num_called in self.numbers:
+            raise RuntimeError("the device is on fire")
+        return super().forward(batch, kv_pool)
+
+
+def recorded(path, reuse=False, **options):
+    script = [[recorded_request(i, 3 + i, 12)] for i in range(14)]
+    cache = KvCacheConfig(max_tokens=96, tokens_per_block=4, enable_block_reuse=reuse)
+    model = FailsAt((4, 9, 10))
+    return record(
+        path, ScheduledHost(script), MAX_UTILIZATION, kv_cache=cache, model=model, **options
+    )
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_recording_goes_on_behind_failed_iterations_and_replays(tmp_path, run_ahead, reuse):
+    run = recorded(tmp_path / "run.jsonl", run_ahead=run_ahead, reuse=reuse)
+    failed = [turn.index for turn in run.iterations if turn.recovered is not None]
+    assert len(failed) == 3 and run.end.reason == "drained"
+    report = replay(run)
+    assert report.divergence is None and not report.broke_off
+    assert report.compared == len(run.iterations) - 3 > 10
+    assert len(trace_of(run).lanes) == 14
+    figures = simulate(run.header.blueprint, RecordedLoad(run), CostModel())
+    assert figures.requests == 14
+    # A token that is another one behind the failures is found
+    late = next(t for t in run.iterations if t.index > failed[-1] + 2 and t.schedule is not None)
+    wrong = replace(late, schedule=replace(late.schedule, iteration=late.schedule.iteration + 1))
+    changed = tuple(wrong if turn is late else turn for turn in run.iterations)
+    assert replay(replace(run, iterations=changed)).divergence.index == late.index
+
+
+def test_the_black_box_tells_of_the_last_failure_behind_a_step(tmp_path):
+    path = tmp_path / "box.jsonl"
+    box = recorded(path, black_box_path=path, black_box_iterations=8)
+    assert box.end.reason == "failed" and "on fire" in box.end.error
+    report = replay(box)
+    assert report.divergence is None and report.broke_off

@@ -93,15 +93,16 @@ class Recorder:
     def restart(self, loop: Any, error: BaseException) -> None:
         """An iteration of `loop` has failed, and it goes on from a state that nothing led to.
 
-        A file ends here. The black box is written, over the one of the failure before, and begins
-        anew.
+        A file tells that state. The black box is written, over the one of the failure before, and
+        begins anew.
         """
-        text = response_text(error)
         box = self._black_box
         if box is None:
-            self.close("failed", text)
+            if self._turn is not None:
+                self._turn.recovered = loop.state()
+            self.end_turn()
             return
-        self._write_black_box(box, text)
+        self._write_black_box(box, response_text(error))
         self._black_box = BlackBox(loop, box.blueprint, self._keep, is_new=False)
 
     # What the two doors call ---------------------------------------------------------------

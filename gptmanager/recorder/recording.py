@@ -76,7 +76,7 @@ class Iteration:
     schedule with the iteration number `result_of`: under run-ahead that of an earlier turn. `ends`
     None: not recorded, as in a black box. `idle_turns`: turns before it, since
     the last one that had something to do; nothing was active, and Get returned nothing. None: not
-    recorded.
+    recorded. `recovered`: it raised, and this is the loop that went on; None: it did not.
     """
 
     index: int
@@ -88,6 +88,7 @@ class Iteration:
     result: StepResult | None = None
     ends: tuple[End, ...] | None = None
     idle_turns: int | None = None
+    recovered: LoopState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ class Turn:
     """An iteration that is being recorded: what becomes an `Iteration` when it is read."""
 
     __slots__ = (
-        "ends", "idle_turns", "index", "intake", "kept", "num_active", "result", "result_of",
-        "schedule",
+        "ends", "idle_turns", "index", "intake", "kept", "num_active", "recovered", "result",
+        "result_of", "schedule",
     )  # fmt: skip
 
     def __init__(
@@ -130,6 +131,7 @@ class Turn:
         self.result: StepResult | None = None
         self.ends = ends
         self.idle_turns = idle_turns
+        self.recovered: LoopState | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -137,6 +139,7 @@ class Turn:
         intake = self.intake
         return not (
             self.num_active
+            or self.recovered is not None
             or self.schedule is not None
             or self.result is not None
             or intake.requests

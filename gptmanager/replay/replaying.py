@@ -16,6 +16,7 @@ from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
 from gptmanager.loop import TokenLoop
+from gptmanager.loop_state import LoopState
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
@@ -60,8 +61,8 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """`compared`: iterations whose schedule was compared. `broke_off`: the recorded run failed in
-    its last iteration; the text says whether the replay did too.
+    """`compared`: iterations whose schedule was compared, all but those that raised. `broke_off`:
+    the recorded run failed in its last iteration; the text says whether the replay did too.
     """
 
     iterations: int
@@ -85,7 +86,7 @@ def replay(
     for iteration in track(recording.iterations):
         divergence = run.step(iteration)
         iterations += 1
-        compared += iteration.kept
+        compared += iteration.kept and iteration.recovered is None
         if divergence is not None or run.broke_off:
             return ReplayReport(iterations, compared, divergence, run.broke_off)
     return ReplayReport(iterations, compared)
@@ -122,21 +123,29 @@ class _Replay:
     def __init__(
         self, recording: Recording, create_scheduler: Callable[..., Any] | None = None
     ) -> None:
-        blueprint = recorded_blueprint(recording, create_scheduler)
+        self._blueprint = recorded_blueprint(recording, create_scheduler)
         self._recording = recording
         self.world = _RecordedWorld()
         self.broke_off = ""
-        state = recording.header.state
-        self.loop = build_loop(
-            *(blueprint, self.world, self.world), laps=Laps(lambda: 0), loop_class=UnheardLoop
+        with located("the state that the recording begins with"):
+            self.loop = self._new_loop(recording.header.state)
+
+    def _new_loop(self, state: LoopState | None) -> TokenLoop:
+        loop = build_loop(
+            *(self._blueprint, self.world, self.world), laps=Laps(lambda: 0), loop_class=UnheardLoop
         )
         if state is not None:
-            with located("the state that the recording begins with"):
-                self.loop.restore(state, None if state.pending is None else _Step(state.pending))
+            loop.restore(state, None if state.pending is None else _Step(state.pending))
+        return loop
 
     def step(self, iteration: Iteration) -> Divergence | None:
         world = self.world
         world.begin(iteration)
+        if iteration.recovered is not None:  # how far it came nobody knows
+            with located(f"the state after iteration {iteration.index}"):
+                self.loop = self._new_loop(iteration.recovered)
+            world.schedule, world.ends = iteration.schedule, list(iteration.ends or ())
+            return None
         try:
             self.loop.iterate()
         except _EndOfRecording:
