@@ -112,6 +112,9 @@ decoding.drafting       tokens guessed ahead
 decoding.rows           what a step gives to logits post-processors
 decoding.stream_watch   who works on another stream than the model's
 decoding.logits         who is called for which rows, and what becomes of one that fails
+decoding.grammar_matcher  a grammar compiled, and the program that does so on trial (no torch)
+decoding.grammar_trial  a grammar compiled in a process that may be ended (no torch)
+decoding.schema_numbers  numbers of a JSON schema that the parser of grammars can hold (no torch)
 decoding.guided         grammars as masks
 decoding.kernel_signature what a kernel over rows is passed
 decoding.raw_kernel     a logits post-processor given as CUDA source

@@ -21,7 +21,10 @@ import torch
 from gptmanager.cuda import token_masks
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.streams import Stream
+from gptmanager.decoding.grammar_matcher import fault_of, new_matcher, new_tokenizer
+from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
+from gptmanager.decoding.schema_numbers import readable_schema
 from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.post_processor import BoundProcessor
@@ -37,19 +40,24 @@ class GuidedDecoding(RowProcessor):
     `tokenizer`: a `tokenizers.Tokenizer`. `end_ids`: tokens that end a text, none: those that the
     tokenizer's names suggest. They, and the `end_id` of a request, may come exactly where the
     output is complete. Equal grammars are compiled once; the last `max_grammars` are kept. One
-    that does not compile ends its request. Raises ConfigError without llguidance.
+    that does not compile, in `compile_timeout_s` seconds, ends its request. Raises ConfigError
+    without llguidance.
     """
 
     name = "guided decoding"
 
     def __init__(
-        self, tokenizer: Any, end_ids: Sequence[int] = (), *, max_grammars: int = 256
+        self,
+        tokenizer: Any,
+        end_ids: Sequence[int] = (),
+        *,
+        max_grammars: int = 256,
+        compile_timeout_s: float = 10.0,
     ) -> None:
         self._llguidance = _find_llguidance()
         try:
-            self._tokenizer = self._llguidance.LLTokenizer(
-                tokenizer.to_str(), eos_token=list(end_ids) or None
-            )
+            given = tokenizer.to_str(), list(end_ids)
+            self._tokenizer = new_tokenizer(self._llguidance, *given)
         except Exception as error:  # llguidance raises what it likes
             raise ConfigError(f"llguidance cannot use the tokenizer: {error}") from error
         self.vocab_size: int = self._tokenizer.vocab_size
@@ -57,6 +65,7 @@ class GuidedDecoding(RowProcessor):
         self._max_grammars = max_grammars
         self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
+        self._trial = GrammarTrial(*given, compile_timeout_s)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-grammars")
         # compiled here, not when the first request runs
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
@@ -108,26 +117,13 @@ class GuidedDecoding(RowProcessor):
 
     def _compile(self, kind: str, text: str) -> Any:
         """A matcher at its start, which is never moved on: sequences have copies."""
-        llguidance = self._llguidance
-        make = llguidance.LLMatcher
         try:
-            if kind == "regex":
-                grammar = make.grammar_from_regex(text)
-            elif kind.startswith("json_schema"):
-                options = {"whitespace_flexible": kind != "json_schema"}
-                grammar = make.grammar_from_json_schema(text, overrides=options)
-            else:
-                grammar = make.grammar_from_lark(text)
-            limits = llguidance.LLParserLimits(verbose_errors=False)
-            matcher = make(self._tokenizer, grammar, log_level=0, limits=limits)
-            fault = matcher.get_error()
-            if not fault:
-                matcher.deep_copy().compute_bitmask()  # the slow first one
+            if kind.startswith("json_schema"):
+                text = readable_schema(text)
+            self._trial.run(kind, text)
+            return new_matcher(self._llguidance, self._tokenizer, kind, text)
         except ValueError as error:
-            fault = str(error)
-        if fault:
-            raise InvalidRequestError(f"logits_post_processor {kind}: {fault}")
-        return matcher
+            raise InvalidRequestError(f"logits_post_processor {kind}: {error}") from None
 
 
 class Grammar(BoundProcessor):
@@ -183,6 +179,8 @@ class _Progress:
                 break
         taken = self.matcher.try_consume_tokens(tokens)
         self.num_tokens += taken
+        if taken < len(tokens) and self.matcher.is_error():
+            raise _dead_end(self)
         if taken < len(tokens):
             raise InvalidRequestError(
                 f"token {tokens[taken]} at place {self.num_tokens} of the output does not continue "
@@ -300,6 +298,8 @@ class _Session(RowSession):
             return
         address = self._address + place * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
+        if progress.matcher.is_error():  # the mask permits an end, which is none of the grammar
+            raise _dead_end(progress)
         if end_id >= 0 and end_id not in self._end_ids:
             _set_bit(masks[place], end_id, progress.matcher.is_accepting())
 
@@ -333,12 +333,10 @@ def _set_bit(mask: Words, token: int, may_come: bool) -> None:
     bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
 
 
-def _dead_end(progress: _Progress) -> RequestError:
-    fault = progress.matcher.get_error()
-    if fault:
-        return InvalidRequestError(fault)
-    number = progress.num_tokens + 1
-    return LogitsError(f"no token continues the grammar as generated token {number}")
+def _dead_end(progress: _Progress) -> LogitsError:
+    text = f"no token continues the grammar as generated token {progress.num_tokens + 1}"
+    fault = fault_of(progress.matcher)
+    return LogitsError(f"{text}: {fault}" if fault else text)
 
 
 def _started(bound: Grammar) -> _Progress:

@@ -26,7 +26,10 @@ from gptmanager import (
     OptionalParams,
     PromptLookup,
 )
+from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.parallel_sampling import ParallelSampling
 from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
+from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
 
 NUM_RUNS = int(os.environ.get("GPTMANAGER_FUZZ", "3"))
@@ -353,6 +356,14 @@ def test_odd_rows_behind_an_end_count_for_nothing(device, streams):
             assert host.output(place) == sound[:3]
     assert not host.final(13).error and not host.final(3).error  # other beams go on
     assert end not in host.output(3)[len(asked) * (not streams) : -1]
+
+
+def test_a_text_that_has_ended_needs_no_token():
+    texts = ParallelSampling(BeamParams(2, sampled=True), 9, end_id=3)
+    assert not texts.advance(BeamCandidates(((3,), (5,)), ((-1.0,), (-1.0,))))
+    assert not texts.advance(BeamCandidates(((-1,), (6,)), ((0.0,), (-1.0,))))
+    assert texts.tokens == [0, 6] and not texts.fault
+    assert texts.advance(BeamCandidates(((-2,), (-1,)), ((0.0,), (0.0,)))) and texts.fault == -1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,270 @@
+"""Grammars that want too much, or nothing: an error by name before anything is generated.
+
+GPTMANAGER_FUZZ multiplies the number of random schemas, 40 if it is not set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import time
+
+import jsonschema
+import numpy as np
+import pytest
+import test_guided
+from test_guided import MODEL, asked
+
+from gptmanager import InferenceRequest
+from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.decoding.grammar_trial import GrammarTrial
+from gptmanager.decoding.guided import GuidedDecoding, _Progress, _Session
+from gptmanager.decoding.schema_numbers import readable_schema
+from gptmanager.errors import InvalidRequestError, LogitsError
+
+NUM_SCHEMAS = 40 * int(os.environ.get("GPTMANAGER_FUZZ", "1"))
+ENDLESS = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def guided():
+    return load_guided_decoding(MODEL)
+
+
+def fault_of(guided, kind, argument):
+    """What a grammar's request would end with; None: it compiles."""
+    try:
+        getattr(guided, kind)(argument).compiled.result()
+    except InvalidRequestError as error:
+        return str(error)
+    return None
+
+
+# What no text fits, and what is beyond the parser -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "fault"),
+    [
+        ("json_schema", False, "json_schema: the schema is false: no text fits it"),
+        ("json_schema", "false", "json_schema: the schema is false: no text fits it"),
+        ("json_schema", "null", "the schema is null, expected an object, true or false"),
+        ("json_schema", "[1]", r"the schema is [1], expected an object, true or false"),
+        ("json_schema", {"not": {}}, 'Unimplemented keys: ["not"]'),
+        ("json_schema", {"enum": []}, "Unsatisfiable schema"),
+        ("json_schema", {"type": "integer", "minimum": 5, "maximum": 4}, "minimum (5) is greater"),
+        ("json_schema", {"type": "string", "pattern": r"[^\s\S]"}, "Regex is empty"),
+        ("json_schema", {"$ref": "#/$defs/none"}, "does not exist"),
+        ("json_schema", {"minimum": 2**63}, "minimum = 9223372036854775808 is beyond integers"),
+        ("json_schema", {"maximum": -(10**30)}, "maximum = -1000000000000000000000000000000 is"),
+        ("json_schema", {"items": {"exclusiveMinimum": 1e300}}, "exclusiveMinimum = 1e+300 is"),
+        ("json_schema", {"const": 2**53 + 1}, "const holds 9007199254740993, which double"),
+        ("json_schema", {"enum": ["a", {"b": [10**40]}]}, "enum holds 1000"),
+        ("json_schema", '{"type":"array","items":' * 10**5 + "{}" + "}" * 10**5, "too deeply"),
+        ("json_schema", '{"minimum": 1' + "0" * 5000 + "}", "json_schema: "),
+        ("regex", r"[^\s\S]", "regex: no text fits the grammar"),
+        ("regex", r"x[^\s\S]|[^\s\S]", "regex: no text fits the grammar"),
+        ("regex", "((a{1000}){1000}){1000}", "too many expressions"),
+        ("regex", "(" * 3000 + "a" + ")" * 3000, "invalid regex"),
+        ("regex", "\ud800", "surrogates not allowed"),
+        ("lark", 'start: start "a"', "lark: no text fits the grammar"),
+        ("lark", "start: a\na: b\nb: a", "lark: no text fits the grammar"),
+        ("lark", "start: A\nA: /a+/ & /b+/", "lark: no text fits the grammar"),
+        ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
+        ("lark", "start: <[0-99999999]>", "Token range end too large"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_by_name(guided, kind, argument, fault):
+    assert fault in fault_of(guided, kind, argument)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("json_schema", {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}),
+        ("json_schema", {"type": "string", "maxLength": 10**9}),
+        ("json_schema", {"type": "array", "items": {"type": "integer"}, "maxItems": 10**9}),
+        ("json_schema", {"enum": [f"v{i}" for i in range(3000)]}),
+        ("json_schema", {"type": "array", "items": {"$ref": "#"}}),
+        ("json_schema", {"properties": {"minimum": True, "const": {"maximum": 2**60}}}),
+        ("json_schema", {"type": "string", "pattern": "^(a+)+$"}),
+        ("regex", ""),
+        ("regex", "(a|b)*a(a|b){300}"),
+        ("regex", "((a*)*)*b"),
+        ("lark", 'start: "b" | "a" x\nx: "a" x'),
+        ("lark", 'start: ""'),
+    ],
+)
+def test_what_only_looks_hostile_compiles(guided, kind, argument):
+    assert fault_of(guided, kind, argument) is None
+
+
+@pytest.mark.parametrize("schema", [True, {}, "true", "{}"])
+def test_true_and_an_empty_schema_are_any_json(guided, tokenizer, schema):
+    host = test_guided.serve([asked(tokenizer, 1, guided.json_schema(schema), 300)])
+    assert not host.final(1).error
+    text = tokenizer.decode(host.output(1))
+    if host.final(1).tensors["finish_reasons"][0, 0] == 1:  # it may be a long one
+        json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "read"),
+    [
+        ({"minimum": -(2**63)}, {"minimum": -(2**63) + 1024}),
+        ({"maximum": 2**63 - 1}, {"maximum": 2**63 - 1024}),
+        ({"maximum": 1e30}, {"maximum": 2**63 - 1024}),
+        ({"minimum": 2**53 + 1}, {"minimum": 2**53 + 2}),
+        ({"exclusiveMaximum": -(2**53) - 1}, {"exclusiveMaximum": -(2**53) - 2}),
+        ({"minimum": 0.1, "maximum": True}, {"minimum": 0.1, "maximum": True}),
+        ({"examples": [{"minimum": 10**30}]}, {"examples": [{"minimum": 10**30}]}),
+        ({"properties": {"enum": {"minimum": 3}}}, {"properties": {"enum": {"minimum": 3}}}),
+    ],
+)  # fmt: skip
+def test_bounds_that_are_no_doubles_are_narrowed(bounds, read):
+    assert json.loads(readable_schema(json.dumps({"a": [bounds]}))) == {"a": [read]}
+
+
+# Time and memory ----------------------------------------------------------------------------------
+
+
+def test_one_that_compiles_for_ever_ends(tokenizer):
+    trial = GrammarTrial(tokenizer.to_str(), [0], timeout_s=1.0)
+    with pytest.raises(ValueError, match=r"more than 1 s \(compile_timeout_s\) to compile"):
+        trial.run("json_schema", json.dumps(ENDLESS))
+
+
+def test_neighbors_go_on_while_a_grammar_compiles_for_ever(tokenizer):
+    base = load_guided_decoding(MODEL)
+    guided = GuidedDecoding(tokenizer, sorted(base.end_ids), compile_timeout_s=600.0)
+    guided.choice(["green"]).compiled.result()  # the process is there
+    endless, blue = guided.json_schema(ENDLESS), guided.choice(["blue"])
+    neighbors = {2, 3}
+
+    def ended(request_id, logits, tokens, stream, client_id):
+        """Called for the last neighbor's last token."""
+        if len(tokens[0]) == 25:
+            assert not endless.compiled.done()
+            while not endless.compiled.done():  # it may not have begun
+                if guided._trial._process is not None:
+                    guided._trial._process.kill()
+                time.sleep(0.2)
+
+    last = InferenceRequest.from_tokens(2, [5] * 6, 20, logits_post_processor=ended)
+    host = test_guided.serve(
+        [
+            asked(tokenizer, 1, endless),
+            last,
+            asked(tokenizer, 3, base.choice(["red"])),
+            asked(tokenizer, 4, blue),
+        ]
+    )
+    assert not any(host.final(request_id).error for request_id in neighbors)
+    text = "InvalidRequestError: logits_post_processor json_schema: it takes more than "
+    assert host.final(1).error.startswith(text)
+    assert tokenizer.decode(host.output(3)) == "red"
+    assert tokenizer.decode(host.output(4)) == "blue"  # it was compiled behind the other
+
+
+def test_one_that_takes_too_much_memory_ends_alone(tokenizer, guided):
+    trial = GrammarTrial(tokenizer.to_str(), [0], timeout_s=60.0, max_bytes=1 << 28)
+    with pytest.raises(ValueError, match="more than 268435456 bytes to compile"):
+        trial.run("lark", "start: /a{1000}/{100000}")
+    trial.run("regex", "a+")
+    first = trial._process
+    with pytest.raises(ValueError, match="unclosed group"):
+        trial.run("regex", "(")
+    assert trial._process is first
+    first.kill()
+    first.wait()
+    trial.run("regex", "b+")  # another process takes over
+
+
+def test_without_another_process_grammars_go_untried(tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    GrammarTrial(tokenizer.to_str(), [0], 1.0).run("regex", "(")
+    assert "grammars are compiled without a trial" in caplog.text
+
+
+def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
+    """Such a mask permits the end."""
+
+    class Failed:
+        def unsafe_compute_mask_ptr(self, address, size):
+            pass
+
+        def is_error(self):
+            return True
+
+        def get_error(self):
+            return "lexer error: too many expressions constructed"
+
+    session = _Session(64, frozenset([0]))
+    masks = np.ones((1, 2), dtype=np.int32)
+    with pytest.raises(LogitsError, match="generated token 4: lexer error: too many"):
+        session._compute(masks, 0, -1, _Progress(Failed(), 3))
+
+
+def test_what_goes_wrong_later_is_no_end_of_the_text(guided, tokenizer):
+    """The parser then permits the end of a text that is none of the grammar's."""
+    dead_end = guided.lark('start: "b" "b" x | "b" "b" "b" x\nx: "a" x')
+    host = test_guided.serve([asked(tokenizer, 1, dead_end, 30)])
+    assert "LogitsError: " in host.final(1).error and "no token continues" in host.final(1).error
+
+
+# Random schemas -----------------------------------------------------------------------------------
+
+NUMBERS = [0, -1, 1.5, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 2**64, 10**30, 1e300, 10**9]
+TYPES = ["integer", "number", "string", "array", "object", "boolean", "null", "nonsense"]
+
+
+def random_schema(chance, depth=3):
+    schema = {"type": chance.choice(TYPES)} if chance.random() < 0.8 else {}
+    keywords = {
+        "minimum": lambda: chance.choice(NUMBERS),
+        "exclusiveMaximum": lambda: chance.choice(NUMBERS),
+        "multipleOf": lambda: chance.choice([0, 3, 0.01, -1, "x"]),
+        "minLength": lambda: chance.choice(NUMBERS),
+        "maxItems": lambda: chance.choice(NUMBERS),
+        "pattern": lambda: chance.choice(["(", "a{1000}", ".*x.*", r"[^\s\S]", "^(a|b)*$", 5]),
+        "enum": lambda: [chance.choice([*NUMBERS, "a", None, [], {}]) for _ in range(2)],
+        "const": lambda: chance.choice([*NUMBERS, "a", {"b": 2**70}]),
+        "items": lambda: random_schema(chance, depth - 1),
+        "anyOf": lambda: [random_schema(chance, depth - 1) for _ in range(chance.randrange(3))],
+        "allOf": lambda: [random_schema(chance, depth - 1) for _ in range(chance.randrange(3))],
+        "properties": lambda: {"a": random_schema(chance, depth - 1), "const": True},
+        "required": lambda: chance.choice([["a"], ["zz"], "a", [5]]),
+        "$ref": lambda: chance.choice(["#", "#/none", "http://localhost/none.json", 5]),
+    }
+    for name in chance.sample(sorted(keywords), chance.randrange(3) if depth else 0):
+        schema[name] = keywords[name]()
+    return schema
+
+
+def test_a_random_schema_works_or_is_an_error_by_name(guided, tokenizer):
+    """And what works gives texts that fit it."""
+    chance = random.Random(7)
+    schemas = [random_schema(chance) for _ in range(NUM_SCHEMAS)]
+    requests = [
+        asked(tokenizer, i, guided.json_schema(schema), 60, random_seed=i)
+        for i, schema in enumerate(schemas)
+    ]
+    host = test_guided.serve(requests)
+    worked = 0
+    for i, schema in enumerate(schemas):
+        error = host.final(i).error
+        if error:
+            assert error.startswith(("InvalidRequestError: logits_post", "LogitsError: ")), error
+        elif host.final(i).tensors["finish_reasons"][0, 0] == 1:
+            worked += 1
+            text = json.loads(tokenizer.decode(host.output(i)))
+            with contextlib.suppress(jsonschema.SchemaError):  # the parser reads only what counts
+                jsonschema.validate(text, schema)
+    assert worked > 2
