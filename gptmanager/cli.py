@@ -6,6 +6,7 @@ Decides what options mean and how a report is printed; the commands stand in mod
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from gptmanager import __version__, picture, replay, simulator
 from gptmanager.bench import BenchOptions, Load, add_commands, bench
-from gptmanager.command_arguments import folder, positive, span
+from gptmanager.command_arguments import check_distinct, folder, positive, span, threads
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
@@ -53,7 +54,8 @@ A line of FILE is a JSON object:
   "request_id"      a number (else the number of the line)
 and any input of a request by its name: "temperature", "top_k", "top_p", "random_seed", "end_id",
 "priority", ... Without an end_id the checkpoint's generation_config.json says what ends a text.
-A line that is wrong is answered with an error; the others run.
+A line that is wrong is answered with an error; the others run. So is a text that fits into no
+request; a long one is encoded while others run.
 """
 _RUN_EXAMPLES = """\
 examples:
@@ -81,6 +83,15 @@ exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupt
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted."""
     _open_what_is_closed()
+    try:
+        code = _call(arguments)
+    except SystemExit as exit_:  # argparse has told what a call must be
+        exit_.code = _flushed(exit_.code if isinstance(exit_.code, int) else 2)
+        raise
+    return _flushed(code)
+
+
+def _call(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse would show the usage of all commands
@@ -94,17 +105,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     try:
         code: int = options.command(options)
-        sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever read has gone; nobody can be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (GptManagerError, OSError) as error:
-        print(f"gptmanager: {error}", file=sys.stderr)
+    except (GptManagerError, OSError, MemoryError) as error:
+        _tell(str(error) or "no memory for that")
         return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
     except KeyboardInterrupt:
-        print("gptmanager: interrupted", file=sys.stderr)
+        _tell("interrupted")
         return 130
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit status tells, too
+        print(f"gptmanager: {text}", file=sys.stderr)
+
+
+def _flushed(code: int) -> int:
+    """`code`, or 1 where what was printed has not arrived."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError, ValueError):  # or Python fails once more at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                _tell(f"the standard output cannot be written: {error.strerror}")
+            code = code or 1
+    return code
 
 
 def _open_what_is_closed() -> None:
@@ -218,7 +246,7 @@ def _add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=dtypes, help="(default: the checkpoint's)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
     add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
-    add("--threads", help="CPU threads (default: torch's choice)", **number)
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: torch's choice)")
     add("--verbose", action="store_true", help="show the manager's log")
 
 
@@ -256,14 +284,14 @@ def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
 
 
 def _run(options: argparse.Namespace) -> int:
-    paths = [Path(options.requests), options.output, options.stats, options.record]
-    files = [path.resolve() for path in paths if path is not None and path.is_file()]
-    if len(set(files)) < len(files):
-        raise ConfigError("--requests, --output, --stats and --record must be different files")
+    requests = None if options.requests == "-" else Path(options.requests)
+    names = ("output", "stats", "record")
+    written = {f"--{name}": getattr(options, name) for name in names}
+    check_distinct({"--requests": requests, **written})
     params = optional_params(options)
     params.recording_path = options.record
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
-    summary = run(
+    served = run(
         RunOptions(
             model=options.model,
             requests=options.requests,
@@ -277,8 +305,10 @@ def _run(options: argparse.Namespace) -> int:
         ),
         options.view,
     )
-    _print(summary, as_json=options.json)
-    return 1 if summary["failed"] else 0
+    _print(served.summary, as_json=options.json)
+    for loss in served.losses:
+        _tell(loss)
+    return 1 if served.summary["failed"] or served.losses else 0
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -5,12 +5,25 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+from gptmanager.errors import ConfigError
+
+_MAX_THREADS = 1024
+_MAX_COUNT = 2**31 - 1
+
 
 def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
+    number = int(text[:20]) if text.isdecimal() else 0
     if number < 1:
         raise ArgumentTypeError(f"{text!r} is not a positive integer")
+    if number > _MAX_COUNT:
+        raise ArgumentTypeError(f"{text!r} is more than {_MAX_COUNT}")
     return number
+
+
+def threads(text: str) -> int:
+    if positive(text) > _MAX_THREADS:
+        raise ArgumentTypeError(f"{text!r} threads are more than {_MAX_THREADS}")
+    return int(text)
 
 
 def span(text: str) -> tuple[int, int]:
@@ -42,3 +55,14 @@ def writable(text: str) -> Path:
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"{str(path.parent)!r} is no folder")
     return path
+
+
+def check_distinct(paths: dict[str, Path | None]) -> None:
+    """Option -> its file. ConfigError where one would be written over another."""
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None or (path.exists() and not path.is_file()):  # /dev/null takes any number
+            continue
+        other = seen.setdefault(path.resolve(), option)
+        if other != option:
+            raise ConfigError(f"{other} and {option} must be different files, not both {path}")

@@ -83,16 +83,16 @@ class GptManager:
         self._inbox = Inbox()
         self._host.preparation.wake = self.notify
         self._process = os.getpid()
-        recorder = Recorder(
+        self._recorder = Recorder(
             params.recording_path,
             keep=params.black_box_iterations,
             black_box_path=params.black_box_path,
         )
-        self._worker = Worker(params, self._host, self._inbox, recorder, self._forget)
+        self._worker = Worker(params, self._host, self._inbox, self._recorder, self._forget)
         build = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
-            *(self._host, recorder),
+            *(self._host, self._recorder),
         )
         booted: Future[None] = Future()
         self._thread = threading.Thread(
@@ -122,6 +122,11 @@ class GptManager:
     def exception(self) -> BaseException | None:
         """What ended the loop; None unless the state is FAILED."""
         return self._life.exception
+
+    @property
+    def recording_error(self) -> str:
+        """What cut off the file of `recording_path`, a full disk say; "": nothing has."""
+        return self._recorder.error
 
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the loop; Get is not called any more. Idempotent.

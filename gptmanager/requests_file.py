@@ -7,11 +7,15 @@ A line is an object with `prompt` (text) or `input_ids`, `max_new_tokens`, and a
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import FileIO, RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from queue import SimpleQueue
+from typing import Any
 
 import orjson
 from tokenizers import Tokenizer
@@ -19,7 +23,13 @@ from tokenizers import Tokenizer
 from gptmanager.api import PROPERTY_OF_TENSOR, TENSOR_ALIASES, InferenceRequest
 from gptmanager.callbacks import GenerationResult, TextStream
 from gptmanager.checkpoint_files import shown
-from gptmanager.errors import ConfigError, InvalidRequestError, response_text
+from gptmanager.errors import (
+    ConfigError,
+    GptManagerError,
+    InvalidRequestError,
+    response_text,
+)
+from gptmanager.text_encoder import LONG_TEXT, TextEncoder
 
 # what a line may say beside the names of tensors and their properties
 _KEYWORDS = (
@@ -72,44 +82,73 @@ class RequestLine:
     prompt: str | None = None
     request: InferenceRequest | None = None
     error: InvalidRequestError | None = None
+    build: Callable[[], RequestLine] | None = None  # what it is, which takes long to tell
 
 
 def read_requests(
-    lines: Iterable[bytes], tokenizer: Tokenizer | None, *, max_new_tokens: int
+    lines: Iterable[bytes],
+    tokenizer: Tokenizer | None,
+    *,
+    max_new_tokens: int,
+    max_tokens: int | None = None,
 ) -> Iterator[RequestLine]:
     """Every line that is not empty. Without a `request_id` it gets its number as its id.
 
-    `max_new_tokens` is for lines that name none.
+    `max_new_tokens` is for lines that name none. A long one can be built later, and in another
+    thread. `max_tokens`: no request has more, so that a longer text need not be encoded.
     """
     first_use: dict[int | None, int] = {}
+    encoder = TextEncoder(tokenizer, max_tokens)
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
-        line = _read_line(number, text, tokenizer, max_new_tokens)
-        if line.request is not None and first_use.setdefault(line.request_id, number) != number:
+        line = _read_line(number, text, encoder, max_new_tokens)
+        if line.error is None and first_use.setdefault(line.request_id, number) != number:
             error = f"request_id = {line.request_id} is that of line {first_use[line.request_id]}"
-            line = replace(line, request=None, error=_error(number, error))
+            line = replace(line, request=None, build=None, error=_error(number, error))
         yield line
 
 
-def read_file(path: str, tokenizer: Tokenizer | None, *, max_new_tokens: int) -> list[RequestLine]:
-    """The lines of a file, of the standard input for "-". Raises ConfigError."""
+def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[RequestLine]:
+    """The lines of a file, of the standard input for "-". `options`: as of `read_requests`.
+
+    Raises ConfigError.
+    """
     try:
         if path != "-":
             with open(path, "rb") as lines:
-                return list(read_requests(lines, tokenizer, max_new_tokens=max_new_tokens))
+                return list(read_requests(lines, tokenizer, **options))
+        if sys.stdin is None:  # `<&-`
+            raise ConfigError("--requests -: the standard input is closed")
+        if sys.stdin.isatty():
+            print("reading requests, a JSON object a line; Ctrl-D ends them", file=sys.stderr)
+        return list(read_requests(sys.stdin.buffer, tokenizer, **options))
     except OSError as error:
         raise ConfigError(f"--requests {path}: {error.strerror}") from error
-    if sys.stdin.isatty():
-        print("reading requests, a JSON object a line; Ctrl-D ends them", file=sys.stderr)
-    return list(read_requests(sys.stdin.buffer, tokenizer, max_new_tokens=max_new_tokens))
 
 
-def new_file(option: str, path: Path) -> BinaryIO:
+def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[RequestLine]:
+    """What comes of lines that take long, in their order, from a thread that nobody waits for."""
+    built: SimpleQueue[RequestLine] = SimpleQueue()
+
+    def work() -> None:
+        for line in lines:
+            try:
+                built.put(line if line.build is None else line.build())
+            except Exception as error:  # no memory, say
+                told = _error(line.number, response_text(error))
+                built.put(replace(line, build=None, error=told))
+
+    if lines:
+        threading.Thread(target=work, name="gptmanager-texts", daemon=True).start()
+    return built
+
+
+def new_file(option: str, path: Path) -> FileIO:
     """An empty file to write, in a folder that is made if need be. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
+        return path.open("wb", buffering=0)
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}") from error
 
@@ -147,7 +186,7 @@ class Results:
     """
 
     def __init__(
-        self, lines: Sequence[RequestLine], tokenizer: Tokenizer | None, file: BinaryIO | None
+        self, lines: Sequence[RequestLine], tokenizer: Tokenizer | None, file: RawIOBase | None
     ) -> None:
         self._lines = lines
         self._tokenizer = tokenizer
@@ -174,29 +213,52 @@ class Results:
 
     def _write(self, result: dict[str, Any]) -> None:
         self._num_written += 1
-        if self._file is not None:
-            self._file.write(orjson.dumps(result) + b"\n")
-            self._file.flush()
+        line = memoryview(orjson.dumps(result) + b"\n")
+        try:
+            while self._file is not None and line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            name = getattr(self._file, "name", "")
+            self._file = None  # what comes behind a gap would be misread
+            raise GptManagerError(f"--output {name}: {error.strerror}") from error
 
 
-def _read_line(
-    number: int, text: bytes, tokenizer: Tokenizer | None, max_new_tokens: int
-) -> RequestLine:
+def _read_line(number: int, text: bytes, encoder: TextEncoder, max_new_tokens: int) -> RequestLine:
     request_id: Any = number
     prompt = None
     try:
         fields = _fields(text)
         request_id = fields.pop("request_id", number)
         prompt = fields.pop("prompt", None)
-        input_ids = _input_ids(fields, prompt, tokenizer)
-        fields["stop_words_list"] = _stop_words(fields, tokenizer)
-        length = fields.pop("request_output_len", max_new_tokens)
+        fields.setdefault("request_output_len", max_new_tokens)
+        build = functools.partial(_build, number, request_id, prompt, fields, encoder)
+        if len(text) < LONG_TEXT or type(request_id) is not int:
+            return build()
+    except InvalidRequestError as error:
+        return _wrong(number, request_id, prompt, error)
+    return RequestLine(number, request_id, prompt, build=build)
+
+
+def _build(
+    number: int, request_id: Any, prompt: Any, fields: dict[str, Any], encoder: TextEncoder
+) -> RequestLine:
+    try:
+        input_ids = _input_ids(fields, prompt, encoder)
+        fields["stop_words_list"] = _stop_words(fields, encoder)
+        length = fields.pop("request_output_len")
         request = InferenceRequest.from_tokens(request_id, input_ids, length, **fields)
     except (InvalidRequestError, TypeError, ValueError, OverflowError) as error:
-        shown_id = request_id if type(request_id) is int else None
-        shown_prompt = prompt if isinstance(prompt, str) else None
-        return RequestLine(number, shown_id, shown_prompt, error=_error(number, error))
+        return _wrong(number, request_id, prompt, error)
     return RequestLine(number, request_id, prompt, request)
+
+
+def _wrong(number: int, request_id: Any, prompt: Any, error: Exception) -> RequestLine:
+    return RequestLine(
+        number,
+        request_id if type(request_id) is int else None,
+        prompt if isinstance(prompt, str) else None,
+        error=_error(number, error),
+    )
 
 
 def _fields(text: bytes) -> dict[str, Any]:
@@ -244,34 +306,25 @@ def _need(name: str, value: Any) -> str | None:
     return None
 
 
-def _input_ids(fields: dict[str, Any], prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
+def _input_ids(fields: dict[str, Any], prompt: Any, encoder: TextEncoder) -> list[int]:
     if prompt is not None and "input_ids" in fields:
         raise InvalidRequestError("both prompt and input_ids are given")
     if prompt is not None:
-        return _encode("prompt", prompt, tokenizer, special=True)
+        return encoder.encode("prompt", prompt, special=True)
     if "input_ids" not in fields:
         raise InvalidRequestError("neither prompt nor input_ids is given")
     ids: list[int] = fields.pop("input_ids")
     return ids
 
 
-def _stop_words(fields: dict[str, Any], tokenizer: Tokenizer | None) -> list[list[int]] | None:
+def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]] | None:
     """`stop_words_list`, then the tokens of the texts in `stop`; None: neither is given."""
     words = fields.pop("stop_words_list", [])
     stop = fields.pop("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list):
         raise InvalidRequestError(f"stop = {shown(stop)} is neither a text nor a list of texts")
-    return [*words, *(_encode("stop", text, tokenizer, special=False) for text in texts)] or None
-
-
-def _encode(name: str, text: Any, tokenizer: Tokenizer | None, *, special: bool) -> list[int]:
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{name} = {shown(text)} is not a text")
-    if tokenizer is None:
-        raise InvalidRequestError(f"{name} is a text, but the model folder has no tokenizer.json")
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=special).ids
-    return ids
+    return [*words, *(encoder.encode("stop", text, special=False) for text in texts)] or None
 
 
 def _are_ids(value: Any) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -23,10 +24,13 @@ from gptmanager.callbacks import (
     fan_out,
     load_tokenizer,
 )
+from gptmanager.checkpoint_files import read_object
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ManagerDeadError
 from gptmanager.live_view import LiveView, Progress, RunningRow
 from gptmanager.manager import GptManager
-from gptmanager.requests_file import RequestLine, Results, new_file, read_file
+from gptmanager.models.families import read_spec
+from gptmanager.requests_file import RequestLine, Results, built_apart, new_file, read_file
 
 _REFRESH_S = 0.05
 
@@ -46,11 +50,25 @@ class RunOptions:
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
 
 
-def run(options: RunOptions, view: LiveView) -> dict[str, Any]:
-    """Serve every line of the file; returns the summary. Raises ConfigError for bad options."""
-    has_tokenizer = (options.model / "tokenizer.json").is_file()
+class Served(NamedTuple):
+    """What a run amounted to, and a sentence for each file that is not whole."""
+
+    summary: dict[str, Any]
+    losses: tuple[str, ...] = ()
+
+
+def run(options: RunOptions, view: LiveView) -> Served:
+    """Serve every line of the file. Raises ConfigError for bad options."""
+    has_tokenizer = os.path.lexists(options.model / "tokenizer.json")
     tokenizer = load_tokenizer(options.model) if has_tokenizer else None
-    lines = read_file(options.requests, tokenizer, max_new_tokens=options.max_new_tokens)
+    config = read_object(options.model / "config.json")
+    spec = read_spec(config, max_seq_len=options.params.max_seq_len)
+    lines = read_file(
+        options.requests,
+        tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        max_tokens=spec.max_seq_len,
+    )
     if not lines:
         name = "the standard input" if options.requests == "-" else options.requests
         view.note(f"{name} holds no requests")
@@ -73,9 +91,18 @@ def run(options: RunOptions, view: LiveView) -> dict[str, Any]:
             )
         )
         recorder = Recorder(queue, is_watched=not view.quiet)
-        queue.attach(stack.enter_context(_manager(options, queue, recorder, sinks)))
+        manager = stack.enter_context(_manager(options, queue, recorder, sinks))
+        queue.attach(manager)
         Watch(lines, tokenizer, recorder, results, view).follow(queue)
-    return summary([results.by_number[line.number] for line in lines], recorder)
+    losses = [
+        f"--stats {options.stats}: {sink.num_dropped} records could not be written"
+        for sink in sinks
+        if sink.num_dropped
+    ]
+    if manager.recording_error:
+        losses.append(f"--record {options.params.recording_path}: {manager.recording_error}")
+    answers = [results.by_number[line.number] for line in lines]
+    return Served(summary(answers, recorder), tuple(losses))
 
 
 def _manager(
@@ -182,21 +209,32 @@ class Watch:
     def follow(self, queue: RequestQueue) -> None:
         """Returns when every line has its result."""
         for line in self._lines:
-            if line.request is None:
-                self._answer(line, line.error)
-                continue
-            self._recorder.submitted_at[line.request.request_id] = time.monotonic()
-            generation = queue.submit(line.request)
-            self._generations[generation.request_id] = (line, generation)
-            generation.add_done_callback(self._recorder.see_end)
+            if line.build is None:
+                self._submit(line, queue)
+        built = built_apart([line for line in self._lines if line.build is not None])
         try:
             while self._progress.done < self._progress.total:
                 time.sleep(_REFRESH_S)
+                while not built.empty():
+                    self._submit(built.get(), queue)
                 self._take_news()
                 self._view.draw(list(self._rows.values()), self._progress)
         except KeyboardInterrupt:
             self._view.note(f"{self._progress.done} of {self._progress.total} requests were done")
             raise
+
+    def _submit(self, line: RequestLine, queue: RequestQueue) -> None:
+        if line.request is None:
+            self._answer(line, line.error)
+            return
+        self._recorder.submitted_at[line.request.request_id] = time.monotonic()
+        try:
+            generation = queue.submit(line.request)
+        except ManagerDeadError as error:  # meanwhile
+            self._answer(line, error)
+            return
+        self._generations[generation.request_id] = (line, generation)
+        generation.add_done_callback(self._recorder.see_end)
 
     def _take_news(self) -> None:
         self._progress.batch_size = (self._recorder.batch_sizes or [0])[-1]

@@ -27,6 +27,7 @@ from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
 from gptmanager.run import latencies
+from gptmanager.text_encoder import TextEncoder
 
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
@@ -446,6 +447,140 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     outcome = run({"prompt": "Once"})
     assert outcome.code == code and "Traceback" not in outcome.err
     assert outcome.err.startswith("gptmanager: ")
+
+
+# Files and streams that fail ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--record", "--stats", "--output"])
+def test_a_file_that_cannot_be_written_is_told_and_fails_the_run(run, option):
+    outcome = run({"prompt": "Once", "max_new_tokens": 3}, options=[option, "/dev/full"])
+    assert outcome.code == 1
+    assert f"gptmanager: {option} /dev/full: " in outcome.err and "Traceback" not in outcome.err
+    if option != "--output":  # the answers are there
+        assert re.search(r"^requests +1$", outcome.out, re.MULTILINE)
+
+
+def test_a_simulated_recording_that_cannot_be_written(call):
+    options = ["--num-requests", 3, "--policies", "max_utilization", "--record", "/dev/full"]
+    outcome = call("simulate", *options)
+    assert outcome.code == 1 and "gptmanager: --record /dev/full: OSError" in outcome.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["simulate", "--num-requests", "2"]]
+)
+def test_a_standard_output_that_is_full(call, monkeypatch, arguments):
+    with open("/dev/full", "w") as full:
+        # what is flushed must not fail once more when Python ends: the descriptor is another then
+        monkeypatch.setattr(sys, "stdout", full)
+        outcome = call(*arguments)
+        full.flush()
+    assert outcome.code == 1
+    assert outcome.err.endswith(
+        "gptmanager: the standard output cannot be written: No space left on device\n"
+    )
+
+
+def test_a_standard_input_that_is_closed_or_none(call, model, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    outcome = call("run", "--model", model, "--requests", "-")
+    assert outcome.code == 2
+    assert outcome.err == "gptmanager: --requests -: the standard input is closed\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["run", "--output", "X", "--stats", "X"], "--output and --stats"),
+        (["run", "--record", "X", "--output", "./X"], "--output and --record"),
+        (["picture", "X", "--output", "X"], "RECORDING and --output"),
+        (["picture", "Y", "--output", "X", "--chrome-trace", "X"], "--output and --chrome-trace"),
+        (["simulate", "--recording", "X", "--record", "X"], "--recording and --record"),
+        (["simulate", "--fit", "X", "--record", "X"], "--fit and --record"),
+    ],
+)
+def test_no_file_is_written_over_another(call, model, tmp_path, monkeypatch, arguments, options):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "run":
+        arguments = [*arguments, "--model", model, "--requests", "requests.jsonl"]
+    outcome = call(*arguments)
+    assert outcome.code == 2 and not Path("X").exists()
+    assert f"gptmanager: {options} must be different files" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["simulate", "--num-requests", "1" + "0" * 30], "is more than 2147483647"),
+        (["simulate", "--prompt-len", "1:" + "9" * 5000], "is more than 2147483647"),
+        (["bench", "--prompt-len", "1:99999999999"], "is more than 2147483647"),
+        (["bench", "--threads", "1000000000"], "threads are more than 1024"),
+        (["bench", "e2e", "--batches", ","], "',' names nothing"),
+        (["bench", "kernels", "--only", ","], "',' names nothing"),
+        (
+            ["simulate", "--scheduler", "os:getcwd"],
+            "--scheduler os:getcwd: TypeError: posix.getcwd",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(call, arguments, told):
+    outcome = call(*arguments)
+    assert outcome.code == 2 and told in outcome.err and "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    "fields", [{"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"pad_token_id": 1.5}, []]
+)
+def test_a_generation_config_of_wrong_types(call, tmp_path, fields):
+    model = save_text_checkpoint(tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps(fields))
+    requests = write_requests(tmp_path / "requests.jsonl", {"prompt": "a"})
+    outcome = call("run", "--model", model, "--requests", requests)
+    assert outcome.code == 2 and "generation_config.json: " in outcome.err
+
+
+# Long texts --------------------------------------------------------------------------------------
+
+
+def test_a_text_that_fits_into_no_request_is_refused_before_it_is_encoded(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(TextEncoder, "_batch", None)
+    out = tmp_path / "out.jsonl"
+    outcome = run(
+        {"prompt": "x" * 100_000, "max_new_tokens": 2},
+        {"prompt": "Once", "max_new_tokens": 2},
+        options=["--output", out],
+    )
+    assert outcome.code == 1
+    long, short = read_lines(out)
+    assert "prompt has 100000 bytes: the 160 tokens that a request may have, of at" in long["error"]
+    assert len(short["output_ids"]) == 2
+
+
+def test_a_long_text_is_encoded_while_the_others_run(run, tmp_path, monkeypatch):
+    # Given a tokenizer without a bound, which waits for the other line to be answered
+    out = tmp_path / "out.jsonl"
+    stats = tmp_path / "stats.jsonl"
+    monkeypatch.setattr("gptmanager.text_encoder.longest_token", lambda tokenizer: None)
+    batch, encoded = TextEncoder._batch, []
+
+    def patient(encoder, text, special):
+        while not stats.exists() or len(read_lines(stats)) < 3:
+            time.sleep(0.01)
+        encoded.append(len(text))
+        return batch(encoder, text, special)
+
+    monkeypatch.setattr(TextEncoder, "_batch", patient)
+    outcome = run(
+        {"prompt": "x" * 70_000}, {"prompt": "Once", "max_new_tokens": 3},
+        options=["--output", out, "--stats", stats],
+    )  # fmt: skip
+    assert encoded == [70_000] and outcome.code == 1
+    long, short = read_lines(out)
+    assert "Prompt length (70000) exceeds maximum input length" in long["error"]
+    assert len(short["output_ids"]) == 3
 
 
 # As a process ------------------------------------------------------------------------------------

@@ -234,6 +234,7 @@ picture.page            the picture as a page to zoom into
 picture.chrome_trace    the same for Perfetto
 picture.command         picture, on the command line
 picture                 a schedule, seen
+text_encoder            texts as token ids, and which are too long for any request
 requests_file           requests as JSON lines
 live_view               what a person sees while requests run
 run                     a file of requests through a manager

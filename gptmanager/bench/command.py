@@ -17,6 +17,7 @@ from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_lines, kernel_lines
 from gptmanager.command_arguments import folder, positive, span, writable
 from gptmanager.config_check import DEVICE
+from gptmanager.errors import GptManagerError
 
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
@@ -180,8 +181,12 @@ def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]
     """Writes reports to the file of `--output`, if there is to be one."""
 
     def keep(report: Mapping[str, Any]) -> None:
-        if options.output is not None:
+        if options.output is None:
+            return
+        try:
             options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+        except OSError as error:
+            raise GptManagerError(f"--output {options.output}: {error.strerror}") from error
 
     return keep
 
@@ -194,7 +199,10 @@ def _device(text: str) -> str:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return words
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from gptmanager.command_arguments import check_distinct
 from gptmanager.errors import ConfigError
 from gptmanager.picture.chrome_trace import chrome_trace
 from gptmanager.picture.drawing import draw
@@ -73,6 +74,13 @@ def _range(text: str) -> tuple[int, int]:
 def _picture(options: argparse.Namespace) -> int:
     if options.output is None and options.chrome_trace is None:
         raise ConfigError("nothing to do: give --output FILE or --chrome-trace FILE")
+    check_distinct(
+        {
+            "RECORDING": options.recording,
+            "--output": options.output,
+            "--chrome-trace": options.chrome_trace,
+        }
+    )
     steps = tqdm(total=3, unit="step", leave=False, desc="reading", delay=1.0, disable=None)
     recording = read_recording(options.recording)
     steps.update()

@@ -49,6 +49,7 @@ class Recorder:
         self._flushed = 0.0
         self._path = path
         self._file: IO[bytes] | None = None
+        self.error = ""  # what cut the file off
 
     @property
     def is_on(self) -> bool:
@@ -191,7 +192,9 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        logger.error("recording ends here: %s", response_text(error), exc_info=error)
+        self.error = response_text(error)
+        trace = None if isinstance(error, OSError) else error
+        logger.error("recording ends here: %s", self.error, exc_info=trace)
         self._black_box = None
         self._close_file()
 
@@ -201,6 +204,7 @@ class Recorder:
             try:
                 file.close()
             except OSError as error:  # what was still to be flushed
+                self.error = self.error or response_text(error)
                 logger.error("the recording is cut off: %s", response_text(error))
 
 

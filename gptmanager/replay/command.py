@@ -96,5 +96,12 @@ def imported(name: str) -> Callable[..., Any]:
         raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
     if not callable(found):
         raise ConfigError(f"--scheduler {name}: {found!r} is not callable")
-    create: Callable[..., Any] = found
+
+    def create(**options: Any) -> Any:
+        try:
+            return found(**options)
+        except Exception as error:  # whatever it was written for
+            raise ConfigError(f"--scheduler {name}: {response_text(error)}") from error
+
+    create.__qualname__ = getattr(found, "__qualname__", type(found).__name__)
     return create

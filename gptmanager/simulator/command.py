@@ -14,9 +14,9 @@ import orjson
 from tqdm import tqdm
 
 from gptmanager.blueprint import Blueprint
-from gptmanager.command_arguments import natural, positive, span
+from gptmanager.command_arguments import check_distinct, natural, positive, span, writable
 from gptmanager.config import CapacitySchedulerPolicy
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Recording, located, read_recording
 from gptmanager.replay.command import imported
@@ -73,7 +73,7 @@ def add_command(subparsers: Any) -> None:
     )
     add("--scheduler", metavar="MODULE:NAME", help="one more column: a create_scheduler of yours,"
         " as my_sched:make of my_sched.py in this folder")  # fmt: skip
-    add("--record", type=Path, metavar="FILE", help="write each simulated run as a recording")
+    add("--record", type=writable, metavar="FILE", help="write each simulated run as a recording")
     add("--json", action="store_true", help="the figures as JSON on stdout")
     add("--verbose", action="store_true", help="show the loop's log")
     _add_load(parser)
@@ -106,6 +106,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    for name in ("recording", "fit"):
+        check_distinct({f"--{name}": getattr(options, name), "--record": options.record})
     recording = None if options.recording is None else read_recording(options.recording)
     machine = Machine(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(Machine)}
@@ -170,7 +172,10 @@ def _simulate_one(
         total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0, disable=None
     )
     with place, bar:
-        return simulate(blueprint, load, cost, recorder=recorder, on_progress=bar.update)
+        figures = simulate(blueprint, load, cost, recorder=recorder, on_progress=bar.update)
+    if recorder is not None and recorder.error:
+        raise GptManagerError(f"--record {path}: {recorder.error}")
+    return figures
 
 
 def _cost(options: argparse.Namespace, recording: Recording | None) -> CostModel:
