@@ -29,7 +29,8 @@ from gptmanager.errors import (
     InvalidRequestError,
     response_text,
 )
-from gptmanager.life import Life
+from gptmanager.latch import Latch
+from gptmanager.life import Deposed, Life
 from gptmanager.log import logger
 from gptmanager.preparation import Preparation
 from gptmanager.receiving import OwedFinals, iterate, read_id, read_request
@@ -45,6 +46,8 @@ from gptmanager.statistics import (
 )
 from gptmanager.step import Failure, Intake
 from gptmanager.watchdog import CallbackTimer
+
+_POLL_S = 0.002  # how often a SendResponse that should return is looked at
 
 
 class Fetched(NamedTuple):
@@ -102,7 +105,7 @@ class CallbackHost:
             *(self.get_timer, self.send_timer, self.poll_timer, self.stats_timer),
             *(self.processor_timer, self.preparation.timer),
         ]
-        self._sending = threading.Lock()  # held while a final response may become another's to send
+        self._receiving = threading.Lock()  # held while an item becomes a request that is owed
         self._last_counts: Counts | None = None
 
     @property
@@ -152,9 +155,13 @@ class CallbackHost:
         With a `timeout` nothing of the host's is looked at but SendResponse. False: one that is
         under way does not return within so many seconds.
         """
-        if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
-            return False
-        try:
+        waited_s = 0.0
+        while self.send_timer.started_ns:
+            if timeout is not None and waited_s > timeout:
+                return False
+            Latch().wait(_POLL_S)
+            waited_s += _POLL_S
+        with self._receiving:
             returned = [self._returned.popleft() for _ in range(len(self._returned))]
             for item in returned:
                 if timeout is None or type(item) is InferenceRequest:
@@ -162,10 +169,10 @@ class CallbackHost:
                         self._owed.owe(read_id(item))
                 else:
                     self._returned.append(item)
-            for request_id in self._owed.beyond(()):
-                self._deliver(request_id, [], True, response_text(error))
-        finally:
-            self._sending.release()
+        for request_id in self._owed.beyond(()):
+            if self._owed.settle(request_id):
+                with self._guarded(CallbackTimer("SendResponse")):  # the other is the loop's
+                    self._send(request_id, [], True, response_text(error))
         return True
 
     # What makes cached blocks stale ----------------------------------------------------------
@@ -212,16 +219,11 @@ class CallbackHost:
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        with self._sending:
-            self.life.check()
-            self._deliver(request_id, tensors, is_final, error)
-
-    def _deliver(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
         timer = self.send_timer
-        timer.start()
+        timer.start()  # first, so that who deposes the loop knows: either it waits, or this raises
         try:
+            if self.life.is_deposed:
+                raise Deposed
             if is_final and not self._owed.settle(request_id):
                 return  # it has had its final response
             try:
@@ -301,7 +303,7 @@ class CallbackHost:
                 self._returned.popleft()
                 num_foreign, first = num_foreign + 1, first or str(error)
                 continue
-            with self._sending:
+            with self._receiving:
                 self.life.check()  # or it is answered already
                 self._owed.owe(request_id)
                 self._returned.popleft()

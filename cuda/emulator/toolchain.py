@@ -136,6 +136,7 @@ class Toolchain:
             encoding="utf-8",
             env={**os.environ, "LC_ALL": "C"},  # English, and quotes that a test can name
             check=False,
+            start_new_session=True,  # a Ctrl-C is Python's to handle, not the compiler's
         )
         if done.returncode:
             hint = self._hint(done.stderr)
