@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
+from gptmanager.host_rows import split_bias
 from gptmanager.request import SamplingParams
 
 _THREADS = 256
@@ -37,11 +38,11 @@ PROGRAM = Program("adjustments.cu", ("adjust",))
 
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:
     """Ids and values (as bits) of the bias, tokens of bad words, ends of words; often empty."""
-    ids, values = params.embedding_bias
+    ids, values = split_bias(params.embedding_bias)
     words = [word for word in params.bad_words if word]
     parts = (
-        np.array(ids, dtype=np.int32),
-        np.array(values, dtype=np.float32).view(np.int32),
+        ids,
+        values.view(np.int32),
         np.array([token for word in words for token in word], dtype=np.int32),
         np.cumsum([len(word) for word in words], dtype=np.int32),
     )
@@ -56,7 +57,7 @@ def pack(
     `lists`: where `pack_lists(params)` begins in the tensor of all lists.
     """
     words = [word for word in params.bad_words if word]
-    num_biases = len(params.embedding_bias[0])
+    num_biases = 0 if params.embedding_bias is None else params.embedding_bias.count
     has_end = 0 <= params.end_id < vocab_size and params.min_length > 0
     penalizes = (
         params.repetition_penalty != 1

@@ -95,12 +95,15 @@ def request_state(request: ActiveRequest) -> RequestState:
         None if search is None else beam_state(search),
         None if drafter is None else drafter.state(),
     )
-    return RequestState(*_read(request), *rest)
+    state = RequestState(*_read(request), *rest)
+    if state.sampling.embedding_bias is not None:
+        state = state._replace(sampling=state.sampling.without_numbers())
+    return state
 
 
 def _digest(rows: HostRows | None) -> HostRows | None:
     """Not the numbers, which are many."""
-    return None if rows is None else HostRows(None, rows.digest)
+    return None if rows is None else rows.without_numbers()
 
 
 def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:

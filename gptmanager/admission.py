@@ -7,6 +7,7 @@ what else is running.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,18 +153,24 @@ def _read_drafts(
         )
     if "draft_logits" not in tensors:
         return tuple(drafts), None
-    rows = read_rows("draft_logits", tensors["draft_logits"], limits.vocab_size, bans=True)
-    if len(rows) != len(drafts):
+    return tuple(drafts), read_draft_logits(tensors["draft_logits"], drafts, limits.vocab_size)
+
+
+def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> HostRows:
+    """The logits that `drafts` were drawn from."""
+    rows = read_rows("draft_logits", value, vocab_size, bans=True)
+    if rows.count != len(drafts):
         raise InvalidRequestError(
-            f"draft_logits has {len(rows)} rows, draft_input_ids {len(drafts)} tokens"
+            f"draft_logits has {rows.count} rows, draft_input_ids {len(drafts)} tokens"
         )
+    numbers = rows.numbers
     for place, token in enumerate(drafts):
-        if rows[place, token] == -math.inf:
+        if numbers is not None and numbers[place, token] == -math.inf:
             raise InvalidRequestError(
                 f"draft_logits[{place}, {token}] = -inf, but draft_input_ids[{place}] = {token}: "
                 "a token that could not have been drawn"
             )
-    return tuple(drafts), HostRows(rows)
+    return rows
 
 
 def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
@@ -348,8 +355,10 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
     rows = read_rows(
         "prompt_embedding_table", tensors["prompt_embedding_table"], limits.hidden_size
     )
-    size = read_int("prompt_vocab_size", tensors.get("prompt_vocab_size", len(rows)), 1, len(rows))
-    return HostRows(rows[:size]), size
+    size = read_int(
+        "prompt_vocab_size", tensors.get("prompt_vocab_size", rows.count), 1, rows.count
+    )
+    return rows.first(size), size
 
 
 def _salt(value: Any) -> str | int | None:

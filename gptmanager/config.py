@@ -154,8 +154,9 @@ class OptionalParams:
     `speculative_decoding_config`: requests of one beam are guessed ahead by it; None: not.
 
     `recording_path`: a file that the whole run is recorded to (`gptmanager replay`). Without one
-    the last `black_box_iterations` are kept in memory, and written to `black_box_path` when the
-    loop fails; None: to a new file in the temporary folder, which the log names; 0: not kept.
+    the last `black_box_iterations` are kept in memory, fewer where they would take more than
+    `black_box_bytes`, and written to `black_box_path` when the loop fails; None: to a new file in
+    the temporary folder, which the log names; 0: not kept.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -189,6 +190,7 @@ class OptionalParams:
     check_logits_post_processor_streams: bool = False
     recording_path: str | os.PathLike[str] | None = None
     black_box_iterations: int = 64
+    black_box_bytes: int = 64 << 20
     black_box_path: str | os.PathLike[str] | None = None
     device_ids: list[int] | None = None
     decoding_mode: str | None = None

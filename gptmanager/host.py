@@ -145,7 +145,7 @@ class CallbackHost:
 
     def release(self) -> None:
         """Let go of the loop and its executor: neither has anything more to say or to ask."""
-        self.preparation.wake = lambda: None
+        self.preparation.release()
         self.gil_wait_us = lambda: 0
         self._weights_version = lambda: 0
 

@@ -1,4 +1,5 @@
-"""`HostRows`: rows of numbers that a request brought for the executor: embeddings, draft logits.
+"""`HostRows`: rows of numbers that a request brought for the executor: embeddings, draft logits,
+biases.
 
 They travel from admission to the executor in plain sight of schedules and recordings, which know
 them by their digest only. Decides when two are the same; knows nothing of what they mean.
@@ -7,25 +8,43 @@ them by their digest only. Decides when two are the same; knows nothing of what 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+Array = npt.NDArray[Any]
+
+TOKEN_BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
+
 
 class HostRows:
-    """`numbers` float32 `[n, width]`; None: read from a recording.
+    """`numbers` float32 `[n, width]`, or TOKEN_BIAS `[n]`; None: read from a recording.
 
-    Equal to one that holds the same.
+    `count`: n, if it is known. Equal to one that holds the same.
     """
 
-    __slots__ = ("digest", "numbers")
+    __slots__ = ("count", "digest", "numbers")
 
-    def __init__(self, numbers: npt.NDArray[np.float32] | None, digest: str = "") -> None:
+    def __init__(self, numbers: npt.NDArray[Any] | None, digest: str = "", count: int = 0) -> None:
         self.numbers = numbers
         if numbers is not None:
+            count = len(numbers)
             shape = str(numbers.shape).encode()
             digest = hashlib.sha256(shape + numbers.tobytes()).hexdigest()
         self.digest = digest
+        self.count = count
+
+    def first(self, count: int) -> HostRows:
+        """The first `count` of the rows; those of a recording were cut already."""
+        if self.numbers is None or count == self.count:
+            return self
+        return HostRows(self.numbers[:count])
+
+    def without_numbers(self) -> HostRows:
+        """What a recording knows of them."""
+        return HostRows(None, self.digest, self.count)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostRows) and other.digest == self.digest
@@ -35,3 +54,22 @@ class HostRows:
 
     def __repr__(self) -> str:
         return f"HostRows({self.digest[:12]})"
+
+
+def token_bias(tokens: Sequence[int] | Array, values: Sequence[float] | Array) -> HostRows | None:
+    """What is added to the logits of `tokens`; None for no tokens."""
+    if not len(tokens):
+        return None
+    numbers = np.empty(len(tokens), dtype=TOKEN_BIAS)
+    numbers["token"], numbers["bias"] = tokens, values
+    return HostRows(numbers)
+
+
+def split_bias(
+    bias: HostRows | None,
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Tokens int32 `[n]`, and what is added to their logits float32 `[n]`."""
+    numbers = np.empty(0, dtype=TOKEN_BIAS)
+    if bias is not None and bias.numbers is not None:
+        numbers = bias.numbers
+    return np.ascontiguousarray(numbers["token"]), np.ascontiguousarray(numbers["bias"])

@@ -26,7 +26,7 @@ def _changes(request: ActiveRequest) -> list[str]:
     """What the request asks for that changes logits, in the order in which that is done."""
     sampling = request.sampling
     asked = {
-        "embedding_bias": sampling.embedding_bias[0],
+        "embedding_bias": sampling.embedding_bias,
         "repetition_penalty": sampling.repetition_penalty != 1,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,

@@ -86,6 +86,7 @@ class GptManager:
         self._recorder = Recorder(
             params.recording_path,
             keep=params.black_box_iterations,
+            max_bytes=params.black_box_bytes,
             black_box_path=params.black_box_path,
         )
         self._worker = Worker(params, self._host, self._inbox, self._recorder, self._forget)

@@ -6,6 +6,7 @@ it returns, are the host's: whatever they do wrong is a failure of that request.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
@@ -38,10 +39,15 @@ class Preparation:
             with self._timed():
                 future = processor.post_processor.prepare(self.device)
             # a done future calls back at once
-            future.add_done_callback(lambda done: self._wake_with(request_id, processor, done))
+            future.add_done_callback(_OnReady(self._wake_with, request_id, processor))
         except BaseException as raised:  # noqa: B036 - the loop outlives any callback
             del self._preparing[request_id]
             self._fail_to_prepare(request_id, processor, raised)
+
+    def release(self) -> None:
+        """Let go of the loop and of who takes failures: no request waits any more."""
+        self.wake = lambda: None
+        self._fail = lambda failure: None
 
     def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
         self._prepared.append((request_id, processor, done))
@@ -117,3 +123,13 @@ def _error_of(done: Future[Any]) -> BaseException | None:
         return CancelledError() if done.cancelled() else done.exception()
     except BaseException as error:  # noqa: B036 - a host's future
         return error
+
+
+class _OnReady:
+    """Tells that a processor is ready. A future keeps what it has called back: this lets go."""
+
+    def __init__(self, tell: Callable[..., None], *told: Any) -> None:
+        self._call = [functools.partial(tell, *told)]
+
+    def __call__(self, done: Future[Any]) -> None:
+        self._call.pop()(done)

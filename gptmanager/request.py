@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from bisect import insort_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
+
+from gptmanager.host_rows import HostRows
 
 
 class LlmRequestState(IntEnum):
@@ -51,7 +53,7 @@ class SamplingParams:
 
     `top_k` 0: unlimited. `seed` keys the counter-based random numbers together with a token's
     absolute position. `min_length` generated tokens come before `end_id` may. `embedding_bias`:
-    token ids, and as many values that are added to their logits. `bad_words`: token sequences
+    TOKEN_BIAS `[n]`, what is added to the logits of some tokens. `bad_words`: token sequences
     that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
     """
 
@@ -68,7 +70,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
-    embedding_bias: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+    embedding_bias: HostRows | None = None
+
+    def without_numbers(self) -> SamplingParams:
+        """What a recording knows of them."""
+        bias = self.embedding_bias
+        return self if bias is None else replace(self, embedding_bias=bias.without_numbers())
 
 
 class Wanted(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from gptmanager.errors import InvalidRequestError
+from gptmanager.host_rows import HostRows, token_bias
 
 INT32 = (-(2**31), 2**31 - 1)
 _MOST_ELEMENTS = 2**28  # of one tensor: a view of one number may claim to have any number of them
@@ -85,11 +86,13 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
 
 
-def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> np.ndarray:
+def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
     """Finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
 
-    `bans`: -inf is taken, too.
+    `bans`: -inf is taken, too. What a recording knows of them stands for them.
     """
+    if isinstance(value, HostRows):
+        return value
     array = _numbers(name, value)
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
@@ -106,11 +109,16 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> np.nd
     if not is_good.all():
         row, column = np.argwhere(~is_good)[0].tolist()
         raise InvalidRequestError(f"{name}[{row}, {column}] = {rows[row, column]} is not finite")
-    return rows
+    return HostRows(rows)
 
 
-def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32."""
+def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
+    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32.
+
+    None: all is zero. What a recording knows of them stands for them.
+    """
+    if isinstance(value, HostRows):
+        return value if value.count else None
     array = _numbers(name, value)
     if array.shape not in ((vocab_size,), (1, vocab_size)):
         raise InvalidRequestError(
@@ -123,7 +131,7 @@ def read_bias(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], 
         raise InvalidRequestError(f"{name}[{bad[0]}] = {flat[bad[0]]} is not finite")
     values = np.where(np.isneginf(flat), flat, np.maximum(flat, lowest)).astype(np.float32)
     ids = np.flatnonzero(values)
-    return tuple(ids.tolist()), tuple(values[ids].tolist())
+    return token_bias(ids, values[ids])
 
 
 def _array(name: str, value: Any) -> np.ndarray:

@@ -182,7 +182,8 @@ class Worker:
         self._turn.abandon()
         self._life.ended.set()
         self._inbox.close()
-        self._on_end()
+        on_end, self._on_end = self._on_end, lambda: None  # whose it is, is free to go
+        on_end()
 
     # A hang: on the watchdog's thread --------------------------------------------------------
 

@@ -13,6 +13,8 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
+
 import gptmanager.executor
 import gptmanager.host
 from gptmanager.assembly import build_loop
@@ -56,7 +58,7 @@ def ring() -> None:
     intake = Intake(0.0)
     schedule = Schedule(0, (), tuple(Row(i, i, i, 100, 1, True) for i in range(256)))
     step = dataclasses.make_dataclass("Step", ["schedule"])(schedule)
-    result = StepResult([], 0.0)
+    result = StepResult(np.zeros((256, 1), dtype=np.int32), 0.0)
     loop, blueprint = _active_loop()
 
     def turns(host, executor, count=20_000):

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from gptmanager.decoding.sampling import Sampler
+from gptmanager.host_rows import split_bias, token_bias
 from gptmanager.request import SamplingParams
 
 LENGTH = 24
@@ -46,8 +47,8 @@ def expected(
 ) -> torch.Tensor:
     """One row by transformers' processors; what they do not have by its formula, in float32."""
     scores = row.clone()[None]
-    ids, values = params.embedding_bias
-    scores[0, list(ids)] += torch.tensor(values)
+    ids, values = map(torch.from_numpy, split_bias(params.embedding_bias))
+    scores[0, ids.long()] += values
     tokens = torch.tensor([history])
     scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(tokens, scores)
     counts = torch.bincount(torch.tensor(history[prompt_len:]).long(), minlength=len(row))
@@ -83,7 +84,7 @@ def cases(draw: Any) -> tuple[torch.Tensor, list[tuple[SamplingParams, list[int]
             presence_penalty=draw(st.sampled_from([0.0, 0.0, -2.0, 0.5])),
             no_repeat_ngram_size=draw(st.sampled_from([0, 0, 1, 2, 3, 5, 1000])),
             bad_words=tuple(draw(st.lists(words, max_size=3))),
-            embedding_bias=(ids, tuple(draw(bias) for _ in ids)),
+            embedding_bias=token_bias(ids, [draw(bias) for _ in ids]),
             end_id=draw(token),
             min_length=draw(st.sampled_from([0, 0, 1, LENGTH])),
         )
@@ -138,7 +139,11 @@ def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
 
 
 def test_the_order_shows_where_two_touch_the_same_token() -> None:
-    both = {"embedding_bias": ((0,), (-3.0,)), "repetition_penalty": 2.0, "presence_penalty": 1.0}
+    both = {
+        "embedding_bias": token_bias([0], [-3.0]),
+        "repetition_penalty": 2.0,
+        "presence_penalty": 1.0,
+    }
     assert one([1.0, 0.0], [0], 0, **both) == [-5.0, 0.0]  # ((1 - 3) * 2) - 1
 
 

@@ -15,6 +15,7 @@ from gptmanager.admission import Limits, admit
 from gptmanager.api import InferenceRequest
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
+from gptmanager.host_rows import token_bias
 from gptmanager.request import Wanted
 
 LIMITS = Limits(
@@ -213,7 +214,7 @@ def test_what_changes_the_logits_is_read():
     assert (sampling.frequency_penalty, sampling.no_repeat_ngram_size) == (0.25, 3)
     assert sampling.bad_words == ((5, 7, 3), (9, 2))
     assert (sampling.min_length, sampling.end_id, sampling.greedy) == (2, 5, True)
-    assert sampling.embedding_bias == ((3, 99), (-np.inf, float(np.float32(0.1))))
+    assert sampling.embedding_bias == token_bias([3, 99], [-np.inf, 0.1])
 
 
 def test_what_is_wanted_besides_tokens():

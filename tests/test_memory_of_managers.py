@@ -9,11 +9,13 @@ import itertools
 import logging
 import threading
 import weakref
+from concurrent.futures import Future
 
 import pytest
 from measure_memory import TINY_LLAMA, EndlessHost, mixed_requests, start
 
-import gptmanager.manager
+import gptmanager.worker
+from gptmanager import InferenceRequest
 from gptmanager.bench import random_llama
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
@@ -39,7 +41,15 @@ def executor_of(manager):
 def watched(manager):
     """Weak references to the manager and what belongs to it."""
     loop, executor = manager._loop, executor_of(manager)
-    whole = (manager, manager._host, manager._recorder, loop, loop.allocator, loop.scheduler)
+    whole = (
+        manager,
+        manager._host,
+        manager._worker,
+        manager._worker._recorder,
+        loop,
+        loop.allocator,
+        loop.scheduler,
+    )
     within = (executor, executor.model, executor.kv_pool, executor._chooser)
     return [*map(weakref.ref, whole)], [*map(weakref.ref, within)]
 
@@ -52,7 +62,7 @@ def watched(manager):
 def test_what_a_manager_held_is_free_when_it_has_ended(without_collector, options, monkeypatch):
     order = []
     monkeypatch.setattr(
-        gptmanager.manager, "give_back", lambda: order.append([ref() is None for ref in within])
+        gptmanager.worker, "give_back", lambda: order.append([ref() is None for ref in within])
     )
     host = EndlessHost(itertools.islice(mixed_requests(512, None), 24), 8)
     manager = start(SOURCE, host, **options)
@@ -103,3 +113,29 @@ def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
     assert manager._loop.allocator.kv_cache._sequences == reuse._storing == {}
     assert lookups._lookups == lookups._numbers == lookups._users == {}
     assert lookups._last.requests == []
+
+
+def test_a_future_that_requests_waited_for_does_not_hold_the_manager(without_collector):
+    """A grammar is compiled once, and may live as long as the process."""
+
+    class Prepared:
+        future: Future[None] = Future()
+
+        def prepare(self, device):
+            return self.future
+
+        def __call__(self, request_id, logits, tokens, stream, client_id):
+            pass
+
+    host = RecordingCallbacks(
+        [InferenceRequest.from_tokens(1, [1, 2], 3, logits_post_processor=Prepared())]
+    )
+    manager = start(ScriptedModel(lambda history: 1), host)
+    whole, _ = watched(manager)
+    while manager.health().num_active == 0:
+        pass
+    Prepared.future.set_result(None)
+    assert host.final(1).error == ""
+    manager.shutdown()
+    del manager
+    assert [ref() for ref in whole] == [None] * len(whole)

@@ -150,7 +150,7 @@ def request(table, ids=(1,), **more):
         (request(np.zeros(2)), r"has shape \[2\], expected"),
         (request(np.zeros((0, 2))), r"has shape \[0, 2\], expected"),
         (request(np.zeros((1, 2), dtype=int)), "has dtype int64, expected a float"),
-        (request(np.full((1, 2), np.nan)), "prompt_embedding_table holds values that are not fin"),
+        (request(np.full((1, 2), np.nan)), r"prompt_embedding_table\[0, 0\] = nan is not finite"),
     ],
 )
 def test_what_is_wrong_is_named(wrong, text):

@@ -16,6 +16,7 @@ from gptmanager.cuda import adjustments, sampling
 from gptmanager.cuda.beam_step import best_of_rows
 from gptmanager.cuda.log_probs import LOG_PROB, log_probs
 from gptmanager.cuda.token_masks import mask_logits
+from gptmanager.host_rows import token_bias
 from gptmanager.request import SamplingParams
 
 _REPETITION, _PRESENCE, _FREQUENCY = 1.1, 0.2, 0.1
@@ -63,7 +64,7 @@ def _prepare_adjustments(bed: Bed) -> Prepared:
         repetition_penalty=_REPETITION,
         presence_penalty=_PRESENCE,
         frequency_penalty=_FREQUENCY,
-        embedding_bias=(tuple(biased.tolist()), (_BIAS,) * len(biased)),
+        embedding_bias=token_bias(biased, [_BIAS] * len(biased)),
     )
     own = adjustments.pack_lists(params)
     records = [

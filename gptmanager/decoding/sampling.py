@@ -30,6 +30,7 @@ from gptmanager.decoding.choice import (
     padded,
     weigh,
 )
+from gptmanager.host_rows import split_bias
 from gptmanager.kernels.cpu import compiled
 from gptmanager.kernels.lanes import (
     claim,
@@ -223,13 +224,13 @@ class Sampler:
     def _load_lists(self, slot: int, params: SamplingParams) -> tuple[int, ...]:
         """Addresses and lengths, all 0 where there is nothing."""
         words = [word for word in params.bad_words if word]
-        ids, values = params.embedding_bias
-        if not (words or ids):
+        ids, values = split_bias(params.embedding_bias)
+        if not (words or len(ids)):
             self._lists[slot] = ()
             return (0,) * 6
         lists = self._lists[slot] = (
-            np.array(ids, dtype=np.int32),
-            np.array(values, dtype=np.float32),
+            ids,
+            values,
             np.array([token for word in words for token in word], dtype=np.int32),
             np.cumsum([len(word) for word in words], dtype=np.int32),
         )

@@ -2,7 +2,8 @@
 
 A recording may begin in the middle only where the state of the loop is known. So the state is
 copied from time to time, intakes and results are kept since the last copy but one, and schedules,
-which follow from them, only of the last iterations. Knows nothing of who fills it.
+which follow from them, only of the last iterations; fewer of all where they would take more bytes
+than they may. Knows nothing of who fills it.
 """
 
 from __future__ import annotations
@@ -11,51 +12,79 @@ from collections import deque
 from typing import Any
 
 from gptmanager.blueprint import Blueprint
-from gptmanager.clock import perf_counter_ns
+from gptmanager.clock import thread_time_ns
+from gptmanager.log import logger
 from gptmanager.loop_state import LoopState
+from gptmanager.recorder.kept import kept_schedule
 from gptmanager.recorder.recording import Turn, make_header
+from gptmanager.recorder.sizes import schedule_bytes, state_bytes, turn_bytes
 from gptmanager.recorder.values import to_json
 
-# the state of the loop is copied so seldom that the copies cost so much a turn of the loop
+# the state of the loop is copied so seldom that the copies cost so much CPU time a turn of the loop
 _STATE_NS_PER_TURN = 2000
-_MIN_SEGMENT = 256
+_MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # turns
 
 
 class BlackBox:
     """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them.
 
-    `is_new`: the loop has not iterated yet.
+    Fewer where `max_bytes` do not hold them: a quarter is for schedules, the rest for at most two
+    segments, of which the older one is dropped first. Nothing is kept while a state alone takes
+    more. `is_new`: the loop has not iterated yet.
     """
 
-    def __init__(self, loop: Any, blueprint: Blueprint, keep: int, *, is_new: bool = True) -> None:
+    def __init__(
+        self, loop: Any, blueprint: Blueprint, keep: int, max_bytes: int, *, is_new: bool = True
+    ) -> None:
         self._loop = loop
         self.blueprint = blueprint
         self._keep = keep
-        self._recent: deque[Turn] = deque()  # those whose schedule is kept
-        self._segments: deque[_Segment] = deque(
-            [_Segment(None if is_new else loop.state())], maxlen=2
-        )
+        self._recent: deque[tuple[Turn, int]] = deque()  # whose schedule is kept, and its bytes
+        self._recent_bytes = 0
+        self._max_recent_bytes = max_bytes // 4
+        self._max_segment_bytes = max_bytes - self._max_recent_bytes
+        self._segments: deque[_Segment] = deque()
         self._segment_length = max(_MIN_SEGMENT, keep)
+        self._num_lost = 0  # turns since there was room for a state
+        self._has_warned = False
         self.tells_something = is_new  # else: not before a step has come to its end
+        if is_new:
+            self._segments.append(_Segment(None, self._max_segment_bytes))
+        else:
+            self._begin_segment()
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of all that it holds."""
+        return self._recent_bytes + self._num_segment_bytes
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(segment.turns) for segment in self._segments)
 
     def add(self, turn: Turn) -> None:
         """To be called between two turns of the loop."""
-        recent = self._recent
-        if len(recent) == self._keep:
-            oldest = recent.popleft()
-            oldest.schedule, oldest.kept = None, False
-        recent.append(turn)
         self.tells_something |= turn.result is not None
-        turns = self._segments[-1].turns
-        turns.append(turn)
-        if len(turns) >= self._segment_length:
-            started = perf_counter_ns()
-            self._segments.append(_Segment(self._loop.state()))
-            taken = perf_counter_ns() - started
-            self._segment_length = max(_MIN_SEGMENT, self._keep, taken // _STATE_NS_PER_TURN)
+        if not self._segments:
+            self._num_lost += 1
+            if self._num_lost >= self._segment_length:
+                self._begin_segment()
+            return
+        self._add_recent(turn)
+        segment = self._segments[-1]
+        segment.turns.append(turn)
+        segment.turn_bytes += turn_bytes(turn)
+        is_full = segment.turn_bytes >= segment.max_turn_bytes
+        if is_full or len(segment.turns) >= self._segment_length:
+            self._begin_segment()
 
     def lines(self, last: Turn | None) -> list[bytes]:
-        """The recording without its end. `last`: a turn that was not completed."""
+        """The recording without its end. `last`: a turn that was not completed.
+
+        None at all where no state fits.
+        """
+        if not self._segments:
+            return []
         first = self._segments[0]
         turns = [turn for segment in self._segments for turn in segment.turns]
         if last is not None:
@@ -65,10 +94,60 @@ class BlackBox:
             *(turn.line() for turn in turns),
         ]
 
+    @property
+    def _num_segment_bytes(self) -> int:
+        return sum(segment.state_bytes + segment.turn_bytes for segment in self._segments)
+
+    def _add_recent(self, turn: Turn) -> None:
+        recent = self._recent
+        size = 0
+        if turn.schedule is not None:
+            turn.schedule = kept_schedule(turn.schedule)
+            size = schedule_bytes(turn.schedule)
+        recent.append((turn, size))
+        self._recent_bytes += size
+        while len(recent) > self._keep or self._recent_bytes > self._max_recent_bytes:
+            oldest, size = recent.popleft()
+            self._recent_bytes -= size
+            oldest.schedule, oldest.kept = None, False
+
+    def _begin_segment(self) -> None:
+        started = thread_time_ns()  # of a stop by a debugger nothing is to be seen here
+        state: LoopState = self._loop.state()
+        if state.pending is not None:
+            state = state._replace(pending=kept_schedule(state.pending))
+        self._segments.append(_Segment(state, self._max_segment_bytes))
+        taken = thread_time_ns() - started
+        length = min(max(_MIN_SEGMENT, taken // _STATE_NS_PER_TURN), _MAX_SEGMENT)
+        self._segment_length = max(self._keep, length)
+        while len(self._segments) > 2 or self._num_segment_bytes > self._max_segment_bytes:
+            self._segments.popleft()
+            if not self._segments:
+                self._lose(state)
+                return
+
+    def _lose(self, state: LoopState) -> None:
+        self._num_lost = 0
+        self._recent.clear()
+        self._recent_bytes = 0
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "there is no black box for now: the state of the loop alone takes about %d bytes, "
+                "three quarters of black_box_bytes are %d",
+                *(state_bytes(state), self._max_segment_bytes),
+            )
+
 
 class _Segment:
-    """Turns in a row, and the state of the loop before the first of them; None: a new loop's."""
+    """Turns in a row, and the state of the loop before the first of them; None: a new loop's.
 
-    def __init__(self, state: LoopState | None) -> None:
+    `max_bytes` have room for two of them, or for one whose state is large.
+    """
+
+    def __init__(self, state: LoopState | None, max_bytes: int) -> None:
         self.state = state
+        self.state_bytes = 0 if state is None else state_bytes(state)
         self.turns: list[Turn] = []
+        self.turn_bytes = 0
+        self.max_turn_bytes = max(max_bytes // 2 - self.state_bytes, max_bytes // 8)

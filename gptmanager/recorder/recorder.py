@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from gptmanager.api import NamedTensor
 from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason
-from gptmanager.errors import ConfigError, response_text
+from gptmanager.errors import ConfigError, RecordingError, response_text
 from gptmanager.log import logger
 from gptmanager.recorder.black_box import BlackBox
+from gptmanager.recorder.kept import Keeper, kept_result
 from gptmanager.recorder.recording import End, Turn, make_header
 from gptmanager.recorder.values import to_json
 from gptmanager.step import Intake, Schedule, StepResult
@@ -27,7 +27,8 @@ _FLUSH_S = 1.0
 
 
 class Recorder:
-    """Writes a recording to `path`, or keeps the last `keep` iterations for `fail` to write.
+    """Writes a recording to `path`, or keeps the last `keep` iterations for `fail` to write, in
+    about `max_bytes`.
 
     `black_box_path` None: a new file in the temporary folder, readable by its owner only. With
     `path`, or with `keep` = 0, there is no black box.
@@ -38,9 +39,12 @@ class Recorder:
         path: str | os.PathLike[str] | None = None,
         *,
         keep: int = 64,
+        max_bytes: int = 64 << 20,
         black_box_path: str | os.PathLike[str] | None = None,
     ) -> None:
         self._keep = 0 if path is not None else keep
+        self._max_bytes = max_bytes
+        self._keeper: Keeper | None = None
         self._black_box_path = black_box_path
         self._turn: Turn | None = None
         self._num_turns = 0
@@ -65,7 +69,8 @@ class Recorder:
         Raises ConfigError if the file cannot be written.
         """
         if self._keep:
-            self._black_box = BlackBox(loop, blueprint, self._keep)
+            self._keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
+            self._black_box = BlackBox(loop, blueprint, self._keep, self._max_bytes)
         if self._path is not None:
             try:
                 self._file = Path(self._path).open("wb")
@@ -104,7 +109,7 @@ class Recorder:
             self.end_turn()
             return
         self._write_black_box(box, response_text(error))
-        self._black_box = BlackBox(loop, box.blueprint, self._keep, is_new=False)
+        self._black_box = BlackBox(loop, box.blueprint, self._keep, self._max_bytes, is_new=False)
 
     # What the two doors call ---------------------------------------------------------------
 
@@ -117,6 +122,11 @@ class Recorder:
 
     def begin_turn(self, num_active: int, intake: Intake) -> Turn:
         ends: list[End] | None = None if self._file is None else []
+        if self._black_box is not None and self._keeper is not None:
+            try:
+                intake = self._keeper.intake(intake)
+            except Exception as error:  # what cannot be kept must not end the loop
+                self._give_up(error)
         self._turn = turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
         return turn
 
@@ -126,10 +136,8 @@ class Recorder:
 
     def record_result(self, iteration: int, result: StepResult) -> None:
         if self._turn is not None:
-            if result.extras is not None:  # large, and nothing that a replay decides by
-                result = replace(result, extras=None)
             self._turn.result_of = iteration
-            self._turn.result = result
+            self._turn.result = kept_result(result)
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
         turn = self._turn
@@ -164,6 +172,8 @@ class Recorder:
             return None
         try:
             lines = box.lines(last)
+            if not lines:
+                raise RecordingError("the state of the loop alone takes more than black_box_bytes")
             lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
             if self._black_box_path is None:
                 number, self._black_box_path = tempfile.mkstemp(

@@ -15,6 +15,7 @@ import torch
 
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import RecordingError, RequestError
+from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import RequestProcessor, is_post_processor
 
 _DEFAULTS = {  # of a request's attributes
@@ -48,7 +49,8 @@ _ITEMS: dict[str, set[type]] = {
 }  # by kind of dtype
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 32  # of lists in lists, and of shapes
-_ROWS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
+# what only an executor reads; a black box has its digest
+ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
 _CHEAP = 16  # times: numbers that are never made into a list of tokens
 
 
@@ -93,7 +95,7 @@ class Allowance:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
-        self.left -= count // _CHEAP if name in _ROWS else count
+        self.left -= count // _CHEAP if name in ROW_INPUTS else count
         if self.left < 0:
             raise RecordingError(
                 f"{name} stands for {count} equal values: more than a recording of this size holds"
@@ -137,8 +139,11 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
 def plain_tensor(value: Any) -> Any:
     """`{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
 
-    "data" is flat; "fill" stands for many equal values.
+    "data" is flat; "fill" stands for many equal values. `{"rows": digest, "count": n}`: numbers
+    that only an executor reads.
     """
+    if isinstance(value, HostRows):
+        return {"rows": value.digest, "count": value.count}
     if isinstance(value, torch.Tensor):
         kind, dtype = "torch", str(value.dtype).removeprefix("torch.")
         if dtype not in _TORCH_DTYPES or value.layout is not torch.strided:
@@ -163,6 +168,11 @@ def plain_tensor(value: Any) -> Any:
 
 
 def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
+    if isinstance(plain, dict) and "rows" in plain:
+        count = plain.get("count")
+        if name not in ROW_INPUTS or type(count) is not int or not 0 <= count < 1 << 31:
+            raise RecordingError(f"{name} does not stand for rows")
+        return HostRows(None, _text(plain["rows"]), count)
     kind = next((k for k in ("torch", "numpy") if isinstance(plain, dict) and k in plain), None)
     if kind is None:
         return value_from_plain(plain)

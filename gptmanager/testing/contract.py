@@ -253,7 +253,8 @@ class ContractChecker:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
-        return np.array(value.float() if value.dtype is torch.bfloat16 else value)
+        value = value.float() if value.dtype is torch.bfloat16 else value
+        return value.numpy(force=True).copy()
     return np.array(value) if isinstance(value, np.ndarray) else value
 
 

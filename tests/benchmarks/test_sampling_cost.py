@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from gptmanager.decoding.sampling import Sampler
+from gptmanager.host_rows import token_bias
 from gptmanager.request import SamplingParams, Wanted
 
 ROWS, VOCAB, HISTORY = 256, 32_000, 1024
 GREEDY = SamplingParams()
 WORDS = tuple((i, i + 1, i + 2) for i in range(20))
-DENSE = (tuple(range(VOCAB)), (0.5,) * VOCAB)
+DENSE = token_bias(range(VOCAB), [0.5] * VOCAB)
 
 
 def drawn(
@@ -49,7 +50,7 @@ SETTINGS = {
     ),
     "greedy, n-grams of 3": SamplingParams(no_repeat_ngram_size=3),
     "greedy, 20 bad words": SamplingParams(bad_words=WORDS),
-    "greedy, 300 biases": SamplingParams(embedding_bias=(DENSE[0][:300], DENSE[1][:300])),
+    "greedy, 300 biases": SamplingParams(embedding_bias=token_bias(range(300), [0.5] * 300)),
     "greedy, a bias on every token": SamplingParams(embedding_bias=DENSE),
     "greedy, log probs": GREEDY,
     "top_k 50, log probs": drawn(1.0, 50),

@@ -9,6 +9,7 @@ from kernel_values import randn
 
 from gptmanager.cuda.adjustments import PARAMS, adjust, pack, pack_lists
 from gptmanager.decoding.sampling import Sampler
+from gptmanager.host_rows import token_bias
 from gptmanager.request import SamplingParams
 
 PROMPT_LENGTH = 6
@@ -25,9 +26,9 @@ KINDS = [
     SamplingParams(no_repeat_ngram_size=3),
     SamplingParams(end_id=11, min_length=4),
     SamplingParams(end_id=VOCAB, min_length=4),
-    SamplingParams(embedding_bias=((0, 5, 52), (1.5, -2.25, 0.1))),
+    SamplingParams(embedding_bias=token_bias([0, 5, 52], [1.5, -2.25, 0.1])),
     SamplingParams(
-        embedding_bias=(tuple(range(VOCAB)), tuple(0.37 * i - 3 for i in range(VOCAB))),
+        embedding_bias=token_bias(range(VOCAB), [0.37 * i - 3 for i in range(VOCAB)]),
         repetition_penalty=1.1,
         presence_penalty=0.2,
         bad_words=((2,), (0, 1)),

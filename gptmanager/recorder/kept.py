@@ -1,0 +1,129 @@
+"""What a black box keeps of what passes: all that a replay reads, and no more.
+
+Of requests there are copies, so that it is no matter what a host writes over later, or of which
+larger array it gave a part. Numbers for the executor stand as their digest, processors as their
+name, errors as their text: what they hold would live as long as the black box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptmanager.admission import read_draft_logits
+from gptmanager.api import InferenceRequest
+from gptmanager.errors import response_text
+from gptmanager.host_rows import HostRows
+from gptmanager.post_processor import RequestProcessor, is_post_processor
+from gptmanager.recorder.requests import (
+    ROW_INPUTS,
+    Opaque,
+    RecordedError,
+    RecordedPreparation,
+    RecordedProcessor,
+)
+from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
+from gptmanager.tensors import read_bias, read_int, read_rows, read_token_ids
+
+
+class Keeper:
+    """Knows how wide the numbers are that a request may bring for the executor."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
+
+    def intake(self, intake: Intake) -> Intake:
+        if not intake.requests and not intake.failures:
+            return intake
+        return replace(
+            intake,
+            requests=tuple(map(self._request, intake.requests)),
+            failures=_texts(intake.failures),
+        )
+
+    def _request(self, request: InferenceRequest) -> InferenceRequest:
+        tensors = dict(request.tensors)
+        return InferenceRequest(
+            request.request_id,
+            {name: self._tensor(name, value, tensors) for name, value in tensors.items()},
+            is_streaming=request.is_streaming,
+            logits_post_processor=_named(request.logits_post_processor),
+            client_id=request.client_id,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            queue_timeout_s=request.queue_timeout_s,
+            cache_salt=request.cache_salt,
+            retention_priority=request.retention_priority,
+        )
+
+    def _tensor(self, name: str, value: Any, tensors: dict[str, Any]) -> Any:
+        if name in ROW_INPUTS:
+            with suppress(BaseException):  # it ends the request, in a replay again
+                return self._rows(name, value, tensors)
+        with suppress(BaseException):  # a tensor that cannot be copied
+            if isinstance(value, np.ndarray):
+                return value.copy()
+            if isinstance(value, torch.Tensor):
+                return value.detach().clone()
+        return value
+
+    def _rows(self, name: str, value: Any, tensors: dict[str, Any]) -> HostRows:
+        """As admission reads them."""
+        if name == "embedding_bias":
+            bias = read_bias(name, value, self._vocab_size)
+            return HostRows(None) if bias is None else bias.without_numbers()
+        if name == "draft_logits":
+            drafts = read_token_ids("draft_input_ids", tensors["draft_input_ids"], self._vocab_size)
+            return read_draft_logits(value, drafts, self._vocab_size).without_numbers()
+        rows = read_rows(name, value, self._hidden_size)
+        size = tensors.get("prompt_vocab_size", rows.count)
+        return rows.first(read_int("prompt_vocab_size", size, 1, rows.count)).without_numbers()
+
+
+def kept_schedule(schedule: Schedule) -> Schedule:
+    if not schedule.starts or not any(map(_has_numbers, schedule.starts)):
+        return schedule
+    return replace(schedule, starts=tuple(map(_without_numbers, schedule.starts)))
+
+
+def kept_result(result: StepResult) -> StepResult:
+    if result.extras is None and not result.failures:
+        return result
+    return replace(result, extras=None, failures=_texts(result.failures))
+
+
+def _texts(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """An error holds the frames that it passed, and they the tensors of a step."""
+    return tuple(
+        failure._replace(error=RecordedError(response_text(failure.error))) for failure in failures
+    )
+
+
+def _named(processor: Any) -> Any:
+    try:
+        if not is_post_processor(processor):
+            return processor  # None, or what is refused
+        named = RequestProcessor(processor)
+    except BaseException:  # noqa: B036 - what an attribute of the host's raises; it is refused
+        return Opaque(type(processor).__name__)
+    return (RecordedPreparation if named.prepares else RecordedProcessor)(named.name)
+
+
+def _has_numbers(start: SequenceStart) -> bool:
+    sampling = start.sampling
+    return (sampling.embedding_bias or start.prompt_table or start.draft_logits) is not None
+
+
+def _without_numbers(start: SequenceStart) -> SequenceStart:
+    table, logits = start.prompt_table, start.draft_logits
+    return start._replace(
+        sampling=start.sampling.without_numbers(),
+        prompt_table=None if table is None else table.without_numbers(),
+        draft_logits=None if logits is None else logits.without_numbers(),
+    )

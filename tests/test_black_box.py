@@ -1,0 +1,271 @@
+"""The black box is bounded in turns and bytes, and replays whatever it had to drop.
+
+GPTMANAGER_FUZZ=N runs N times as many random runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+import types
+import weakref
+from dataclasses import asdict
+from enum import Enum
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from recorded_runs import (
+    MAX_UTILIZATION,
+    VOCAB_SIZE,
+    CrashingModel,
+    ScheduledHost,
+    random_run,
+    record,
+    request,
+    serve,
+)
+
+from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams
+from gptmanager.config_check import checked_optional_params
+from gptmanager.errors import ConfigError, RecordingError
+from gptmanager.host_rows import HostRows
+from gptmanager.loop import TokenLoop
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.recorder import black_box
+from gptmanager.recorder.black_box import BlackBox
+from gptmanager.replay import replay
+from gptmanager.testing.hosts import ScriptedSpec
+
+FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
+MB = 1 << 20
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    """Every black box that is made."""
+    made = []
+    init = BlackBox.__init__
+
+    def noted(self, *arguments, **keywords):
+        init(self, *arguments, **keywords)
+        made.append(self)
+
+    monkeypatch.setattr(BlackBox, "__init__", noted)
+    return made
+
+
+def make_segments_short(monkeypatch, num_turns):
+    monkeypatch.setattr(black_box, "_MIN_SEGMENT", num_turns)
+    monkeypatch.setattr(black_box, "_STATE_NS_PER_TURN", 1 << 40)
+
+
+def deep_bytes(*values):
+    """What the objects take that these reach, each counted once; classes and code are not."""
+    seen, size, waiting = set(), 0, list(values)
+    shared = (type, types.ModuleType, types.FunctionType, types.CodeType, Enum, RequestProcessor)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, shared):
+            continue
+        seen.add(id(value))
+        size += sys.getsizeof(value)
+        if isinstance(value, torch.Tensor):
+            size += value.untyped_storage().nbytes()
+            continue
+        if isinstance(value, np.ndarray):
+            assert value.base is None or isinstance(value.base, (np.ndarray, torch.Tensor))
+            continue
+        waiting.extend(gc.get_referents(value))
+    return size
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1000, 1 << 63, 1.5, True, "64 MB", None])
+def test_bytes_are_checked(value):
+    with pytest.raises(ConfigError, match=r"OptionalParams\.black_box_bytes = "):
+        checked_optional_params(OptionalParams(black_box_bytes=value))
+
+
+@pytest.mark.parametrize("value", [MB, 64 * MB, 1 << 40])
+def test_bytes_from_a_megabyte_on_are_taken(value):
+    assert checked_optional_params(OptionalParams(black_box_bytes=value)).black_box_bytes == value
+
+
+def test_biases_of_large_vocabularies_are_not_kept(boxes):
+    """A request with 0.5 MB of them in each turn."""
+    size = 128_000
+    values = np.where(np.arange(size) % 3, 0.5, -np.inf).astype(np.float32)
+    host = ScheduledHost(
+        [[InferenceRequest.from_tokens(i, [1], 2, embedding_bias=values.copy())] for i in range(60)]
+    )
+    model = CrashingModel(1 << 30)
+    model.spec = ScriptedSpec(size, 64)
+    serve(host, None, model=model)
+    (box,) = boxes
+    assert box.num_turns >= 60 and deep_bytes(box._segments, box._recent) < MB
+
+
+class Processor:
+    """A callable that a weak reference can follow."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __call__(self, request_id, logits, tokens, stream, client_id):
+        if self.fails:
+            raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_host_gave_and_errors_end_with_their_request(boxes, fails, monkeypatch):
+    # a captured log record keeps the error that it tells of, and all that it passed
+    monkeypatch.setattr(logging.getLogger("gptmanager"), "disabled", True)
+    processor, ids = Processor(fails), torch.arange(1000) % VOCAB_SIZE
+    ends = [weakref.ref(processor), weakref.ref(ids)]
+    one = request(1, 3, 3, logits_post_processor=processor)
+    one.input_ids = ids
+    host = ScheduledHost([[one], [], []])
+    serve(
+        host, None, max_seq_len=1010, kv_cache=KvCacheConfig(max_tokens=1024), max_num_tokens=1024
+    )
+    assert bool(host.final(1).error) == fails
+    del one, processor, ids
+    gc.collect()
+    (box,) = boxes
+    assert box.num_turns and [end() for end in ends] == [None, None]
+
+
+def test_a_part_of_a_large_array_does_not_keep_all_of_it(boxes):
+    corpus = np.zeros(MB, dtype=np.int64)
+    script = [
+        [InferenceRequest(i, {"input_ids": corpus[i : i + 9], "request_output_len": 1})]
+        for i in range(9)
+    ]
+    host = ScheduledHost(script)
+    serve(host, None)
+    assert deep_bytes(boxes[0]._segments) < MB
+
+
+def test_a_stop_of_the_process_makes_no_long_segment(boxes, monkeypatch):
+    """Wall time passes, and no CPU time of the thread."""
+    state, stops = TokenLoop.state, []
+
+    def stopped(loop):
+        stops.append(time.sleep(0.1))
+        return state(loop)
+
+    monkeypatch.setattr(TokenLoop, "state", stopped)
+    monkeypatch.setattr(black_box, "_MIN_SEGMENT", 8)
+    serve(ScheduledHost([[request(1, 3, 60)]]), None, black_box_iterations=4)
+    assert stops and boxes[0]._segment_length < 5_000  # 0.1 s would make 50,000
+
+
+def crash(path, script, num_steps, **options):
+    return record(
+        path, ScheduledHost(script), MAX_UTILIZATION, model=CrashingModel(num_steps),
+        black_box_path=path, **options,
+    )  # fmt: skip
+
+
+def test_long_prompts_are_dropped_before_they_take_too_much(tmp_path, boxes, monkeypatch):
+    sizes, add = [], BlackBox.add
+
+    def noted(box, turn):
+        add(box, turn)
+        sizes.append((box.num_bytes, deep_bytes(box._segments, box._recent)))
+
+    monkeypatch.setattr(BlackBox, "add", noted)
+    script = [[request(i, 2000, 2)] for i in range(200)]
+    box = crash(
+        tmp_path / "box.jsonl", script, 120, black_box_bytes=2 * MB, max_seq_len=2048,
+        max_num_tokens=4096, kv_cache=KvCacheConfig(max_tokens=1 << 13, enable_block_reuse=True),
+    )  # fmt: skip
+    assert len(sizes) >= 100 and max(estimate for estimate, _ in sizes) <= 2 * MB
+    assert all(actual <= estimate for estimate, actual in sizes)
+    assert box.iterations[0].index > 20 and box.header.state is not None
+    report = replay(box)
+    assert report.divergence is None and report.compared >= 1
+
+
+def test_a_state_that_has_no_room_is_told_once_and_tried_again(tmp_path, monkeypatch, caplog):
+    size = 2 * MB
+    monkeypatch.setattr(black_box, "state_bytes", lambda state: size)
+    make_segments_short(monkeypatch, 4)
+    options = {"black_box_bytes": MB, "black_box_iterations": 4}
+    serve(ScheduledHost([[request(1, 3, 60)]]), None, **options)
+    assert caplog.text.count("there is no black box for now") == 1
+    path = tmp_path / "box.jsonl"
+    path.touch()
+    with pytest.raises(RecordingError):
+        crash(path, [[request(1, 3, 60)]], 40, **options)
+    assert not path.read_bytes() and "more than black_box_bytes" in caplog.text
+    sizes = iter([size] * 3)
+    monkeypatch.setattr(black_box, "state_bytes", lambda state: next(sizes, MB // 8))
+    report = replay(crash(path, [[request(1, 3, 60)]], 40, **options))
+    assert report.divergence is None and report.compared == 5
+
+
+@pytest.mark.parametrize("seed", range(8 * FUZZ))
+def test_random_black_boxes_replay_whatever_they_dropped(tmp_path, monkeypatch, boxes, seed):
+    chance = np.random.default_rng(seed)
+    make_segments_short(monkeypatch, 3)
+    monkeypatch.setattr(black_box, "turn_bytes", lambda turn: int(chance.integers(1 << 18)))
+    monkeypatch.setattr(black_box, "schedule_bytes", lambda turn: int(chance.integers(1 << 17)))
+    monkeypatch.setattr(black_box, "state_bytes", lambda turn: int(chance.integers(1 << 19)))
+    path = tmp_path / "box.jsonl"
+    path.touch()
+    model = CrashingModel(10 + seed)
+    try:
+        box = random_run(
+            100 + seed, path, model=model, black_box_path=path, black_box_iterations=6,
+            black_box_bytes=MB,
+        )  # fmt: skip
+    except RecordingError:
+        assert not path.read_bytes() and model.num_forwards <= model.num_steps  # it did not crash
+        return
+    assert replay(box).divergence is None and boxes[0].num_bytes <= MB
+
+
+@pytest.mark.parametrize("num_steps", [3, 14])
+def test_numbers_for_the_executor_are_known_by_their_digest(tmp_path, monkeypatch, num_steps):
+    """From the start of the run, and from a state in its middle."""
+    make_segments_short(monkeypatch, 4)
+    bias = np.linspace(-1, 1, VOCAB_SIZE).astype(np.float32)
+    table = np.ones((3, 4), dtype=np.float32)
+    logits = np.zeros((2, VOCAB_SIZE), dtype=np.float32)
+    odd = bias.copy()
+    odd[3] = np.nan  # refused
+    script = [
+        [
+            request(10 * i + 1, 5, 9, embedding_bias=bias, return_log_probs=True),
+            request(10 * i + 2, 5, 9, embedding_bias=0 * bias),
+            request(10 * i + 3, 5, 9, prompt_embedding_table=table, prompt_vocab_size=2),
+            request(10 * i + 4, 5, 9, prompt_embedding_table=table + i),
+            request(10 * i + 5, 5, 9, draft_input_ids=[1, 2], draft_logits=logits, temperature=0.5),
+            request(10 * i + 6, 5, 9, embedding_bias=odd),
+        ]
+        for i in range(9)
+    ]
+    model = CrashingModel(num_steps)
+    model.spec = SimpleNamespace(**asdict(model.spec), hidden_size=4)
+    path = tmp_path / "box.jsonl"
+    box = record(
+        path, ScheduledHost(script), model=model, black_box_path=path, max_seq_len=32,
+        max_active_requests=None, black_box_iterations=4,
+        kv_cache=KvCacheConfig(max_tokens=512, enable_block_reuse=True),
+    )  # fmt: skip
+    assert (box.header.state is not None) == (num_steps == 14)
+    report = replay(box)
+    assert report.divergence is None and report.compared == min(5, num_steps + 1)
+    rows = {
+        request.request_id % 10: name
+        for turn in box.iterations
+        for request in turn.intake.requests
+        for name, value in request.tensors.items()
+        if isinstance(value, HostRows)
+    }
+    assert num_steps == 14 or set(rows) == {1, 2, 3, 4, 5}
