@@ -29,6 +29,7 @@ from gptmanager.config import (
 )
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
 from gptmanager.live_view import LiveView, report_lines
+from gptmanager.printable import printable_lines
 from gptmanager.run import RunOptions, run
 
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
@@ -118,7 +119,7 @@ def _call(arguments: Sequence[str] | None) -> int:
 
 def _tell(text: str) -> None:
     with contextlib.suppress(OSError):  # the exit status tells, too
-        print(f"gptmanager: {text}", file=sys.stderr)
+        print(printable_lines(f"gptmanager: {text}"), file=sys.stderr)
 
 
 def _flushed(code: int) -> int:
@@ -146,8 +147,15 @@ def _start_log(view: LiveView, is_verbose: bool) -> None:
     handler = logging.StreamHandler(view)
     if not is_verbose:  # a refused request is shown with its error anyway
         handler.addFilter(lambda record: not record.msg.startswith("Cannot process new request"))
-    level = logging.INFO if is_verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s", handlers=[handler])
+    handler.setFormatter(_PrintableFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, handlers=[handler])
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Requests and recordings say what they like, and a log says it too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 def _parser() -> argparse.ArgumentParser:

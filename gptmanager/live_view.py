@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from gptmanager.printable import printable
+
 _MAX_ROWS = 16  # of running requests on a terminal
 _MAX_BAR = 20
 _LOG_EVERY_S = 10.0  # counts, where nothing is redrawn
@@ -192,26 +194,9 @@ class LiveView:
         return size.columns or 80, size.lines or 24  # some pseudo-terminals say 0
 
 
-def printable(text: str) -> str:
-    """On one line, and without anything that could steer a terminal."""
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
 def columns(text: str) -> int:
     """How many columns of a terminal a text takes."""
     return len(text) if text.isascii() else sum(map(_width, text))
-
-
-def _shown(character: str) -> str:
-    if character == "\n":
-        return "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
-    if character.isprintable():
-        return character
-    category = unicodedata.category(character)
-    if category == "Zs" or character == "\t":
-        return " "
-    # formatting is invisible, but could turn the direction of what follows
-    return "" if category == "Cf" or character == "\r" else "\N{REPLACEMENT CHARACTER}"
 
 
 def _width(character: str) -> int:

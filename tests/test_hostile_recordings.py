@@ -101,6 +101,193 @@ def test_a_recording_cannot_name_a_class(box, tmp_path, capsys, command):
     assert capsys.readouterr().err.startswith(f"gptmanager: {path}, line 1: ")
 
 
+# What a few bytes may ask for --------------------------------------------------------------
+
+
+def changed(lines, number, change):
+    """The file with line `number` as `change` leaves it."""
+    value = orjson.loads(lines[number])
+    change(value)
+    return b"\n".join([*lines[:number], orjson.dumps(value), *lines[number + 1 :]])
+
+
+def test_a_fill_stands_for_no_more_than_the_file_could_hold(run, tmp_path, capsys):
+    path, number = tmp_path / "r.jsonl", first_request(run)
+    for shape in ([2**36], [2**31 - 1, 2**31 - 1], [2**22]):
+        filled = {"numpy": "int64", "shape": shape, "fill": 3}
+
+        def fill(line, filled=filled):
+            line["intake"]["requests"][0]["tensors"]["input_ids"] = filled
+
+        path.write_bytes(changed(run, number, fill))
+        for command in COMMANDS:
+            assert call(command, path, tmp_path) == 2
+            assert f"line {number + 1}: " in capsys.readouterr().err
+
+
+def first_request(lines):
+    return next(n for n, line in enumerate(lines) if n and orjson.loads(line)["intake"]["requests"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["blueprint"]["sizes"].update(num_blocks=2**36),
+        lambda header: header["blueprint"]["sizes"].update(num_host_blocks=2**36),
+        lambda header: header["blueprint"]["sizes"].update(max_seq_len=2**40),
+        lambda header: header["blueprint"]["sizes"].update(tokens_per_block=0),
+        lambda header: header["blueprint"]["params"].update(max_batch_size=2**31 - 1),
+        lambda header: header["blueprint"].update(max_beam_width=2**31),
+        lambda header: header["blueprint"]["params"].update(
+            speculative_decoding_config={"max_ngram": 2**30}
+        ),
+        lambda header: header["blueprint"]["scheduler"].update(create_scheduler="os.system"),
+        lambda header: header["blueprint"].update(vocab_size=True),
+        lambda header: header.update(fields={"Row": 7}),
+        lambda header: header.update(version=1),
+        lambda header: header.update(library="\x1b[2J", version="\x1b[2J"),
+    ],
+)
+def test_a_header_that_no_run_has_is_refused(run, tmp_path, capsys, change):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(changed(run, 0, change))
+    for command in COMMANDS:
+        assert call(command, path, tmp_path) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"gptmanager: {path}, line 1: ") and "\x1b" not in err
+
+
+def test_what_is_no_file_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, "/dev/zero", tmp_path / "none"):
+        assert call("replay", path, tmp_path) == 2
+        assert capsys.readouterr().err.startswith(f"gptmanager: {path}")
+
+
+@pytest.mark.parametrize("depth", [40, 900, 100_000])
+def test_lists_in_lists_need_no_stack(run, tmp_path, capsys, depth):
+    path, number = tmp_path / "r.jsonl", first_request(run)
+    deep = changed(run, number, lambda line: line["intake"]["requests"][0].update(priority="DEEP"))
+    path.write_bytes(deep.replace(b'"DEEP"', b"[" * depth + b"]" * depth))
+    for command in COMMANDS:
+        assert call(command, path, tmp_path) == 2
+        assert f"line {number + 1}" in capsys.readouterr().err
+
+
+def test_a_simulation_runs_no_further_than_the_recording_could_tell(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    record(path, ScheduledHost([[request(i, 3, 4) for i in range(3)]]))
+    lines = path.read_bytes().splitlines()
+
+    def lengthen(line):
+        tensor = line["intake"]["requests"][0]["tensors"]["request_output_len"]
+        tensor["data"] = [2**31 - 1]
+
+    header = orjson.loads(lines[0])
+    header["blueprint"]["sizes"].update(max_seq_len=2**24, num_blocks=2**22, max_input_len=99)
+    lines[0] = orjson.dumps(header)
+    path.write_bytes(changed(lines, 1, lengthen))
+    monkeypatch.setattr("gptmanager.simulator.load._SPARE_STEPS", 500)
+    assert call("simulate", path, tmp_path) == 2
+    assert "request-steps: far more than its recording holds" in capsys.readouterr().err
+
+
+def test_a_picture_follows_no_more_who_wait_than_rows_could_tell(run, tmp_path, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"\n".join(run))
+    assert call("picture", path, tmp_path) == 0
+    monkeypatch.setattr("gptmanager.picture.recorded._SPARE_WORK", 0)
+    monkeypatch.setattr("gptmanager.picture.recorded._WORK_PER_ROW", 0)
+    assert call("picture", path, tmp_path) == 2
+
+
+def test_a_picture_is_not_drawn_over_its_recording(run, tmp_path, capsys):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"\n".join(run))
+    assert main(["picture", str(path), "--output", str(path)]) == 2
+    assert "must be different files" in capsys.readouterr().err
+    assert path.read_bytes() == b"\n".join(run)
+
+
+# What its texts may do ---------------------------------------------------------------------
+
+
+def test_texts_steer_no_terminal_and_run_in_no_page(tmp_path, capsys):
+    evil = "</title></text><script>alert(1)</script>\x1b]0;me\x07\x9b2J\u202e\0"
+    path = tmp_path / "r.jsonl"
+    record(path, ScheduledHost([[request(1, 3, 4), request(2, 3, 4)]]))
+
+    def speak(line):
+        line["ends"] = [[2, "ERROR", evil]]
+        line["intake"]["failures"] = [[2, evil]]
+        line["intake"]["requests"][0]["tensors"][evil] = 1
+
+    path.write_bytes(changed(path.read_bytes().splitlines(), 1, speak))
+    for command in COMMANDS:
+        call(command, path, tmp_path)
+        shown = "".join(capsys.readouterr())
+        assert not set(shown) & set("\x1b\x07\x9b\u202e\0")
+    page = (tmp_path / "picture.html").read_text()
+    assert "alert(1)" in page and "<script>alert" not in page
+    assert not set(page) & set("\x1b\x07\x9b\u202e\0")
+
+
+# What a state may say of itself ------------------------------------------------------------
+
+
+def spoil(box, names, change):
+    """The file with the field of the state that `names` lead to as `change` makes it."""
+    header = orjson.loads(box[0])
+    at, fields = header["state"], header["fields"]
+    place = fields["LoopState"].index("roster")
+    for name in names:
+        at = at[place]
+        if isinstance(name, int):
+            place = name
+        else:
+            owner, field = name.split(".")
+            place = fields[owner].index(field)
+    at[place] = change(at[place])
+    return b"\n".join([orjson.dumps(header), *box[1:]])
+
+
+KV_CACHE = ("RosterState.allocator", "AllocatorState.kv_cache")
+REUSE = (*KV_CACHE, "KvCacheState.reuse")
+REQUEST = ("RosterState.active", 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "change"),
+    [
+        ((*KV_CACHE, "KvCacheState.free"), lambda free: [*free, free[0]]),
+        ((*KV_CACHE, "KvCacheState.free"), lambda free: free[1:]),
+        ((*KV_CACHE, "KvCacheState.free"), lambda free: [2**40, *free[1:]]),
+        ((*KV_CACHE, "KvCacheState.sequences"), lambda sequences: sequences[1:]),
+        ((*KV_CACHE, "KvCacheState.sequences", 0, "SequenceState.num_slots"), lambda n: n + 99),
+        ((*KV_CACHE, "KvCacheState.sequences", 0, "SequenceState.tables"), lambda tables: []),
+        ((*REUSE, "ReuseState.nodes", 0, "CachedBlockState.parent"), lambda parent: 5),
+        ((*REUSE, "ReuseState.nodes", 0, "CachedBlockState.tokens"), lambda tokens: tokens * 9),
+        ((*REUSE, "ReuseState.storing"), lambda storing: [*storing, 77]),
+        (("RosterState.allocator", "AllocatorState.free_slots"), lambda slots: [9, *slots]),
+        (("RosterState.timed",), lambda timed: [12345]),
+        (("RosterState.active",), lambda active: [active[0], *active]),
+        ((*REQUEST, "RequestState.max_new_tokens"), lambda length: 2**40),
+        ((*REQUEST, "RequestState.prompt_len"), lambda length: -1),
+        ((*REQUEST, "RequestState.tokens"), lambda tokens: []),
+        ((*REQUEST, "RequestState.slot"), lambda slot: 2**31),
+        ((*REQUEST, "RequestState.state"), lambda state: 9),
+        ((*REQUEST, "RequestState.priority"), lambda priority: "high"),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused(box, tmp_path, capsys, names, change):
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(spoil(box, names, change))
+    assert call("replay", path, tmp_path) == 2
+    assert capsys.readouterr().err.startswith("gptmanager: ")
+    path.write_bytes(spoil(box, names, lambda value: value))
+    assert call("replay", path, tmp_path) == 0
+
+
 # Mutations ---------------------------------------------------------------------------------
 
 ODD = [
@@ -179,6 +366,7 @@ def mutate_bytes(lines, chance):
     return bytes(data)
 
 
+@pytest.mark.timeout(60 + COUNT)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_whatever_a_recording_says_ends_in_a_named_error(box, run, tmp_path, capsys, command):
     """Exit status 0, 1 or 2 and no other exception; nothing else is written."""

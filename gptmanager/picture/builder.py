@@ -69,7 +69,10 @@ class _Wait(NamedTuple):
 
 
 class TraceBuilder:
-    """Call `arrive` before the first `step` in which a request could run, `end` after its last."""
+    """Call `arrive` before the first `step` in which a request could run, `end` after its last.
+
+    Beyond `max_work` steps of requests that do not run a ValueError is raised; None: never.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -82,6 +85,8 @@ class TraceBuilder:
         self._waits: list[_Wait] = []  # one a column in which somebody waits to start
         self._changes: list[int] = []  # of them, where the reason is another than before
         self._unknown = 0  # made up block ids are negative
+        self._work = 0  # of following those who do not run
+        self.max_work: int | None = None
 
     def __contains__(self, request_id: int) -> bool:
         """Whether the request has arrived and not ended."""
@@ -235,6 +240,7 @@ class TraceBuilder:
         """How many do not run. Who holds memory gets its span now, who has not started later: most
         of a long list waits for as long as the first of it does.
         """
+        self._spend(len(self._by_slot))
         for request in self._by_slot.values():
             if request.request_id not in running:
                 held = "it holds its memory, but is not in this batch"
@@ -256,11 +262,17 @@ class TraceBuilder:
         since, request.waiting_since = request.waiting_since, end
         first, count = bisect_left(self._waits, since, key=lambda wait: wait.begin), end - since
         changes = self._changes[bisect_right(self._changes, first) :]
+        self._spend(len(changes))
         starts = [0, *(change - first for change in changes if change < first + count)]
         for start, stop in zip(starts, (*starts[1:], count), strict=True):
             wait = self._waits[first + start]
             text = wait.told_to(request)
             request.add(Span(phase, since + start, since + stop, 0, 0, wait.reason, text))
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        if self.max_work is not None and self._work > self.max_work:
+            raise ValueError("far more requests hold memory or wait, without running, than are run")
 
     def _wish(self, request: _Request) -> Wish:
         return Wish(

@@ -5,13 +5,13 @@ Needs nothing but a browser: the SVG stands inline, and the script below is all 
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
 import orjson
 
 from gptmanager.picture.drawing import draw, layout_of, shorten
 from gptmanager.picture.layout import Look
+from gptmanager.picture.svg import escape
 from gptmanager.picture.trace import Phase, Trace
 
 _STYLE = """
@@ -148,7 +148,7 @@ def page(trace: Trace, title: str = "Schedule") -> str:
     """One HTML file without any reference to another."""
     zoom = layout_of(trace).look is Look.BARS
     picture = draw(trace, title)
-    data = orjson.dumps(_data(trace, zoom)).decode()
+    data = orjson.dumps(_data(trace, zoom)).decode().replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">

@@ -17,6 +17,11 @@ from gptmanager.tensors import INT32, read_float, read_int, read_token_ids
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
 
 
+# a picture follows so many who do not run for each that does, and some more
+_WORK_PER_ROW = 64
+_SPARE_WORK = 1 << 24
+
+
 def trace_of(recording: Recording) -> Trace:
     """Rows, columns and ends of a recording.
 
@@ -30,6 +35,12 @@ def trace_of(recording: Recording) -> Trace:
         blueprint.vocab_size,
         blueprint.sizes.max_seq_len,
     )
+    rows = sum(
+        len(turn.schedule.context_rows) + len(turn.schedule.generation_rows)
+        for turn in recording.iterations
+        if turn.schedule is not None
+    )
+    reader.builder.max_work = _SPARE_WORK + _WORK_PER_ROW * rows
     for iteration in recording.iterations:
         reader.read(iteration)
     return reader.builder.build()

@@ -6,7 +6,9 @@ any color vision can tell apart; every kind of mark also has a shape of its own.
 
 from __future__ import annotations
 
-from html import escape
+from html import escape as html_escape
+
+from gptmanager.printable import printable_lines
 
 STYLE = """
 .picture { --paper: #ffffff; --ink: #1f2328; --faint: #5b6470; --grid: #d9dee4;
@@ -49,6 +51,11 @@ STYLE = """
 .thin .plot .waiting, .thin .plot .held { stroke-width: .3; }
 .thin .plot .context, .thin .plot .paused, .thin .plot .finish { stroke-width: .5; }
 """
+
+
+def escape(words: str) -> str:
+    """As XML takes it, which has no control characters."""
+    return html_escape(printable_lines(words))
 
 
 def number(value: float) -> str:

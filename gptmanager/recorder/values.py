@@ -39,6 +39,7 @@ _Read = Callable[[Any], Any]
 
 _UNIONS = (typing.Union, types.UnionType)
 _INT32 = np.iinfo(np.int32)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _SCALARS = (type(None), bool, int, float, str)
 _MAX_UNFOLDED = 1 << 20
 
@@ -307,8 +308,11 @@ def _read_float(data: Any) -> float:
 
 
 def _read_log_prob(data: Any) -> float:
-    """JSON has no such number as that of what cannot come."""
-    return -math.inf if data is None else _read_float(data)
+    """Of single precision, or null: JSON has no such number as that of what cannot come."""
+    value = -math.inf if data is None else _read_float(data)
+    if data is not None and abs(value) > _FLOAT32_MAX:
+        raise RecordingError(f"{_short(data)} is no number of single precision")
+    return value
 
 
 def _read_scalar(data: Any) -> Any:

@@ -15,6 +15,7 @@ import orjson
 from tqdm import tqdm
 
 from gptmanager.errors import ConfigError, response_text
+from gptmanager.printable import printable_lines
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay.replaying import replay
 
@@ -72,11 +73,13 @@ def _replay(options: argparse.Namespace) -> int:
         }
         print(orjson.dumps(result).decode())
     elif divergence is not None:
-        print(f"diverged after {report.iterations - 1} iterations\n{divergence}")
+        text = f"diverged after {report.iterations - 1} iterations\n{divergence}"
+        print(printable_lines(text))
     else:
         print(f"{report.iterations} iterations, {report.compared} compared: no divergence")
         if report.broke_off:
-            print(f"the recorded run failed in the last one: {report.broke_off}")
+            text = f"the recorded run failed in the last one: {report.broke_off}"
+            print(printable_lines(text))
     return 0 if divergence is None else 1
 
 

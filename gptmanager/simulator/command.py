@@ -17,6 +17,7 @@ from gptmanager.blueprint import Blueprint
 from gptmanager.command_arguments import check_distinct, natural, positive, span, writable
 from gptmanager.config import CapacitySchedulerPolicy
 from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.printable import printable_lines
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Recording, located, read_recording
 from gptmanager.replay.command import imported
@@ -222,7 +223,7 @@ def _print_figures(
     print(table(figures))
     for name, column in figures.items():
         if column.failed:
-            print(f"\n{name}: the first that failed: {column.first_error}")
+            print(printable_lines(f"\n{name}: the first that failed: {column.first_error}"))
     print(f"\nseconds of a step: {numbers}")
     if recorded is not None:
         print(f"the recorded run took {recorded:.3f} s")

@@ -23,7 +23,7 @@ from gptmanager.step import BeamCandidates, Schedule, StepResult
 # a load that was recorded takes so many times the recorded request-steps at most, and some more:
 # requests that had not ended, another policy, a smaller batch
 _STEPS_PER_STEP = 64
-_SPARE_STEPS = 1 << 21
+_SPARE_STEPS = 1 << 20
 
 VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
 
@@ -201,6 +201,7 @@ class RecordedLoad:
 
 
 def request_steps(schedule: Schedule) -> int:
-    """Rows, those of beams as often as what must be ranked for them grows."""
+    """Rows, those of beams as often as what must be ranked for them grows, and long tables."""
     rows = (*schedule.context_rows, *schedule.generation_rows)
-    return sum(row.beam_width * row.beam_width for row in rows)
+    num_blocks = sum(len(append.block_ids) for append in schedule.block_appends)
+    return sum(row.beam_width * row.beam_width for row in rows) + num_blocks // 64
