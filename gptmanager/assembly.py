@@ -10,6 +10,7 @@ import torch
 from gptmanager.admission import Limits
 from gptmanager.allocation import Allocator
 from gptmanager.blueprint import Blueprint
+from gptmanager.checkpoint_files import shown
 from gptmanager.clock import perf_counter_ns
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -46,6 +47,10 @@ from gptmanager.step import Executor
 _MAX_PAUSES = 3
 _RESUME_HEADROOM_BLOCKS = 1
 _START_HEADROOM_STEPS = 16
+_MAX_LINES = 2**31 - 1  # int32
+
+# what torch says where a CPU has no memory, and NumPy and torch of sizes that no address reaches
+_NO_SUCH_ARRAY = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
 
 
 def check_arguments(
@@ -60,6 +65,11 @@ def check_arguments(
         raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
     if max_beam_width < 1:
         raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
+    if max_beam_width * params.max_batch_size > _MAX_LINES:
+        raise ConfigError(
+            f"max_beam_width = {shown(max_beam_width)} with max_batch_size = "
+            f"{params.max_batch_size}: both together may come to {_MAX_LINES}"
+        )
     window = params.kv_cache_config.max_attention_window
     if max_beam_width > 1 and window is not None:
         raise ConfigError(
@@ -133,9 +143,9 @@ def assemble(
                 stream=placement.stream,
             ),
         )
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ValueError) as error:
         is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_of_memory and "allocate memory" not in str(error):  # as torch says of a CPU's
+        if not is_of_memory and not any(text in str(error) for text in _NO_SUCH_ARRAY):
             raise
         raise ConfigError(
             f"no memory for steps of max_batch_size = {params.max_batch_size} sequences of "

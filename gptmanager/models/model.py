@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gptmanager.checkpoint_files import read_object, shown
+from gptmanager.checkpoint_files import read_object, shown, told
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.reference import Ints, Kernels
@@ -104,9 +104,14 @@ class CheckpointModel:
         """Make what is as long as the longest sequence, which needs no more than these.
 
         Otherwise the first `forward` makes it, for `max_seq_len`. ConfigError where the config's
-        numbers leave float32.
+        numbers leave float32, or there is no memory.
         """
-        self._decoder.reserve_positions(num_positions)
+        try:
+            self._decoder.reserve_positions(num_positions)
+        except (RuntimeError, MemoryError) as error:  # torch has both
+            raise ConfigError(
+                f"no memory for max_seq_len = {num_positions} positions: {told(error)}"
+            ) from error
 
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
