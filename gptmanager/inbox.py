@@ -105,10 +105,10 @@ class Inbox:
     # On the loop's thread --------------------------------------------------------------------
 
     def begin_turn(self) -> None:
-        self.turn += 1
         while not self._bell.empty():
             with suppress(Empty):
                 self._bell.get_nowait()
+        self.turn += 1  # only now: who has seen it rings a bell that is heard by the next
 
     def answer(self, loop: Any) -> None:
         for question in self._take_questions():

@@ -13,6 +13,7 @@ from gptmanager.active import ActiveRequest
 from gptmanager.admission import admit
 from gptmanager.api import InferenceRequest
 from gptmanager.errors import (
+    CapacityError,
     DuplicateRequestIdError,
     GptManagerError,
     RequestError,
@@ -183,6 +184,10 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
     if room is not None and room <= 0:
         wait = f"waits outside: {len(loop.active)} requests are active, max_active_requests = "
         return Fit(True, "", needed, free, total, wait=f"{wait}{loop.max_active}")
+    try:
+        loop.require_place(loop.most_active())
+    except CapacityError as error:
+        return Fit(False, response_text(error), needed, free, total)
     active: list[LlmRequest] = list(loop.active)
     insert_by_priority(active, request)
     reason, _, text = _reason(loop, request, active)

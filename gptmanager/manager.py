@@ -106,7 +106,9 @@ class GptManager:
         try:
             self._thread.start()
             booted.result()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and self._thread.ident is None:
+                self._worker.end_unborn(error)  # it has no thread to end on
             self.shutdown(drain=False)
             raise
 
@@ -156,8 +158,8 @@ class GptManager:
             return True
         if self._is_elsewhere or not self._life.ended.wait(_bounded(timeout)):
             return False
-        if self._life.is_deposed:
-            return True  # it hangs
+        if self._life.is_deposed or self._thread.ident is None:
+            return True  # it hangs, or there is none
         self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
         return True  # join leaves a thread that runs on marked as ended
 
@@ -245,14 +247,10 @@ class GptManager:
     def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
         self._raise_if_forked()
         if self._is_elsewhere and self._loop is not None:
-            return function(self._loop)
+            return function(self._asked(name))
         question = self._inbox.ask(function)
         if self._life.ended.is_set and self._inbox.take_back(question):
-            if self._loop is None or self._life.is_deposed:
-                raise ManagerDeadError(
-                    f"{name}: there is no loop to ask between two iterations"
-                ) from self._life.exception
-            question.settle(self._loop)
+            question.settle(self._asked(name))
         elif not question.wait(_bounded(timeout)):
             self._inbox.take_back(question)
             raise TimeoutError(
@@ -261,6 +259,14 @@ class GptManager:
         return question.answer()
 
     # Inside -------------------------------------------------------------------------------
+
+    def _asked(self, name: str) -> TokenLoop:
+        """The loop, for a question of that name which its thread does not answer."""
+        if self._loop is None or self._life.is_deposed:
+            raise ManagerDeadError(
+                f"{name}: there is no loop to ask between two iterations"
+            ) from self._life.exception
+        return self._loop
 
     @property
     def _loop(self) -> TokenLoop | None:
@@ -278,7 +284,7 @@ class GptManager:
     @property
     def _is_elsewhere(self) -> bool:
         """This is a callback, or a forked process: there is nothing to wait for."""
-        return threading.current_thread() is self._thread or self._is_forked
+        return self._worker.is_here or self._is_forked
 
     def _raise_if_failed(self) -> None:
         if self._life.state is ManagerState.FAILED:

@@ -101,7 +101,7 @@ class Roster:
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
         self._end_preparing_of(intake.ready)
-        most = self._most_active() if self._arriving else math.inf
+        most = self.most_active() if self._arriving else math.inf
         while self._arriving:
             # whom something happens to in between the host finds unanswered
             newcomer = self._arriving.popleft()
@@ -122,12 +122,21 @@ class Roster:
         self._preparing.discard(request.request_id)
         request.move_to(LlmRequestState.CONTEXT_INIT)
 
-    def _most_active(self) -> float:
+    def most_active(self) -> float:
         """So many may be active: those that have started, or the batch holds, and who may wait."""
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.first_scheduled is not None for request in self.active)
         return max(started, self.limits.num_places) + self.limits.max_waiting
+
+    def require_place(self, most_active: float) -> None:
+        """Raises CapacityError if so many are active already."""
+        if len(self.active) >= most_active:
+            waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
+            raise CapacityError(
+                f"{waiting:g} requests wait already, max_waiting_requests = "
+                f"{self.limits.max_waiting}"
+            )
 
     def _admit(
         self,
@@ -142,12 +151,7 @@ class Roster:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
                 )
-            if len(self.active) >= most_active:
-                waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
-                raise CapacityError(
-                    f"{waiting:g} requests wait already, max_waiting_requests = "
-                    f"{self.limits.max_waiting}"
-                )
+            self.require_place(most_active)
             request = admit(inference_request, self.limits, intake.now)
         except RequestError as error:
             self._reject(request_id, error)

@@ -46,8 +46,14 @@ class Worker:
         self._recovery = Recovery(host, recorder, params.max_step_failures)
         self._turn = CallbackTimer("turn")  # of the loop; none while it rests
         self._thread: threading.Thread | None = None
+        self._deputy: threading.Thread | None = None  # answers for it, since it hangs
         self.progress = Progress()
         self.loop: TokenLoop | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """The calling thread is one that calls the host's callbacks."""
+        return threading.current_thread() in (self._thread, self._deputy)
 
     def whereabouts(self) -> str:
         """What the thread does now. From any thread."""
@@ -62,10 +68,7 @@ class Worker:
             self._host.timers.append(loop.scheduler_timer)
             watchdog = self._watch()
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
-            self._host.is_accepting = False
-            self._life.fail(error)
-            self._release()
-            self._end()
+            self.end_unborn(error)
             booted.set_exception(error)
             return
         self._life.move_to(ManagerState.RUNNING)
@@ -79,6 +82,13 @@ class Worker:
         self._release()
         self._end()
         self._inbox.answer(loop)
+
+    def end_unborn(self, error: BaseException) -> None:
+        """The loop could not be built, or had no thread to be built on."""
+        self._host.is_accepting = False
+        self._life.fail(error)
+        self._release()
+        self._end()
 
     def _serve_to_the_end(self, loop: TokenLoop) -> None:
         try:
@@ -115,15 +125,15 @@ class Worker:
                     self._recorder.close()
                     return
                 self._life.move_to(ManagerState.DRAINING)
-            had_active = bool(loop.active)
+            had_active, had_pending = bool(loop.active), loop.pending is not None
             try:
                 worked = self._turn_once(loop)
             except Exception as error:
                 self._recovery.recover(loop, error)
                 continue
             self.progress.note(worked=worked, is_active=bool(loop.active))
-            if worked:
-                self._recovery.note_step()
+            if worked and (had_pending or loop.pending is None):
+                self._recovery.note_step()  # of one that is only launched the result may still fail
             if self._host.fatal is not None:
                 raise self._host.fatal
             # a final response may have made the host submit: then Get knows more than it said
@@ -215,6 +225,7 @@ class Worker:
         error = ManagerDeadError(hang.text)
         if not self._life.depose(error):
             return  # it ends at this moment
+        self._deputy = threading.current_thread()
         self._host.is_accepting = False
         is_sent = self._host.answer_deposed(error, _SEND_S)
         self._end()
@@ -228,3 +239,4 @@ class Worker:
             self._thread.join()  # what a Get that hung returns at last is answered, too
         self._host.answer_deposed(error)
         self._release()
+        self._deputy = None

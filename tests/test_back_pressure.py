@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 from loop_driver import next_token
@@ -54,6 +56,33 @@ def test_so_many_may_wait_beside_those_for_whom_there_is_a_place(
             f"CapacityError: {max_waiting} requests wait already, "
             f"max_waiting_requests = {max_waiting}"
         )
+
+
+def test_would_fit_says_that_no_more_may_wait():
+    # Given four that have a place, and one that may wait and does
+    host = Flood(request(i, [1, 2], 2) for i in range(5))
+    prepares = Future()
+
+    class Unready:
+        def prepare(self, device):
+            return prepares
+
+        def __call__(self, *ignored):
+            pass
+
+    for waiting in host._waiting:
+        waiting.logits_post_processor = Unready()
+    with start(host, max_waiting_requests=1, max_active_requests=None) as manager:
+        while manager.health().num_active < 5:
+            time.sleep(0.001)
+        fit = manager.would_fit(request(5, [1, 2], 2))
+        host.submit(request(5, [1, 2], 2))
+        text = "CapacityError: 1 requests wait already, max_waiting_requests = 1"
+        assert host.final(5).error == fit.text == text
+        assert not (fit.accepted or fit.starts_now)
+        prepares.set_result(None)
+        assert manager.wait_idle(20)
+        assert manager.would_fit(request(5, [1, 2], 2)).starts_now
 
 
 def test_only_those_that_have_not_started_wait():

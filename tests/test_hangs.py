@@ -307,6 +307,32 @@ def test_whoever_asks_a_loop_that_is_given_up_is_refused(gate):
         manager.wait_idle()
 
 
+def test_what_a_send_asks_on_the_watchdogs_thread_waits_for_nothing(gate):
+    # Given a step that hangs, and a host that asks and ends its manager when it hears of an error
+    answers = []
+
+    def script(history):
+        gate()
+        return next_token(history)
+
+    def send_response(request_id, tensors, is_final, error):
+        send(request_id, tensors, is_final, error)
+        answers.append((manager.wait(), manager.wait_idle(), manager.shutdown()))
+        for call in (manager.notify, manager.audit, lambda: manager.explain(2)):
+            with pytest.raises(ManagerDeadError):
+                call()
+
+    host = Host(gate)
+    send, host.send_response = host.send_response, send_response
+    manager = start(host, script, **BUDGET)
+    gate.is_armed = True
+    host.submit(*(request(i, [1], 9) for i in range(3)))
+    # Then each request has its final
+    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    each_has_one_final(host, {0, 1, 2})
+    assert answers == 3 * [(False, False, None)]
+
+
 def test_a_host_that_is_idle_or_slow_within_its_budget_does_not_hang(gate, caplog):
     host = Host(gate)
     with start(host, step_budget_s=0.2, on_hang="fail", idle_poll_s=None) as manager:

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from importlib.resources import files
+from queue import SimpleQueue
 
 import jsonschema
 import pytest
@@ -26,6 +27,7 @@ from gptmanager import (
 )
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
 from gptmanager.host import CallbackHost
+from gptmanager.inbox import Inbox
 from gptmanager.life import ManagerState
 from gptmanager.placement import HostPlacement
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
@@ -85,6 +87,40 @@ def test_requests_are_served_and_the_manager_drains_on_leaving(host, run_ahead):
         expected = expected_output([i + 1, 2], 3 + i)
         assert host.output(i) == (expected if i % 3 == 0 else [i + 1, 2, *expected])
     checker.check(manager)
+
+
+def test_a_thread_that_cannot_be_started_raises_in_the_callers_line(host, monkeypatch):
+    start_thread = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "gptmanager-loop":
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start(host)
+
+
+def test_whoever_waits_while_the_bell_is_silenced_is_told_by_the_turn_that_begins():
+    inbox = Inbox()
+    inbox.wake()
+    told = []
+    waiter = threading.Thread(target=lambda: told.append(inbox.wait_idle(5)))
+
+    class Bell(SimpleQueue):
+        def get_nowait(self):
+            waiter.start()
+            while not inbox._idle_waits:
+                time.sleep(0.001)
+            return super().get_nowait()
+
+    inbox._bell = Bell()
+    inbox._bell.put(None)
+    inbox.begin_turn()
+    inbox.tell_idle()
+    waiter.join()
+    assert told == [True]
 
 
 def test_one_forward_call_an_iteration_whose_tokens_are_the_scheduled_sum(host):

@@ -30,9 +30,11 @@ from shorthand import params, request
 from test_manager import start
 
 from gptmanager import REQUEST_METRICS, InferenceRequest, KvCacheConfig, errors
+from gptmanager.executor import TorchExecutor
 from gptmanager.host import CallbackHost
 from gptmanager.inspection import audit
 from gptmanager.life import ManagerState
+from gptmanager.loop import TokenLoop
 from gptmanager.picture.recorded import trace_of
 from gptmanager.recorder import Recorder
 from gptmanager.recovery import Recovery
@@ -309,6 +311,38 @@ def test_failures_in_a_row_end_the_manager(host):
         assert host.final(i).error.startswith(name)
     assert manager.wait(10) and manager.state is ManagerState.FAILED
     assert isinstance(manager.exception, FloatingPointError)
+
+
+@pytest.mark.parametrize("options", [{"run_ahead": 1}, {"enable_trt_overlap": True}], ids=str)
+def test_results_that_raise_in_a_row_end_the_manager_though_launches_succeed(
+    host, monkeypatch, options
+):
+    def lost(executor, step):
+        raise FloatingPointError
+
+    monkeypatch.setattr(TorchExecutor, "result", lost)
+    manager = start(host, options=params(max_step_failures=3, max_batch_size=1, **options))
+    for i, name in enumerate(["StepError", "StepError", "ManagerDeadError"]):
+        host.submit(request(i, [1], 20))
+        assert host.final(i).error.startswith(name)
+    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    assert isinstance(manager.exception, FloatingPointError)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_state_that_cannot_be_told_ends_the_recording_alone(host, tmp_path, monkeypatch, writes):
+    def untold(loop):
+        raise MemoryError
+
+    path = tmp_path / "r.jsonl" if writes else None
+    options = params(recording_path=path, black_box_path=tmp_path / "b.jsonl")
+    with start(host, failing(1), options=options) as manager:
+        monkeypatch.setattr(TokenLoop, "state", untold)
+        for i in range(4):
+            host.submit(request(i, [1], 5))
+            host.final(i)
+        assert manager.wait_idle(10) and manager.state is ManagerState.RUNNING
+        assert "MemoryError" in manager.recording_error
 
 
 def test_accounts_that_do_not_hold_end_the_manager(host, monkeypatch):

@@ -102,6 +102,12 @@ class Recorder:
         A file tells that state. The black box is written, over the one of the failure before, and
         begins anew.
         """
+        try:
+            self._restart(loop, error)
+        except Exception as raised:  # a loop that could go on must not end by this
+            self._give_up(raised)
+
+    def _restart(self, loop: Any, error: BaseException) -> None:
         box = self._black_box
         if box is None:
             if self._turn is not None:
