@@ -107,7 +107,7 @@ def mixed_requests(vocab_size: int, guided: Any, seed: int = 0) -> Iterator[Infe
         elif kind == 4:
             more["logits_post_processor"] = process
         elif kind == 5 and guided is not None:
-            pattern = f"[a-z]{{1,{chance.randrange(1, 400)}}}"
+            pattern = f"[a-z]{{1,{chance.randrange(1, 100)}}}"
             more["logits_post_processor"] = guided.regex(pattern)
         elif kind == 6:
             more["embedding_bias"] = np.linspace(-1, 1, vocab_size, dtype=np.float32)
