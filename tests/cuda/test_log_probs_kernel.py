@@ -11,6 +11,7 @@ from gptmanager.cuda import sampling
 from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request import SamplingParams, Wanted
+from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 TEMPERATURES = (1.0, 0.0, 0.3, 1.7)
 UNTOUCHED = 123.0
@@ -69,9 +70,12 @@ def test_odd_logits_as_on_the_cpu(machine):
     for slot, temperature in enumerate(temperatures):
         sampler.load(slot, SamplingParams(temperature=temperature), 0, Wanted(log_probs=True))
     places, expected = np.arange(7), np.zeros(7, np.float32)
-    tokens = sampler.sample(logits.clone(), places, places, expected).tolist()
-    got = run(machine, logits, tokens, temperatures, [LOG_PROB] * 7)
-    close(got, torch.from_numpy(expected).double())
+    tokens = sampler.sample(logits.clone(), places, places, expected)
+    assert tokens.tolist() == [NO_TOKEN, NOT_FINITE, NOT_FINITE, 2, NOT_FINITE, 1, NO_TOKEN]
+    # where there is no token the first one is asked for, and what comes of it is nobody's
+    inputs = np.maximum(tokens, 0).tolist()
+    got = run(machine, logits, inputs, temperatures, [LOG_PROB] * 7)
+    close(got[tokens >= 0], torch.from_numpy(expected[tokens >= 0]).double())
 
 
 def test_there_is_no_race(checked_machine):
