@@ -284,7 +284,7 @@ class CallbackHost:
         with self._guarded(self.get_timer) as raised:
             for item in iterate(self._get(room)):
                 self._returned.append(item)
-        foreign = self._receive()
+        foreign = self._receive() if self._returned else None
         error = raised[0] if raised else foreign
         self.get_failures.note(error)
         num_requests = len(self._received) - before

@@ -56,7 +56,8 @@ class Preparation:
 
     def collect(self, received: Sequence[InferenceRequest]) -> None:
         """Requests that need not wait for their processor any more, of those received too."""
-        self.ready += self._ready_on_arrival(received)
+        if received:
+            self.ready += self._ready_on_arrival(received)
         while self._prepared:
             request_id, processor, done = self._prepared.popleft()
             if self._preparing.get(request_id) is not processor:

@@ -90,8 +90,11 @@ class Roster:
         self._intake = intake
         if intake.clears_cache:
             self.allocator.kv_cache.clear_cached()
-        taken = set(self.requests.keys() & {request.request_id for request in self._arriving})
-        self._end_failed(intake.failures)
+        taken: set[int] = set()
+        if self._arriving:
+            taken = self.requests.keys() & {request.request_id for request in self._arriving}
+        if intake.failures:
+            self._end_failed(intake.failures)
         for request_id in sorted(intake.stops):
             request = self.requests.get(request_id)
             if request is None:
@@ -100,7 +103,8 @@ class Roster:
                 self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
-        self._end_preparing_of(intake.ready)
+        if intake.ready:
+            self._end_preparing_of(intake.ready)
         most = self.most_active() if self._arriving else math.inf
         while self._arriving:
             # whom something happens to in between the host finds unanswered
