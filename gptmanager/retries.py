@@ -22,9 +22,12 @@ class GetFailures:
 
     def note(self, error: BaseException | None) -> None:
         """A call has failed with `error`; None: it has not."""
-        self._count = 0 if error is None else self._count + 1
         if error is None:
+            self._count = 0
             return
+        if self.rests:
+            return  # it was made early, by a notify, and says nothing new
+        self._count += 1
         self._rests_until = monotonic() + self.pause_s
         if self._count > self._most:
             self.fatal = CallbackError(

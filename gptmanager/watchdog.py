@@ -190,4 +190,9 @@ def whereabouts(timers: Sequence[CallbackTimer], thread: int | None) -> str:
 
 
 def _stack(frame: FrameType | None) -> str:
-    return "(no stack)" if frame is None else "".join(traceback.format_stack(frame))
+    if frame is None:
+        return "(no stack)"
+    try:
+        return "".join(traceback.format_stack(frame))
+    except Exception as error:  # it reads files; the hang must be told at any rate
+        return f"(no stack: {type(error).__name__})"

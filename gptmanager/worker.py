@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from gptmanager.config import OptionalParams
-from gptmanager.errors import GptManagerError, ManagerDeadError
+from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.inbox import Inbox
 from gptmanager.life import Deposed, ManagerState, as_final
@@ -213,7 +213,10 @@ class Worker:
         return watchdog
 
     def _on_hang(self, hang: Hang) -> bool:
-        statistics = self._host.statistics_so_far()
+        try:
+            statistics = self._host.statistics_so_far()
+        except Exception as error:  # the hang must end at any rate
+            statistics = f"none: {response_text(error)}"
         if self._params.on_hang == "log":
             hang.tell(f"; statistics: {statistics}")
             return True

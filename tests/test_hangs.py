@@ -10,6 +10,7 @@ import os
 import random
 import threading
 import time
+import traceback
 from collections import Counter
 from concurrent.futures import Future
 
@@ -19,6 +20,7 @@ from shorthand import params, request
 
 from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
+from gptmanager.host import CallbackHost
 from gptmanager.life import ManagerState
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
@@ -143,6 +145,24 @@ def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
     record = json.loads(told.split("statistics: ")[1].split("\nAll threads")[0])
     assert record["Iteration Counter"] == 3
     assert told.count("the loop hangs") == 1
+
+
+def test_a_hang_of_which_nothing_can_be_told_ends_the_manager_all_the_same(gate, monkeypatch):
+    def script(history):
+        gate()
+        return next_token(history)
+
+    def untold(*ignored):
+        raise MemoryError
+
+    monkeypatch.setattr(CallbackHost, "statistics_so_far", untold)
+    monkeypatch.setattr(traceback, "format_stack", untold)
+    host = Host(gate)
+    manager = start(host, script, callback_budget_s=0.01, **BUDGET)
+    gate.is_armed = True
+    host.submit(request(1, [1], 9))
+    assert manager.wait(10) and manager.state is ManagerState.FAILED
+    each_has_one_final(host, {1})
 
 
 def test_a_step_that_hangs_ends_the_manager_and_nothing_follows(gate, caplog):

@@ -23,17 +23,13 @@ def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Flo
     """What top-k, top-p and min-p leave of a distribution `[vocab]`, normalized.
 
     `log_probs`: after the temperature. top_k keeps ties, top_p the shortest ranking whose mass
-    reaches p, min_p a share of the best probability; the best token is always kept, token 0 if all
-    are banned.
+    reaches p, min_p a share of the best probability; the best token is always kept: there is one.
     """
     p: Floats = np.exp(log_probs.astype(np.float64))
     if 0 < params.top_k < len(p):
         kth = np.partition(p, len(p) - params.top_k)[len(p) - params.top_k]
         p = np.where(p >= kth, p, 0.0)
-    total = p.sum()
-    if total == 0:  # nothing is left
-        p[0] = total = 1.0
-    p /= total
+    p /= p.sum()
     if params.top_p < 1:
         ranking = np.argsort(-p, kind="stable")
         above = np.cumsum(p[ranking]) - p[ranking]
