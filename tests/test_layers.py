@@ -154,8 +154,8 @@ recorder.requests       requests of a recording, as JSON and back
 recorder.values         values of a recording, as JSON and back
 recorder.limits         what the numbers of a recording may be
 recorder.recording      a recording as frozen values, and its file
+recorder.sizes          how many bytes what a black box keeps takes
 recorder.kept           what a black box keeps of what passes
-recorder.sizes          how many bytes that takes
 recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
 recorder

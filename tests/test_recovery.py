@@ -36,7 +36,7 @@ from gptmanager.inspection import audit
 from gptmanager.life import ManagerState
 from gptmanager.loop import TokenLoop
 from gptmanager.picture.recorded import trace_of
-from gptmanager.recorder import Recorder
+from gptmanager.recorder import Recorder, read_recording
 from gptmanager.recovery import Recovery
 from gptmanager.replay import replay
 from gptmanager.simulator.cost_model import CostModel
@@ -259,6 +259,46 @@ def test_a_future_whose_done_raises_only_is_not_ready_at_once(host):
     with start(host, lambda history: 7):
         host.submit(request(2, [1], 3, logits_post_processor=processor))
         assert host.final(2).error == ""
+
+
+class RaisingAttributes:
+    def __getattribute__(self, name):
+        raise SystemExit(name)
+
+
+class RaisingList(list):
+    def __iter__(self):
+        raise ValueError("of a host")
+
+
+HOSTILE_VALUES = {
+    "an object": RaisingAttributes,
+    "a list of one": lambda: [RaisingAttributes()],
+    "a list": lambda: RaisingList([1]),
+}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("value", HOSTILE_VALUES)
+def test_a_value_that_raises_when_it_is_looked_at_harms_neither_loop_nor_recording(
+    host, tmp_path, value, writes
+):
+    path = tmp_path / "r.jsonl"
+    options = params(
+        recording_path=path if writes else None,
+        black_box_path=None if writes else path,
+        max_step_failures=1,
+    )
+    hostile = InferenceRequest(1, {"input_ids": HOSTILE_VALUES[value](), "request_output_len": 2})
+    manager = start(host, failing(1), options=options)
+    host.submit(hostile, request(2, [1], 2))
+    assert host.final(1).error.startswith("InvalidRequestError") and host.final(2).error == ""
+    assert manager.state is ManagerState.RUNNING
+    host.submit(request(3, [1], 9))
+    assert host.final(3).error and manager.wait(10)
+    assert manager.recording_error == ""
+    assert isinstance(manager.exception, FloatingPointError)
+    assert replay(read_recording(path)).divergence is None
 
 
 # Iterations that raise -----------------------------------------------------------------------

@@ -27,6 +27,7 @@ from gptmanager.recorder.requests import (
     RecordedPreparation,
     RecordedProcessor,
 )
+from gptmanager.recorder.sizes import value_bytes
 from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
 from gptmanager.tensors import read_bias, read_int, read_rows, read_token_ids
 
@@ -66,6 +67,10 @@ class Keeper:
         if name in ROW_INPUTS:
             with suppress(BaseException):  # it ends the request, in a replay again
                 return self._rows(name, value, tensors)
+        try:
+            value_bytes(value)
+        except BaseException:  # noqa: B036 - a host's object, in a list perhaps; it is refused
+            return Opaque(type(value).__name__)
         with suppress(BaseException):  # a tensor that cannot be copied
             if isinstance(value, np.ndarray):
                 return value.copy()

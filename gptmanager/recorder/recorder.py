@@ -104,7 +104,7 @@ class Recorder:
         """
         try:
             self._restart(loop, error)
-        except Exception as raised:  # a loop that could go on must not end by this
+        except BaseException as raised:  # noqa: B036 - a loop that could go on must not end by this
             self._give_up(raised)
 
     def _restart(self, loop: Any, error: BaseException) -> None:
@@ -123,7 +123,7 @@ class Recorder:
         """The turn under way is complete; called at the start of the next one."""
         try:
             self._end_turn()
-        except Exception as error:  # what cannot be written must not end the loop
+        except BaseException as error:  # noqa: B036 - what cannot be written must not end the loop
             self._give_up(error)
 
     def begin_turn(self, num_active: int, intake: Intake) -> Turn:
@@ -131,7 +131,7 @@ class Recorder:
         if self._black_box is not None and self._keeper is not None:
             try:
                 intake = self._keeper.intake(intake)
-            except Exception as error:  # what cannot be kept must not end the loop
+            except BaseException as error:  # noqa: B036 - what cannot be kept must not end the loop
                 self._give_up(error)
         self._turn = turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
         return turn
@@ -193,7 +193,7 @@ class Recorder:
                 *(path, path),
             )
             return path
-        except Exception:  # the recorder must not cost the final responses
+        except BaseException:  # noqa: B036 - the recorder must not cost the final responses
             logger.exception("the black box could not be written")
             return None
 
@@ -207,7 +207,7 @@ class Recorder:
         except OSError as error:
             self._give_up(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         self.error = response_text(error)
         trace = None if isinstance(error, OSError) else error
         logger.error("recording ends here: %s", self.error, exc_info=trace)

@@ -106,7 +106,7 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
     """A request as JSON values; what is None or the default is left out."""
     plain: dict[str, Any] = {"request_id": request.request_id}
     plain["tensors"] = {
-        str(name): plain_tensor(value) for name, value in list(request.tensors.items())
+        str(name): _plain_or_opaque(value) for name, value in list(request.tensors.items())
     }
     for name, default in _DEFAULTS.items():
         value = getattr(request, name)
@@ -134,6 +134,13 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
         return InferenceRequest(request_id, tensors, **attributes)
     except (RequestError, TypeError, ValueError) as error:
         raise RecordingError(f"request_id: {error}") from error
+
+
+def _plain_or_opaque(value: Any) -> Any:
+    try:
+        return plain_tensor(value)
+    except BaseException:  # noqa: B036 - a host's object
+        return _opaque(value)
 
 
 def plain_tensor(value: Any) -> Any:
