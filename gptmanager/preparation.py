@@ -20,13 +20,16 @@ from gptmanager.post_processor import RequestProcessor
 from gptmanager.step import Failure
 from gptmanager.watchdog import CallbackTimer
 
+_MOST_KEPT = 64  # before those that have ended are looked for
+
 
 class Preparation:
     """`fail` takes what cannot be prepared. `ready`: requests that need not wait any more."""
 
     def __init__(self, fail: Callable[[Failure], None]) -> None:
         self._fail = fail
-        self._preparing: dict[int, RequestProcessor] = {}
+        self._preparing: dict[int, RequestProcessor] = {}  # those that have ended among them
+        self._most_kept = _MOST_KEPT
         self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
         self.ready: list[int] = []
         self.device = "cpu"  # on which logits post-processors run
@@ -34,6 +37,8 @@ class Preparation:
         self.timer = CallbackTimer("LogitsPostProcessor.prepare")
 
     def begin(self, request_id: int, processor: RequestProcessor) -> None:
+        if len(self._preparing) >= self._most_kept:
+            self._forget_ended()
         self._preparing[request_id] = processor
         try:
             with self._timed():
@@ -43,6 +48,11 @@ class Preparation:
         except BaseException as raised:  # noqa: B036 - the loop outlives any callback
             del self._preparing[request_id]
             self._fail_to_prepare(request_id, processor, raised)
+
+    def _forget_ended(self) -> None:
+        """Requests that ended while they waited: some processors are never ready."""
+        waiting = {i: p for i, p in self._preparing.items() if p.post_processor is not None}
+        self._preparing, self._most_kept = waiting, max(_MOST_KEPT, 2 * len(waiting))
 
     def release(self) -> None:
         """Let go of the loop and of who takes failures: no request waits any more."""

@@ -77,6 +77,7 @@ class Roster:
         self._preparing: set[int] = set()  # those that wait for their logits post-processor
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
         self._intake: Intake | None = None  # being taken in
+        self._stopping: deque[int] = deque()  # stops of it that are still to be done
         self._ending: ActiveRequest | None = None  # it has had no final response yet
 
     # Taking in -----------------------------------------------------------------------------
@@ -95,12 +96,8 @@ class Roster:
             taken = self.requests.keys() & {request.request_id for request in self._arriving}
         if intake.failures:
             self._end_failed(intake.failures)
-        for request_id in sorted(intake.stops):
-            request = self.requests.get(request_id)
-            if request is None:
-                logger.debug("stop signal for request %d, which is not active", request_id)
-            else:
-                self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
+        self._stopping.extend(sorted(intake.stops))
+        self._stop()
         for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
         if intake.ready:
@@ -112,6 +109,15 @@ class Roster:
             self._admit(newcomer, intake, taken, most)
             taken.add(newcomer.request_id)
         self._intake = None
+
+    def _stop(self) -> None:
+        while self._stopping:
+            request_id = self._stopping.popleft()
+            request = self.requests.get(request_id)
+            if request is None:
+                logger.debug("stop signal for request %d, which is not active", request_id)
+            else:
+                self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
 
     def _end_failed(self, failures: Iterable[Failure]) -> None:
         for failure in failures:
@@ -234,6 +240,7 @@ class Roster:
         intake, self._intake = self._intake, None
         if intake is not None:
             self._end_failed(intake.failures)
+            self._stop()
             self._end_preparing_of(intake.ready)
 
     @property

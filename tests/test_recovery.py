@@ -29,13 +29,15 @@ from recorded_runs import request as recorded_request
 from shorthand import params, request
 from test_manager import start
 
-from gptmanager import REQUEST_METRICS, InferenceRequest, KvCacheConfig, errors
+from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, KvCacheConfig, errors
 from gptmanager.executor import TorchExecutor
 from gptmanager.host import CallbackHost
 from gptmanager.inspection import audit
 from gptmanager.life import ManagerState
 from gptmanager.loop import TokenLoop
 from gptmanager.picture.recorded import trace_of
+from gptmanager.post_processor import RequestProcessor
+from gptmanager.preparation import Preparation
 from gptmanager.recorder import Recorder, read_recording
 from gptmanager.recovery import Recovery
 from gptmanager.replay import replay
@@ -648,3 +650,36 @@ def test_the_black_box_tells_of_the_last_failure_behind_a_step(tmp_path):
     assert box.end.reason == "failed" and "on fire" in box.end.error
     report = replay(box)
     assert report.divergence is None and report.broke_off
+
+
+def test_stops_behind_the_one_that_fails_are_not_lost(monkeypatch):
+    driver = LoopDriver(max_batch_size=1)
+    driver.submit(*(request(i, [i], 9) for i in range(1, 4)))
+    driver.loop.iterate()
+    driver.host.stops = {2, 3}  # told once
+    release = driver.loop.allocator.release
+
+    def fails_once(released):
+        monkeypatch.setattr(driver.loop.allocator, "release", release)
+        raise MemoryError
+
+    monkeypatch.setattr(driver.loop.allocator, "release", fails_once)
+    with pytest.raises(MemoryError):
+        driver.loop.iterate()
+    driver.loop.recover(errors.StepError("of the test"))
+    driver.run()
+    assert [driver.final(i).error for i in (1, 2)] == 2 * ["StepError: of the test"]
+    reason = FinishReason(int(driver.final(3).tensors["finish_reasons"]))
+    assert reason is FinishReason.CANCELLED
+
+
+def test_processors_that_are_never_ready_are_forgotten_with_their_requests():
+    preparation = Preparation(lambda failure: None)
+    never = processor_class(prepare=lambda self, device: Future())
+    for request_id in range(1000):
+        waiting = RequestProcessor(never)
+        preparation.begin(request_id, waiting)
+        if request_id % 100:
+            waiting.end()
+    assert len(preparation._preparing) < 100
+    assert preparation._preparing.keys() >= {100 * i for i in range(10)}
