@@ -36,11 +36,18 @@ class TokenDefaults:
 
     @classmethod
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
-        """From `generation_config.json`; without one from `config.json`, as transformers does."""
+        """From `generation_config.json`; without one from `config.json`, as transformers does.
+
+        ConfigError for what is no folder, and for what is no id.
+        """
         for name in ("generation_config.json", "config.json"):
             path = Path(folder) / name
             if os.path.lexists(path):
                 return cls.of_config(read_object(path), str(path))
+        if not os.path.isdir(folder):
+            raise ConfigError(
+                f"{shown(os.fspath(folder))} is no folder: a checkpoint folder is needed"
+            )
         return cls()
 
     @classmethod

@@ -145,6 +145,17 @@ def test_without_partial_reuse_a_partial_block_is_found_if_all_of_it_is_wanted(m
     assert kv.num_cached_tokens(3) == again.context_current_position == 22
 
 
+def test_without_partial_reuse_a_partial_block_is_kept_beside_one_that_begins_with_it():
+    kv = caching(enable_partial_reuse=False)
+    for count in (28, 24):
+        left_behind(kv, tokens(count))
+    for request_id, (wanted, cached) in enumerate([(28, 24), (29, 28)], start=1):
+        request = LlmRequest(request_id, tokens(wanted), 10)
+        assert kv.get_reusable_tokens(request) == 20
+        kv.add_sequence(request)
+        assert kv.num_cached_tokens(request_id) == cached
+
+
 def test_a_removed_sequence_leaves_all_but_its_newest_token():
     kv = caching()
     request = LlmRequest(1, tokens(18), 50)
@@ -641,7 +652,8 @@ class ReuseMachine(RuleBasedStateMachine):
             prefix = tuple(request.tokens[: min(end, (index + 1) * self.size)])
             held = [b for b, c in self.content.items() if c == (root, prefix)]
             if not held:
-                if len(prefix) % self.size and self.behind(root, prefix):
+                covered = self.partial != "off" and len(prefix) % self.size
+                if covered and self.behind(root, prefix):
                     break
                 assert block not in self.content
                 self.content[block] = (root, prefix)

@@ -195,11 +195,15 @@ class PrefixTree:
         end: int,
         blocks: Sequence[int],
         priority: int | None = None,
+        *,
+        whole_only: bool = False,
     ) -> list[int]:
         """`blocks` hold `tokens[:end]`. What the tree holds already stays where it is, but for
         what is not primary: `blocks` take the place of those, which are returned.
 
-        All of it has `priority` from now on; None: what it had, the default if it is new.
+        A partial block that another one begins with is not needed, unless, with `whole_only`, it
+        is to be found as a whole. All of it has `priority` from now on; None: what it had, the
+        default if it is new.
         """
         size = self.tokens_per_block
         replaced: list[int] = []
@@ -212,7 +216,8 @@ class PrefixTree:
             key = tuple(tokens[start : min(end, start + size)])
             child = node.children.get(key)
             if child is None:
-                if block in self._nodes or (len(key) < size and _is_covered(node, key)):
+                covered = not whole_only and len(key) < size and _is_covered(node, key)
+                if covered or block in self._nodes:
                     return replaced
                 child = Node(block, key, node)
                 self._nodes[block] = node.children[key] = child

@@ -224,7 +224,12 @@ class BlockReuse:
     def _store(self, request: LlmRequest, end: int, blocks: Sequence[int]) -> None:
         host = self.pool.host
         replaced_blocks = self.tree.store(
-            root_key(request), request.tokens, end, blocks, request.retention_priority
+            root_key(request),
+            request.tokens,
+            end,
+            blocks,
+            request.retention_priority,
+            whole_only=not self._partial,
         )
         for replaced in replaced_blocks:
             assert host is not None  # whose blocks they are

@@ -232,8 +232,9 @@ class KvCacheModel:
                 return
             known = self.behind.setdefault(value, {})
             if key not in known:
-                covered = any(other[: len(key)] == key for other in known)
-                if block in self.contents or (len(key) < self.size and covered):
+                covered = len(key) < self.size and self.options.reuse != "whole"
+                covered = covered and any(other[: len(key)] == key for other in known)
+                if covered or block in self.contents:
                     return
                 self.contents[block] = value, key
                 self.priorities[block] = _DEFAULT_PRIORITY

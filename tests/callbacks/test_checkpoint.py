@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gptmanager import InferenceRequest
-from gptmanager.callbacks import TokenDefaults, load_tokenizer
+from gptmanager.callbacks import RequestQueue, TokenDefaults, load_tokenizer
 from gptmanager.errors import ConfigError
 
 
@@ -24,6 +24,12 @@ def test_a_folder_that_says_nothing_gives_no_defaults(tmp_path):
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+    for source in (TokenDefaults.of_folder, RequestQueue.for_checkpoint):
+        with pytest.raises(ConfigError, match=r"tiny_lama.* is no folder"):
+            source(tmp_path / "tiny_lama")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
