@@ -362,8 +362,12 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
 
 
 def _salt(value: Any) -> str | int | None:
-    if value is None or isinstance(value, (str, int)):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, str):  # a subclass may hash and compare as it likes, in anybody's lookup
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__index__(value)
     raise InvalidRequestError(f"cache_salt = {value!r} is neither a str nor an int")
 
 

@@ -188,6 +188,29 @@ def test_a_salt_that_is_neither_text_nor_number_is_refused(source):
         assert error.startswith("InvalidRequestError: cache_salt = [1] is neither")
 
 
+class OddText(str):
+    """Equal to nothing, and in no dictionary."""
+
+    def __hash__(self):
+        raise RuntimeError("no hash")
+
+    def __eq__(self, other):
+        raise RuntimeError("not comparable")
+
+
+class OddNumber(int):
+    __hash__ = OddText.__hash__
+    __eq__ = OddText.__eq__
+
+
+def test_a_salt_is_the_text_or_the_number_whatever_its_class_says(source):
+    prompt = list(range(40))
+    with Served(source) as served:
+        for i, salt in enumerate([OddText("a"), "a", OddNumber(7), 7, True, 1]):
+            served.run(InferenceRequest.from_tokens(i, prompt, 4, cache_salt=salt))
+        assert served.cached(*range(6)) == [0, 39, 0, 39, 0, 39]
+
+
 def test_partial_reuse_can_be_switched_off(source):
     prompt = list(range(30))
     for options, cached in [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 
 import orjson
@@ -20,9 +21,14 @@ from recorded_runs import (
     request,
 )
 
-from gptmanager import KvCacheConfig
+from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.cli import main
 from gptmanager.recorder import black_box
+from gptmanager.recorder.recording import read_recording
+from gptmanager.replay import replay, replaying
+from gptmanager.simulator import load, simulation
+from gptmanager.simulator.simulation import SimulatedLoop
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 COUNT = int(os.environ.get("GPTMANAGER_FUZZ", "0")) or 60
 COMMANDS = ("replay", "simulate", "picture")
@@ -392,3 +398,80 @@ def test_whatever_a_recording_says_ends_in_a_named_error(box, run, tmp_path, cap
         path.name,
         "picture.html",
     }
+
+
+# What a few bytes may ask for, and names that no UTF-8 holds ----------------------------------
+
+
+def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp_path, capsys):
+    lines = [orjson.loads(line) for line in run]
+    lines[0]["blueprint"]["sizes"] |= {
+        "num_blocks": 1 << 16, "max_seq_len": 1 << 24, "max_input_len": 1 << 23,
+        "tokens_per_block": 1 << 10,
+    }  # fmt: skip
+    tensors = {
+        "input_ids": {"numpy": "int32", "shape": [1], "data": [3]},
+        "request_output_len": {"numpy": "int32", "shape": [1], "data": [(1 << 24) - 2]},
+    }
+    lines[1]["intake"]["requests"].append({"request_id": 1 << 40, "tensors": tensors})
+    path = tmp_path / "long.jsonl"
+    path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    turns = []
+    with pytest.MonkeyPatch.context() as patch:
+        iterate = SimulatedLoop.iterate
+        patch.setattr(SimulatedLoop, "iterate", lambda loop: turns.append(None) or iterate(loop))
+        patch.setattr(load, "_SPARE_STEPS", 1 << 16)
+        patch.setattr(load, "_STEPS_PER_STEP", 2)
+        assert call("simulate", path, tmp_path) == 2
+    told = re.search(r"more than (\d+) request-steps: far more than its", capsys.readouterr().err)
+    assert 1000 < len(turns) <= int(told[1]) // load.TURN_STEPS + 1
+
+
+@pytest.mark.parametrize("command", ["replay", "simulate"])
+def test_memory_that_a_recording_wants_and_nobody_has(run, tmp_path, capsys, command, monkeypatch):
+    def refuse(*arguments, **keywords):
+        raise MemoryError
+
+    monkeypatch.setattr(replaying, "build_loop", refuse)
+    monkeypatch.setattr(simulation, "build_loop", refuse)
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"\n".join(run))
+    assert call(command, path, tmp_path) == 2
+    assert "needs more memory than there is" in capsys.readouterr().err
+
+
+def test_a_picture_of_a_file_whose_name_is_no_text(run, tmp_path, capsys):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[31m<b>.jsonl")
+    with open(path, "wb") as file:
+        file.write(b"\n".join(run))
+    output = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J.html")
+    assert main(["picture", path, "--output", output]) == 0
+    with open(output, encoding="utf-8") as file:
+        drawn = file.read()
+    assert "\ufffd[31m&lt;b&gt;.jsonl" in drawn and "\x1b" not in drawn
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_texts_that_no_utf8_holds_do_not_end_a_recording(tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")
+    lone = "\ud800"
+    host = RecordingCallbacks(
+        [
+            InferenceRequest.from_tokens(1, [1, 2], 3, cache_salt=lone),
+            InferenceRequest.from_tokens(2, [1, 2], 3, cache_salt="\ud801"),
+            InferenceRequest.from_tokens(3, [1, 2], 3, client_id=lone),
+            InferenceRequest(4, {"input_ids": [lone], "request_output_len": lone}),
+        ]
+    )
+    with GptManager(
+        ScriptedModel(lambda history: 3),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        optional_params=OptionalParams(recording_path=path),
+        **host.keywords(),
+    ) as manager:
+        manager.wait_idle(60)
+    assert manager.recording_error == ""
+    recording = read_recording(path)
+    requests = [r for turn in recording.iterations for r in turn.intake.requests]
+    assert [r.cache_salt for r in requests[:2]] == ["\\ud800", "\\ud801"]
+    assert replay(recording).divergence is None

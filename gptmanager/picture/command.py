@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gptmanager.picture.drawing import draw
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Trace
+from gptmanager.printable import printable
 from gptmanager.recorder.recording import located, read_recording
 
 _HELP = """\
@@ -98,7 +100,7 @@ def _picture(options: argparse.Namespace) -> int:
     written = _write(options, trace)
     steps.close()
     for path, size in written:
-        print(f"{path}  {size / 1024:.0f} KiB")
+        print(f"{_text(path)}  {size / 1024:.0f} KiB")
     return 0
 
 
@@ -107,7 +109,7 @@ def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
     contents: list[tuple[Path, bytes]] = []
     output: Path | None = options.output
     if output is not None:
-        title = options.title or options.recording.name
+        title = _text(options.title or options.recording.name)
         is_svg = options.svg or output.suffix == ".svg"
         text = draw(trace, title) if is_svg else page(trace, title)
         contents.append((output, text.encode()))
@@ -119,3 +121,8 @@ def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
     return [(path, len(content)) for path, content in contents]
+
+
+def _text(name: str | Path) -> str:
+    """As UTF-8 and a terminal have it; the name of a file may be any bytes."""
+    return printable(os.fsencode(name).decode(errors="replace"))

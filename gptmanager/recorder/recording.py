@@ -227,6 +227,8 @@ def located(place: str) -> Iterator[None]:
     """
     try:
         yield
+    except MemoryError as error:
+        raise RecordingError(f"{place}: it needs more memory than there is") from error
     except (GptManagerError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, StopIteration, TypeError, ValueError) as error:  # fmt: skip
         what = error if isinstance(error, GptManagerError) else response_text(error)
@@ -299,8 +301,12 @@ def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header
 
 
 def _of_no_code(params: OptionalParams) -> OptionalParams:
-    """Without what only code can hold; it never decides how a loop schedules."""
-    return replace(params, logits_post_processor_batched=None)
+    """Without what only code can hold, and without names of files, which no reader takes; neither
+    decides how a loop schedules.
+    """
+    return replace(
+        params, logits_post_processor_batched=None, recording_path=None, black_box_path=None
+    )
 
 
 def _library_version() -> str:

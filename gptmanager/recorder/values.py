@@ -47,7 +47,26 @@ _MAX_UNFOLDED = 1 << 20
 def to_json(value: Any) -> bytes:
     """One line, without its end."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    return orjson.dumps(value, default=_plain, option=options)
+    try:
+        return orjson.dumps(value, default=_plain, option=options)
+    except TypeError:  # half a surrogate pair in a text of a host: seldom, and not worth a walk
+        return orjson.dumps(_escaped(value), default=_plain, option=options)
+
+
+def _escaped(value: Any) -> Any:
+    """With `\\ud800` in its texts for half a surrogate pair, which UTF-8 cannot hold."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, Enum, np.ndarray)):
+        return value
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: _escaped(getattr(value, field.name)) for field in fields}
+    return _escaped(_plain(value))
 
 
 def _plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from gptmanager.step import BeamCandidates, Schedule, StepResult
 # requests that had not ended, another policy, a smaller batch
 _STEPS_PER_STEP = 64
 _SPARE_STEPS = 1 << 20
+TURN_STEPS = 32  # request-steps that a turn of the loop costs, however few it runs
 
 VOCAB_SIZE = 2**31 - 1  # so large that every prompt can begin with a token of its own
 
@@ -139,7 +140,8 @@ class RecordedLoad:
             times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
             if iteration.schedule is not None:
                 schedules[iteration.schedule.iteration] = iteration.schedule
-                self.max_request_steps += _STEPS_PER_STEP * request_steps(iteration.schedule)
+                steps = TURN_STEPS + request_steps(iteration.schedule)
+                self.max_request_steps += _STEPS_PER_STEP * steps
             if iteration.result is not None and iteration.result_of is not None:
                 schedule = schedules.pop(iteration.result_of, None)
                 if schedule is None:

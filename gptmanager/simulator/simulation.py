@@ -22,7 +22,7 @@ from gptmanager.recorder import Recorder
 from gptmanager.replay.unheard import UnheardLoop
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
-from gptmanager.simulator.load import Load, RecordedLoad, request_steps
+from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, StepResult
 
@@ -119,7 +119,8 @@ class World:
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
         self._next_stop = self._next_clear = 0
-        self._max_steps = self._steps_left = max_steps  # request-steps, and some for who waits
+        # request-steps, and some for turns and for who waits
+        self._max_steps = self._steps_left = max_steps
         self._turns = 0
         self._was_idle = False  # Get has been asked in vain
         self._stalls = 0  # turns since the last launch
@@ -141,7 +142,7 @@ class World:
         if self._is_idle(num_active):
             return Intake(self.now)
         self._advance(num_active)
-        self._spend(1 + num_active // 64)
+        self._spend(TURN_STEPS + num_active // 64)
         load = self._load
         clock = self._turns if load.by_turns else self.now
         first, limit = self._next, len(self._arrivals)
