@@ -77,11 +77,12 @@ class Host(RecordingCallbacks):
 
 @pytest.fixture
 def gate():
+    before = set(threading.enumerate())
     gate = Gate()
     yield gate
     gate.open()
     deadline = time.monotonic() + 10
-    while any(t.name.startswith("gptmanager") for t in threading.enumerate()):
+    while any(t.name.startswith("gptmanager") for t in set(threading.enumerate()) - before):
         assert time.monotonic() < deadline, "a thread of the manager is left behind"
         time.sleep(0.001)
 

@@ -555,7 +555,7 @@ def test_a_manager_that_was_shut_down_is_forgotten_with_its_threads_and_files():
     gc.collect()
     assert not any(reference() for reference in dead)
     assert threading.active_count() <= threads
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def test_a_host_that_hogs_the_interpreter_lock_slows_but_does_not_stop(host):
