@@ -18,6 +18,7 @@ from gptmanager.errors import InvalidRequestError
 from gptmanager.host_rows import HostRows, token_bias
 
 INT32 = (-(2**31), 2**31 - 1)
+_MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
 _MOST_ELEMENTS = 2**28  # of one tensor: a view of one number may claim to have any number of them
 
 
@@ -66,8 +67,15 @@ def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
 
 
 def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
-    """Words out of `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1."""
+    """Words out of `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1.
+
+    L is at most 2**18: what is made of the words takes the loop's time, and everybody's.
+    """
     array = _integers(name, value)
+    if array.size > 2 * _MOST_WORD_IDS:
+        raise InvalidRequestError(
+            f"{name} has shape {list(array.shape)}, expected at most {_MOST_WORD_IDS} token ids"
+        )
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]
     if array.ndim != 2 or array.shape[0] != 2:

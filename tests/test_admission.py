@@ -115,6 +115,7 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"lora_task_id": 3}, "lora_task_id is refused"),
         ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
         ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
+        ({"stop_words_list": np.ones((2, 2**18 + 1), int)}, "at most 262144 token ids"),
         ({"num_return_sequences": 2}, "num_return_sequences = 2 exceeds max_beam_width = 1"),
         ({"temperature": "hot"}, "temperature has dtype"),
     ],
