@@ -417,7 +417,7 @@ def test_a_folder_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
     for missing in (tmp_path / "nowhere", "a\0b"):
         with pytest.raises(ConfigError, match="is no folder: text prompts need one"):
             generate(missing, "Once")
-        with pytest.raises(ConfigError, match="config.json is needed, and it does not exist"):
+        with pytest.raises(ConfigError, match="is no folder: a checkpoint folder is needed"):
             generate(missing, [1, 2])
 
 
