@@ -33,7 +33,7 @@ from gptmanager.latch import Latch
 from gptmanager.life import Deposed, Life
 from gptmanager.log import logger
 from gptmanager.preparation import Preparation
-from gptmanager.receiving import OwedFinals, iterate, read_id, read_request
+from gptmanager.receiving import OwedFinals, not_iterable, read_id, read_request
 from gptmanager.retries import GetFailures
 from gptmanager.statistics import (
     Counts,
@@ -282,7 +282,12 @@ class CallbackHost:
         self.life.check()
         before = len(self._received)
         with self._guarded(self.get_timer) as raised:
-            for item in iterate(self._get(room)):
+            answer = self._get(room)
+            try:  # nothing of ours that may fail stands between the answer and its place
+                items = iter(answer)
+            except TypeError:
+                raise not_iterable(answer) from None
+            for item in items:
                 self._returned.append(item)
         foreign = self._receive() if self._returned else None
         error = raised[0] if raised else foreign

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -93,13 +93,10 @@ class OwedFinals:
         return list(due.elements())
 
 
-def iterate(answer: Any) -> Iterator[Any]:
-    """Raises CallbackError unless Get has returned an iterable."""
-    try:
-        return iter(answer)
-    except TypeError:
-        hint = ", as a function without `return` does" if answer is None else ""
-        raise CallbackError(
-            f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
-            "InferenceRequest"
-        ) from None
+def not_iterable(answer: Any) -> CallbackError:
+    """What Get returned is no iterable at all."""
+    hint = ", as a function without `return` does" if answer is None else ""
+    return CallbackError(
+        f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
+        "InferenceRequest"
+    )
