@@ -1,8 +1,11 @@
-"""Settings that hold for every test."""
+"""Settings that hold for every test, and what tests of guided decoding share."""
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from gptmanager.callbacks import load_guided_decoding, load_tokenizer
 
 # The machines are shared: time says nothing about a test. The same examples every run.
 settings.register_profile(
@@ -12,3 +15,13 @@ settings.load_profile("gptmanager")
 
 # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("examples/tiny_llama")
+
+
+@pytest.fixture(scope="module")
+def guided():
+    return load_guided_decoding("examples/tiny_llama")

@@ -33,7 +33,7 @@ from gptmanager import (
 )
 from gptmanager.bench import SMALL_LLAMA, random_llama
 from gptmanager.callbacks import load_guided_decoding
-from gptmanager.testing import ScriptedModel
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 MODEL = "examples/tiny_llama"
 TINY_LLAMA = {**SMALL_LLAMA, "vocab_size": 512, "num_hidden_layers": 2}
@@ -79,13 +79,7 @@ class EndlessHost:
     def return_batch_manager_stats(self, record: str) -> None:
         """Not kept."""
 
-    def keywords(self) -> dict[str, Any]:
-        return {
-            "get_inference_requests_cb": self.get_inference_requests,
-            "send_response_cb": self.send_response,
-            "poll_stop_signal_cb": self.poll_stop_signal,
-            "return_batch_manager_stats_cb": self.return_batch_manager_stats,
-        }
+    keywords = RecordingCallbacks.keywords
 
 
 def mixed_requests(vocab_size: int, guided: Any, seed: int = 0) -> Iterator[InferenceRequest]:
@@ -217,5 +211,8 @@ def bias(count: int = 6000) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    name, *arguments = sys.argv[1:]
-    {"soak": soak, "starts": starts, "bias": bias}[name](*map(int, arguments))
+    name, *arguments = sys.argv[1:] or [""]
+    trials = {"soak": soak, "starts": starts, "bias": bias}
+    if name not in trials:
+        sys.exit(__doc__)
+    trials[name](*map(int, arguments))

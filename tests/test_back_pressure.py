@@ -8,13 +8,12 @@ from collections import Counter
 from concurrent.futures import Future
 
 import pytest
-from loop_driver import next_token
-from shorthand import params, request
+from shorthand import request, start
 
-from gptmanager import GptManager, KvCacheConfig, ModelType
+from gptmanager import KvCacheConfig
 from gptmanager.recorder import read_recording
 from gptmanager.replay import replay
-from gptmanager.testing import RecordingCallbacks, ScriptedModel
+from gptmanager.testing import RecordingCallbacks
 
 
 class Flood(RecordingCallbacks):
@@ -22,18 +21,6 @@ class Flood(RecordingCallbacks):
 
     def get_inference_requests(self, room):
         return super().get_inference_requests(-1)
-
-
-def start(host, **options):
-    model = ScriptedModel(next_token, vocab_size=100, max_position_embeddings=128)
-    manager = GptManager(
-        model,
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        optional_params=params(**options),
-        **host.keywords(),
-    )
-    host.manager = manager
-    return manager
 
 
 def refused(host):

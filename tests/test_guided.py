@@ -26,7 +26,6 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.callbacks import load_guided_decoding, load_tokenizer
 from gptmanager.decoding.guided import Grammar
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
@@ -49,16 +48,6 @@ SCHEMA = {
     "required": ["name", "tags", "size"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(MODEL)
-
-
-@pytest.fixture(scope="module")
-def guided():
-    return load_guided_decoding(MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -16,21 +16,10 @@ from test_guided import MODEL, SCHEMA
 from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
 from gptmanager import REQUEST_METRICS, GuidedDecoding, InferenceRequest
-from gptmanager.callbacks import load_guided_decoding, load_tokenizer
 from gptmanager.decoding.guided import Grammar
 
 LENGTH, CANCELLED = 3, 5
 PATTERN = r"[a-c]{2,5}-\d{1,3}"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(MODEL)
-
-
-@pytest.fixture(scope="module")
-def guided():
-    return load_guided_decoding(MODEL)
 
 
 @pytest.fixture(scope="module")

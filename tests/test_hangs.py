@@ -13,17 +13,19 @@ import time
 import traceback
 from collections import Counter
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 from loop_driver import next_token
-from shorthand import params, request
+from shorthand import request
+from shorthand import start as start_manager
 
-from gptmanager import GptManager, ModelType, SchedulerConfig
+from gptmanager import SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.host import CallbackHost
 from gptmanager.life import ManagerState
 from gptmanager.scheduler import RequestScheduler
-from gptmanager.testing import RecordingCallbacks, ScriptedModel
+from gptmanager.testing import RecordingCallbacks
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 BUDGET = {"step_budget_s": 0.05, "on_hang": "fail"}
@@ -87,18 +89,7 @@ def gate():
         time.sleep(0.001)
 
 
-def start(host, script=next_token, config=None, **options):
-    model = ScriptedModel(script, vocab_size=100, max_position_embeddings=128)
-    manager = GptManager(
-        model,
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        1,
-        config,
-        optional_params=params(black_box_iterations=0, **options),
-        **host.keywords(),
-    )
-    host.manager = manager
-    return manager
+start = partial(start_manager, black_box_iterations=0)
 
 
 def finals(host):

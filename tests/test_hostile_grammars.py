@@ -18,7 +18,7 @@ import test_guided
 from test_guided import MODEL, asked
 
 from gptmanager import InferenceRequest
-from gptmanager.callbacks import load_guided_decoding, load_tokenizer
+from gptmanager.callbacks import load_guided_decoding
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.guided import GuidedDecoding, _Progress, _Session
 from gptmanager.decoding.schema_numbers import readable_schema
@@ -26,16 +26,6 @@ from gptmanager.errors import InvalidRequestError, LogitsError
 
 NUM_SCHEMAS = 40 * int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 ENDLESS = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(MODEL)
-
-
-@pytest.fixture(scope="module")
-def guided():
-    return load_guided_decoding(MODEL)
 
 
 def fault_of(guided, kind, argument):

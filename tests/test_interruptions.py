@@ -18,14 +18,13 @@ import warnings
 from itertools import count
 
 import pytest
-from loop_driver import expected_output, next_token
-from shorthand import params, request
+from loop_driver import expected_output
+from shorthand import request, start
 
 import gptmanager
-from gptmanager import GptManager, ModelType
 from gptmanager.errors import ManagerDeadError
 from gptmanager.life import ManagerState
-from gptmanager.testing import RecordingCallbacks, ScriptedModel
+from gptmanager.testing import RecordingCallbacks
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 PATH = os.path.dirname(gptmanager.__file__)
@@ -43,18 +42,6 @@ CALLS = {
     "exception": lambda manager: manager.exception,
     "wait": lambda manager: manager.wait(0.0005),
 }
-
-
-def start(host, **options):
-    model = ScriptedModel(next_token, vocab_size=100, max_position_embeddings=128)
-    manager = GptManager(
-        model,
-        ModelType.INFLIGHT_FUSED_BATCHING,
-        optional_params=params(**options),
-        **host.keywords(),
-    )
-    host.manager = manager
-    return manager
 
 
 def in_a_thread(function, *arguments):
