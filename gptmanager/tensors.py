@@ -19,7 +19,9 @@ from gptmanager.host_rows import HostRows, token_bias
 
 INT32 = (-(2**31), 2**31 - 1)
 _MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
-_MOST_ELEMENTS = 2**28  # of one tensor: a view of one number may claim to have any number of them
+# numbers that only an executor reads
+ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
+_MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 
 
 def read_int(name: str, value: Any, low: int, high: int) -> int:
@@ -142,12 +144,23 @@ def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     return token_bias(ids, values[ids])
 
 
+def is_too_large(name: str, value: Any) -> bool:
+    """Refused before anything is made of it: a view of one number may claim to have any number."""
+    if not isinstance(value, (torch.Tensor, np.ndarray)):
+        return False
+    return math.prod(value.shape) > _most_elements(name)
+
+
+def _most_elements(name: str) -> int:
+    return _MOST_ROW_ELEMENTS if name in ROW_INPUTS else _MOST_ELEMENTS
+
+
 def _array(name: str, value: Any) -> np.ndarray:
     if value is None:
         raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
-    if isinstance(value, (torch.Tensor, np.ndarray)) and math.prod(value.shape) > _MOST_ELEMENTS:
+    if is_too_large(name, value):
         raise InvalidRequestError(
-            f"{name} has shape {list(value.shape)}, more than {_MOST_ELEMENTS} elements"
+            f"{name} has shape {list(value.shape)}, more than {_most_elements(name)} elements"
         )
     if isinstance(value, torch.Tensor):
         return _from_torch(name, value)

@@ -38,7 +38,10 @@ from gptmanager.loop import TokenLoop
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder import black_box
 from gptmanager.recorder.black_box import BlackBox
+from gptmanager.recorder.kept import Keeper
+from gptmanager.recorder.requests import Opaque, plain_request
 from gptmanager.replay import replay
+from gptmanager.step import Intake
 from gptmanager.testing.hosts import ScriptedSpec
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
@@ -269,3 +272,14 @@ def test_numbers_for_the_executor_are_known_by_their_digest(tmp_path, monkeypatc
         if isinstance(value, HostRows)
     }
     assert num_steps == 14 or set(rows) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    "value", [np.broadcast_to(np.int8(1), (1 << 23,)), torch.ones(1).expand(1 << 23)]
+)
+def test_what_admission_refuses_for_its_size_is_copied_nowhere(value):
+    """A view of one number: as many as it claims to have would take what memory there is."""
+    huge = InferenceRequest(1, {"input_ids": value, "request_output_len": np.array(3)})
+    (kept,) = Keeper(VOCAB_SIZE, 0).intake(Intake(0.0, (huge,))).requests
+    assert isinstance(kept.tensors["input_ids"], Opaque)
+    assert plain_request(huge)["tensors"]["input_ids"] == {"opaque": type(value).__name__}

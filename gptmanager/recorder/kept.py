@@ -21,7 +21,6 @@ from gptmanager.errors import response_text
 from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import RequestProcessor, is_post_processor
 from gptmanager.recorder.requests import (
-    ROW_INPUTS,
     Opaque,
     RecordedError,
     RecordedPreparation,
@@ -29,7 +28,14 @@ from gptmanager.recorder.requests import (
 )
 from gptmanager.recorder.sizes import value_bytes
 from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
-from gptmanager.tensors import read_bias, read_int, read_rows, read_token_ids
+from gptmanager.tensors import (
+    ROW_INPUTS,
+    is_too_large,
+    read_bias,
+    read_int,
+    read_rows,
+    read_token_ids,
+)
 
 
 class Keeper:
@@ -69,6 +75,8 @@ class Keeper:
                 return self._rows(name, value, tensors)
         try:
             value_bytes(value)
+            if is_too_large(name, value):
+                return Opaque(type(value).__name__)
         except BaseException:  # noqa: B036 - a host's object, in a list perhaps; it is refused
             return Opaque(type(value).__name__)
         with suppress(BaseException):  # a tensor that cannot be copied

@@ -17,6 +17,7 @@ from gptmanager.api import InferenceRequest
 from gptmanager.errors import RecordingError, RequestError
 from gptmanager.host_rows import HostRows
 from gptmanager.post_processor import RequestProcessor, is_post_processor
+from gptmanager.tensors import ROW_INPUTS, is_too_large
 
 _DEFAULTS = {  # of a request's attributes
     "is_streaming": False,
@@ -49,8 +50,6 @@ _ITEMS: dict[str, set[type]] = {
 }  # by kind of dtype
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 32  # of lists in lists, and of shapes
-# what only an executor reads; a black box has its digest
-ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
 _CHEAP = 16  # times: numbers that are never made into a list of tokens
 
 
@@ -106,7 +105,7 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
     """A request as JSON values; what is None or the default is left out."""
     plain: dict[str, Any] = {"request_id": request.request_id}
     plain["tensors"] = {
-        str(name): _plain_or_opaque(value) for name, value in list(request.tensors.items())
+        str(name): _plain_or_opaque(name, value) for name, value in list(request.tensors.items())
     }
     for name, default in _DEFAULTS.items():
         value = getattr(request, name)
@@ -136,9 +135,9 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
         raise RecordingError(f"request_id: {error}") from error
 
 
-def _plain_or_opaque(value: Any) -> Any:
+def _plain_or_opaque(name: str, value: Any) -> Any:
     try:
-        return plain_tensor(value)
+        return _opaque(value) if is_too_large(name, value) else plain_tensor(value)
     except BaseException:  # noqa: B036 - a host's object
         return _opaque(value)
 
