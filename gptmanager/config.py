@@ -8,10 +8,13 @@ their documented defaults; a name that is no field raises AttributeError where i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
+
+DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")  # a device's name
 
 
 class ModelType(IntEnum):

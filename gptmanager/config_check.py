@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from dataclasses import fields
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
 
+from gptmanager.checkpoint_files import shown
 from gptmanager.config import (
+    DEVICE,
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
     KvCacheConfig,
+    ModelType,
     OptionalParams,
     PeftCacheManagerConfig,
     PromptLookup,
@@ -99,7 +101,7 @@ _UNBOUNDED = (
     "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
 )  # fmt: skip
 
-DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")
+_MAX_LINES = 2**31 - 1  # int32
 _DTYPES = (None, "float32", "bfloat16", "float16")
 _CACHE_DTYPES = (None, "fp8")
 
@@ -299,3 +301,48 @@ def _equal(value: Any, default: Any) -> bool:
         return bool(value == default)
     except (TypeError, ValueError):  # an array, say: no default is one
         return False
+
+
+def check_arguments(
+    model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
+) -> None:
+    """What can be told about the constructor's arguments before a model is loaded."""
+    if not isinstance(model_type, ModelType):
+        raise ConfigError(f"model_type = {model_type!r} is not a ModelType")
+    if model_type is ModelType.V1:
+        _check_lock_step(params, scheduler_config)
+    if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int):
+        raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
+    if max_beam_width < 1:
+        raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
+    if max_beam_width * params.max_batch_size > _MAX_LINES:
+        raise ConfigError(
+            f"max_beam_width = {shown(max_beam_width)} with max_batch_size = "
+            f"{params.max_batch_size}: both together may come to {_MAX_LINES}"
+        )
+    window = params.kv_cache_config.max_attention_window
+    if max_beam_width > 1 and window is not None:
+        raise ConfigError(
+            f"max_beam_width = {max_beam_width} is refused with KvCacheConfig.max_attention_window "
+            f"= {window}: beams that share blocks cannot write over them"
+        )
+
+
+def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) -> None:
+    """V1 is STATIC_BATCH over a contiguous KV cache: what contradicts that is refused."""
+    contradictions = {
+        "SchedulerConfig.capacity_scheduler_policy = MAX_UTILIZATION": (
+            scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        ),
+        "SchedulerConfig.create_scheduler": scheduler_config.create_scheduler is not None,
+        "OptionalParams.enable_chunked_context = True": params.enable_chunked_context,
+        "OptionalParams.enable_trt_overlap = True": params.enable_trt_overlap,
+        "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
+        "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
+    }
+    for name, is_set in contradictions.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} is refused with ModelType.V1, whose batches run in lock-step over a "
+                "contiguous KV cache"
+            )

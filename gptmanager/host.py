@@ -22,7 +22,9 @@ from gptmanager.api import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
+from gptmanager.assembly import Assembly
 from gptmanager.clock import monotonic
+from gptmanager.config import ModelType
 from gptmanager.errors import (
     CallbackError,
     ConfigError,
@@ -38,6 +40,7 @@ from gptmanager.retries import GetFailures
 from gptmanager.statistics import (
     Counts,
     Laps,
+    LockStepKeys,
     Memory,
     SchemeKeys,
     Timestamp,
@@ -62,7 +65,7 @@ class CallbackHost:
     """Calls the host's callbacks on the loop thread, outside any lock.
 
     `max_get_failures`: calls of Get in a row that may fail, with growing pauses between; one more
-    sets `fatal`, whose cause is the last failure.
+    sets `fatal`, whose cause is the last failure. `wake` ends an idle loop's pause; any thread's.
     """
 
     def __init__(
@@ -73,9 +76,10 @@ class CallbackHost:
         return_stats: ReturnBatchManagerStatsCallback | None,
         *,
         max_get_failures: int,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.life = Life()
-        self.preparation = Preparation(self.fail)
+        self.preparation = Preparation(self.fail, wake)
         self.prepare = self.preparation.begin
         self._get = _required(get_inference_requests, "get_inference_requests_cb")
         self._send = _required(send_response, "send_response_cb")
@@ -91,9 +95,9 @@ class CallbackHost:
         self._weights_version: Callable[[], int] = lambda: 0
         self._last_weights_version = 0
         self._timestamp = Timestamp()
-        self.memory = Memory()
-        self.scheme_keys: SchemeKeys = in_flight_keys
-        self.gil_wait_us: Callable[[], int] = lambda: 0
+        self._memory = Memory()
+        self._scheme_keys: SchemeKeys = in_flight_keys
+        self._gil_wait_us: Callable[[], int] = lambda: 0
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
         self.get_timer = CallbackTimer("GetInferenceRequests")
@@ -107,6 +111,15 @@ class CallbackHost:
         ]
         self._receiving = threading.Lock()  # held while an item becomes a request that is owed
         self._last_counts: Counts | None = None
+
+    def attach(self, assembly: Assembly) -> None:
+        """The loop stands on `assembly`: where processors run, and what statistics tell of it."""
+        if assembly.blueprint.model_type is ModelType.V1:
+            self._scheme_keys = LockStepKeys()
+        self.preparation.device = assembly.device
+        self._memory = assembly.executor.memory
+        self._gil_wait_us = assembly.executor.take_gil_wait_us
+        self.follow_weights(assembly.weights_version)
 
     @property
     def fatal(self) -> CallbackError | None:
@@ -146,7 +159,7 @@ class CallbackHost:
     def release(self) -> None:
         """Let go of the loop and its executor: neither has anything more to say or to ask."""
         self.preparation.release()
-        self.gil_wait_us = lambda: 0
+        self._gil_wait_us = lambda: 0
         self._weights_version = lambda: 0
 
     def answer_deposed(self, error: BaseException, timeout: float | None = None) -> bool:
@@ -257,7 +270,7 @@ class CallbackHost:
         self._last_counts = counts
         if self._return_stats is None:
             return
-        record = self._record(counts, laps.microseconds(), self.gil_wait_us())
+        record = self._record(counts, laps.microseconds(), self._gil_wait_us())
         with self._guarded(self.stats_timer):
             self._return_stats(record)
 
@@ -273,7 +286,7 @@ class CallbackHost:
             "callback_us": {timer.name: timer.total_ns // 1000 for timer in self.timers},
             "callback_errors": {timer.name: timer.errors for timer in self.timers},
         }
-        return statistics_json(counts, self.memory, self._timestamp(), extra, self.scheme_keys)
+        return statistics_json(counts, self._memory, self._timestamp(), extra, self._scheme_keys)
 
     # How it calls them ---------------------------------------------------------------------
 

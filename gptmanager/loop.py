@@ -21,10 +21,10 @@ from gptmanager.logits_faults import fault_error
 from gptmanager.loop_state import LoopState
 from gptmanager.request import LlmRequest, LlmRequestState
 from gptmanager.responses import stream_one_token, stream_tokens
-from gptmanager.roster import Host, Roster
+from gptmanager.roster import Roster
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Counts, DraftCounts, Laps, lap
-from gptmanager.step import NOT_FINITE, Executor, Failure, Intake, Schedule, StepResult
+from gptmanager.step import NOT_FINITE, Executor, Failure, Host, Intake, Schedule, StepResult
 from gptmanager.watchdog import CallbackTimer
 
 _PREPARING = LlmRequestState.PREPARING

@@ -18,10 +18,14 @@ from gptmanager.api import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
-from gptmanager.assembly import assemble, check_arguments
+from gptmanager.assembly import assemble
 from gptmanager.clock import monotonic
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
-from gptmanager.config_check import checked_optional_params, checked_scheduler_config
+from gptmanager.config_check import (
+    check_arguments,
+    checked_optional_params,
+    checked_scheduler_config,
+)
 from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
 from gptmanager.inbox import Inbox
@@ -77,11 +81,11 @@ class GptManager:
             poll_stop_signal_cb,
             return_batch_manager_stats_cb,
             max_get_failures=params.max_get_failures,
+            wake=self.notify,
         )
         self._params = params
         self._life = self._host.life
         self._inbox = Inbox()
-        self._host.preparation.wake = self.notify
         self._process = os.getpid()
         self._recorder = Recorder(
             params.recording_path,
@@ -90,15 +94,15 @@ class GptManager:
             black_box_path=params.black_box_path,
         )
         self._worker = Worker(params, self._host, self._inbox, self._recorder, self._forget)
-        build = functools.partial(
+        assembling = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
-            *(self._host, self._recorder),
+            self._host.processor_timer,
         )
         booted: Future[None] = Future()
         self._thread = threading.Thread(
             target=self._worker.run,
-            args=(build, booted),
+            args=(assembling, booted),
             name="gptmanager-loop",
             daemon=True,
         )

@@ -24,16 +24,21 @@ _MOST_KEPT = 64  # before those that have ended are looked for
 
 
 class Preparation:
-    """`fail` takes what cannot be prepared. `ready`: requests that need not wait any more."""
+    """`fail` takes what cannot be prepared; `wake`, from any thread, ends an idle loop's pause.
 
-    def __init__(self, fail: Callable[[Failure], None]) -> None:
+    `ready`: requests that need not wait any more.
+    """
+
+    def __init__(
+        self, fail: Callable[[Failure], None], wake: Callable[[], None] = lambda: None
+    ) -> None:
         self._fail = fail
+        self._wake = wake
         self._preparing: dict[int, RequestProcessor] = {}  # those that have ended among them
         self._most_kept = _MOST_KEPT
         self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
         self.ready: list[int] = []
         self.device = "cpu"  # on which logits post-processors run
-        self.wake: Callable[[], None] = lambda: None  # the loop, from any thread
         self.timer = CallbackTimer("LogitsPostProcessor.prepare")
 
     def begin(self, request_id: int, processor: RequestProcessor) -> None:
@@ -56,13 +61,13 @@ class Preparation:
 
     def release(self) -> None:
         """Let go of the loop and of who takes failures: no request waits any more."""
-        self.wake = lambda: None
+        self._wake = lambda: None
         self._fail = lambda failure: None
 
     def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
         self._prepared.append((request_id, processor, done))
         with suppress(ManagerDeadError):
-            self.wake()
+            self._wake()
 
     def collect(self, received: Sequence[InferenceRequest]) -> None:
         """Requests that need not wait for their processor any more, of those received too."""

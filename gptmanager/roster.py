@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import Protocol
 
 from gptmanager.active import ActiveRequest
 from gptmanager.active_state import request_state, restored_request
@@ -28,38 +27,12 @@ from gptmanager.errors import (
 from gptmanager.log import logger
 from gptmanager.loop_state import RosterState
 from gptmanager.outputs import Outputs
-from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import LlmRequestState, insert_by_priority
 from gptmanager.responses import final
-from gptmanager.statistics import Counts, Laps
-from gptmanager.step import Failure, Intake
+from gptmanager.step import Failure, Host, Intake
 
 _PREPARING = LlmRequestState.PREPARING
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
-
-
-class Host(Protocol):
-    """The world around the loop. No method raises because a callback did."""
-
-    def fetch(self, room: int | None, num_active: int) -> Intake:
-        """What has come in; `room` requests may be asked for, None: any number."""
-
-    def respond(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        """Deliver a response; a failure to do so enters with the next intake."""
-
-    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        """See to it that `processor` gets ready; that it is, or fails, enters with an intake."""
-
-    def fail(self, failure: Failure) -> None:
-        """An effect has failed; it enters with the next intake."""
-
-    def poll(self) -> None:
-        """Ask for stop signals; they enter with the next intake."""
-
-    def report(self, counts: Counts, laps: Laps) -> None:
-        """Deliver the statistics of an iteration that ran a forward pass."""
 
 
 class Roster:

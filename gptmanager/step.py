@@ -1,7 +1,7 @@
-"""The only values that cross between the loop and an executor, and between the world and the loop.
+"""What passes between the loop, its executor and its host, and the protocols of these two.
 
-All are frozen. `Intake` is the one door through which anything that is not deterministic enters:
-a recording of the intakes replays a run.
+All values are frozen. `Intake` is the one door through which anything that is not deterministic
+enters: a recording of the intakes replays a run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from gptmanager.api import InferenceRequest
+from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.host_rows import HostRows
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.statistics import Counts, Laps
 
 # what stands for the token of a row from which none can be chosen
 NO_TOKEN = -1  # every logit is -inf
@@ -207,6 +208,30 @@ class StepResult:
     failures: tuple[Failure, ...] = ()
     spoilt: bool = False
     extras: Extras | None = None
+
+
+class Host(Protocol):
+    """The world around the loop. No method raises because a callback did."""
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        """What has come in; `room` requests may be asked for, None: any number."""
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        """Deliver a response; a failure to do so enters with the next intake."""
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        """See to it that `processor` gets ready; that it is, or fails, enters with an intake."""
+
+    def fail(self, failure: Failure) -> None:
+        """An effect has failed; it enters with the next intake."""
+
+    def poll(self) -> None:
+        """Ask for stop signals; they enter with the next intake."""
+
+    def report(self, counts: Counts, laps: Laps) -> None:
+        """Deliver the statistics of an iteration that ran a forward pass."""
 
 
 class Step(Protocol):

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from gptmanager.assembly import Assembly
+from gptmanager.clock import perf_counter_ns
 from gptmanager.config import OptionalParams
 from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.host import CallbackHost
@@ -18,8 +20,9 @@ from gptmanager.log import logger
 from gptmanager.loop import TokenLoop
 from gptmanager.memory.heap import give_back
 from gptmanager.progress import Progress
-from gptmanager.recorder import Recorder
+from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.recovery import Recovery
+from gptmanager.statistics import Laps
 from gptmanager.watchdog import CallbackTimer, Hang, Watchdog, whereabouts
 
 _STALL_S = 0.01  # nobody was scheduled: how soon to ask again
@@ -60,11 +63,11 @@ class Worker:
         thread = None if self._thread is None else self._thread.ident
         return whereabouts(self._host.timers, thread)
 
-    def run(self, build: Callable[[], TokenLoop], booted: Future[None]) -> None:
-        """From the start of the thread to its end; what `build` raises is raised by `booted`."""
+    def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
+        """From the start of the thread to its end; what `assemble` raises is raised by `booted`."""
         self._thread = threading.current_thread()
         try:
-            self.loop = loop = build()
+            self.loop = loop = self._build(assemble())
             self._host.timers.append(loop.scheduler_timer)
             watchdog = self._watch()
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
@@ -82,6 +85,14 @@ class Worker:
         self._release()
         self._end()
         self._inbox.answer(loop)
+
+    def _build(self, assembly: Assembly) -> TokenLoop:
+        self._host.attach(assembly)
+        return build_recorded_loop(
+            assembly.blueprint,
+            *(self._host, assembly.executor, self._recorder),
+            laps=Laps(perf_counter_ns),
+        )
 
     def end_unborn(self, error: BaseException) -> None:
         """The loop could not be built, or had no thread to be built on."""

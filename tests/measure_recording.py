@@ -17,7 +17,6 @@ import numpy as np
 
 import gptmanager.executor
 import gptmanager.host
-from gptmanager.assembly import build_loop
 from gptmanager.bench import SMALL_LLAMA, Load, random_llama, run_manager
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -25,6 +24,7 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.loop_builder import build_loop
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
 from gptmanager.simulator import SimulatedLoop, World, simulate

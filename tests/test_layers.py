@@ -51,7 +51,8 @@ scheduler.reuse_credit  how much of a context that begins is cached (no torch)
 scheduler.micro_batch   which of those run now, and how much of their context (no torch)
 scheduler.simple        the two as one (no torch)
 scheduler
-step                    Intake, Schedule, StepResult: all that passes between loop and executor
+statistics              what an iteration tells of itself
+step                    all that passes between loop, executor and host
 
 kernels.reference       every operation in torch: the specification
 kernels.lanes           SIMD words for Numba
@@ -139,7 +140,6 @@ token_chooser           from the logits of a step to its tokens
 arrivals                tensors of a device on their way to the host
 device_chooser          the same choice, enqueued on a device
 generation_graphs       generation steps, recorded and run again
-statistics              what an iteration tells of itself
 executor                one step, in torch
 device_executor         one step, enqueued on a device
 active                  a request from its admission to its final response
@@ -148,8 +148,14 @@ logits_faults           why a row has no token, in words (no torch)
 allocation              a decision with its blocks, frozen as a Schedule
 active_state            an active request as data, and back
 loop_state              a token loop as data
+outputs                 log probabilities and logits, until they are sent
+beam_responses          the tensors of several beams
+responses               tokens as a host gets them
+roster                  the active requests: who comes in, and who ends
+loop                    iterate(), in about 25 lines
 sizing                  how large the KV cache is, and how long a sequence may be
 blueprint               what a loop is built of, but for its model
+loop_builder            the loop of a manager, of a replay, or of a simulation
 recorder.requests       requests of a recording, as JSON and back
 recorder.values         values of a recording, as JSON and back
 recorder.limits         what the numbers of a recording may be
@@ -158,12 +164,10 @@ recorder.sizes          how many bytes what a black box keeps takes
 recorder.kept           what a black box keeps of what passes
 recorder.black_box      the last of them, in memory
 recorder.recorder       what passes between a loop and its world, written down
+recorder.recorded_loop  a loop whose world tells a recorder everything
 recorder
-outputs                 log probabilities and logits, until they are sent
-beam_responses          the tensors of several beams
-responses               tokens as a host gets them
-roster                  the active requests: who comes in, and who ends
-loop                    iterate(), in about 25 lines
+placement               where a model and its KV cache lie, and what runs them there
+assembly                from checked options and a model to a loop
 inbox                   what other threads want of the loop
 life                    the states of a manager, and its health
 receiving               what Get returns, and what is owed for it
@@ -173,8 +177,6 @@ host                    the four callbacks, called safely
 inspection              who owns which block, and why a request waits
 recovery                what becomes of a manager whose iteration raised
 progress                when steps ended, and who waits although none does
-placement               where a model and its KV cache lie, and what runs them there
-assembly                from checked options and a model to a loop
 worker                  what a manager's thread does, and its end
 manager                 GptManager: a thread, and a life around the loop
 gptmanager              the public names, as hosts import them

@@ -26,11 +26,11 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly import build_loop
 from gptmanager.blueprint import Blueprint
 from gptmanager.config_check import checked_optional_params
 from gptmanager.executor import TorchExecutor
 from gptmanager.kernels import CpuKernels
+from gptmanager.loop_builder import build_loop
 from gptmanager.memory import KvPool
 from gptmanager.models import load_model
 from gptmanager.sizing import size

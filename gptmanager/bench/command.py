@@ -16,7 +16,7 @@ from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_lines, kernel_lines
 from gptmanager.command_arguments import folder, positive, span, writable
-from gptmanager.config_check import DEVICE
+from gptmanager.config import DEVICE
 from gptmanager.errors import GptManagerError
 
 _KERNELS_HELP = """\

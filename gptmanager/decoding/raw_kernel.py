@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.arguments import at_least
-from gptmanager.config_check import DEVICE
+from gptmanager.config import DEVICE
 from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.launch import DeviceLauncher

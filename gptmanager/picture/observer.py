@@ -13,9 +13,8 @@ from gptmanager.loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.roster import Host
 from gptmanager.statistics import Counts, Laps
-from gptmanager.step import Executor, Failure, Intake, Schedule, StepResult
+from gptmanager.step import Executor, Failure, Host, Intake, Schedule, StepResult
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:

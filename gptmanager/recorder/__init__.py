@@ -1,6 +1,14 @@
 """What passes between a loop and its world, written down: recordings, and the black box."""
 
+from gptmanager.recorder.recorded_loop import build_recorded_loop
 from gptmanager.recorder.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import Recording, read_recording
 
-__all__ = ["Recorder", "Recording", "RecordingExecutor", "RecordingHost", "read_recording"]
+__all__ = [
+    "Recorder",
+    "Recording",
+    "RecordingExecutor",
+    "RecordingHost",
+    "build_recorded_loop",
+    "read_recording",
+]

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gptmanager.api import NamedTensor
-from gptmanager.assembly import build_loop
 from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
 from gptmanager.loop import TokenLoop
+from gptmanager.loop_builder import build_loop
 from gptmanager.loop_state import LoopState
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder.recording import End, Iteration, Recording, located

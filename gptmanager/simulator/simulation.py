@@ -13,12 +13,12 @@ import numpy as np
 
 from gptmanager.active import ActiveRequest
 from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.assembly import build_loop, build_recorded_loop
 from gptmanager.blueprint import Blueprint
 from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import RecordingError, SchedulerError
+from gptmanager.loop_builder import build_loop
 from gptmanager.post_processor import RequestProcessor
-from gptmanager.recorder import Recorder
+from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.replay.unheard import UnheardLoop
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally

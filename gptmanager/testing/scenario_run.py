@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.assembly import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
 from gptmanager.inspection import audit
+from gptmanager.loop_builder import build_loop
 from gptmanager.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.scripted import ScriptedExecutor

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams, SchedulerConfig
-from gptmanager.assembly import build_loop, build_recorded_loop
 from gptmanager.blueprint import Blueprint
 from gptmanager.host import CallbackHost
-from gptmanager.recorder import Recorder
+from gptmanager.loop_builder import build_loop
+from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.sizing import Sizes
 from gptmanager.statistics import Laps
 from gptmanager.step import StepResult

@@ -1,0 +1,33 @@
+"""A loop whose world tells a recorder everything."""
+
+from __future__ import annotations
+
+from gptmanager.blueprint import Blueprint
+from gptmanager.loop import TokenLoop
+from gptmanager.loop_builder import build_loop
+from gptmanager.recorder.recorder import Recorder, RecordingExecutor, RecordingHost
+from gptmanager.statistics import Laps
+from gptmanager.step import Executor, Host
+
+
+def build_recorded_loop(
+    blueprint: Blueprint,
+    host: Host,
+    executor: Executor,
+    recorder: Recorder,
+    *,
+    laps: Laps,
+    loop_class: type[TokenLoop] = TokenLoop,
+) -> TokenLoop:
+    """As `build_loop`, with `recorder` between the loop and its world, if it is on."""
+    if not recorder.is_on:
+        return build_loop(blueprint, host, executor, laps=laps, loop_class=loop_class)
+    loop = build_loop(
+        blueprint,
+        RecordingHost(host, recorder),
+        RecordingExecutor(executor, recorder),
+        laps=laps,
+        loop_class=loop_class,
+    )
+    recorder.start(loop, blueprint)
+    return loop
