@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer
 
 from gptmanager import InferenceRequest, word_list
-from gptmanager.checkpoint_files import check_file, read_object, shown, told
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import check_file, read_object, shown, told
 
 _MAX_END_IDS = 1024
 _MAX_TOKENIZER_BYTES = 256 << 20

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
-from gptmanager.host_rows import split_bias
-from gptmanager.request import SamplingParams
+from gptmanager.request.input_rows import split_bias
+from gptmanager.request.llm_request import SamplingParams
 
 _THREADS = 256
 PARAMS = np.dtype(  # `Adjustments` of the .cu

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptmanager import CapacitySchedulerPolicy, ContextChunkingPolicy, InferenceRequest
-from gptmanager.admission import Limits
-from gptmanager.allocation import Allocator
-from gptmanager.api import NamedTensor
-from gptmanager.loop import TokenLoop
+from gptmanager.loop.admission import Limits
+from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.drawing import draw
 from gptmanager.picture.observer import observe
 from gptmanager.picture.svg import STYLE, element, label, path, rect
 from gptmanager.picture.trace import Trace
+from gptmanager.request.inference_request import NamedTensor
 from gptmanager.scheduler import (
     GuaranteedNoEvictScheduler,
     KvCacheManager,

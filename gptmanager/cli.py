@@ -19,7 +19,6 @@ import torch
 
 from gptmanager import __version__, picture, replay, simulator
 from gptmanager.bench import BenchOptions, Load, add_commands, bench
-from gptmanager.command_arguments import check_distinct, folder, positive, span, threads
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
@@ -28,9 +27,10 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
-from gptmanager.live_view import LiveView, report_lines
-from gptmanager.printable import printable_lines
-from gptmanager.run import RunOptions, run
+from gptmanager.run.live_view import LiveView, report_lines
+from gptmanager.run.run import RunOptions, run
+from gptmanager.terminal.arguments import check_distinct, folder, positive, span, threads
+from gptmanager.terminal.printable import printable_lines
 
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
 

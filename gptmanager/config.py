@@ -2,7 +2,7 @@
 
 The camelCase names of TensorRT-LLM's optional parameters exist here as snake_case fields with
 their documented defaults; a name that is no field raises AttributeError where it is set.
-`config_check` says which values a manager takes.
+`assembly.options` says which values a manager takes.
 """
 
 from __future__ import annotations

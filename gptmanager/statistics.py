@@ -14,8 +14,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import orjson
 
-from gptmanager.clock import local_time, wall_clock_s
 from gptmanager.kv_cache import ReuseCounts
+from gptmanager.lifecycle.clock import local_time, wall_clock_s
 
 SCHEMA_VERSION = 1
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.host_rows import HostRows
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.post_processor import RequestProcessor
-from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.input_rows import HostRows
+from gptmanager.request.llm_request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.statistics import Counts, Laps
 
 # what stands for the token of a row from which none can be chosen

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gptmanager.admission import Limits
-from gptmanager.allocation import Allocator
-from gptmanager.api import InferenceRequest, NamedTensor
 from gptmanager.config import ContextChunkingPolicy, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.loop import TokenLoop
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.loop.admission import Limits
+from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -22,10 +22,10 @@ from gptmanager.scheduler import (
     SchedulerOutput,
     SimpleScheduler,
 )
-from gptmanager.scripted import candidates
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedExecutor
+from gptmanager.testing.scripted_executor import candidates
 
 VOCAB_SIZE = 100
 MAX_BEAM_WIDTH = 4

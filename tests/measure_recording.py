@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-import gptmanager.executor
-import gptmanager.host
+import gptmanager.executor.torch_executor
+import gptmanager.host.callback_host
+from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.bench import SMALL_LLAMA, Load, random_llama, run_manager
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -24,7 +25,6 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.loop_builder import build_loop
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
 from gptmanager.simulator import SimulatedLoop, World, simulate
@@ -116,7 +116,7 @@ def makespan(repeats: int = 5) -> None:
     The clock is the CPU time of the loop's thread (run with OMP_NUM_THREADS=1), so that what else
     the machine does is not counted.
     """
-    for module in (gptmanager.host, gptmanager.executor):
+    for module in (gptmanager.host.callback_host, gptmanager.executor.torch_executor):
         module.time = types.SimpleNamespace(**{**vars(time), "monotonic": time.thread_time})
     source = (SMALL_LLAMA, random_llama(SMALL_LLAMA, 7))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What a terminal would show: as much of one as `gptmanager.live_view` uses."""
+"""What a terminal would show: as much of one as `gptmanager.run.live_view` uses."""
 
 from __future__ import annotations
 

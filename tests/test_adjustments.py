@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.host_rows import split_bias, token_bias
-from gptmanager.request import SamplingParams
+from gptmanager.request.input_rows import split_bias, token_bias
+from gptmanager.request.llm_request import SamplingParams
 
 LENGTH = 24
 NEUTRAL = SamplingParams()

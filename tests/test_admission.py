@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptmanager.admission import Limits, admit
-from gptmanager.api import InferenceRequest
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
-from gptmanager.host_rows import token_bias
-from gptmanager.request import Wanted
+from gptmanager.loop.admission import Limits, admit
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.input_rows import token_bias
+from gptmanager.request.llm_request import Wanted
 
 LIMITS = Limits(
     vocab_size=100, max_seq_len=32, max_input_len=20, num_blocks=16, tokens_per_block=4, seed=7

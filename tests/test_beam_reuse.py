@@ -21,8 +21,8 @@ from gptmanager import (
 )
 from gptmanager.errors import CapacityError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager, ReuseCounts
-from gptmanager.request import LlmRequest
-from gptmanager.responses import REQUEST_METRICS
+from gptmanager.loop.responses import REQUEST_METRICS
+from gptmanager.request.llm_request import LlmRequest
 from gptmanager.scheduler import GuaranteedNoEvictScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -303,7 +303,9 @@ def alone(source):
     ids=str,
 )
 def test_reuse_shows_in_no_tensor_of_beams_bit_by_bit(source, alone, options, monkeypatch):
-    monkeypatch.setattr("gptmanager.assembly._START_HEADROOM_STEPS", 0)  # so that some are paused
+    monkeypatch.setattr(
+        "gptmanager.assembly.loop_builder._START_HEADROOM_STEPS", 0
+    )  # so that some are paused
     answers = Answers(source, **options)
     assert answers.differs_from(alone) == {}
     assert answers.total("cached_tokens") > 150

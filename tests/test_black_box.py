@@ -31,16 +31,16 @@ from recorded_runs import (
 )
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams
-from gptmanager.config_check import checked_optional_params
+from gptmanager.assembly.options import checked_optional_params
 from gptmanager.errors import ConfigError, RecordingError
-from gptmanager.host_rows import HostRows
-from gptmanager.loop import TokenLoop
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder import black_box
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.kept import Keeper
 from gptmanager.recorder.requests import Opaque, plain_request
 from gptmanager.replay import replay
+from gptmanager.request.input_rows import HostRows
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Intake
 from gptmanager.testing.hosts import ScriptedSpec
 

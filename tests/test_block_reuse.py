@@ -18,7 +18,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.responses import REQUEST_METRICS
+from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT

@@ -10,12 +10,12 @@ from loop_driver import LoopDriver, expected_output
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.errors import ManagerDeadError
-from gptmanager.host import CallbackHost
+from gptmanager.host.callback_host import CallbackHost
 from gptmanager.kernels import CpuKernels
+from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.models.model import load_model
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.responses import REQUEST_METRICS
 from gptmanager.step import Intake
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 

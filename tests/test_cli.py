@@ -26,8 +26,8 @@ from gptmanager.callbacks import generate
 from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.run import latencies
-from gptmanager.text_encoder import TextEncoder
+from gptmanager.run.run import latencies
+from gptmanager.run.text_encoder import TextEncoder
 
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
@@ -402,7 +402,7 @@ def test_steps_that_fail_end_their_requests(run, monkeypatch, tmp_path):
     def fail(*arguments):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("gptmanager.executor.TorchExecutor.sample", fail)
+    monkeypatch.setattr("gptmanager.executor.torch_executor.TorchExecutor.sample", fail)
     out = tmp_path / "out.jsonl"
     outcome = run(
         {"prompt": "Once"}, {"prompt": "upon"}, options=["--output", out, "--max-batch-size", 1]
@@ -563,7 +563,7 @@ def test_a_long_text_is_encoded_while_the_others_run(run, tmp_path, monkeypatch)
     # Given a tokenizer without a bound, which waits for the other line to be answered
     out = tmp_path / "out.jsonl"
     stats = tmp_path / "stats.jsonl"
-    monkeypatch.setattr("gptmanager.text_encoder.longest_token", lambda tokenizer: None)
+    monkeypatch.setattr("gptmanager.run.text_encoder.longest_token", lambda tokenizer: None)
     batch, encoded = TextEncoder._batch, []
 
     def patient(encoder, text, special):

@@ -13,7 +13,7 @@ from gptmanager import (
     PeftCacheManagerConfig,
     SchedulerConfig,
 )
-from gptmanager.config_check import checked_optional_params, checked_scheduler_config
+from gptmanager.assembly.options import checked_optional_params, checked_scheduler_config
 from gptmanager.errors import ConfigError
 
 

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager import config, inspection
-from gptmanager.api import PROPERTY_OF_TENSOR
-from gptmanager.config_check import checked_optional_params, checked_scheduler_config
+from gptmanager import config
+from gptmanager.assembly.options import checked_optional_params, checked_scheduler_config
 from gptmanager.cuda import emulator
 from gptmanager.errors import ConfigError
-from gptmanager.life import NEXT_MANAGER_STATES
-from gptmanager.loop import TokenLoop
-from gptmanager.manager import GptManager
+from gptmanager.lifecycle.state import NEXT_MANAGER_STATES
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager import inspection
+from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.models import Batch, load_model
-from gptmanager.request import NEXT_STATES, LlmRequestState
+from gptmanager.request.inference_request import PROPERTY_OF_TENSOR
+from gptmanager.request.llm_request import NEXT_STATES, LlmRequestState
 from gptmanager.scheduler import KvCacheManager, LlmRequest
 from gptmanager.scheduler.waiting import WaitReason
 from gptmanager.testing import RULES
@@ -94,7 +95,7 @@ def test_the_diagram_of_the_loop_has_the_words_and_the_order_of_iterate():
         for word in re.findall(r"\b[a-z_]+\b", diagram)
         if callable(getattr(TokenLoop, word, None))
     ]
-    tree = ast.parse((ROOT / "gptmanager" / "loop.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "gptmanager" / "loop" / "token_loop.py").read_text(encoding="utf-8"))
     methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
     def calls(name):
@@ -113,7 +114,7 @@ def test_the_diagram_of_the_loop_has_the_words_and_the_order_of_iterate():
 
 
 def test_the_loop_is_about_25_lines():
-    tree = ast.parse((ROOT / "gptmanager" / "loop.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "gptmanager" / "loop" / "token_loop.py").read_text(encoding="utf-8"))
     (iterate,) = (n for n in ast.walk(tree) if getattr(n, "name", None) == "iterate")
     assert iterate.end_lineno - iterate.lineno <= 27
 

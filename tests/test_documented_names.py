@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from gptmanager import errors, inspection
+from gptmanager import errors
+from gptmanager.manager import inspection
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "\n".join(

@@ -20,7 +20,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.executor import TorchExecutor
+from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.models.model import CheckpointModel
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 

@@ -29,10 +29,10 @@ from gptmanager import (
 from gptmanager.decoding.guided import Grammar
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
-from gptmanager.post_processor import RequestProcessor
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.request import SamplingParams
+from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import SequenceStart
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 

@@ -22,8 +22,8 @@ from shorthand import start as start_manager
 
 from gptmanager import SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
-from gptmanager.host import CallbackHost
-from gptmanager.life import ManagerState
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.lifecycle.state import ManagerState
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.testing import RecordingCallbacks
 

@@ -23,7 +23,7 @@ from gptmanager import (
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.request import LlmRequest
+from gptmanager.request.llm_request import LlmRequest
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 

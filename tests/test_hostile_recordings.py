@@ -90,7 +90,9 @@ def graph_with_host(victim):
     lock = add(object_of(sink, _file=None))
     fields = {"_path": str(victim), "_lock": lock, "_file": None, "_is_closed": False}
     write = add(object_of(sink, _max_bytes=None, **fields))
-    host = object_of("gptmanager.host.CallbackHost", _return_stats=write, gil_wait_us=clock)
+    host = object_of(
+        "gptmanager.host.callback_host.CallbackHost", _return_stats=write, gil_wait_us=clock
+    )
     objects[0] = {"dict": ["host"], "values": [add(host)]}
     return {"objects": objects, "root": {"@": 0}}
 
@@ -304,13 +306,13 @@ ODD = [
         "\x1b]0;me\x07",
         "</script><script>",
         "LENGTH",
-        "gptmanager.host.CallbackHost",
+        "gptmanager.host.callback_host.CallbackHost",
         "nan",
     ),
     *([], {}, [[]], [1], {"@": 0}, {"float": "nan"}, {"opaque": "object"}, {"processor": "p"}),
     *([[[[[[]]]]]], {"numpy": "int64", "shape": [2**36], "fill": 0}),
     {"torch": "save", "shape": [1], "data": [1]},
-    {"class": "gptmanager.host.CallbackHost", "names": [], "values": []},
+    {"class": "gptmanager.host.callback_host.CallbackHost", "names": [], "values": []},
 ]
 
 

@@ -31,10 +31,10 @@ from gptmanager import (
     ModelType,
     SchedulerConfig,
 )
-from gptmanager import manager as manager_module
 from gptmanager.errors import ManagerDeadError
 from gptmanager.kernels import CpuKernels
-from gptmanager.life import ManagerState
+from gptmanager.lifecycle.state import ManagerState
+from gptmanager.manager import gpt_manager as manager_module
 from gptmanager.models import load_model
 from gptmanager.scheduler import (
     CapacityScheduler,

@@ -23,12 +23,19 @@ from shorthand import request, start
 
 import gptmanager
 from gptmanager.errors import ManagerDeadError
-from gptmanager.life import ManagerState
+from gptmanager.lifecycle.state import ManagerState
 from gptmanager.testing import RecordingCallbacks
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 PATH = os.path.dirname(gptmanager.__file__)
-FILES = {os.path.join(PATH, f"{name}.py") for name in ("manager", "inbox", "latch")}
+FILES = {
+    os.path.join(PATH, *name)
+    for name in (
+        ("manager", "gpt_manager.py"),
+        ("manager", "inbox.py"),
+        ("lifecycle", "latch.py"),
+    )
+}
 
 CALLS = {
     "notify": lambda manager: manager.notify(),

@@ -20,7 +20,7 @@ from gptmanager.errors import (
 )
 from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
 from gptmanager.kv_cache.block import BlockPool, BlockTables, WhatIf
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 
 def started(kv: KvCacheManager, request: LlmRequest) -> LlmRequest:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gptmanager.errors import CapacityError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError, ReuseCounts
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

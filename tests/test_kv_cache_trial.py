@@ -11,7 +11,7 @@ import pytest
 
 from gptmanager.kv_cache import KvCacheManager, lookups, reuse, tiers
 from gptmanager.kv_cache.block import BlockPool, BlockTables
-from gptmanager.request import LlmRequest
+from gptmanager.request.llm_request import LlmRequest
 from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Options
 from gptmanager.testing.kv_cache_trial import main, run_episode, run_trial
 

@@ -1,7 +1,8 @@
 """The architecture: one total order, in which a module imports only names that stand above it.
 
-A package's own line follows those of its modules, since its `__init__` only re-exports them. A
-line may be ahead of its module, never the other way. `no torch` in a description is checked too.
+A package stands in one piece, so that packages have an order too: no two import each other. Its
+`__init__` counts as below its modules, which it re-exports. A line may be ahead of its module,
+never the other way. `no torch` in a description is checked too.
 """
 
 import ast
@@ -12,263 +13,267 @@ from pathlib import Path
 import pytest
 
 LAYERS = """
-errors                  every error, in one tree
-clock                   the system's clocks, whatever becomes of the module time (no torch)
-log                     the library's logger, for code that must go on (no torch)
-latch                   an event that signal handlers may wait for (no torch)
-arguments               arguments of constructors, checked by name (no torch)
-checkpoint_files        files of a checkpoint, which somebody else wrote (no torch)
-config                  what a host configures, and the enums of the contract (no torch)
-printable               texts from anywhere, as a terminal may show them (no torch)
-deferred                a value that is worked out only if it is written (no torch)
-attention_window        which positions a sequence keeps, and in which of its blocks (no torch)
-post_processor          a request's logits post-processor, on its way to the executor (no torch)
-config_check            which configurations a manager takes (no torch)
-host_rows               rows of numbers that a request brought, known by their digest
-request                 LlmRequest: what schedulers and the KV cache know of a request (no torch)
-api                     what a host gives and gets: InferenceRequest, NamedTensor
-watchdog                a callback that overstays its budget
-tensors                 one typed value out of whatever a host put under a name
-
-kv_cache.block          blocks and who owns them (no torch)
-kv_cache.prefix_tree    blocks found again by the tokens they hold (no torch)
-kv_cache.eviction       which of the blocks that nobody holds goes first (no torch)
-kv_cache.tiers          free blocks keep what they hold, here and then on the host (no torch)
-kv_cache.needs          how many blocks a request will want (no torch)
-kv_cache.lookups        what of the prompts that wait is cached (no torch)
-kv_cache.reuse          what a new sequence finds, and what one that ends leaves (no torch)
-kv_cache.sequences      which sequence holds which block (no torch)
-kv_cache.manager        whether there are blocks for what a scheduler wants (no torch)
-kv_cache.state          the accounts as data, and back (no torch)
-kv_cache
-scheduler.waiting       why a policy leaves a request out
-scheduler.adapter_pages whether the adapters of several requests fit together (no torch)
-scheduler.reuse_delay   which contexts wait for what another is about to compute (no torch)
-scheduler.start_headroom whether a request may start beside others (no torch)
-scheduler.capacity      which active requests get memory (no torch)
-scheduler.max_utilization  the same where requests may be paused for others (no torch)
-scheduler.reuse_credit  how much of a context that begins is cached (no torch)
-scheduler.micro_batch   which of those run now, and how much of their context (no torch)
-scheduler.simple        the two as one (no torch)
-scheduler
-statistics              what an iteration tells of itself
-step                    all that passes between loop, executor and host
-
-kernels.reference       every operation in torch: the specification
-kernels.lanes           SIMD words for Numba
-kernels.products        small matrix products in register tiles
-kernels.threads         compiled code in torch's own threads
-kernels.token_loops     what takes tokens one by one: rotation and KV write, norms, activations
-kernels.paged_attention attention straight on the pages of the KV cache
-kernels.token_masks     which tokens may come, written into logits
-kernels.cpu             the override for CPUs: what pays, compiled
-kernels
-cuda.device             CuPy, once a host asks for a CUDA device
-cuda.cache_folder       where what was compiled is kept (no torch)
-cuda.emulator.reports   what a kernel did wrong, with the line of its source (no torch)
-cuda.emulator.toolchain g++, NVIDIA's headers, and built libraries that are kept (no torch)
-cuda.emulator.source    from CUDA C++ to what g++ compiles (no torch)
-cuda.emulator.arrays    arrays between pages that cannot be read (no torch)
-cuda.emulator.library   a built library, and how a kernel of it is run (no torch)
-cuda.emulator.arguments an argument checked against its parameter (no torch)
-cuda.emulator.module    CUDA C++ as kernels that run on the CPU (no torch)
-cuda.emulator           kernels on a CPU, run thread by thread, checked (no torch)
-cuda.compiler           CUDA C++ to machine code, with what its kernels use (no torch)
-cuda.launch             where kernels run: a GPU, or the emulator
-cuda.streams            where work is enqueued: a CUDA stream, or the emulator
-cuda.norms              residual add, RMSNorm, LayerNorm
-cuda.activations        SiLU times up, GELU
-cuda.cache_write        rotation, QK norm, and keys and values to their pages
-cuda.block_copy         beginnings of blocks, copied
-cuda.generation_plan    how the work of generation attention is cut (no torch)
-cuda.float_attention    attention of both phases in float32
-cuda.generation_attention  attention of rows with one token, by a plan
-cuda.context_attention  attention of rows with several tokens
-cuda.token_masks        bits for tokens that may come, on rows of logits
-cuda.adjustments        bias, penalties and bans on rows of logits
-cuda.sampling           one token from each row of logits
-cuda.log_probs          log probabilities of given tokens
-cuda.beam_step          the best continuations of beams
-cuda.kernels            the override for CUDA: which kernel serves which op
-cuda.matrix             every kernel in every instantiation, compiled
-staging                 arrays of a step, to the device in one copy
-parallel                ranks and collectives
-
-memory.host_memory      how much memory the host has to give (no torch)
-memory.kv_pool          the tensors that blocks stand for
-memory.device_kv_pool   the same on a device, whose blocks a kernel copies
-memory.heap             what has been freed goes back to the system
-memory.weights          tensors loaded by name into storage the executor owns
-memory.lora             adapters, cached
-memory
-models.batch            a schedule as packed tensors
-models.fields           a checkpoint's config, read with checks
-models.rope             rotary positions
-models.layers           the parts of the network
-models.families         what differs between families, as a table
-models.model            the network
-models
-
-decoding.stop_words     where an output ends
-decoding.drafting       tokens guessed ahead
-decoding.rows           what a step gives to logits post-processors
-decoding.stream_watch   who works on another stream than the model's
-decoding.logits         who is called for which rows, and what becomes of one that fails
-decoding.grammar_matcher  a grammar compiled, and the program that does so on trial (no torch)
-decoding.grammar_trial  a grammar compiled in a process that may be ended (no torch)
-decoding.schema_numbers  numbers of a JSON schema that the parser of grammars can hold (no torch)
-decoding.guided         grammars as masks
-decoding.kernel_signature what a kernel over rows is passed
-decoding.raw_kernel     a logits post-processor given as CUDA source
-decoding.random_numbers functions of seed and position
-decoding.adjustments    bias, penalties, bans: what changes a row first
-decoding.choice         the best token of a row, or a drawn one
-decoding.sampling       one token from each row
-decoding.device_sampling  rows that a device can choose alone
-decoding.rejection      a guess that was sampled, accepted or replaced
-decoding.beam_search    beams and their parents
-decoding.parallel_sampling several texts of one prompt
-decoding.beam_state     beams as data, and back
-decoding
-
-prompt_embeddings       the own embeddings of those that run, by slot
-slot_outputs            what an executor keeps of its logits, by slot
-packed_rows             a batch as the host knows it, padded or cut (no torch)
-sequence_tables         tokens and blocks of each sequence, by line, and what a device has of them
-torch_step              a step under way: what belongs to which row
-token_chooser           from the logits of a step to its tokens
-arrivals                tensors of a device on their way to the host
-device_chooser          the same choice, enqueued on a device
-generation_graphs       generation steps, recorded and run again
-executor                one step, in torch
-device_executor         one step, enqueued on a device
-active                  a request from its admission to its final response
-admission               whether a request can be taken at all
-logits_faults           why a row has no token, in words (no torch)
-allocation              a decision with its blocks, frozen as a Schedule
-active_state            an active request as data, and back
-loop_state              a token loop as data
-outputs                 log probabilities and logits, until they are sent
-beam_responses          the tensors of several beams
-responses               tokens as a host gets them
-roster                  the active requests: who comes in, and who ends
-loop                    iterate(), in about 25 lines
-sizing                  how large the KV cache is, and how long a sequence may be
-blueprint               what a loop is built of, but for its model
-loop_builder            the loop of a manager, of a replay, or of a simulation
-recorder.requests       requests of a recording, as JSON and back
-recorder.values         values of a recording, as JSON and back
-recorder.limits         what the numbers of a recording may be
-recorder.recording      a recording as frozen values, and its file
-recorder.sizes          how many bytes what a black box keeps takes
-recorder.kept           what a black box keeps of what passes
-recorder.black_box      the last of them, in memory
-recorder.recorder       what passes between a loop and its world, written down
-recorder.recorded_loop  a loop whose world tells a recorder everything
-recorder
-placement               where a model and its KV cache lie, and what runs them there
-assembly                from checked options and a model to a loop
-inbox                   what other threads want of the loop
-life                    the states of a manager, and its health
-receiving               what Get returns, and what is owed for it
-retries                 how long Get is left alone after it has failed
-preparation             logits post-processors on their way to being ready
-host                    the four callbacks, called safely
-inspection              who owns which block, and why a request waits
-recovery                what becomes of a manager whose iteration raised
-progress                when steps ended, and who waits although none does
-worker                  what a manager's thread does, and its end
-manager                 GptManager: a thread, and a life around the loop
-gptmanager              the public names, as hosts import them
-
-callbacks.checkpoint        what a checkpoint says besides weights: end tokens, tokenizer
-callbacks.wakeups           asyncio waiters, woken from another thread
-callbacks.result            what the responses to one request amount to
-callbacks.generation        the handle on a request: a future, and a stream of tokens
-callbacks.pending_requests  requests that wait to be fetched, in the order they will be
-callbacks.attachment        what a queue needs of its manager beside the callbacks
-callbacks.request_queue     three of the four callbacks as a queue with futures
-callbacks.text_stream       tokens as text, while they come
-callbacks.observers         several callbacks as one
-callbacks.json_lines_sink   statistics, a line each
-callbacks.logging_sink      statistics, as log records
-callbacks.token_rules       tokens that may come, or may not, or rather
-callbacks.temperature_schedule  a temperature that changes
-callbacks.watermark         a watermark in sampled text
-callbacks.forced_prefix     an output that begins with given tokens
-callbacks.guided_decoding   grammars for a checkpoint's tokenizer
-callbacks.start             generate(): the three-line start
-callbacks                   ready-made callbacks: only what any host could have written
-scripted                steps without a network, which believe nothing
-testing.hosts           scripted models, recording callbacks
-testing.contract        does a host keep the contract with a manager, and it with the host?
-testing.scenarios       what a scheduler is tried on, by a seed
-testing.rules           the rules of a scheduler, and which of them an answer breaks
-testing.scenario_run    one scenario, run through the real loop
-testing.conformance     does a scheduler keep the rules?
-testing.kv_cache_model  what the KV cache must say, in plain dicts (no torch)
-testing.kv_cache_proof  a KV cache and that model, kept side by side (no torch)
-testing.kv_cache_operations  random operations on both (no torch)
-testing                 what hosts and researchers test with
-testing.kv_cache_trial  many of them, from the command line (no torch)
-command_arguments       what a word on the command line must be (no torch)
-replay.difference       where two schedules differ, for people
-replay.unheard          the loop, for a world that hears only ends
-replay.replaying        a recorded run, once more, and where it goes another way
-replay.command          replay, on the command line
-replay
-simulator.host_queue    when recorded requests came to their host
-simulator.load          which requests arrive when, and how long they are
-simulator.cost_model    how long a step takes
-simulator.figures       what a simulated run came to
-simulator.simulation    a schedule without a model
-simulator.comparison    several simulated policies, side by side
-simulator.command       simulate, on the command line
-simulator
-picture.trace           what became of each request in each iteration (no torch)
-picture.waiting         why the first that waits does (no torch)
-picture.builder         from schedules, arrivals and ends to a trace
-picture.observer        a loop, followed while it runs
-picture.recorded        a recorded run, followed
-picture.svg             shapes, and the look that all pictures share
-picture.layout          where things stand in a picture, and how close one looks
-picture.lanes           a row for each request
-picture.load            batch, tokens and memory below
-picture.drawing         a schedule, seen
-picture.page            the picture as a page to zoom into
-picture.chrome_trace    the same for Perfetto
-picture.command         picture, on the command line
-picture                 a schedule, seen
-text_encoder            texts as token ids, and which are too long for any request
-requests_file           requests as JSON lines
-live_view               what a person sees while requests run
-run                     a file of requests through a manager
-bench.timing            how long one call takes, and how much time is left
-bench.roofline          what a device can do at best, and the floors of a model
-bench.machine           what a figure was measured on
-bench.load              requests of random tokens, and models of random weights
-bench.engine            a load through a manager, with the clock outside
-bench.transformers_peer the same load through transformers
-bench.throughput        a load on this machine, beside the peer
-bench.cases             what is known of a case: least work, contenders, what is right
-bench.paged_rows        sequences over pages, for attention cases
-bench.attention_peers   others' attention on the same pages
-bench.attention_cases   attention over pages
-bench.token_cases       kernels that take tokens or blocks
-bench.sampling_cases    sampling
-bench.logits_cases      what stands around sampling
-bench.kernel_runs       cases run beside their peers, right before fast
-bench.kernels           the kernel benchmark
-bench.dense_reference   a Llama without a cache, whose logits are right
-bench.device_trace      how busy a GPU is
-bench.serving_parts     steps and loads of one manager
-bench.pressure          two policies on a KV cache that is too small
-bench.scale             how large the end-to-end benchmark is
-bench.end_to_end        the end-to-end benchmark
-bench.table             reports as tables
-bench.command           bench kernels and bench e2e, on the command line
-bench                   how fast it is
-cli                     the command line
+errors                    every error, in one tree
+lifecycle/                a manager's state, and what must work to its last breath
+    clock                 the system's clocks, whatever becomes of the module time (no torch)
+    log                   the library's logger, for code that must go on (no torch)
+    latch                 an event that signal handlers may wait for (no torch)
+    watchdog              a callback that overstays its budget
+    state                 the states of a manager, and its health
+arguments                 arguments of constructors, checked by name (no torch)
+config                    what a host configures, and the enums of the contract (no torch)
+terminal/                 what commands share: arguments, and texts as a terminal may show them
+    printable             texts from anywhere, as a terminal may show them (no torch)
+    arguments             what a word on the command line must be (no torch)
+request/                  what is known of a request before it runs
+    post_processor        the logits post-processor of a request (no torch)
+    input_rows            rows of numbers that a request brought, known by their digest
+    llm_request           LlmRequest: what schedulers and the KV cache know of a request (no torch)
+    inference_request     what a host gives and gets: InferenceRequest, NamedTensor
+    read_tensors          one typed value out of whatever a host put under a name
+kv_cache/                 who holds which block
+    attention_window      which positions a sequence keeps, and in which of its blocks (no torch)
+    block                 blocks and who owns them (no torch)
+    prefix_tree           blocks found again by the tokens they hold (no torch)
+    eviction              which of the blocks that nobody holds goes first (no torch)
+    tiers                 free blocks keep what they hold, here and then on the host (no torch)
+    needs                 how many blocks a request will want (no torch)
+    lookups               what of the prompts that wait is cached (no torch)
+    reuse                 what a new sequence finds, and what one that ends leaves (no torch)
+    sequences             which sequence holds which block (no torch)
+    manager               whether there are blocks for what a scheduler wants (no torch)
+    state                 the accounts as data, and back (no torch)
+scheduler/                who runs
+    waiting               why a policy leaves a request out
+    adapter_pages         whether the adapters of several requests fit together (no torch)
+    reuse_delay           which contexts wait for what another is about to compute (no torch)
+    start_headroom        whether a request may start beside others (no torch)
+    capacity              which active requests get memory (no torch)
+    max_utilization       the same where requests may be paused for others (no torch)
+    reuse_credit          how much of a context that begins is cached (no torch)
+    micro_batch           which of those run now, and how much of their context (no torch)
+    simple                the two as one (no torch)
+statistics                what an iteration tells of itself
+step                      all that passes between loop, executor and host
+kernels/                  every operation of a step, and the override for CPUs
+    reference             every operation in torch: the specification
+    lanes                 SIMD words for Numba
+    products              small matrix products in register tiles
+    threads               compiled code in torch's own threads
+    token_loops           what takes tokens one by one: rotation and KV write, norms, activations
+    paged_attention       attention straight on the pages of the KV cache
+    token_masks           which tokens may come, written into logits
+    cpu                   the override for CPUs: what pays, compiled
+cuda/                     every kernel for NVIDIA GPUs, and a machine that runs them without one
+    device                CuPy, once a host asks for a CUDA device
+    cache_folder          where what was compiled is kept (no torch)
+    emulator.reports      what a kernel did wrong, with the line of its source (no torch)
+    emulator.toolchain    g++, NVIDIA's headers, and built libraries that are kept (no torch)
+    emulator.source       from CUDA C++ to what g++ compiles (no torch)
+    emulator.arrays       arrays between pages that cannot be read (no torch)
+    emulator.library      a built library, and how a kernel of it is run (no torch)
+    emulator.arguments    an argument checked against its parameter (no torch)
+    emulator.module       CUDA C++ as kernels that run on the CPU (no torch)
+    emulator              kernels on a CPU, run thread by thread, checked (no torch)
+    compiler              CUDA C++ to machine code, with what its kernels use (no torch)
+    launch                where kernels run: a GPU, or the emulator
+    streams               where work is enqueued: a CUDA stream, or the emulator
+    uploads               arrays of a step, to the device in one copy
+    downloads             tensors of a device on their way to the host
+    graphs                generation steps, recorded and run again
+    norms                 residual add, RMSNorm, LayerNorm
+    activations           SiLU times up, GELU
+    cache_write           rotation, QK norm, and keys and values to their pages
+    block_copy            beginnings of blocks, copied
+    generation_plan       how the work of generation attention is cut (no torch)
+    float_attention       attention of both phases in float32
+    generation_attention  attention of rows with one token, by a plan
+    context_attention     attention of rows with several tokens
+    token_masks           bits for tokens that may come, on rows of logits
+    adjustments           bias, penalties and bans on rows of logits
+    sampling              one token from each row of logits
+    log_probs             log probabilities of given tokens
+    beam_step             the best continuations of beams
+    kernels               the override for CUDA: which kernel serves which op
+    matrix                every kernel in every instantiation, compiled
+parallel                  ranks and collectives
+memory/                   tensors that outlive a step, and the files that weights come from
+    checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
+    host_memory           how much memory the host has to give (no torch)
+    kv_pool               the tensors that blocks stand for
+    device_kv_pool        the same on a device, whose blocks a kernel copies
+    heap                  what has been freed goes back to the system
+    weights               tensors loaded by name into storage the executor owns
+    lora                  adapters, cached
+models/                   the network
+    batch                 a schedule as packed tensors
+    fields                a checkpoint's config, read with checks
+    rope                  rotary positions
+    layers                the parts of the network
+    families              what differs between families, as a table
+    model                 the network
+decoding/                 from logits to tokens
+    deferred              a value that is worked out only if it is written (no torch)
+    stop_words            where an output ends
+    drafting              tokens guessed ahead
+    rows                  what a step gives to logits post-processors
+    stream_watch          who works on another stream than the model's
+    logits                who is called for which rows, and what becomes of one that fails
+    grammar_matcher       a grammar compiled, and the program that does so on trial (no torch)
+    grammar_trial         a grammar compiled in a process that may be ended (no torch)
+    schema_numbers        numbers of a JSON schema that the parser of grammars can hold (no torch)
+    guided                grammars as masks
+    kernel_signature      what a kernel over rows is passed
+    raw_kernel            a logits post-processor given as CUDA source
+    random_numbers        functions of seed and position
+    adjustments           bias, penalties, bans: what changes a row first
+    choice                the best token of a row, or a drawn one
+    sampling              one token from each row
+    device_sampling       rows that a device can choose alone
+    rejection             a guess that was sampled, accepted or replaced
+    beam_search           beams and their parents
+    parallel_sampling     several texts of one prompt
+    beam_state            beams as data, and back
+executor/                 one step on a device
+    prompt_embeddings     the own embeddings of those that run, by slot
+    gathered_logits       what an executor keeps of its logits, by slot
+    packed_rows           a batch as the host knows it, padded or cut (no torch)
+    sequence_tables       tokens and blocks of each sequence, by line, and what a device has of them
+    step_in_flight        a step under way: what belongs to which row
+    token_chooser         from the logits of a step to its tokens
+    device_chooser        the same choice, enqueued on a device
+    torch_executor        one step, in torch
+    device_executor       one step, enqueued on a device
+loop/                     `iterate()`, and what it iterates over
+    active_request        a request from its admission to its final response
+    admission             whether a request can be taken at all
+    logits_faults         why a row has no token, in words (no torch)
+    allocation            a decision with its blocks, frozen as a Schedule
+    active_state          an active request as data, and back
+    loop_state            a token loop as data
+    outputs               log probabilities and logits, until they are sent
+    beam_responses        the tensors of several beams
+    responses             tokens as a host gets them
+    request_table         the active requests: who comes in, and who ends
+    token_loop            iterate(), in about 25 lines
+assembly/                 from what a host says to what a running loop stands on
+    options               which configurations a manager takes (no torch)
+    sizing                how large the KV cache is, and how long a sequence may be
+    blueprint             what a loop is built of, but for its model
+    loop_builder          the loop of a manager, of a replay, or of a simulation
+    placement             where a model and its KV cache lie, and what runs them there
+    assemble              from checked options and a model to a loop
+recorder/                 what passes between a loop and its world, written down
+    requests              requests of a recording, as JSON and back
+    values                values of a recording, as JSON and back
+    limits                what the numbers of a recording may be
+    recording             a recording as frozen values, and its file
+    sizes                 how many bytes what a black box keeps takes
+    kept                  what a black box keeps of what passes
+    black_box             the last of them, in memory
+    recorder              what passes between a loop and its world, written down
+    recorded_loop         a loop whose world tells a recorder everything
+host/                     the four callbacks of a host, called safely
+    receiving             what Get returns, and what is owed for it
+    retries               how long Get is left alone after it has failed
+    preparation           logits post-processors on their way to being ready
+    callback_host         the four callbacks, called safely
+manager/                  a thread, and a life around the loop
+    inbox                 what other threads want of the loop
+    inspection            who owns which block, and why a request waits
+    recovery              what becomes of a manager whose iteration raised
+    stall_watch           when steps ended, and who waits although none does
+    worker                what a manager's thread does, and its end
+    gpt_manager           GptManager: a thread, and a life around the loop
+gptmanager                the public names, as hosts import them
+callbacks/                ready-made callbacks: only what any host could have written
+    checkpoint            what a checkpoint says besides weights: end tokens, tokenizer
+    wakeups               asyncio waiters, woken from another thread
+    result                what the responses to one request amount to
+    generation            the handle on a request: a future, and a stream of tokens
+    pending_requests      requests that wait to be fetched, in the order they will be
+    attachment            what a queue needs of its manager beside the callbacks
+    request_queue         three of the four callbacks as a queue with futures
+    text_stream           tokens as text, while they come
+    observers             several callbacks as one
+    json_lines_sink       statistics, a line each
+    logging_sink          statistics, as log records
+    token_rules           tokens that may come, or may not, or rather
+    temperature_schedule  a temperature that changes
+    watermark             a watermark in sampled text
+    forced_prefix         an output that begins with given tokens
+    guided_decoding       grammars for a checkpoint's tokenizer
+    start                 generate(): the three-line start
+testing/                  what hosts and researchers test with
+    scripted_executor     steps without a network, which believe nothing
+    hosts                 scripted models, recording callbacks
+    contract              does a host keep the contract with a manager, and it with the host?
+    scenarios             what a scheduler is tried on, by a seed
+    rules                 the rules of a scheduler, and which of them an answer breaks
+    scenario_run          one scenario, run through the real loop
+    conformance           does a scheduler keep the rules?
+    kv_cache_model        what the KV cache must say, in plain dicts (no torch)
+    kv_cache_proof        a KV cache and that model, kept side by side (no torch)
+    kv_cache_operations   random operations on both (no torch)
+    kv_cache_trial        many of them, from the command line (no torch)
+replay/
+    difference            where two schedules differ, for people
+    unheard               the loop, for a world that hears only ends
+    replaying             a recorded run, once more, and where it goes another way
+    command               replay, on the command line
+simulator/
+    host_queue            when recorded requests came to their host
+    load                  which requests arrive when, and how long they are
+    cost_model            how long a step takes
+    figures               what a simulated run came to
+    simulation            a schedule without a model
+    comparison            several simulated policies, side by side
+    command               simulate, on the command line
+picture/                  a schedule, seen
+    trace                 what became of each request in each iteration (no torch)
+    waiting               why the first that waits does (no torch)
+    builder               from schedules, arrivals and ends to a trace
+    observer              a loop, followed while it runs
+    recorded              a recorded run, followed
+    svg                   shapes, and the look that all pictures share
+    layout                where things stand in a picture, and how close one looks
+    lanes                 a row for each request
+    load                  batch, tokens and memory below
+    drawing               a schedule, seen
+    page                  the picture as a page to zoom into
+    chrome_trace          the same for Perfetto
+    command               picture, on the command line
+run/                      a file of requests, run by a manager
+    text_encoder          texts as token ids, and which are too long for any request
+    requests_file         requests as JSON lines
+    live_view             what a person sees while requests run
+    run                   a file of requests through a manager
+bench/                    how fast it is
+    timing                how long one call takes, and how much time is left
+    roofline              what a device can do at best, and the floors of a model
+    machine               what a figure was measured on
+    load                  requests of random tokens, and models of random weights
+    engine                a load through a manager, with the clock outside
+    transformers_peer     the same load through transformers
+    throughput            a load on this machine, beside the peer
+    cases                 what is known of a case: least work, contenders, what is right
+    paged_rows            sequences over pages, for attention cases
+    attention_peers       others' attention on the same pages
+    attention_cases       attention over pages
+    token_cases           kernels that take tokens or blocks
+    sampling_cases        sampling
+    logits_cases          what stands around sampling
+    kernel_runs           cases run beside their peers, right before fast
+    kernels               the kernel benchmark
+    dense_reference       a Llama without a cache, whose logits are right
+    device_trace          how busy a GPU is
+    serving_parts         steps and loads of one manager
+    pressure              two policies on a KV cache that is too small
+    scale                 how large the end-to-end benchmark is
+    end_to_end            the end-to-end benchmark
+    table                 reports as tables
+    command               bench kernels and bench e2e, on the command line
+cli                       the command line
 __main__
 """
 
@@ -280,8 +285,21 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 def layers(text: str = LAYERS) -> dict[str, str]:
     """Module -> description, in order. Names are those below gptmanager, as `cuda.device`."""
-    lines = (line.partition(" ") for line in text.splitlines() if line)
-    return {name: description.strip() for name, _, description in lines}
+    known: dict[str, str] = {}
+    package, of_package = "", ""
+    for line in (*filter(None, text.splitlines()), "end"):
+        name, _, description = line.strip().partition(" ")
+        if line.startswith(" "):
+            name = f"{package}.{name}"
+        elif package:
+            known[package] = of_package
+            package = ""
+        assert name not in known, f"{name} stands twice"
+        if name.endswith("/"):
+            package, of_package = name.removesuffix("/"), description.strip()
+        elif name != "end":
+            known[name] = description.strip()
+    return known
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -351,7 +369,6 @@ def violations(root: Path, known: dict[str, str]) -> list[str]:
 
 def test_every_import_points_up_the_list():
     assert {"gptmanager", "errors", "cuda.device"} <= modules(ROOT).keys()
-    assert len(layers()) == len([line for line in LAYERS.splitlines() if line]), "a name twice"
     found = violations(ROOT, layers())
     assert not found, "\n".join(found)
 
@@ -380,7 +397,9 @@ def test_a_planted_violation_is_found(tmp_path, file, text, why):
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
 
-    found = violations(tmp_path, layers("low (no torch)\npack.a\npack\ncuda.op\nhigh\ngptmanager"))
+    found = violations(
+        tmp_path, layers("low (no torch)\npack/\n    a\ncuda/\n    op\nhigh\ngptmanager")
+    )
 
     assert len(found) == 1 and found[0].startswith(file) and why in found[0]
 
@@ -395,4 +414,4 @@ def test_what_is_allowed_is_not_reported(tmp_path):
         "def f():\n    import cupy\n    import transformers\n"
     )
 
-    assert violations(tmp_path, layers("low (no torch)\npack.a\npack\nhigh")) == []
+    assert violations(tmp_path, layers("low (no torch)\npack/\n    a\nhigh")) == []

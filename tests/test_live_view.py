@@ -17,7 +17,7 @@ import time
 import pytest
 from screen import Screen
 
-from gptmanager.live_view import (
+from gptmanager.run.live_view import (
     LiveView,
     Progress,
     RunningRow,

@@ -15,12 +15,12 @@ from loop_driver import (
     no_evict,
 )
 
-from gptmanager.api import InferenceRequest
 from gptmanager.config import FinishReason, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
-from gptmanager.request import LlmRequestState
-from gptmanager.responses import REQUEST_METRICS, final
+from gptmanager.loop.responses import REQUEST_METRICS, final
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
 from gptmanager.statistics import Laps
 from gptmanager.step import StepResult
@@ -490,7 +490,7 @@ def test_a_final_response_that_cannot_be_built_becomes_an_error_of_its_request(m
 
     driver = LoopDriver()
     driver.submit(request(1, [1], 1), request(2, [1], 9))
-    monkeypatch.setattr("gptmanager.roster.final", fails)
+    monkeypatch.setattr("gptmanager.loop.request_table.final", fails)
     driver.run()
     assert driver.final(1).error == (
         "StepError: the final response cannot be made: MemoryError: no room for the response"

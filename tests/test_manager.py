@@ -24,13 +24,13 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     SchedulerConfig,
-    retries,
 )
+from gptmanager.assembly.placement import HostPlacement
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
-from gptmanager.host import CallbackHost
-from gptmanager.inbox import Inbox
-from gptmanager.life import ManagerState
-from gptmanager.placement import HostPlacement
+from gptmanager.host import retries
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.lifecycle.state import ManagerState
+from gptmanager.manager.inbox import Inbox
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 

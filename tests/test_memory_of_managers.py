@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import pytest
 from measure_memory import TINY_LLAMA, EndlessHost, mixed_requests, start
 
-import gptmanager.worker
+import gptmanager.manager.worker
 from gptmanager import InferenceRequest
 from gptmanager.bench import random_llama
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
@@ -62,7 +62,9 @@ def watched(manager):
 def test_what_a_manager_held_is_free_when_it_has_ended(without_collector, options, monkeypatch):
     order = []
     monkeypatch.setattr(
-        gptmanager.worker, "give_back", lambda: order.append([ref() is None for ref in within])
+        gptmanager.manager.worker,
+        "give_back",
+        lambda: order.append([ref() is None for ref in within]),
     )
     host = EndlessHost(itertools.islice(mixed_requests(512, None), 24), 8)
     manager = start(SOURCE, host, **options)

@@ -20,9 +20,9 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.executor.packed_rows import PackedRows, halves
 from gptmanager.kernels import CpuKernels
 from gptmanager.models.model import load_model
-from gptmanager.packed_rows import PackedRows, halves
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 from_tokens = InferenceRequest.from_tokens

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gptmanager import InferenceRequest, word_list
-from gptmanager.admission import Limits, admit
 from gptmanager.callbacks import AllowedTokens, BannedTokens, ForcedPrefix
 from gptmanager.errors import InvalidRequestError
+from gptmanager.loop.admission import Limits, admit
 
 LIMITS = Limits(
     vocab_size=100,

@@ -16,10 +16,11 @@ import pytest
 from loop_driver import LoopDriver
 
 from gptmanager import InferenceRequest, ModelType, OptionalParams
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
 from gptmanager.errors import ConfigError
-from gptmanager.manager import GptManager
+from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.picture import builder as builder_module
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.chrome_trace import chrome_trace
@@ -35,7 +36,6 @@ from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
 from gptmanager.scheduler import MaxUtilizationScheduler, SimpleScheduler
-from gptmanager.sizing import Sizes
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 

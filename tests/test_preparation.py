@@ -18,7 +18,7 @@ from gptmanager import (
 from gptmanager.errors import InvalidRequestError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.request import LlmRequestState
+from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.simulator import simulate
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.load import RecordedLoad

@@ -18,12 +18,12 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.admission import Limits, admit
 from gptmanager.errors import InvalidRequestError
-from gptmanager.host_rows import HostRows
+from gptmanager.loop.admission import Limits, admit
 from gptmanager.recorder import read_recording
 from gptmanager.recorder.values import to_json
 from gptmanager.replay import replay
+from gptmanager.request.input_rows import HostRows
 from gptmanager.testing import RecordingCallbacks
 
 VOCAB, HIDDEN = 96, 32

@@ -30,9 +30,9 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.active_state import RequestState
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.loop.active_state import RequestState
 from gptmanager.recorder import black_box
 from gptmanager.recorder.recording import FORMAT, Iteration, make_header, read_recording
 from gptmanager.recorder.requests import (
@@ -44,7 +44,7 @@ from gptmanager.recorder.requests import (
 )
 from gptmanager.recorder.values import field_names, from_json, to_json
 from gptmanager.replay import replay
-from gptmanager.request import SamplingParams
+from gptmanager.request.llm_request import SamplingParams
 from gptmanager.simulator.comparison import Machine, hypothetical
 from gptmanager.step import (
     BeamCandidates,

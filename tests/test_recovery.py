@@ -30,17 +30,17 @@ from shorthand import params, request
 from test_manager import start
 
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, KvCacheConfig, errors
-from gptmanager.executor import TorchExecutor
-from gptmanager.host import CallbackHost
-from gptmanager.inspection import audit
-from gptmanager.life import ManagerState
-from gptmanager.loop import TokenLoop
+from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.preparation import Preparation
+from gptmanager.lifecycle.state import ManagerState
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.inspection import audit
+from gptmanager.manager.recovery import Recovery
 from gptmanager.picture.recorded import trace_of
-from gptmanager.post_processor import RequestProcessor
-from gptmanager.preparation import Preparation
 from gptmanager.recorder import Recorder, read_recording
-from gptmanager.recovery import Recovery
 from gptmanager.replay import replay
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.load import RecordedLoad
 from gptmanager.simulator.simulation import simulate
@@ -392,7 +392,7 @@ def test_accounts_that_do_not_hold_end_the_manager(host, monkeypatch):
         report = audit(loop)
         return type(report)(False, ("block 3 is lost",), 1, 1, 0, {})
 
-    monkeypatch.setattr("gptmanager.recovery.audit", unsound)
+    monkeypatch.setattr("gptmanager.manager.recovery.audit", unsound)
     manager = start(host, failing(1))
     host.submit(request(1, [1], 20))
     assert host.final(1).error.startswith("StepError")
@@ -426,7 +426,7 @@ def test_a_failed_recovery_still_answers_everybody(host, monkeypatch):
     def fails(self):
         raise MemoryError("again")
 
-    monkeypatch.setattr("gptmanager.allocation.Allocator.reset", fails)
+    monkeypatch.setattr("gptmanager.loop.allocation.Allocator.reset", fails)
     manager = start(host, failing(1), options=params(max_batch_size=2, max_active_requests=None))
     host.submit(*(request(i, [1], 20) for i in range(5)))
     finals = [host.final(i).error for i in range(5)]

@@ -17,8 +17,8 @@ from shorthand import params
 from test_manager import start
 
 from gptmanager import InferenceRequest, KvCacheConfig
-from gptmanager.api import KEYWORDS, PROPERTY_OF_TENSOR
-from gptmanager.life import ManagerState
+from gptmanager.lifecycle.state import ManagerState
+from gptmanager.request.inference_request import KEYWORDS, PROPERTY_OF_TENSOR
 from gptmanager.testing import RecordingCallbacks
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))

@@ -14,7 +14,7 @@ from text_checkpoint import byte_tokenizer
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationResult
 from gptmanager.errors import CapacityError, ConfigError
-from gptmanager.requests_file import (
+from gptmanager.run.requests_file import (
     _ALIASES,
     _NAMES,
     Results,

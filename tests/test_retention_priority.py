@@ -14,10 +14,10 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.kv_cache import KvCacheManager
+from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.request import LlmRequest
-from gptmanager.responses import REQUEST_METRICS
+from gptmanager.request.llm_request import LlmRequest
 from gptmanager.simulator.load import RecordedLoad
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 

@@ -26,14 +26,14 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.blueprint import Blueprint
-from gptmanager.config_check import checked_optional_params
-from gptmanager.executor import TorchExecutor
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.options import checked_optional_params
+from gptmanager.assembly.sizing import size
+from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels
-from gptmanager.loop_builder import build_loop
 from gptmanager.memory import KvPool
 from gptmanager.models import load_model
-from gptmanager.sizing import size
 from gptmanager.statistics import Laps
 
 NUM_SCENARIOS, NUM_PARTS = 500, 4

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from gptmanager.api import InferenceRequest
 from gptmanager.config import CapacitySchedulerPolicy
+from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.simulator import simulate
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel

@@ -20,9 +20,9 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.attention_window import AttentionWindow
 from gptmanager.errors import ConfigError
-from gptmanager.executor import TorchExecutor
+from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT

@@ -19,9 +19,9 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.config_check import checked_optional_params
+from gptmanager.assembly.options import checked_optional_params
+from gptmanager.assembly.sizing import Room, size
 from gptmanager.errors import ConfigError
-from gptmanager.sizing import Room, size
 from gptmanager.testing import RecordingCallbacks
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION

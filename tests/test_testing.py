@@ -11,8 +11,8 @@ import torch
 
 from gptmanager import GptManager, InferenceRequest, ModelType, NamedTensor, OptionalParams
 from gptmanager.errors import ManagerDeadError
-from gptmanager.inspection import AuditReport
-from gptmanager.request import SamplingParams
+from gptmanager.manager.inspection import AuditReport
+from gptmanager.request.llm_request import SamplingParams
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import (
     ContractChecker,

@@ -11,7 +11,7 @@ import torch
 from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.kv_cache import BlockCopy, HostCounts, KvCacheManager, LedgerError
 from gptmanager.memory import KvPool
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

@@ -16,9 +16,9 @@ from loop_driver import LoopDriver, no_evict
 
 from gptmanager import InferenceRequest
 from gptmanager.config import ContextChunkingPolicy
-from gptmanager.inspection import explain
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.request import LlmRequestState
+from gptmanager.manager.inspection import explain
+from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, StaticBatchScheduler
 from gptmanager.scheduler.waiting import WaitReason
 

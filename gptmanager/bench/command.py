@@ -15,9 +15,9 @@ from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_lines, kernel_lines
-from gptmanager.command_arguments import folder, positive, span, writable
 from gptmanager.config import DEVICE
 from gptmanager.errors import GptManagerError
+from gptmanager.terminal.arguments import folder, positive, span, writable
 
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are

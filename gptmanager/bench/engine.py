@@ -11,15 +11,15 @@ from typing import Any
 
 import orjson
 
-from gptmanager.api import SendResponseCallback
 from gptmanager.bench.load import Request, Source
 from gptmanager.callbacks import RequestQueue
 from gptmanager.callbacks.generation import Generation
 from gptmanager.callbacks.result import GenerationResult
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RequestError
-from gptmanager.manager import GptManager
-from gptmanager.run import FetchTimes, latencies
+from gptmanager.manager.gpt_manager import GptManager
+from gptmanager.request.inference_request import SendResponseCallback
+from gptmanager.run.run import FetchTimes, latencies
 
 WARM_UP = [0] * 16  # a prompt before the first timed one
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gptmanager.checkpoint_files import check_file, read_object
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import check_file, read_object
 from gptmanager.models.fields import Fields
 
 # the model that CPU figures are compared on when no checkpoint is given

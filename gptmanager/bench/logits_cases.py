@@ -16,8 +16,8 @@ from gptmanager.cuda import adjustments, sampling
 from gptmanager.cuda.beam_step import best_of_rows
 from gptmanager.cuda.log_probs import LOG_PROB, log_probs
 from gptmanager.cuda.token_masks import mask_logits
-from gptmanager.host_rows import token_bias
-from gptmanager.request import SamplingParams
+from gptmanager.request.input_rows import token_bias
+from gptmanager.request.llm_request import SamplingParams
 
 _REPETITION, _PRESENCE, _FREQUENCY = 1.1, 0.2, 0.1
 _NUM_BIASES, _BIAS = 64, 0.5

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gptmanager.api import NamedTensor
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import Request, Source, uniform_requests
 from gptmanager.callbacks import RequestQueue
 from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
+from gptmanager.request.inference_request import NamedTensor
 
 _GOAL = 0.95
 _POLICIES = (CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamNode, BeamSearch, Hypothesis
+from gptmanager.decoding.deferred import Deferred
 from gptmanager.decoding.parallel_sampling import ParallelSampling
-from gptmanager.deferred import Deferred
 
 
 class BeamNodeState(NamedTuple):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
 from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.uploads import Upload
 from gptmanager.decoding.sampling import Ints, Sampler
-from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
-from gptmanager.staging import Upload
+from gptmanager.request.llm_request import NO_EXTRAS, SamplingParams, Wanted
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a token of a vocabulary

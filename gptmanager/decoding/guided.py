@@ -21,14 +21,14 @@ import torch
 from gptmanager.cuda import token_masks
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.uploads import Staging, Upload
 from gptmanager.decoding.grammar_matcher import fault_of, new_matcher, new_tokenizer
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
 from gptmanager.decoding.schema_numbers import readable_schema
 from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
-from gptmanager.post_processor import BoundProcessor
-from gptmanager.staging import Staging, Upload
+from gptmanager.request.post_processor import BoundProcessor
 
 _NUM_BUFFERS = 4  # of masks: more than steps are under way
 Words = npt.NDArray[np.int32]

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.clock import perf_counter
 from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.rows import (
     Errors,
@@ -33,10 +32,11 @@ from gptmanager.decoding.rows import (
 )
 from gptmanager.decoding.stream_watch import StreamWatch
 from gptmanager.errors import CallbackError, RequestError, response_text
-from gptmanager.log import logger
-from gptmanager.post_processor import BoundProcessor, RequestProcessor, name_of
+from gptmanager.lifecycle.clock import perf_counter
+from gptmanager.lifecycle.log import logger
+from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.request.post_processor import BoundProcessor, RequestProcessor, name_of
 from gptmanager.step import SequenceStart
-from gptmanager.watchdog import CallbackTimer
 
 
 class PostProcessing:

@@ -24,11 +24,11 @@ from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.uploads import Layout, Staging
 from gptmanager.decoding.kernel_signature import PARAMETERS, difference, with_signature
 from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
-from gptmanager.post_processor import BoundProcessor
-from gptmanager.staging import Layout, Staging
+from gptmanager.request.post_processor import BoundProcessor
 
 _NUM_BUFFERS = 4  # more than copies are under way
 # (grid, block, arguments): CuPy's and the emulator's kernels are called so

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.streams import Stream
-from gptmanager.post_processor import BoundProcessor, RequestProcessor
+from gptmanager.request.post_processor import BoundProcessor, RequestProcessor
 from gptmanager.step import SequenceStart
 
 Ints = npt.NDArray[np.int64]

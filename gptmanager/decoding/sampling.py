@@ -30,7 +30,6 @@ from gptmanager.decoding.choice import (
     padded,
     weigh,
 )
-from gptmanager.host_rows import split_bias
 from gptmanager.kernels.cpu import compiled
 from gptmanager.kernels.lanes import (
     claim,
@@ -43,7 +42,8 @@ from gptmanager.kernels.lanes import (
     task_at,
 )
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, Team, task_fields
-from gptmanager.request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.request.input_rows import split_bias
+from gptmanager.request.llm_request import NO_EXTRAS, SamplingParams, Wanted
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
-from gptmanager.request import LlmRequest
+from gptmanager.request.llm_request import LlmRequest
 
 _MAX_LOOKUPS = 10_000  # who forgets to tell that a request has ended loses the oldest
 

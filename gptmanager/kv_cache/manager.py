@@ -17,7 +17,7 @@ from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts
 from gptmanager.kv_cache.sequences import KvSequences
 from gptmanager.kv_cache.tiers import HostCounts
-from gptmanager.request import RETENTION_PRIORITIES, LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE

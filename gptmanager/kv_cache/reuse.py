@@ -15,7 +15,7 @@ from gptmanager.kv_cache.block import BlockCopy, BlockTables
 from gptmanager.kv_cache.lookups import Lookups, root_key
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Match, PrefixTree
 from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

@@ -12,7 +12,7 @@ from gptmanager.errors import CapacityError, DuplicateRequestIdError
 from gptmanager.kv_cache.block import NEVER, BlockCopy, BlockPool, BlockTables
 from gptmanager.kv_cache.needs import BlockNeeds
 from gptmanager.kv_cache.reuse import BlockReuse
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

@@ -15,7 +15,7 @@ from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
 from gptmanager.kv_cache.reuse import BlockReuse
 from gptmanager.kv_cache.tiers import HostTier
-from gptmanager.request import RETENTION_PRIORITIES, LlmRequest
+from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest
 
 Salt = bool | int | str | None
 

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from gptmanager.checkpoint_files import check_file, read_object, shown, shown_path, told
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import check_file, read_object, shown, shown_path, told
 from gptmanager.memory.host_memory import free_memory_bytes
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import torch
 
-from gptmanager.checkpoint_files import check_depth, shown
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import check_depth, shown
 from gptmanager.memory.weights import Place
 from gptmanager.models.fields import Fields
 from gptmanager.models.layers import ModelSpec, parameter_shapes

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gptmanager.checkpoint_files import shown
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import shown
 
 MAX_SIZE = 2**31 - 1  # positions, tokens and rows are int32 in kernels
 

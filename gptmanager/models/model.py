@@ -15,10 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gptmanager.checkpoint_files import read_object, shown, told
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.memory.checkpoint_files import read_object, shown, told
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import SafetensorsFolder, StateDict, Weights
 from gptmanager.models.batch import Batch

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gptmanager.checkpoint_files import shown, told
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import shown, told
 from gptmanager.models.fields import Fields, is_positive
 
 _COMMON = frozenset(

@@ -9,15 +9,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gptmanager.command_arguments import check_distinct
 from gptmanager.errors import ConfigError
 from gptmanager.picture.chrome_trace import chrome_trace
 from gptmanager.picture.drawing import draw
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Trace
-from gptmanager.printable import printable
 from gptmanager.recorder.recording import located, read_recording
+from gptmanager.terminal.arguments import check_distinct
+from gptmanager.terminal.printable import printable
 
 _HELP = """\
 Draw the schedule of a recorded run.

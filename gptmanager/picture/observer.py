@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptmanager.api import NamedTensor
 from gptmanager.config import FinishReason
-from gptmanager.loop import TokenLoop
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.request.inference_request import NamedTensor
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Executor, Failure, Host, Intake, Schedule, StepResult
 

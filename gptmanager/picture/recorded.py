@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gptmanager.api import TENSOR_ALIASES, InferenceRequest
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
 from gptmanager.recorder.recording import End, Iteration, Recording
-from gptmanager.tensors import INT32, read_float, read_int, read_token_ids
+from gptmanager.request.inference_request import TENSOR_ALIASES, InferenceRequest
+from gptmanager.request.read_tensors import INT32, read_float, read_int, read_token_ids
 
 # ends that come of the intake, before anything of the iteration runs
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")

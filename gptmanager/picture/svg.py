@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape as html_escape
 
-from gptmanager.printable import printable_lines
+from gptmanager.terminal.printable import printable_lines
 
 STYLE = """
 .picture { --paper: #ffffff; --ink: #1f2328; --faint: #5b6470; --grid: #d9dee4;

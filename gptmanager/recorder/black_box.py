@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from gptmanager.blueprint import Blueprint
-from gptmanager.clock import thread_time_ns
-from gptmanager.log import logger
-from gptmanager.loop_state import LoopState
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.lifecycle.clock import thread_time_ns
+from gptmanager.lifecycle.log import logger
+from gptmanager.loop.loop_state import LoopState
 from gptmanager.recorder.kept import kept_schedule
 from gptmanager.recorder.recording import Turn, make_header
 from gptmanager.recorder.sizes import schedule_bytes, state_bytes, turn_bytes

@@ -15,11 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.admission import read_draft_logits
-from gptmanager.api import InferenceRequest
 from gptmanager.errors import response_text
-from gptmanager.host_rows import HostRows
-from gptmanager.post_processor import RequestProcessor, is_post_processor
+from gptmanager.loop.admission import read_draft_logits
 from gptmanager.recorder.requests import (
     Opaque,
     RecordedError,
@@ -27,8 +24,10 @@ from gptmanager.recorder.requests import (
     RecordedProcessor,
 )
 from gptmanager.recorder.sizes import value_bytes
-from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
-from gptmanager.tensors import (
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.input_rows import HostRows
+from gptmanager.request.post_processor import RequestProcessor, is_post_processor
+from gptmanager.request.read_tensors import (
     ROW_INPUTS,
     is_too_large,
     read_bias,
@@ -36,6 +35,7 @@ from gptmanager.tensors import (
     read_rows,
     read_token_ids,
 )
+from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
 
 
 class Keeper:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from gptmanager.blueprint import Blueprint
-from gptmanager.config_check import checked_optional_params
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.options import checked_optional_params
 from gptmanager.errors import RecordingError
 from gptmanager.step import Intake, Row, Schedule, StepResult
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gptmanager.blueprint import Blueprint
-from gptmanager.loop import TokenLoop
-from gptmanager.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.statistics import Laps
 from gptmanager.step import Executor, Host

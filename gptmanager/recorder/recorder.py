@@ -12,15 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from gptmanager.api import NamedTensor
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RecordingError, response_text
-from gptmanager.log import logger
+from gptmanager.lifecycle.log import logger
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.kept import Keeper, kept_result
 from gptmanager.recorder.recording import End, Turn, make_header
 from gptmanager.recorder.values import to_json
+from gptmanager.request.inference_request import NamedTensor
 from gptmanager.step import Intake, Schedule, StepResult
 
 _FLUSH_S = 1.0

@@ -17,11 +17,11 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.config import OptionalParams
 from gptmanager.errors import GptManagerError, RecordingError, response_text
-from gptmanager.log import logger
-from gptmanager.loop_state import LoopState
+from gptmanager.lifecycle.log import logger
+from gptmanager.loop.loop_state import LoopState
 from gptmanager.recorder.limits import Bounds, checked_blueprint
 from gptmanager.recorder.requests import Allowance
 from gptmanager.recorder.values import Decoder, field_names, plain_fields, to_json

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.api import InferenceRequest
 from gptmanager.errors import RecordingError, RequestError
-from gptmanager.host_rows import HostRows
-from gptmanager.post_processor import RequestProcessor, is_post_processor
-from gptmanager.tensors import ROW_INPUTS, is_too_large
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.input_rows import HostRows
+from gptmanager.request.post_processor import RequestProcessor, is_post_processor
+from gptmanager.request.read_tensors import ROW_INPUTS, is_too_large
 
 _DEFAULTS = {  # of a request's attributes
     "is_streaming": False,

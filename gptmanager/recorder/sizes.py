@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.api import InferenceRequest
 from gptmanager.kv_cache.state import KvCacheState
-from gptmanager.loop_state import LoopState
+from gptmanager.loop.loop_state import LoopState
 from gptmanager.recorder.recording import Turn
+from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import BeamCandidates, Schedule, SequenceStart
 
 _NUMBER = 40  # in a list or tuple: the number, and the reference to it

@@ -21,11 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from gptmanager.api import InferenceRequest
-from gptmanager.deferred import Deferred
+from gptmanager.decoding.deferred import Deferred
 from gptmanager.errors import RecordingError, response_text
-from gptmanager.host_rows import HostRows
-from gptmanager.post_processor import RequestProcessor, read_post_processor
 from gptmanager.recorder.requests import (
     Allowance,
     RecordedError,
@@ -33,6 +30,9 @@ from gptmanager.recorder.requests import (
     request_from_plain,
     value_from_plain,
 )
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.input_rows import HostRows
+from gptmanager.request.post_processor import RequestProcessor, read_post_processor
 
 _T = TypeVar("_T")
 _Read = Callable[[Any], Any]

@@ -15,9 +15,9 @@ import orjson
 from tqdm import tqdm
 
 from gptmanager.errors import ConfigError, response_text
-from gptmanager.printable import printable_lines
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay.replaying import replay
+from gptmanager.terminal.printable import printable_lines
 
 _REPLAY_HELP = """\
 Run a recording again without its model and compare every schedule.

@@ -10,17 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gptmanager.api import NamedTensor
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
-from gptmanager.loop import TokenLoop
-from gptmanager.loop_builder import build_loop
-from gptmanager.loop_state import LoopState
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.loop.loop_state import LoopState
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
 from gptmanager.replay.unheard import UnheardLoop
+from gptmanager.request.inference_request import NamedTensor
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 

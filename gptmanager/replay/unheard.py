@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from gptmanager.active import ActiveRequest
-from gptmanager.api import NamedTensor
-from gptmanager.beam_responses import final_beams
 from gptmanager.config import FinishReason
-from gptmanager.loop import TokenLoop
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.beam_responses import final_beams
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.request.inference_request import NamedTensor
 
 
 class UnheardLoop(TokenLoop):

@@ -1,7 +1,12 @@
 """Who runs: policies in pure Python, each constructible and steppable alone."""
 
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList, insert_by_priority
+from gptmanager.request.llm_request import (
+    LlmRequest,
+    LlmRequestState,
+    RequestList,
+    insert_by_priority,
+)
 from gptmanager.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,

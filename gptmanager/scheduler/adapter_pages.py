@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from gptmanager.request import LlmRequest, RequestList
+from gptmanager.request.llm_request import LlmRequest, RequestList
 from gptmanager.scheduler.waiting import Wait, WaitReason, counted
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 from gptmanager.arguments import able, at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
 from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full

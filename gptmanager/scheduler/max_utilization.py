@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from gptmanager.arguments import at_least
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.capacity import KvCapacityScheduler
 from gptmanager.scheduler.reuse_delay import reuse_delay

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple
 from gptmanager.arguments import at_least, flag
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from gptmanager.arguments import able
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request import LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.waiting import Wait
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.waiting import Wait, WaitReason
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from gptmanager.arguments import able
-from gptmanager.request import RequestList
+from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
 from gptmanager.scheduler.waiting import Wait

@@ -7,7 +7,7 @@ for it. Knows nothing of victims, nor of what happens to a request that must wai
 from __future__ import annotations
 
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

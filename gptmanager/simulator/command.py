@@ -13,11 +13,9 @@ from typing import Any
 import orjson
 from tqdm import tqdm
 
-from gptmanager.blueprint import Blueprint
-from gptmanager.command_arguments import check_distinct, natural, positive, span, writable
+from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.config import CapacitySchedulerPolicy
 from gptmanager.errors import ConfigError, GptManagerError
-from gptmanager.printable import printable_lines
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Recording, located, read_recording
 from gptmanager.replay.command import imported
@@ -27,6 +25,8 @@ from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.host_queue import HostQueue
 from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
 from gptmanager.simulator.simulation import simulate
+from gptmanager.terminal.arguments import check_distinct, natural, positive, span, writable
+from gptmanager.terminal.printable import printable_lines
 
 _SIMULATE_HELP = """\
 Run a load through the real scheduler and block accounting under a virtual clock, once for each

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.options import checked_optional_params
+from gptmanager.assembly.sizing import size
 from gptmanager.config import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
@@ -17,10 +19,8 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.config_check import checked_optional_params
 from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.load import VOCAB_SIZE
-from gptmanager.sizing import size
 from gptmanager.testing import ScriptedSpec
 
 _DEFAULT_KV_TOKENS = 1 << 18

@@ -8,7 +8,7 @@ from array import array
 
 import numpy as np
 
-from gptmanager.active import ActiveRequest
+from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.statistics import Counts
 from gptmanager.step import Schedule
 

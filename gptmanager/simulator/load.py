@@ -13,10 +13,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from gptmanager.api import InferenceRequest
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording import Iteration, Recording
+from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.simulator.host_queue import HostQueue, host_queue
 from gptmanager.step import BeamCandidates, Schedule, StepResult
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from gptmanager.active import ActiveRequest
-from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import RecordingError, SchedulerError
-from gptmanager.loop_builder import build_loop
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.replay.unheard import UnheardLoop
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps

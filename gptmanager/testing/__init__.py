@@ -1,6 +1,5 @@
 """For hosts' and researchers' own tests: what stands in for a model, and what checks contracts."""
 
-from gptmanager.scripted import NextToken, ScriptedExecutor
 from gptmanager.testing.conformance import (
     ConformanceReport,
     Violation,
@@ -16,6 +15,7 @@ from gptmanager.testing.hosts import (
 )
 from gptmanager.testing.rules import RULES
 from gptmanager.testing.scenarios import PlannedRequest, Scenario, random_scenario
+from gptmanager.testing.scripted_executor import NextToken, ScriptedExecutor
 
 __all__ = [
     "ConformanceReport",

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.api import (
+from gptmanager.errors import response_text
+from gptmanager.manager.gpt_manager import GptManager
+from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
     NamedTensor,
     PollStopSignalCallback,
     SendResponseCallback,
 )
-from gptmanager.errors import response_text
-from gptmanager.manager import GptManager
 
 _NO_MORE = object()
 _ATTRIBUTES = ("is_streaming", "priority", "deadline_s", "queue_timeout_s", "cache_salt")

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmanager.api import InferenceRequest, NamedTensor
-from gptmanager.manager import GptManager
+from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
-from gptmanager.scripted import NextToken
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.testing.scripted_executor import NextToken
 
 
 @dataclass(frozen=True, slots=True)

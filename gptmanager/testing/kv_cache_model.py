@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from gptmanager.request import LlmRequest
+from gptmanager.request.llm_request import LlmRequest
 
 Reuse = Literal["off", "whole", "part", "copy"]
 REUSES: tuple[Reuse, ...] = ("off", "whole", "part", "copy")

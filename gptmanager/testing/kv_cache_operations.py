@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 
 from gptmanager.errors import CapacityError, DuplicateRequestIdError
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.testing.kv_cache_model import (
     REUSES,
     Divergence,

@@ -13,7 +13,7 @@ from typing import Any
 
 from gptmanager.errors import CapacityError
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Life, Match, Options
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Set
 from itertools import chain
 from typing import Any
 
-from gptmanager.active import ActiveRequest
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import response_text
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 
 RULES: dict[str, str] = {

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptmanager.api import InferenceRequest, NamedTensor
+from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
-from gptmanager.inspection import audit
-from gptmanager.loop_builder import build_loop
-from gptmanager.post_processor import RequestProcessor
+from gptmanager.manager.inspection import audit
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
-from gptmanager.scripted import ScriptedExecutor
 from gptmanager.statistics import Counts, Laps
 from gptmanager.step import Failure, Intake
 from gptmanager.testing.contract import ContractChecker, ContractViolation
 from gptmanager.testing.hosts import RecordingCallbacks
 from gptmanager.testing.rules import Breach, Complaint, Decision, JudgedScheduler
 from gptmanager.testing.scenarios import PlannedRequest, Scenario, next_token
+from gptmanager.testing.scripted_executor import ScriptedExecutor
 
 CreateScheduler = Callable[..., Any]
 

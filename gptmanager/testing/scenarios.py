@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gptmanager.api import InferenceRequest
-from gptmanager.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.sizing import size
 from gptmanager.config import (
     ContextChunkingPolicy,
     KvCacheConfig,
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.sizing import size
+from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.testing.hosts import ScriptedSpec
 
 VOCAB_SIZE = 100

@@ -12,14 +12,8 @@ import json
 import statistics
 import sys
 
-from gptmanager import (
-    GptManager,
-    InferenceRequest,
-    KvCacheConfig,
-    ModelType,
-    OptionalParams,
-    placement,
-)
+from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
+from gptmanager.assembly import placement
 from gptmanager.cuda import sampling
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from gptmanager import ContextChunkingPolicy
-from gptmanager.request import LlmRequest
+from gptmanager.request.llm_request import LlmRequest
 from gptmanager.scheduler import (
     GuaranteedNoEvictScheduler,
     KvCacheManager,

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams, SchedulerConfig
-from gptmanager.blueprint import Blueprint
-from gptmanager.host import CallbackHost
-from gptmanager.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.sizing import Sizes
+from gptmanager.host.callback_host import CallbackHost
 from gptmanager.recorder import Recorder, build_recorded_loop
-from gptmanager.sizing import Sizes
 from gptmanager.statistics import Laps
 from gptmanager.step import StepResult
 

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.post_processor import RequestProcessor
-from gptmanager.request import SamplingParams
+from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import SequenceStart
 
 VOCAB_SIZE = 32_000

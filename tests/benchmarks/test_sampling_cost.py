@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.host_rows import token_bias
-from gptmanager.request import SamplingParams, Wanted
+from gptmanager.request.input_rows import token_bias
+from gptmanager.request.llm_request import SamplingParams, Wanted
 
 ROWS, VOCAB, HISTORY = 256, 32_000, 1024
 GREEDY = SamplingParams()

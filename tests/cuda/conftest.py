@@ -11,12 +11,12 @@ from devices import there_is
 from requirements import skip
 from separate_device import DeviceTensor, SeparateDevice, SeparateStream, pin_in, real
 
-from gptmanager import assembly
+from gptmanager.assembly import assemble as assembly
+from gptmanager.assembly.placement import DevicePlacement
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.decoding import raw_kernel
 from gptmanager.errors import ConfigError
-from gptmanager.placement import DevicePlacement
 
 BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 

@@ -9,8 +9,8 @@ from kernel_values import randn
 
 from gptmanager.cuda.adjustments import PARAMS, adjust, pack, pack_lists
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.host_rows import token_bias
-from gptmanager.request import SamplingParams
+from gptmanager.request.input_rows import token_bias
+from gptmanager.request.llm_request import SamplingParams
 
 PROMPT_LENGTH = 6
 VOCAB = 53

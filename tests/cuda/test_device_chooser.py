@@ -9,11 +9,13 @@ import pytest
 import torch
 from devices import check_same, finals, prompt
 
-from gptmanager import InferenceRequest, arrivals, placement
+from gptmanager import InferenceRequest
+from gptmanager.assembly import placement
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
+from gptmanager.cuda import downloads as arrivals
 from gptmanager.cuda.streams import DeviceStream
-from gptmanager.device_executor import DeviceExecutor
+from gptmanager.executor.device_executor import DeviceExecutor
 
 from_tokens = InferenceRequest.from_tokens
 
@@ -147,7 +149,7 @@ def test_nothing_waits_for_beams(device, watched):
 
 
 def test_a_search_too_wide_for_the_kernel_is_the_hosts(device, watched, monkeypatch):
-    monkeypatch.setattr("gptmanager.device_chooser.MAX_CONTINUATIONS", 2)
+    monkeypatch.setattr("gptmanager.executor.device_chooser.MAX_CONTINUATIONS", 2)
     check(device, watched, texts, waits=True, max_beam_width=3)
 
 

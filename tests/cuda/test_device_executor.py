@@ -21,20 +21,20 @@ from gptmanager import (
 )
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
+from gptmanager.cuda.graphs import GenerationGraphs, ladder
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
+from gptmanager.cuda.uploads import Staging
 from gptmanager.decoding import device_sampling
 from gptmanager.decoding.device_sampling import DeviceSampler
 from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
-from gptmanager.device_chooser import DeviceChooser
-from gptmanager.device_executor import DeviceExecutor
 from gptmanager.errors import ConfigError
-from gptmanager.generation_graphs import GenerationGraphs, ladder
+from gptmanager.executor.device_chooser import DeviceChooser
+from gptmanager.executor.device_executor import DeviceExecutor
+from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
-from gptmanager.sequence_tables import DeviceTables
-from gptmanager.staging import Staging
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 from_tokens = InferenceRequest.from_tokens

@@ -18,8 +18,8 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.assembly.placement import place
 from gptmanager.errors import ConfigError
-from gptmanager.placement import place
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 FP8 = torch.float8_e4m3fn

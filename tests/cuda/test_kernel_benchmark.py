@@ -28,7 +28,7 @@ from gptmanager.bench.table import kernel_lines
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
-from gptmanager.request import SamplingParams
+from gptmanager.request.llm_request import SamplingParams
 
 
 class SpoilingLauncher(EmulatorLauncher):

@@ -26,10 +26,10 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager import placement as placements
+from gptmanager.assembly import placement as placements
+from gptmanager.assembly.placement import DevicePlacement
 from gptmanager.cuda.device import find_cupy
 from gptmanager.errors import ConfigError
-from gptmanager.placement import DevicePlacement
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT

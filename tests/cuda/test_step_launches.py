@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream
-from gptmanager.device_executor import DeviceExecutor
+from gptmanager.executor.device_executor import DeviceExecutor
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 

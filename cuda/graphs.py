@@ -1,0 +1,72 @@
+"""`GenerationGraphs`: generation steps recorded for a ladder of batch sizes, and run again.
+
+Decides which recording serves how many rows. Knows nothing of what a step does: it is a function of
+tensors, and the tensors of a recording stay where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.uploads import Layout, Staging
+
+Arrays = Mapping[str, np.ndarray]
+Step = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    memory: Tensor  # the inputs
+    layout: Layout
+    inputs: Mapping[str, Tensor]  # in that memory
+    replay: Callable[[], None]
+    result: Tensor
+
+
+class GenerationGraphs:
+    """`sizes`: numbers of rows, for which the arrays of a step are always equally large."""
+
+    def __init__(self, stream: Stream, staging: Staging, sizes: Sequence[int]) -> None:
+        self._stream = stream
+        self._staging = staging
+        self._sizes = sorted(sizes)
+        self._graphs: dict[int, _Graph] = {}
+
+    def record(self, inputs: Callable[[int], Arrays], step: Step) -> None:
+        """Record `step` for each size, of which `inputs` gives arrays that touch nothing."""
+        sizes = self._sizes[::-1]  # the largest first: the others find its memory
+        for size in tqdm(sizes, desc="CUDA graphs", delay=1.0, disable=None):
+            arrays = inputs(size)
+            layout = Layout(arrays)
+            memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
+            self._staging.fill(memory, layout, arrays)
+            views = layout.views(memory)
+            replay, result = self._stream.capture(functools.partial(step, views))
+            self._graphs[size] = _Graph(memory, layout, views, replay, result)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The smallest recorded size of at least so many rows."""
+        place = bisect_left(self._sizes, num_rows)
+        size = self._sizes[place] if place < len(self._sizes) else None
+        return size if size in self._graphs else None
+
+    def run(self, size: int, arrays: Arrays) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The result for arrays of that size, and these on the device; both until the next run."""
+        graph = self._graphs[size]
+        self._staging.fill(graph.memory, graph.layout, arrays)
+        graph.replay()
+        return graph.result, graph.inputs
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8 and every eighth from there: so few rows are padding."""
+    return tuple(size for size in (1, 2, 4, *range(8, most + 8, 8)) if size < most + 8)

@@ -1,0 +1,1 @@
+"""From what a host says to what a running loop stands on."""

@@ -1,0 +1,96 @@
+"""From checked options and a model to what a loop stands on: every default is resolved here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.placement import place
+from gptmanager.assembly.sizing import size
+from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.decoding.logits import PostProcessing
+from gptmanager.errors import ConfigError, response_text
+from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.lifecycle.watchdog import CallbackTimer
+
+# what torch says where a CPU has no memory, and NumPy and torch of sizes that no address reaches
+_NO_SUCH_ARRAY = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What a loop stands on. `device`: its name. `weights_version` changes with the weights."""
+
+    blueprint: Blueprint
+    executor: TorchExecutor
+    device: str
+    weights_version: Callable[[], int]
+
+
+def assemble(
+    source: Any,
+    params: OptionalParams,
+    scheduler_config: SchedulerConfig,
+    model_type: ModelType,
+    max_beam_width: int,
+    processor_timer: CallbackTimer,
+) -> Assembly:
+    """Load the model, size and allocate the KV cache. `processor_timer`: of post-processors."""
+    placement = place(params)
+    model = placement.load(source, params)
+    if model_type is ModelType.V1:
+        policy = CapacitySchedulerPolicy.STATIC_BATCH
+        scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
+    room = placement.room(model, params, max_beam_width)
+    sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
+    blueprint = Blueprint(
+        params,
+        scheduler_config,
+        sizes,
+        model.spec.vocab_size,
+        model_type=model_type,
+        max_beam_width=max_beam_width,
+        hidden_size=getattr(model.spec, "hidden_size", 0),
+    )
+    try:
+        executor = placement.executor(
+            model,
+            sizes,
+            num_slots=blueprint.num_slots,
+            max_batch_size=params.max_batch_size,
+            max_beam_width=max_beam_width,
+            fused=model_type is not ModelType.INFLIGHT_BATCHING,
+            processing=PostProcessing(
+                batched=params.logits_post_processor_batched,
+                budget_s=params.logits_post_processor_budget_s,
+                watches_streams=params.check_logits_post_processor_streams,
+                timer=processor_timer,
+                num_slots=blueprint.num_slots,
+                max_beam_width=max_beam_width,
+                stream=placement.stream,
+            ),
+        )
+    except (RuntimeError, MemoryError, ValueError) as error:
+        is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_of_memory and not any(text in str(error) for text in _NO_SUCH_ARRAY):
+            raise
+        raise ConfigError(
+            f"no memory for steps of max_batch_size = {params.max_batch_size} sequences of "
+            f"max_seq_len = {sizes.max_seq_len} tokens, beside a KV cache of {sizes.num_blocks} "
+            f"blocks and {sizes.num_host_blocks} on the host: {response_text(error)}"
+        ) from error
+    return Assembly(
+        blueprint,
+        executor,
+        device="cpu" if placement.stream is None else placement.stream.name,
+        weights_version=_weights_version(model),
+    )
+
+
+def _weights_version(model: Any) -> Callable[[], int]:
+    weights: Any = getattr(model, "weights", None)
+    return (lambda: int(weights.version)) if hasattr(weights, "version") else lambda: 0

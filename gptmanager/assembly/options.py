@@ -1,0 +1,348 @@
+"""Which configurations a manager takes: everything else is refused by name, nothing is ignored.
+
+A field that has no effect in this library, or whose support has not landed yet, is refused when it
+is set off its default.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import fields
+from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any
+
+from gptmanager.config import (
+    DEVICE,
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    PeftCacheManagerConfig,
+    PromptLookup,
+    SchedulerConfig,
+)
+from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.request.post_processor import is_post_processor
+
+_NO_EFFECT = "it has no effect in this library"
+_LATER = "its support has not landed yet"
+
+# class -> {field: why it is refused when it differs from its default}
+_REFUSED: dict[type, dict[str, str]] = {
+    SchedulerConfig: {},
+    PromptLookup: {},
+    KvCacheConfig: {
+        "use_uvm": _NO_EFFECT,
+        "cross_kv_cache_fraction": _NO_EFFECT,
+        "event_buffer_max_size": _NO_EFFECT,
+    },
+    PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
+    OptionalParams: {
+        "device_ids": _LATER,
+        "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
+        "decoding_config": _NO_EFFECT,
+        "guided_decoding_config": _LATER,
+        "gpu_weights_percent": _NO_EFFECT,
+        "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
+        "scheduler_config": _NO_EFFECT + ": it is an argument of GptManager",
+        "extended_runtime_perf_knob_config": _NO_EFFECT,
+        "debug_config": _NO_EFFECT,
+        "max_seq_idle_microseconds": _NO_EFFECT,
+        "max_num_sequences": _NO_EFFECT + ": set max_active_requests",
+    },
+}
+
+_MANY = 2**31 - 1  # tokens, requests, blocks: int32 holds them everywhere
+_HUGE = 2**63 - 1  # bytes
+
+# field -> (smallest, largest) permitted value
+_RANGES: dict[type, dict[str, tuple[float, float]]] = {
+    SchedulerConfig: {},
+    PromptLookup: {
+        "max_draft_tokens": (1, _MANY),
+        "max_ngram": (1, _MANY),
+        "min_ngram": (1, _MANY),
+    },
+    KvCacheConfig: {
+        "max_tokens": (1, _MANY),
+        "tokens_per_block": (1, _MANY),
+        "host_cache_size": (0, _HUGE),
+        "secondary_offload_min_priority": (0, 100),
+        "max_attention_window": (1, _MANY),
+        "sink_token_length": (0, _MANY),
+        "host_bytes_per_s": (1.0, 1e18),
+        "recompute_tokens_per_s": (1.0, 1e18),
+    },
+    PeftCacheManagerConfig: {},
+    OptionalParams: {
+        "run_ahead": (0, 1),
+        "max_batch_size": (1, _MANY),
+        "max_num_tokens": (1, _MANY),
+        "max_seq_len": (2, _MANY),
+        "max_active_requests": (1, _MANY),
+        "idle_poll_s": (0.0, 1e6),
+        "callback_budget_s": (0.0, 1e6),
+        "step_budget_s": (1e-3, 1e6),
+        "max_waiting_requests": (0, _MANY),
+        "max_get_failures": (1, _MANY),
+        "max_step_failures": (1, _MANY),
+        "logits_post_processor_budget_s": (0.0, 1e6),
+        "black_box_iterations": (0, _MANY),
+        "black_box_bytes": (1 << 20, _HUGE),
+        "seed": (0, 2**64 - 1),
+    },
+}
+
+_UNBOUNDED = (
+    "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
+)  # fmt: skip
+
+_MAX_LINES = 2**31 - 1  # int32
+_DTYPES = (None, "float32", "bfloat16", "float16")
+_CACHE_DTYPES = (None, "fp8")
+
+
+def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
+    """A private copy of `config`; raises ConfigError naming the first field that cannot be."""
+    config = _checked(config, SchedulerConfig, "scheduler_config")
+    _require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
+    if config.context_chunking_policy is not None:
+        _require_member(config, "context_chunking_policy", ContextChunkingPolicy)
+    if config.create_scheduler is not None and not callable(config.create_scheduler):
+        raise ConfigError("SchedulerConfig.create_scheduler must be callable")
+    return config
+
+
+def checked_optional_params(params: OptionalParams) -> OptionalParams:
+    """A private copy of `params`; raises ConfigError naming the first field that cannot be."""
+    params = _checked(params, OptionalParams, "optional_params")
+    params.kv_cache_config = _checked(
+        params.kv_cache_config, KvCacheConfig, "OptionalParams.kv_cache_config"
+    )
+    params.peft_cache_manager_config = _checked(
+        params.peft_cache_manager_config,
+        PeftCacheManagerConfig,
+        "OptionalParams.peft_cache_manager_config",
+    )
+    _check_host_tier(params.kv_cache_config)
+    _check_fraction(params.kv_cache_config)
+    _check_sink(params.kv_cache_config)
+    _check_lookup(params)
+    _check_paths(params)
+    _check_batched(params)
+    _check_modes(params)
+    _settle_device(params)
+    if params.dtype is not None:
+        params.dtype = str(params.dtype).removeprefix("torch.")
+    if params.dtype not in _DTYPES:
+        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
+    return params
+
+
+def _check_host_tier(kv_cache: KvCacheConfig) -> None:
+    if kv_cache.host_cache_size and not kv_cache.enable_block_reuse:
+        raise ConfigError(
+            f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
+            "it holds blocks that are to be found again"
+        )
+    for name, value, neutral in (
+        ("onboard_blocks", kv_cache.onboard_blocks, True),
+        ("secondary_offload_min_priority", kv_cache.secondary_offload_min_priority, None),
+    ):
+        if value != neutral and not kv_cache.host_cache_size:
+            raise ConfigError(
+                f"KvCacheConfig.{name} = {value!r} is about the host tier: it needs host_cache_size"
+            )
+    if kv_cache.host_swap not in ("auto", "always"):
+        raise ConfigError(
+            f"KvCacheConfig.host_swap = {kv_cache.host_swap!r} is neither 'auto' nor 'always'"
+        )
+
+
+def _check_fraction(kv_cache: KvCacheConfig) -> None:
+    fraction = kv_cache.free_gpu_memory_fraction
+    if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
+        raise ConfigError(
+            f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
+            "both excluded"
+        )
+
+
+def _check_lookup(params: OptionalParams) -> None:
+    if params.speculative_decoding_config is None:
+        return
+    if params.kv_cache_config.max_attention_window:
+        raise ConfigError(
+            "OptionalParams.speculative_decoding_config is refused with "
+            f"KvCacheConfig.max_attention_window = {params.kv_cache_config.max_attention_window}: "
+            "what a wrong guess has overwritten would be lost"
+        )
+    lookup = _checked(
+        params.speculative_decoding_config,
+        PromptLookup,
+        "OptionalParams.speculative_decoding_config",
+    )
+    if lookup.min_ngram > lookup.max_ngram:
+        raise ConfigError(
+            f"PromptLookup.min_ngram = {lookup.min_ngram} exceeds max_ngram = {lookup.max_ngram}"
+        )
+
+
+def _check_paths(params: OptionalParams) -> None:
+    for name in ("recording_path", "black_box_path"):
+        path = getattr(params, name)
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
+
+
+def _check_batched(params: OptionalParams) -> None:
+    batched = params.logits_post_processor_batched
+    if batched is not None and not is_post_processor(batched):
+        raise ConfigError(
+            f"OptionalParams.logits_post_processor_batched is a {type(batched).__name__}, expected "
+            "an object with a method process_batch"
+        )
+
+
+def _check_modes(params: OptionalParams) -> None:
+    chunked = params.enable_chunked_context
+    if chunked is not None and not isinstance(chunked, bool):
+        raise ConfigError(
+            f"OptionalParams.enable_chunked_context = {chunked!r} is none of None, True, False"
+        )
+    if not isinstance(params.on_hang, str) or params.on_hang not in ("log", "fail"):
+        raise ConfigError(
+            f"OptionalParams.on_hang = {params.on_hang!r} is neither 'log' nor 'fail'"
+        )
+    if params.on_hang == "fail" and params.step_budget_s is None:
+        raise ConfigError("OptionalParams.on_hang = 'fail' needs step_budget_s: None hangs never")
+    if params.enable_trt_overlap and params.run_ahead:
+        raise ConfigError(
+            f"OptionalParams.enable_trt_overlap = True with run_ahead = {params.run_ahead}: the "
+            "one overlaps steps of different requests, the other of the same; choose one"
+        )
+
+
+def _settle_device(params: OptionalParams) -> None:
+    """`device` as a str, and the defaults that depend on it."""
+    if params.device is not None:
+        params.device = str(params.device)  # a torch.device says the same
+        if not DEVICE.fullmatch(params.device):
+            raise ConfigError(
+                f"OptionalParams.device = {params.device!r} is none of 'cpu', 'cuda', 'cuda:0' and "
+                "so on, 'emulator'"
+            )
+    on_host = params.device in (None, "cpu")
+    dtype = params.kv_cache_config.dtype
+    if dtype not in _CACHE_DTYPES:
+        raise ConfigError(f"KvCacheConfig.dtype = {dtype!r} is not one of {_CACHE_DTYPES}")
+    if dtype is not None and on_host:
+        raise ConfigError(
+            f"KvCacheConfig.dtype = {dtype!r} is refused with OptionalParams.device = "
+            f"{params.device!r}: the KV cache of the CPU is float32"
+        )
+    if params.run_ahead is None:
+        params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
+
+
+def _check_sink(config: KvCacheConfig) -> None:
+    sink, window = config.sink_token_length, config.max_attention_window
+    if sink and (window is None or sink >= window):
+        raise ConfigError(
+            f"KvCacheConfig.sink_token_length = {sink} must be less than max_attention_window = "
+            f"{window}"
+        )
+
+
+def _checked(config: Any, cls: type, where: str) -> Any:
+    if not isinstance(config, cls):
+        raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
+    default = cls()
+    for name, reason in _REFUSED[cls].items():
+        value = getattr(config, name)
+        if not _equal(value, getattr(default, name)):
+            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
+    for name in (field.name for field in fields(cls)):
+        value = getattr(config, name)
+        if isinstance(getattr(default, name), bool) and not isinstance(value, bool):
+            raise ConfigError(f"{cls.__name__}.{name} = {value!r} is neither True nor False")
+    for name, (low, high) in _RANGES[cls].items():
+        _require_range(cls.__name__, name, getattr(config, name), getattr(default, name), low, high)
+    return copy.copy(config)
+
+
+def _require_range(
+    owner: str, name: str, value: Any, default: Any, low: float, high: float
+) -> None:
+    if not isinstance(default, Real) and _equal(value, default):  # None, "auto"
+        return
+    if value is None and name in _UNBOUNDED:
+        return
+    is_float = isinstance(low, float)
+    kind = Real if is_float else Integral
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if not number or not low <= value <= high:  # NaN is not
+        noun = "a number" if is_float else "an integer"
+        raise ConfigError(f"{owner}.{name} = {value!r} must be {noun} from {low} to {high}")
+
+
+def _require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, enum):
+        raise ConfigError(f"{type(config).__name__}.{name} = {value!r} is not a {enum.__name__}")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    try:
+        return bool(value == default)
+    except (TypeError, ValueError):  # an array, say: no default is one
+        return False
+
+
+def check_arguments(
+    model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
+) -> None:
+    """What can be told about the constructor's arguments before a model is loaded."""
+    if not isinstance(model_type, ModelType):
+        raise ConfigError(f"model_type = {model_type!r} is not a ModelType")
+    if model_type is ModelType.V1:
+        _check_lock_step(params, scheduler_config)
+    if isinstance(max_beam_width, bool) or not isinstance(max_beam_width, int):
+        raise ConfigError(f"max_beam_width = {max_beam_width!r} is not an integer")
+    if max_beam_width < 1:
+        raise ConfigError(f"max_beam_width = {max_beam_width} must be at least 1")
+    if max_beam_width * params.max_batch_size > _MAX_LINES:
+        raise ConfigError(
+            f"max_beam_width = {shown(max_beam_width)} with max_batch_size = "
+            f"{params.max_batch_size}: both together may come to {_MAX_LINES}"
+        )
+    window = params.kv_cache_config.max_attention_window
+    if max_beam_width > 1 and window is not None:
+        raise ConfigError(
+            f"max_beam_width = {max_beam_width} is refused with KvCacheConfig.max_attention_window "
+            f"= {window}: beams that share blocks cannot write over them"
+        )
+
+
+def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) -> None:
+    """V1 is STATIC_BATCH over a contiguous KV cache: what contradicts that is refused."""
+    contradictions = {
+        "SchedulerConfig.capacity_scheduler_policy = MAX_UTILIZATION": (
+            scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        ),
+        "SchedulerConfig.create_scheduler": scheduler_config.create_scheduler is not None,
+        "OptionalParams.enable_chunked_context = True": params.enable_chunked_context,
+        "OptionalParams.enable_trt_overlap = True": params.enable_trt_overlap,
+        "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
+        "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
+    }
+    for name, is_set in contradictions.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} is refused with ModelType.V1, whose batches run in lock-step over a "
+                "contiguous KV cache"
+            )

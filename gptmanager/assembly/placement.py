@@ -1,0 +1,218 @@
+"""`Placement`: where a model and its KV cache lie, and what runs them there.
+
+Decides kernels, dtypes and memory by the device alone. Knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptmanager.assembly.sizing import Room, Sizes
+from gptmanager.config import OptionalParams
+from gptmanager.cuda.graphs import ladder
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.streams import DeviceStream, EmulatedStream, Stream
+from gptmanager.errors import ConfigError
+from gptmanager.executor.device_executor import DeviceExecutor
+from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.memory.device_kv_pool import DeviceKvPool
+from gptmanager.memory.host_memory import free_memory_bytes
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import Dimensions, Model, load_model
+
+
+def place(params: OptionalParams) -> Placement:
+    """By `OptionalParams.device`. ConfigError where there is no such device."""
+    kind = (params.device or "cpu").partition(":")[0]
+    if kind == "cpu":
+        return HostPlacement(params.deterministic)
+    stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(params.device or "")
+    return DevicePlacement(stream, params.deterministic, params.cuda_graphs)
+
+
+class Placement(ABC):
+    """A device, the kernels for it, and an executor that uses both."""
+
+    device: torch.device
+    kernels: Kernels
+    stream: Stream | None = None  # that steps are enqueued on; None: they run when they are called
+
+    def load(self, source: Any, params: OptionalParams) -> Model:
+        """The model of a checkpoint, or one that the host made. ConfigError for what is neither."""
+        if isinstance(source, (str, os.PathLike, tuple)):
+            self.kernels.warm_up()
+            return load_model(
+                source if isinstance(source, tuple) else Path(source),
+                kernels=self.kernels,
+                device=self.device,
+                dtype=params.dtype,
+                max_seq_len=params.max_seq_len,
+                attention_window=params.kv_cache_config.max_attention_window,
+                sink=params.kv_cache_config.sink_token_length or 0,
+                kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
+            )
+        if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
+            _refuse_for_models(params)
+            model: Model = source
+            return model
+        raise ConfigError(
+            f"model_path = {source!r} is neither a checkpoint folder, nor a Model, nor a pair "
+            "(config dict, state dict)"
+        )
+
+    @abstractmethod
+    def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
+        """Memory for the KV cache, beside the model and what its largest step needs."""
+
+    @abstractmethod
+    def executor(
+        self, model: Model, sizes: Sizes, *, max_batch_size: int, **options: Any
+    ) -> TorchExecutor:
+        """With a KV cache of these sizes; `options` as of `TorchExecutor`."""
+
+
+class HostPlacement(Placement):
+    """The CPU. Pages are float32, whatever the model's dtype."""
+
+    def __init__(self, deterministic: bool) -> None:
+        self.device = torch.device("cpu")
+        self.kernels = CpuKernels(deterministic=deterministic)
+
+    def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
+        return Room(free_memory_bytes())
+
+    def executor(
+        self, model: Model, sizes: Sizes, *, max_batch_size: int, **options: Any
+    ) -> TorchExecutor:
+        executor = TorchExecutor(
+            model,
+            _pool(KvPool, model.spec, sizes, contiguous=sizes.contiguous),
+            max_seq_len=sizes.max_seq_len,
+            attention_window=sizes.window,
+            **options,
+        )
+        _reserve(model, sizes.max_seq_len)  # last: it is filled, and the others may not fit
+        return executor
+
+
+class DevicePlacement(Placement):
+    """A CUDA device, or the emulator in its place. Pages have the dtype that the model's spec asks
+    for, by default its own.
+    """
+
+    stream: Stream
+
+    def __init__(self, stream: Stream, deterministic: bool, cuda_graphs: bool = True) -> None:
+        self.device = stream.device
+        self.kernels = CudaKernels(stream.launcher, deterministic=deterministic)
+        self.stream = stream
+        self._cuda_graphs = cuda_graphs
+
+    def load(self, source: Any, params: OptionalParams) -> Model:
+        model = super().load(source, params)
+        self.stream.catch_up()  # its tensors were filled on this thread's stream
+        return model
+
+    def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
+        """By a trial: the largest step that the options allow is run, with a cache of one block."""
+        self._reserve(model, _longest(model, params))
+        peak = self.stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
+        gc.collect()  # of what the trial held nothing may be missing from what is free
+        # what the trial has none of: the recordings' logits, and marks of the sampler beside them
+        rows = params.max_batch_size * max_beam_width
+        beside = 2 * rows * model.spec.vocab_size * torch.float32.itemsize
+        free = self.stream.free_bytes() - peak - beside
+        return Room(free, self._dtype(model), shared=self.device.type == "cpu")
+
+    def executor(
+        self,
+        model: Model,
+        sizes: Sizes,
+        *,
+        max_batch_size: int,
+        max_beam_width: int = 1,
+        **options: Any,
+    ) -> DeviceExecutor:
+        self._reserve(model, sizes.max_seq_len)
+        return DeviceExecutor(
+            model,
+            self._pool(model, sizes),
+            stream=self.stream,
+            max_seq_len=sizes.max_seq_len,
+            attention_window=sizes.window,
+            max_beam_width=max_beam_width,
+            graph_sizes=ladder(max_batch_size * max_beam_width) if self._cuda_graphs else (),
+            **options,
+        )
+
+    def _reserve(self, model: Model, num_positions: int) -> None:
+        _reserve(model, num_positions)
+        self.stream.catch_up()  # as when it was loaded
+
+    def _try(self, model: Model, params: OptionalParams, max_beam_width: int) -> None:
+        longest = _longest(model, params)
+        size = params.kv_cache_config.tokens_per_block
+        executor = DeviceExecutor(
+            model,
+            self._pool(model, Sizes(1, size, longest, longest - 1, False, False, longest)),
+            stream=self.stream,
+            num_slots=1,
+            max_seq_len=longest,
+        )
+        executor.run_largest(params.max_num_tokens, params.max_batch_size * max_beam_width)
+
+    def _pool(self, model: Model, sizes: Sizes) -> KvPool:
+        where = {"dtype": self._dtype(model), "device": self.device}
+        make = functools.partial(DeviceKvPool, self.stream.launcher)
+        return _pool(make, model.spec, sizes, **where)
+
+    def _dtype(self, model: Model) -> torch.dtype:
+        own = getattr(model.spec, "dtype", torch.float32)
+        return getattr(model.spec, "kv_cache_dtype", None) or own
+
+
+def _pool(make: Callable[..., KvPool], spec: Dimensions, sizes: Sizes, **options: Any) -> KvPool:
+    return make(
+        spec.num_layers,
+        sizes.num_blocks,
+        sizes.tokens_per_block,
+        spec.num_kv_heads,
+        spec.head_dim,
+        num_host_blocks=sizes.num_host_blocks,
+        **options,
+    )
+
+
+def _longest(model: Model, params: OptionalParams) -> int:
+    """Tokens of a sequence, before the KV cache has its say."""
+    return min(params.max_seq_len or (1 << 62), model.spec.max_position_embeddings)
+
+
+def _reserve(model: Model, num_positions: int) -> None:
+    reserve = getattr(model, "reserve_positions", None)  # also of who wraps a `CheckpointModel`
+    if reserve is not None:
+        reserve(num_positions)
+
+
+def _refuse_for_models(params: OptionalParams) -> None:
+    """What only a model that is loaded here can have."""
+    if params.kv_cache_config.max_attention_window is not None:
+        raise ConfigError(
+            "KvCacheConfig.max_attention_window has no effect on a Model object: its own "
+            "attention decides"
+        )
+    for name, dtype in (
+        ("OptionalParams.dtype", params.dtype),
+        ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
+    ):
+        if dtype is not None:
+            raise ConfigError(f"{name} = {dtype!r} has no effect on a Model object")

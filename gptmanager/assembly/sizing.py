@@ -1,0 +1,267 @@
+"""How large the KV cache is and how long a sequence may be, with the log lines operators expect."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ConfigError
+from gptmanager.kv_cache.attention_window import AttentionWindow
+from gptmanager.memory.host_memory import free_memory_bytes
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import Dimensions
+
+logger = logging.getLogger("gptmanager")
+
+_GIB = 1 << 30
+_CPU_FRACTION = 0.25  # of free memory, when neither max_tokens nor a fraction is given
+_DEFAULT_FRACTION = 0.9
+_WINDOWED_CHUNK = 256  # tokens that a chunk behind an attention window has at least
+_UNBOUNDED = 1 << 62
+
+
+class Room(NamedTuple):
+    """Memory that the KV cache may take of. `shared`: others use it too, so that by default it gets
+    a small part of what is free, and no more than all slots can fill.
+    """
+
+    free_bytes: float
+    dtype: torch.dtype = torch.float32
+    shared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Lengths in tokens. `pool_limited`: the pool, not the model, bounds a sequence. `contiguous`:
+    a block is a whole sequence.
+    """
+
+    num_blocks: int
+    tokens_per_block: int
+    max_seq_len: int
+    max_input_len: int
+    pool_limited: bool
+    chunked: bool
+    max_context_length: int
+    num_host_blocks: int = 0
+    attention_window: int | None = None
+    sink_token_length: int = 0
+    contiguous: bool = False
+
+    @property
+    def window(self) -> AttentionWindow | None:
+        """Where a sequence lies, if its attention has a window."""
+        if self.attention_window is None:
+            return None
+        return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
+
+    @property
+    def chunk_unit(self) -> int:
+        """Tokens: a context that is cut ends its chunks on multiples of so many.
+
+        That is a block; behind a window several, since a context runs there in pieces anyway.
+        """
+        size = self.tokens_per_block
+        if self.attention_window is None or self.attention_window >= self.max_input_len:
+            return size
+        return -(-_WINDOWED_CHUNK // size) * size
+
+
+def size(
+    params: OptionalParams,
+    scheduler: SchedulerConfig,
+    spec: Dimensions,
+    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
+    max_beam_width: int = 1,
+    room: Room | None = None,
+) -> Sizes:
+    """Sizes for a model, by default on the CPU; ConfigError names the option that leaves no room.
+
+    V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence that a batch can
+    have, or for as many as max_tokens and the memory allow.
+    """
+    max_seq_len = _asked_seq_len(params, spec)
+    contiguous = model_type is ModelType.V1
+    tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
+    room = room or Room(free_memory_bytes())
+    window = params.kv_cache_config.max_attention_window
+    if window is not None and window >= max_seq_len:
+        window = None
+    sink = params.kv_cache_config.sink_token_length or 0
+    longest = max_seq_len  # that one sequence keeps
+    if window is not None:
+        longest = min(longest, AttentionWindow(window, sink, tokens_per_block).num_tokens)
+    num_blocks = _num_blocks(params, spec, max_seq_len, longest, contiguous, max_beam_width, room)
+    pool_limited = -(-longest // tokens_per_block) > num_blocks
+    if pool_limited:
+        max_seq_len = _cut_seq_len(max_seq_len, num_blocks, tokens_per_block)
+    chunked = _is_chunked(params, scheduler)
+    max_input_len = max_seq_len - 1
+    if not chunked:  # a context runs in one piece
+        max_input_len = min(max_input_len, params.max_num_tokens)
+    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
+    sizes = Sizes(
+        num_blocks=num_blocks,
+        tokens_per_block=tokens_per_block,
+        max_seq_len=max_seq_len,
+        max_input_len=max_input_len,
+        pool_limited=pool_limited,
+        chunked=chunked,
+        max_context_length=params.max_num_tokens if chunked else max_input_len,
+        num_host_blocks=_num_host_blocks(params, block_bytes),
+        attention_window=window,
+        sink_token_length=sink,
+        contiguous=contiguous,
+    )
+    _check_chunks(params.max_num_tokens, sizes)
+    _log(sizes, params.kv_cache_config.onboard_blocks, block_bytes)
+    return sizes
+
+
+def _asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
+    longest = spec.max_position_embeddings
+    if params.max_seq_len is None:
+        return longest
+    if params.max_seq_len > longest:
+        raise ConfigError(
+            f"OptionalParams.max_seq_len = {params.max_seq_len} exceeds the checkpoint's "
+            f"max_position_embeddings = {longest}"
+        )
+    return params.max_seq_len
+
+
+def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
+    """What one sequence can hold in the pool."""
+    in_pool = (num_blocks - 1) * tokens_per_block + 1
+    if in_pool < 2:
+        raise ConfigError(
+            f"a KV cache of {num_blocks} block of {tokens_per_block} tokens cannot hold one "
+            f"sequence of max_seq_len = {max_seq_len}: raise KvCacheConfig.max_tokens"
+        )
+    logger.warning(
+        "max_seq_len is too large for one sequence to fit in the KV cache: reduced to %d", in_pool
+    )
+    logger.warning("max_input_len is reduced to %d", in_pool - 1)
+    return in_pool
+
+
+def _num_blocks(
+    params: OptionalParams,
+    spec: Dimensions,
+    max_seq_len: int,
+    longest: int,
+    contiguous: bool,
+    max_beam_width: int,
+    room: Room,
+) -> int:
+    """`longest`: so many tokens a sequence keeps at most."""
+    config, free = params.kv_cache_config, room.free_bytes
+    logger.info("free memory before sizing the KV cache: %.2f GiB", free / _GIB)
+    max_tokens, default_fraction = config.max_tokens, _DEFAULT_FRACTION
+    if max_tokens is None and room.shared:
+        max_tokens = params.max_batch_size * max_beam_width * longest
+        default_fraction = _CPU_FRACTION
+    elif max_tokens is None:
+        max_tokens = _UNBOUNDED
+    fraction = config.free_gpu_memory_fraction or default_fraction
+    tokens_per_block = config.tokens_per_block
+    num_blocks = -(-max_tokens // tokens_per_block)
+    if contiguous:
+        tokens_per_block = max_seq_len
+        num_blocks = min(max_tokens // max_seq_len, params.max_batch_size * max_beam_width)
+        if not num_blocks:
+            raise ConfigError(
+                f"KvCacheConfig.max_tokens = {max_tokens} is less than one sequence of "
+                f"max_seq_len = {max_seq_len} tokens, and V1 has one block for each"
+            )
+    block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
+    if block_bytes:
+        num_blocks = min(num_blocks, int(free * fraction) // block_bytes)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no KV cache block of {block_bytes} bytes fits into {fraction:g} of the "
+            f"{free} free bytes (KvCacheConfig.free_gpu_memory_fraction)"
+        )
+    return num_blocks
+
+
+def _num_host_blocks(params: OptionalParams, block_bytes: int) -> int:
+    size = params.kv_cache_config.host_cache_size or 0
+    if size and size < block_bytes:
+        raise ConfigError(
+            f"KvCacheConfig.host_cache_size = {size} bytes hold no block of {block_bytes} bytes"
+        )
+    if not size or not block_bytes:
+        return 0
+    config = params.kv_cache_config
+    moving_s = 2 * block_bytes / config.host_bytes_per_s
+    computing_s = config.tokens_per_block / config.recompute_tokens_per_s
+    if config.host_swap == "auto" and moving_s >= computing_s:
+        logger.warning(
+            "host_cache_size is not used: to move a block to the host and back takes %.3g s, to "
+            "compute its tokens again %.3g s (KvCacheConfig.host_swap = 'auto')",
+            *(moving_s, computing_s),
+        )
+        return 0
+    return size // block_bytes
+
+
+def _block_bytes(spec: Dimensions, tokens_per_block: int, dtype: torch.dtype) -> int:
+    return KvPool.bytes_per_block(
+        spec.num_layers, tokens_per_block, spec.num_kv_heads, spec.head_dim, dtype
+    )
+
+
+def _is_chunked(params: OptionalParams, scheduler: SchedulerConfig) -> bool:
+    chunked = params.enable_chunked_context
+    if chunked is None:
+        policy = scheduler.capacity_scheduler_policy
+        chunked = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+    if scheduler.context_chunking_policy is not None and not chunked:
+        raise ConfigError(
+            "SchedulerConfig.context_chunking_policy = "
+            f"{scheduler.context_chunking_policy.name} has no effect without "
+            "OptionalParams.enable_chunked_context"
+        )
+    return chunked
+
+
+def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
+    """A context that does not fit into a step must be able to run in chunks."""
+    unit, size = sizes.chunk_unit, sizes.tokens_per_block
+    if not sizes.chunked or max_num_tokens >= min(unit, sizes.max_input_len):
+        return
+    reason = f"tokens_per_block = {size} tokens"
+    if unit > size:
+        reason = (
+            f"{unit} tokens: with KvCacheConfig.max_attention_window = {sizes.attention_window} "
+            f"chunks are blocks of {size} tokens that come to {_WINDOWED_CHUNK} or more"
+        )
+    raise ConfigError(
+        f"OptionalParams.max_num_tokens = {max_num_tokens} is less than one context chunk of "
+        f"{reason}"
+    )
+
+
+def _log(sizes: Sizes, onboards: bool, block_bytes: int) -> None:
+    num_blocks, size = sizes.num_blocks, sizes.tokens_per_block
+    longest = -(-sizes.max_seq_len // size)
+    if sizes.window is not None:
+        longest = min(longest, sizes.window.num_blocks)
+    logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
+    logger.info(
+        "number of blocks in the KV cache secondary pool: %d, onboard blocks: %s",
+        *(sizes.num_host_blocks, "yes" if sizes.num_host_blocks and onboards else "no"),
+    )
+    logger.info("max KV cache blocks per sequence: %d", longest)
+    logger.info("number of tokens per block: %d", size)
+    logger.info(
+        "allocated %.2f GiB for %d tokens in the %s KV cache",
+        num_blocks * block_bytes / _GIB,
+        num_blocks * size,
+        "contiguous" if sizes.contiguous else "paged",
+    )

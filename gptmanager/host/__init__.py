@@ -1,0 +1,1 @@
+"""The four callbacks of a host, called safely."""

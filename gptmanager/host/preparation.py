@@ -1,0 +1,151 @@
+"""`Preparation`: logits post-processors on their way to being ready.
+
+Decides when a request need not wait for its processor any more. Its `prepare`, and the future that
+it returns, are the host's: whatever they do wrong is a failure of that request.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from gptmanager.errors import CallbackError, ManagerDeadError, RequestError, response_text
+from gptmanager.lifecycle.log import logger
+from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.step import Failure
+
+_MOST_KEPT = 64  # before those that have ended are looked for
+
+
+class Preparation:
+    """`fail` takes what cannot be prepared; `wake`, from any thread, ends an idle loop's pause.
+
+    `ready`: requests that need not wait any more.
+    """
+
+    def __init__(
+        self, fail: Callable[[Failure], None], wake: Callable[[], None] = lambda: None
+    ) -> None:
+        self._fail = fail
+        self._wake = wake
+        self._preparing: dict[int, RequestProcessor] = {}  # those that have ended among them
+        self._most_kept = _MOST_KEPT
+        self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
+        self.ready: list[int] = []
+        self.device = "cpu"  # on which logits post-processors run
+        self.timer = CallbackTimer("LogitsPostProcessor.prepare")
+
+    def begin(self, request_id: int, processor: RequestProcessor) -> None:
+        if len(self._preparing) >= self._most_kept:
+            self._forget_ended()
+        self._preparing[request_id] = processor
+        try:
+            with self._timed():
+                future = processor.post_processor.prepare(self.device)
+            # a done future calls back at once
+            future.add_done_callback(_OnReady(self._wake_with, request_id, processor))
+        except BaseException as raised:  # noqa: B036 - the loop outlives any callback
+            del self._preparing[request_id]
+            self._fail_to_prepare(request_id, processor, raised)
+
+    def _forget_ended(self) -> None:
+        """Requests that ended while they waited: some processors are never ready."""
+        waiting = {i: p for i, p in self._preparing.items() if p.post_processor is not None}
+        self._preparing, self._most_kept = waiting, max(_MOST_KEPT, 2 * len(waiting))
+
+    def release(self) -> None:
+        """Let go of the loop and of who takes failures: no request waits any more."""
+        self._wake = lambda: None
+        self._fail = lambda failure: None
+
+    def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
+        self._prepared.append((request_id, processor, done))
+        with suppress(ManagerDeadError):
+            self._wake()
+
+    def collect(self, received: Sequence[InferenceRequest]) -> None:
+        """Requests that need not wait for their processor any more, of those received too."""
+        if received:
+            self.ready += self._ready_on_arrival(received)
+        while self._prepared:
+            request_id, processor, done = self._prepared.popleft()
+            if self._preparing.get(request_id) is not processor:
+                continue  # it ended meanwhile, and another came under its id
+            del self._preparing[request_id]
+            error = _error_of(done)
+            if error is None:
+                self.ready.append(request_id)
+            else:
+                self._fail_to_prepare(request_id, processor, error)
+
+    def _ready_on_arrival(self, requests: Sequence[InferenceRequest]) -> list[int]:
+        ready = []
+        for request in requests:
+            processor = request.logits_post_processor
+            if processor is not None and self._is_ready(processor):
+                ready.append(request.request_id)
+        if not ready:
+            return ready
+        # under an id that is not alone it could be meant for another one
+        counts = Counter(request.request_id for request in requests)
+        return [i for i in ready if counts[i] == 1 and i not in self._preparing]
+
+    def _fail_to_prepare(
+        self, request_id: int, processor: RequestProcessor, error: BaseException
+    ) -> None:
+        if isinstance(error, RequestError):
+            self._fail(Failure(request_id, error))
+            return
+        cause = CallbackError(
+            f"logits_post_processor {processor.name} cannot be prepared: {response_text(error)}"
+        )
+        self._fail(Failure(request_id, cause))
+        logger.error(
+            "logits_post_processor %s of request %d cannot be prepared",
+            *(processor.name, request_id),
+            exc_info=error,
+        )
+
+    def _is_ready(self, processor: Any) -> bool:
+        """What goes wrong here is met again by `prepare`."""
+        try:
+            prepare = getattr(processor, "prepare", None)
+            if not callable(prepare):
+                return False
+            with self._timed():
+                future = prepare(self.device)
+            return bool(future.done()) and _error_of(future) is None
+        except BaseException:  # noqa: B036 - a host's code
+            return False
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        self.timer.start()
+        try:
+            yield
+        finally:
+            self.timer.stop()
+
+
+def _error_of(done: Future[Any]) -> BaseException | None:
+    """Why what was to be prepared is not, of a future that is done; None: it is."""
+    try:
+        return CancelledError() if done.cancelled() else done.exception()
+    except BaseException as error:  # noqa: B036 - a host's future
+        return error
+
+
+class _OnReady:
+    """Tells that a processor is ready. A future keeps what it has called back: this lets go."""
+
+    def __init__(self, tell: Callable[..., None], *told: Any) -> None:
+        self._call = [functools.partial(tell, *told)]
+
+    def __call__(self, done: Future[Any]) -> None:
+        self._call.pop()(done)

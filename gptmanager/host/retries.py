@@ -1,0 +1,48 @@
+"""`GetFailures`: how long Get is left alone after it has failed, and when it is given up.
+
+What has gone for a moment is there again before a manager gives up. Calls nothing itself.
+"""
+
+from __future__ import annotations
+
+from gptmanager.errors import CallbackError, response_text
+from gptmanager.lifecycle.clock import monotonic
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
+
+
+class GetFailures:
+    """Those in a row. `most`: so many are survived."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+        self._rests_until = 0.0
+        self.fatal: CallbackError | None = None  # one too many; its cause is the last failure
+
+    def note(self, error: BaseException | None) -> None:
+        """A call has failed with `error`; None: it has not."""
+        if error is None:
+            self._count = 0
+            return
+        if self.rests:
+            return  # it was made early, by a notify, and says nothing new
+        self._count += 1
+        self._rests_until = monotonic() + self.pause_s
+        if self._count > self._most:
+            self.fatal = CallbackError(
+                f"GetInferenceRequests failed {self._count} times in a row, max_get_failures = "
+                f"{self._most}; at last: {response_text(error)}"
+            )
+            self.fatal.__cause__ = error
+
+    @property
+    def pause_s(self) -> float:
+        """0.01 s after the first failure, then twice as long each time, up to 1 s."""
+        doublings = min(max(self._count - 1, 0), 10)
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**doublings)
+
+    @property
+    def rests(self) -> bool:
+        """The pause after the last failure is not over."""
+        return self._count > 0 and monotonic() < self._rests_until

@@ -1,0 +1,120 @@
+"""The life of a manager, how it says that it is well, and what it says at a bad end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import Enum
+
+from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.watchdog import CallbackLatency
+
+
+class ManagerState(Enum):
+    """Life of a manager."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+NEXT_MANAGER_STATES: dict[ManagerState, frozenset[ManagerState]] = {
+    ManagerState.STARTING: frozenset(
+        {ManagerState.RUNNING, ManagerState.STOPPED, ManagerState.FAILED}
+    ),
+    ManagerState.RUNNING: frozenset(
+        {ManagerState.DRAINING, ManagerState.STOPPED, ManagerState.FAILED}
+    ),
+    ManagerState.DRAINING: frozenset({ManagerState.STOPPED, ManagerState.FAILED}),
+    ManagerState.STOPPED: frozenset(),
+    ManagerState.FAILED: frozenset(),
+}
+
+
+class Deposed(BaseException):
+    """Raised in the loop's thread: the watchdog has ended the manager meanwhile."""
+
+
+class Life:
+    """The state of a manager. The loop's thread moves it, until that leaves or is deposed.
+
+    The lock is never held by a thread of the host's, so a signal handler may read at any time.
+    """
+
+    def __init__(self) -> None:
+        self.state = ManagerState.STARTING
+        self.exception: BaseException | None = None
+        self.ended = Latch()
+        self.is_deposed = False
+        self._is_left = False
+        self._lock = threading.Lock()
+
+    # On the loop's thread: each raises Deposed if another speaks for the manager now ----------
+
+    def check(self) -> None:
+        if self.is_deposed:
+            raise Deposed
+
+    def move_to(self, state: ManagerState) -> None:
+        with self._lock:
+            self.check()
+            self._move_to(state)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.check()
+            self.exception = error
+            self._move_to(ManagerState.FAILED)
+
+    def leave(self, state: ManagerState) -> None:
+        """All is said: nobody deposes the loop's thread any more."""
+        with self._lock:
+            self.check()
+            self._move_to(state)
+            self._is_left = True
+
+    # On the watchdog's thread -----------------------------------------------------------------
+
+    def depose(self, error: BaseException) -> bool:
+        """Speak for the manager from now on; False: the loop's thread has said all."""
+        with self._lock:
+            if self._is_left or self.is_deposed:
+                return False
+            self.is_deposed = True
+            if self.state is not ManagerState.FAILED:
+                self.exception = error
+                self._move_to(ManagerState.FAILED)
+            return True
+
+    def _move_to(self, state: ManagerState) -> None:
+        if state is not self.state:
+            if state not in NEXT_MANAGER_STATES[self.state]:
+                raise RuntimeError(f"{self.state} cannot become {state}")
+            self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`alive`: the loop thread runs. `progressing`: nothing is active, or the last step is less
+    than ten seconds old. `last_step_age_s`: seconds since the last step ended, None: none yet.
+    `accepting`: Get is being called. `callbacks`: latency by callback name.
+    """
+
+    alive: bool
+    progressing: bool
+    accepting: bool
+    num_active: int
+    last_step_age_s: float | None
+    callbacks: dict[str, CallbackLatency]
+
+
+def as_final(error: BaseException) -> GptManagerError:
+    """The error that every active request gets when the loop has failed."""
+    if isinstance(error, GptManagerError):
+        return error
+    return ManagerDeadError(
+        f"Encountered an error in forwardAsync function: {response_text(error)}"
+    )

@@ -1,0 +1,198 @@
+"""Watching callbacks: how long each took, and which one is overstaying its budget right now."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
+
+from gptmanager.lifecycle.clock import perf_counter_ns
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.log import logger
+
+NUM_BUCKETS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackLatency:
+    """What one callback has cost so far.
+
+    `histogram[i]` counts the calls that took less than 2**i microseconds (and at least half of
+    that); the last bucket is open. `overstays`: calls that the watchdog reported.
+    """
+
+    calls: int
+    errors: int
+    overstays: int
+    total_us: int
+    max_us: int
+    histogram: tuple[int, ...]
+
+
+class CallbackTimer:
+    """Times the calls of one callback. Written by the loop thread, read by any."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+        self.errors = 0
+        self.overstays = 0
+        self.total_ns = 0
+        self.max_ns = 0
+        self.histogram = [0] * NUM_BUCKETS
+        self.started_ns = 0  # of the call under way; 0: none
+
+    def start(self) -> None:
+        self.started_ns = perf_counter_ns()
+
+    def stop(self) -> None:
+        taken = perf_counter_ns() - self.started_ns
+        self.started_ns = 0
+        self.calls += 1
+        self.total_ns += taken
+        if taken > self.max_ns:
+            self.max_ns = taken
+        bucket = (taken // 1000).bit_length()
+        self.histogram[bucket if bucket < NUM_BUCKETS else -1] += 1
+
+    def abandon(self) -> None:
+        """Nobody waits for the end of the call any more."""
+        self.started_ns = 0
+
+    @property
+    def running_s(self) -> float:
+        """Seconds that the call under way has taken so far; 0: none."""
+        started = self.started_ns
+        return (perf_counter_ns() - started) / 1e9 if started else 0.0
+
+    def snapshot(self) -> CallbackLatency:
+        return CallbackLatency(
+            self.calls,
+            self.errors,
+            self.overstays,
+            self.total_ns // 1000,
+            self.max_ns // 1000,
+            tuple(self.histogram),
+        )
+
+
+class Hang(NamedTuple):
+    """A turn of the loop that takes too long, and what all threads do meanwhile."""
+
+    text: str
+    stacks: str
+
+    def tell(self, more: str) -> None:
+        logger.error("%s%s\nAll threads:\n%s", self.text, more, self.stacks)
+
+
+class Watchdog:
+    """A thread that names, with its stack, a callback that overstays `budget_s`; once a call.
+
+    A turn of the loop that takes more than `step_budget_s` is a hang; `on_hang` is called with it
+    on this thread, once a turn, and says whether to watch on. `turn` times them, `watched` is the
+    loop thread's ident. A budget of None: no such watch.
+    """
+
+    def __init__(
+        self,
+        timers: list[CallbackTimer],
+        watched: int,
+        *,
+        budget_s: float | None,
+        turn: CallbackTimer,
+        step_budget_s: float | None,
+        on_hang: Callable[[Hang], bool],
+    ) -> None:
+        self._timers = timers
+        self._watched = watched
+        self._budget_s = budget_s
+        self._turn = turn
+        self._step_budget_s = step_budget_s
+        self._on_hang = on_hang
+        self._reported: dict[str, int] = {}  # the start of the last call reported, by timer
+        self._ended = Latch()
+        self._thread = threading.Thread(target=self._watch, name="gptmanager-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        # half a budget, so that a report comes within 1.5 budgets; 50 ms keeps a small one cheap
+        periods = [0.25]
+        if self._budget_s is not None:
+            periods.append(max(self._budget_s / 2, 0.05))
+        if self._step_budget_s is not None:
+            periods.append(max(self._step_budget_s / 2, 0.005))
+        while not self._ended.wait(min(periods)):
+            for timer in self._timers:
+                taken_s = self._overstay(timer, self._budget_s)
+                if taken_s:
+                    timer.overstays += 1
+                    self._report(timer.name, taken_s)
+            taken_s = self._overstay(self._turn, self._step_budget_s)
+            if taken_s and not self._on_hang(self._hang(taken_s)):
+                return
+
+    def _overstay(self, timer: CallbackTimer, budget_s: float | None) -> float:
+        """Seconds that the call under way has taken, if that is too long and not reported yet."""
+        started = timer.started_ns
+        taken_s = (perf_counter_ns() - started) / 1e9
+        is_told = self._reported.get(timer.name) == started
+        if budget_s is None or not started or is_told or taken_s <= budget_s:
+            return 0.0
+        self._reported[timer.name] = started
+        return taken_s
+
+    def _report(self, name: str, taken_s: float) -> None:
+        logger.warning(
+            "callback %s has run for %.2f s, its budget is %.2f s (callback_budget_s); no token "
+            "is generated meanwhile. It stands at:\n%s",
+            *(name, taken_s, self._budget_s, _stack(sys._current_frames().get(self._watched))),
+        )
+
+    def _hang(self, taken_s: float) -> Hang:
+        where = whereabouts(self._timers, self._watched)
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = "\n".join(
+            f"{names.get(thread, 'thread')} ({thread}):\n{_stack(frame)}"
+            for thread, frame in sys._current_frames().items()
+        )
+        return Hang(
+            f"the loop hangs: one turn of it has taken {taken_s:.3g} s, step_budget_s = "
+            f"{self._step_budget_s:g}; {where}",
+            stacks,
+        )
+
+
+def whereabouts(timers: Sequence[CallbackTimer], thread: int | None) -> str:
+    """Which call into the host's code is under way, and the line at which `thread` is."""
+    running = [(timer.running_s, timer.name) for timer in timers]
+    seconds, name = min((pair for pair in running if pair[0]), default=(0.0, ""))
+    frame = None if thread is None else sys._current_frames().get(thread)
+    line = ""
+    if frame is not None:
+        code = frame.f_code
+        line = f" at {code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+    if name:
+        return f"the loop stands in callback {name}, for {seconds:.1f} s,{line}"
+    return f"the loop stands in no callback,{line}"
+
+
+def _stack(frame: FrameType | None) -> str:
+    if frame is None:
+        return "(no stack)"
+    try:
+        return "".join(traceback.format_stack(frame))
+    except Exception as error:  # it reads files; the hang must be told at any rate
+        return f"(no stack: {type(error).__name__})"

@@ -1,0 +1,278 @@
+"""`Roster`: the active requests; who comes in, and who ends.
+
+Admits what an intake brings and ends requests by stops, time limits and failures. Decides nothing
+about who runs: `TokenLoop` does, which is a roster that iterates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+
+from gptmanager.config import FinishReason
+from gptmanager.errors import (
+    CapacityError,
+    DuplicateRequestIdError,
+    InvalidRequestError,
+    RequestError,
+    StepError,
+    response_text,
+)
+from gptmanager.lifecycle.log import logger
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.active_state import request_state, restored_request
+from gptmanager.loop.admission import Limits, admit
+from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.loop_state import RosterState
+from gptmanager.loop.outputs import Outputs
+from gptmanager.loop.responses import final
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
+from gptmanager.step import Failure, Host, Intake
+
+_PREPARING = LlmRequestState.PREPARING
+_COMPLETE = LlmRequestState.GENERATION_COMPLETE
+
+
+class Roster:
+    """The requests between their admission and their final response."""
+
+    def __init__(self, host: Host, allocator: Allocator, limits: Limits) -> None:
+        self.host = host
+        self.allocator = allocator
+        self.limits = limits
+        self.outputs = Outputs(limits.vocab_size)
+        self.active: list[ActiveRequest] = []  # by priority, then arrival
+        self.requests: dict[int, ActiveRequest] = {}  # the same, by id
+        self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
+        self._num_serial = 0  # those whose next step depends on the last result
+        self._preparing: set[int] = set()  # those that wait for their logits post-processor
+        self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
+        self._intake: Intake | None = None  # being taken in
+        self._stopping: deque[int] = deque()  # stops of it that are still to be done
+        self._ending: ActiveRequest | None = None  # it has had no final response yet
+
+    # Taking in -----------------------------------------------------------------------------
+
+    def take_in(self, intake: Intake) -> None:
+        """Failures, stops and time limits end requests; then the new ones come in.
+
+        An id was free for a new request only if its final response had been sent when Get ran.
+        """
+        self._arriving.extend(intake.requests)
+        self._intake = intake
+        if intake.clears_cache:
+            self.allocator.kv_cache.clear_cached()
+        taken: set[int] = set()
+        if self._arriving:
+            taken = self.requests.keys() & {request.request_id for request in self._arriving}
+        if intake.failures:
+            self._end_failed(intake.failures)
+        self._stopping.extend(sorted(intake.stops))
+        self._stop()
+        for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
+            self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
+        if intake.ready:
+            self._end_preparing_of(intake.ready)
+        most = self.most_active() if self._arriving else math.inf
+        while self._arriving:
+            # whom something happens to in between the host finds unanswered
+            newcomer = self._arriving.popleft()
+            self._admit(newcomer, intake, taken, most)
+            taken.add(newcomer.request_id)
+        self._intake = None
+
+    def _stop(self) -> None:
+        while self._stopping:
+            request_id = self._stopping.popleft()
+            request = self.requests.get(request_id)
+            if request is None:
+                logger.debug("stop signal for request %d, which is not active", request_id)
+            else:
+                self.finish_request(request, FinishReason.CANCELLED, len(request.tokens))
+
+    def _end_failed(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            if failure.request_id in self.requests:
+                self.fail_request(self.requests[failure.request_id], failure.error)
+
+    def _end_preparing_of(self, request_ids: Iterable[int]) -> None:
+        for request_id in self._preparing.intersection(request_ids):
+            self._end_preparing(self.requests[request_id])
+
+    def _end_preparing(self, request: ActiveRequest) -> None:
+        self._preparing.discard(request.request_id)
+        request.move_to(LlmRequestState.CONTEXT_INIT)
+
+    def most_active(self) -> float:
+        """So many may be active: those that have started, or the batch holds, and who may wait."""
+        if self.limits.max_waiting is None:
+            return math.inf
+        started = sum(request.first_scheduled is not None for request in self.active)
+        return max(started, self.limits.num_places) + self.limits.max_waiting
+
+    def require_place(self, most_active: float) -> None:
+        """Raises CapacityError if so many are active already."""
+        if len(self.active) >= most_active:
+            waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
+            raise CapacityError(
+                f"{waiting:g} requests wait already, max_waiting_requests = "
+                f"{self.limits.max_waiting}"
+            )
+
+    def _admit(
+        self,
+        inference_request: InferenceRequest,
+        intake: Intake,
+        taken: Collection[int],
+        most_active: float,
+    ) -> None:
+        request_id = inference_request.request_id
+        try:
+            if request_id in taken:
+                raise DuplicateRequestIdError(
+                    f"request id {request_id} belongs to a request that is still being processed"
+                )
+            self.require_place(most_active)
+            request = admit(inference_request, self.limits, intake.now)
+        except RequestError as error:
+            self._reject(request_id, error)
+            return
+        except BaseException as error:  # noqa: B036 - a host's tensor must not cost the others
+            self._reject(request_id, InvalidRequestError(response_text(error)))
+            return
+        self.requests[request_id] = request
+        insert_by_priority(self.active, request)
+        self._num_serial += request.is_serial
+        if request.is_timed:
+            self._timed[request_id] = request
+        if request.processor is not None and request.state is _PREPARING:
+            if request_id in intake.ready:
+                self._end_preparing(request)
+            else:
+                self._preparing.add(request_id)
+                self.host.prepare(request_id, request.processor)
+
+    def _reject(self, request_id: int, error: RequestError) -> None:
+        self.host.respond(request_id, [], True, response_text(error))
+        logger.warning("Cannot process new request: request %d: %s", request_id, error)
+
+    # Ends: what a request holds is free before its final response is sent ------------------
+
+    def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
+        """The final response: output up to history position `end`."""
+        try:
+            tensors = self.final(request, reason, end)
+        except Exception as error:
+            cause = StepError(f"the final response cannot be made: {response_text(error)}")
+            self.fail_request(request, cause)
+            return
+        self._drop(request)
+        self._respond_final(request, tensors)
+
+    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
+        """What the final response holds."""
+        return final(request, reason, end, self.outputs)
+
+    def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
+        """An error response; every other request goes on."""
+        self._drop(request)
+        self._respond_final(request, [], response_text(error))
+
+    def abort(self, error: BaseException) -> None:
+        """End all requests with an error response: the loop will not iterate again."""
+        text = response_text(error)
+        while self._arriving:
+            self.host.respond(self._arriving.popleft().request_id, [], True, text)
+        for request in self.active[:]:
+            try:
+                self._drop(request)
+            except Exception:  # accounting that broke the loop must not cost the final response
+                logger.exception("request %d could not be freed", request.request_id)
+                self._forget(request)
+            self._respond_final(request, [], text)
+
+    def recover(self, error: BaseException) -> None:
+        """End every request that has started; what has not stays, and is as it was before.
+
+        The accounts of memory begin anew: an iteration that raised may have left them anyhow.
+        """
+        text = response_text(error)
+        ended = [r for r in self.active if r.has_started or r is self._ending]
+        for request in ended:
+            self._forget(request)
+        self._ending = None
+        self._timed = {r.request_id: r for r in self.active if r.is_timed}
+        self._num_serial = sum(r.is_serial for r in self.active)
+        self._preparing = {r.request_id for r in self.active if r.state is _PREPARING}
+        self.requests = {r.request_id: r for r in self.active}
+        self.allocator.reset()
+        for request in ended:
+            self.host.respond(request.request_id, [], True, text)
+        intake, self._intake = self._intake, None
+        if intake is not None:
+            self._end_failed(intake.failures)
+            self._stop()
+            self._end_preparing_of(intake.ready)
+
+    @property
+    def holds_requests(self) -> bool:
+        """Requests that have had no final response, admitted or not."""
+        return bool(self.active or self._arriving)
+
+    @property
+    def unanswered(self) -> Iterator[int]:
+        """The ids of all requests that it will answer."""
+        yield from self.requests
+        for request in self._arriving:
+            yield request.request_id
+
+    def _respond_final(
+        self, request: ActiveRequest, tensors: list[NamedTensor], error: str = ""
+    ) -> None:
+        self.host.respond(request.request_id, tensors, True, error)
+        self._ending = None
+
+    def _drop(self, request: ActiveRequest) -> None:
+        # if its memory cannot be freed it must be known still, to be answered
+        self._ending = request
+        self.allocator.release(request)
+        self._num_serial -= request.is_serial
+        self._forget(request)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        request_id = request.request_id
+        self._timed.pop(request_id, None)
+        self.outputs.forget(request_id)
+        self._preparing.discard(request_id)
+        if request.processor is not None:
+            request.processor.end()
+        if request.state is not _COMPLETE:
+            request.finish()
+        self.active.remove(request)
+        self.requests.pop(request_id, None)
+
+    # As data -------------------------------------------------------------------------------
+
+    def roster_state(self) -> RosterState:
+        """Between two iterations; some may be arriving still when the last one failed."""
+        return RosterState(
+            tuple(map(request_state, self.active)),
+            tuple(self._arriving),
+            tuple(self._timed),
+            tuple(self._preparing),
+            self.allocator.state(),
+        )
+
+    def restore_roster(self, state: RosterState) -> None:
+        """Bring an empty roster to `state`; raises an error where it contradicts itself."""
+        self.active = [restored_request(request, self.limits) for request in state.active]
+        self.requests = {request.request_id: request for request in self.active}
+        if len(self.requests) != len(self.active):
+            raise DuplicateRequestIdError("a request is active twice")
+        self._timed = {request_id: self.requests[request_id] for request_id in state.timed}
+        self._preparing = {self.requests[i].request_id for i in state.preparing}
+        self._arriving.extend(state.arriving)
+        self._num_serial = sum(request.is_serial for request in self.active)
+        self.allocator.restore(state.allocator, self.requests)

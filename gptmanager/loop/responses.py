@@ -1,0 +1,168 @@
+"""The tensors of responses, in the order of the contract's table.
+
+Knows what a request has generated and sent; never decides when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gptmanager.config import FinishReason
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.beam_responses import (
+    Beams,
+    beam_extras,
+    beam_tokens,
+    final_beams,
+    stable_beams,
+)
+from gptmanager.loop.outputs import Outputs, RequestOutputs
+from gptmanager.request.inference_request import NamedTensor
+
+# the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
+REQUEST_METRICS = (
+    "queue_s",  # until its first computation
+    "first_token_s",
+    "last_token_s",
+    "pauses",
+    "cached_tokens",  # prompt tokens taken from the KV cache instead of computed
+    "prompt_tokens",
+    "generated_tokens",  # end_id and stop words included
+)
+
+# tensors beside the tokens, in the order of the table
+_EXTRAS = ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs")
+# sent whenever logits were not asked for: the contract's dummies, shared by all responses
+_NO_LOGITS = (
+    NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
+    NamedTensor("generation_logits", torch.zeros(1, 1, 1, 1, dtype=torch.float32)),
+)
+
+
+def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor]]:
+    """One response for each request: its last token, which is the only one not sent yet.
+
+    One tensor a step, unbound into views: a tensor per value would cost 2.6 us each.
+    """
+    rows = len(requests)
+    values = np.empty((3, rows), dtype=np.int32)
+    values[0] = [request.tokens[-1] for request in requests]
+    values[1] = 1
+    values[2] = [request.num_sent - request.orig_prompt_len for request in requests]
+    for request in requests:
+        request.num_sent += 1
+    tokens, lengths, offsets = torch.from_numpy(values).unbind()
+    return [
+        [
+            NamedTensor("output_ids", token),
+            NamedTensor("sequence_length", length),
+            NamedTensor("output_offset", offset),
+        ]
+        for token, length, offset in zip(
+            tokens.view(rows, 1, 1, 1).unbind(),
+            lengths.view(rows, 1, 1).unbind(),
+            offsets.view(rows, 1).unbind(),
+            strict=True,
+        )
+    ]
+
+
+def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[NamedTensor]:
+    """The tokens of `request` that have not been sent, up to history position `end`."""
+    beams = None if request.search is None else stable_beams(request, end)
+    start, request.num_sent = request.num_sent, end
+    tensors = _delta(request, start, end) if beams is None else beam_tokens(request, beams)
+    if request.has_extras:
+        extras = _extras(request, outputs.of(request), start, end, beams)
+        if not request.wanted.context_logits or extras[0].tensor.shape[1]:
+            tensors[2:2] = extras
+        else:  # they have been sent
+            tensors[2:2] = extras[1:]
+    return tensors
+
+
+def final(
+    request: ActiveRequest, reason: FinishReason, output_end: int, outputs: Outputs
+) -> list[NamedTensor]:
+    """The final response; output is the history up to position `output_end`."""
+    reasons, beams = [reason], None
+    start = request.orig_prompt_len
+    if request.search is not None:
+        beams = final_beams(request, reason)
+        tensors, reasons = beam_tokens(request, beams), beams.reasons
+    elif request.is_streaming:
+        start, output_end = request.num_sent, max(output_end, request.num_sent)
+        tensors = _delta(request, start, output_end)
+    else:
+        tensors = _whole(request, output_end)
+    extras = list(_NO_LOGITS)
+    if request.has_extras:
+        found = _extras(request, outputs.of(request), start, output_end, beams)
+        names = {name for name, _ in found}
+        extras = [dummy for dummy in extras if dummy.name not in names] + found
+        extras.sort(key=lambda tensor: _EXTRAS.index(tensor.name))
+    return [
+        *tensors[:2],
+        *extras,
+        *tensors[2:],
+        NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32)),
+        NamedTensor("request_metrics", _metrics(request)),
+    ]
+
+
+def _extras(
+    request: ActiveRequest, outputs: RequestOutputs, start: int, end: int, beams: Beams | None
+) -> list[NamedTensor]:
+    """What was asked for besides tokens, of the history positions `start` to `end`."""
+    wanted = request.wanted
+    start, end = start - request.orig_prompt_len, end - request.orig_prompt_len
+    tensors = []
+    if wanted.context_logits:
+        tensors.append(NamedTensor("context_logits", outputs.take_context()))
+    if beams is not None:
+        return tensors + beam_extras(request, outputs, beams)
+    if wanted.generation_logits:
+        tensors.append(NamedTensor("generation_logits", outputs.take_generation(start, end)))
+    if wanted.log_probs:
+        tensors.append(NamedTensor("output_log_probs", outputs.log_probs(start, end)))
+        tensors.append(NamedTensor("cum_log_probs", outputs.cum_log_probs(end)))
+    return tensors
+
+
+def _delta(request: ActiveRequest, start: int, end: int) -> list[NamedTensor]:
+    tokens = request.tokens[start:end]
+    return [
+        NamedTensor("output_ids", torch.tensor([[tokens]], dtype=torch.int32)),
+        NamedTensor("sequence_length", torch.tensor([[len(tokens)]], dtype=torch.int32)),
+        NamedTensor("output_offset", torch.tensor([start - request.orig_prompt_len]).int()),
+    ]
+
+
+def _whole(request: ActiveRequest, output_end: int) -> list[NamedTensor]:
+    start = request.orig_prompt_len if request.exclude_input else 0
+    tokens = request.tokens[start:output_end]
+    output_ids = torch.full((1, 1, request.length_limit - start), request.pad_id, dtype=torch.int32)
+    output_ids[0, 0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    return [
+        NamedTensor("output_ids", output_ids),
+        NamedTensor("sequence_length", torch.tensor([[len(tokens)]], dtype=torch.int32)),
+    ]
+
+
+def _metrics(request: ActiveRequest) -> torch.Tensor:
+    arrival = request.arrival_time
+    times = (request.first_scheduled, request.first_token, request.last_token)
+    return torch.tensor(
+        [
+            *(math.nan if time is None else time - arrival for time in times),
+            request.pause_count,
+            request.cached_tokens,
+            request.orig_prompt_len,
+            len(request.tokens) - request.orig_prompt_len,
+        ],
+        dtype=torch.float64,
+    )

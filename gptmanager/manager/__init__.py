@@ -1,0 +1,1 @@
+"""A thread, and a life around the loop."""

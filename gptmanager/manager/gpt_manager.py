@@ -1,0 +1,309 @@
+"""`GptManager`: a thread and a life around the token loop."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+from gptmanager.assembly.assemble import assemble
+from gptmanager.assembly.options import (
+    check_arguments,
+    checked_optional_params,
+    checked_scheduler_config,
+)
+from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.host.callback_host import CallbackHost
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.state import Health, ManagerState
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.inbox import Inbox
+from gptmanager.manager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
+from gptmanager.manager.worker import Worker
+from gptmanager.recorder import Recorder
+from gptmanager.request.inference_request import (
+    GetInferenceRequestsCallback,
+    InferenceRequest,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
+
+_T = TypeVar("_T")
+
+_HANG_S = 0.3  # a callback that runs so long after an abort is not waited for
+_STEP_GRACE_S = 5.0  # longer than a step takes
+_ANSWER_S = 30.0  # how long a question waits for the end of an iteration
+
+
+class GptManager:
+    """Serves requests through four callbacks, from a worker thread that runs the token loop.
+
+    `model_path`: a Hugging Face checkpoint folder, an object implementing `Model`, or a pair
+    (config dict, state dict). Construction returns when the model is loaded and the loop runs;
+    what is wrong with checkpoint or options raises ConfigError here.
+
+    The callbacks run on the worker thread only (the watchdog's sends the last responses of a loop
+    that hangs), outside any lock that a call takes, possibly before the constructor has returned.
+    `get_inference_requests_cb(max_num_requests)` must not block.
+
+    Leaving a `with` block normally drains, leaving it on an exception aborts.
+    """
+
+    def __init__(
+        self,
+        model_path: Any,
+        model_type: ModelType,
+        max_beam_width: int = 1,
+        scheduler_config: SchedulerConfig | None = None,
+        get_inference_requests_cb: GetInferenceRequestsCallback | None = None,
+        send_response_cb: SendResponseCallback | None = None,
+        poll_stop_signal_cb: PollStopSignalCallback | None = None,
+        return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
+        optional_params: OptionalParams | None = None,
+    ) -> None:
+        params = checked_optional_params(
+            OptionalParams() if optional_params is None else optional_params
+        )
+        config = checked_scheduler_config(
+            SchedulerConfig() if scheduler_config is None else scheduler_config
+        )
+        check_arguments(model_type, max_beam_width, params, config)
+        self._host = CallbackHost(
+            get_inference_requests_cb,  # type: ignore[arg-type]  # None is refused there
+            send_response_cb,  # type: ignore[arg-type]
+            poll_stop_signal_cb,
+            return_batch_manager_stats_cb,
+            max_get_failures=params.max_get_failures,
+            wake=self.notify,
+        )
+        self._params = params
+        self._life = self._host.life
+        self._inbox = Inbox()
+        self._process = os.getpid()
+        self._recorder = Recorder(
+            params.recording_path,
+            keep=params.black_box_iterations,
+            max_bytes=params.black_box_bytes,
+            black_box_path=params.black_box_path,
+        )
+        self._worker = Worker(params, self._host, self._inbox, self._recorder, self._forget)
+        assembling = functools.partial(
+            assemble,
+            *(model_path, params, config, model_type, max_beam_width),
+            self._host.processor_timer,
+        )
+        booted: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._worker.run,
+            args=(assembling, booted),
+            name="gptmanager-loop",
+            daemon=True,
+        )
+        atexit.register(self._at_exit)
+        try:
+            self._thread.start()
+            booted.result()
+        except BaseException as error:
+            if isinstance(error, Exception) and self._thread.ident is None:
+                self._worker.end_unborn(error)  # it has no thread to end on
+            self.shutdown(drain=False)
+            raise
+
+    # Life, from any thread -----------------------------------------------------------------
+
+    @property
+    def state(self) -> ManagerState:
+        """In a forked process STOPPED, or FAILED: the loop does not run there."""
+        if self._is_forked and self._life.state is not ManagerState.FAILED:
+            return ManagerState.STOPPED
+        return self._life.state
+
+    @property
+    def exception(self) -> BaseException | None:
+        """What ended the loop; None unless the state is FAILED."""
+        return self._life.exception
+
+    @property
+    def recording_error(self) -> str:
+        """What cut off the file of `recording_path`, a full disk say; "": nothing has."""
+        return self._recorder.error
+
+    def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
+        """End the loop; Get is not called any more. Idempotent.
+
+        `drain` runs the accepted requests to their end; otherwise, or when `timeout` seconds have
+        passed, each one gets one final error. Returns when the loop has ended, without a timeout
+        at any rate; with one, a callback that does not return keeps its thread but not the
+        caller, and a step gets five more seconds to end. Called from a callback it only asks, in
+        a forked process it does nothing.
+        """
+        self._inbox.ask_to_end(aborts=not drain)
+        if self._is_elsewhere or self.wait(timeout):
+            return
+        self._inbox.ask_to_end(aborts=True)
+        give_up = monotonic() + _STEP_GRACE_S
+        while not self.wait(_HANG_S / 2) and monotonic() < give_up:
+            if any(timer.running_s > _HANG_S for timer in self._host.timers):
+                return
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the loop has ended; False: it has not within `timeout` seconds.
+
+        At once False in a callback, and True in a forked process.
+        """
+        if self._is_forked:
+            return True
+        if self._is_elsewhere or not self._life.ended.wait(_bounded(timeout)):
+            return False
+        if self._life.is_deposed or self._thread.ident is None:
+            return True  # it hangs, or there is none
+        self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
+        return True  # join leaves a thread that runs on marked as ended
+
+    def wait_idle(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is active and a Get made after this call has returned nothing.
+
+        False: not within `timeout` seconds, or called from a callback. Raises ManagerDeadError
+        when the loop fails.
+        """
+        self._raise_if_forked()
+        if self._is_elsewhere:
+            return False
+        if self._inbox.wait_idle(_bounded(timeout)):
+            return True
+        self._raise_if_failed()
+        return self._life.ended.is_set
+
+    def notify(self) -> None:
+        """Wake an idle loop: there may be something to get. Raises ManagerDeadError when dead."""
+        self._raise_if_forked()
+        self._raise_if_failed()
+        self._inbox.wake()
+
+    def clear_cached(self) -> None:
+        """Forget what block reuse could find: requests that Get returns from now on find nothing
+        that was computed before, nor is what runs now found when it ends.
+
+        For weights that were replaced in place; a load into the model's own `weights` is noticed
+        without it. Takes effect before the next step. Raises ManagerDeadError when dead.
+        """
+        self._raise_if_forked()
+        self._host.clear_cached()
+        self.notify()
+
+    def __enter__(self) -> GptManager:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown(drain=exc_type is None)
+
+    # Questions, from any thread ------------------------------------------------------------
+
+    def health(self) -> Health:
+        """What the manager is doing; answered at once, even while a callback hangs."""
+        loop, progress = self._loop, self._worker.progress
+        num_active = 0 if loop is None else len(loop.active)
+        alive = not (self._life.ended.is_set or self._is_forked)
+        return Health(
+            alive=alive,
+            progressing=alive and progress.is_progressing(num_active),
+            accepting=alive and self._host.is_accepting,
+            num_active=num_active,
+            last_step_age_s=progress.last_step_age_s(),
+            callbacks={timer.name: timer.snapshot() for timer in self._host.timers},
+        )
+
+    def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:
+        """The KV cache's ledger, proven; also after the end.
+
+        Answered by the loop, between two iterations: raises TimeoutError, which says what the loop
+        does meanwhile, when that takes more than `timeout` seconds. None: however long.
+        """
+        return self._ask("audit", audit, timeout)
+
+    def explain(self, request_id: int, timeout: float | None = _ANSWER_S) -> Explanation:
+        """Why a request waits, in numbers; answered as `audit` is.
+
+        Raises ManagerDeadError when the loop has failed.
+        """
+        self._raise_if_failed()
+        return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
+
+    def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
+        """What admission would say of a request, and the blocks that its whole life needs.
+
+        Answered as `audit` is.
+        """
+        return self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
+
+    def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
+        self._raise_if_forked()
+        if self._is_elsewhere and self._loop is not None:
+            return function(self._asked(name))
+        question = self._inbox.ask(function)
+        if self._life.ended.is_set and self._inbox.take_back(question):
+            question.settle(self._asked(name))
+        elif not question.wait(_bounded(timeout)):
+            self._inbox.take_back(question)
+            raise TimeoutError(
+                f"{name}: no answer within timeout = {timeout:g} s; {self._worker.whereabouts()}"
+            )
+        return question.answer()
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _asked(self, name: str) -> TokenLoop:
+        """The loop, for a question of that name which its thread does not answer."""
+        if self._loop is None or self._life.is_deposed:
+            raise ManagerDeadError(
+                f"{name}: there is no loop to ask between two iterations"
+            ) from self._life.exception
+        return self._loop
+
+    @property
+    def _loop(self) -> TokenLoop | None:
+        return self._worker.loop
+
+    def _forget(self) -> None:
+        """The loop has ended: nothing is left to do at the interpreter's exit."""
+        atexit.unregister(self._at_exit)
+
+    @property
+    def _is_forked(self) -> bool:
+        """This is a copy of the process, which has a copy of the manager, but no loop."""
+        return os.getpid() != self._process
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """This is a callback, or a forked process: there is nothing to wait for."""
+        return self._worker.is_here or self._is_forked
+
+    def _raise_if_failed(self) -> None:
+        if self._life.state is ManagerState.FAILED:
+            raise ManagerDeadError(
+                f"the manager has failed: {response_text(self._life.exception or RuntimeError())}"
+            ) from self._life.exception
+
+    def _raise_if_forked(self) -> None:
+        if self._is_forked:
+            raise ManagerDeadError(f"the manager lives in process {self._process}, not in its fork")
+
+    def _at_exit(self) -> None:
+        if not self._is_forked:
+            self.shutdown(drain=False, timeout=5.0)
+
+
+def _bounded(timeout: float | None) -> float | None:
+    return None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)

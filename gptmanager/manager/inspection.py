@@ -1,0 +1,226 @@
+"""Answers about a loop between two iterations: who owns which block, and why a request waits.
+
+Reads only; every number comes from the objects that decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from gptmanager.errors import (
+    CapacityError,
+    DuplicateRequestIdError,
+    GptManagerError,
+    RequestError,
+    response_text,
+)
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.admission import admit
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, insert_by_priority
+from gptmanager.scheduler.waiting import Wait, WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """The KV cache's ledger. `owners` maps a used block to the requests that hold it.
+
+    Blocks of the host tier are used by what is cached in them.
+    """
+
+    ok: bool
+    problems: tuple[str, ...]
+    total_blocks: int
+    free_blocks: int
+    used_blocks: int
+    owners: Mapping[int, tuple[int, ...]]
+    host_total_blocks: int = 0
+    host_free_blocks: int = 0
+    host_used_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a request runs or waits. Counts in requests, blocks and tokens.
+
+    `reason`, besides those of `scheduler.waiting.WaitReason`, which the scheduler tells of the
+    decision that it would make now: "unknown", "preparing", "running", "starting" (with the next
+    iteration), or "not_chosen" (by a scheduler that does not tell why). docs/scheduling.md lists
+    them all. `ahead`: waiting requests that stand before it. `needed_blocks`: what the policy asks
+    for, beyond what the request holds: until its end, or under MAX_UTILIZATION for its next step.
+    `reserved_blocks`: of the `free_blocks`, what must stay for `num_running` requests that
+    hold memory and `num_starting` others that come before it. With "token_budget" `needed_tokens`
+    and `free_tokens` say so of a step. Of a request "behind" another, which is `behind`, all of
+    them are the other's.
+    """
+
+    request_id: int
+    reason: str
+    text: str
+    state: str = ""
+    ahead: int = 0
+    running: int = 0
+    max_batch_size: int = 0
+    needed_blocks: int = 0
+    free_blocks: int = 0
+    reserved_blocks: int = 0
+    pause_count: int = 0
+    behind: int | None = None
+    needed_tokens: int = 0
+    free_tokens: int = 0
+    num_running: int = 0
+    num_starting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Would a request be accepted, and could it start now? `text` is the rejection, if any.
+
+    `starts_now`: with the next iteration, behind all that are there. If not, `wait` says why, as of
+    a request that waits; `text` of `explain` reads alike. `needed_blocks`: of its whole life.
+    """
+
+    accepted: bool
+    text: str
+    needed_blocks: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    starts_now: bool = False
+    wait: str = ""
+
+
+def audit(loop: TokenLoop) -> AuditReport:
+    """Prove that every block has the owners it should have, and no other."""
+    kv_cache = loop.allocator.kv_cache
+    problems = []
+    try:
+        loop.allocator.check()
+    except GptManagerError as error:
+        problems.append(str(error))
+    ledger = kv_cache.audit()
+    for block, owners in ledger.owners.items():
+        problems += [
+            f"block {block} is held by request {owner}, which is not active"
+            for owner in owners
+            if owner not in loop.requests
+        ]
+    if ledger.free + ledger.used != ledger.total:
+        problems.append(f"{ledger.free} free + {ledger.used} used of {ledger.total} blocks")
+    host = ledger.host_free, ledger.host_used, ledger.host_total
+    if host[0] + host[1] != host[2]:
+        problems.append(f"{host[0]} free + {host[1]} used of {host[2]} host blocks")
+    return AuditReport(
+        not problems,
+        tuple(problems),
+        ledger.total,
+        ledger.free,
+        ledger.used,
+        MappingProxyType(dict(ledger.owners)),
+        ledger.host_total,
+        ledger.host_free,
+        ledger.host_used,
+    )
+
+
+def explain(loop: TokenLoop, request_id: int) -> Explanation:
+    """What keeps a request from running, in numbers."""
+    request = loop.requests.get(request_id)
+    if request is None:
+        return Explanation(request_id, "unknown", f"request {request_id} is not active")
+    waiting = [other for other in loop.active if other.slot < 0]
+    ahead = waiting.index(request) if request in waiting else 0
+    active: list[LlmRequest] = list(loop.active)
+    reason, wait, text = _reason(loop, request, active)
+    if request.slot < 0:
+        text += f"; {ahead} waiting requests stand before it, it was paused "
+        text += f"{request.pause_count} times"
+    cause = wait.cause or wait.reason
+    blocks = tokens = (0, 0, 0)
+    if cause is WaitReason.KV_BLOCKS:
+        blocks = wait.needed, wait.free, wait.reserved
+    elif cause is WaitReason.TOKEN_BUDGET:
+        tokens = wait.needed, wait.free, wait.reserved
+    return Explanation(
+        request_id,
+        reason,
+        f"request {request_id} {text}",
+        state=request.state.name,
+        ahead=ahead,
+        running=sum(other.slot >= 0 and other is not request for other in loop.active),
+        max_batch_size=loop.max_batch_size,
+        needed_blocks=blocks[0],
+        free_blocks=loop.allocator.kv_cache.get_num_free_blocks(),
+        reserved_blocks=blocks[2],
+        pause_count=request.pause_count,
+        behind=wait.behind,
+        needed_tokens=tokens[0],
+        free_tokens=tokens[1] - tokens[2],
+        num_running=wait.running,
+        num_starting=wait.starting,
+    )
+
+
+def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
+    """What admission says of a request, and what the scheduler would say of it behind all others.
+
+    Nothing is admitted.
+    """
+    kv_cache = loop.allocator.kv_cache
+    request_id = inference_request.request_id
+    total, free = kv_cache.get_max_resource_count(), kv_cache.get_num_free_blocks()
+    try:
+        if request_id in loop.requests:
+            raise DuplicateRequestIdError(
+                f"request id {request_id} belongs to a request that is still being processed"
+            )
+        request = admit(inference_request, loop.limits, now=0.0)
+    except RequestError as error:
+        return Fit(False, response_text(error), free_blocks=free, total_blocks=total)
+    needed = kv_cache.get_needed_resource_to_completion(request)
+    room = None if loop.max_active is None else loop.max_active - len(loop.active)
+    if room is not None and room <= 0:
+        wait = f"waits outside: {len(loop.active)} requests are active, max_active_requests = "
+        return Fit(True, "", needed, free, total, wait=f"{wait}{loop.max_active}")
+    try:
+        loop.require_place(loop.most_active())
+    except CapacityError as error:
+        return Fit(False, response_text(error), needed, free, total)
+    active: list[LlmRequest] = list(loop.active)
+    insert_by_priority(active, request)
+    reason, _, text = _reason(loop, request, active)
+    if reason == "starting":
+        return Fit(True, "", needed, free, total, starts_now=True)
+    return Fit(True, "", needed, free, total, wait=text)
+
+
+_NO_WAIT = Wait(WaitReason.BEHIND)
+
+
+def _reason(
+    loop: TokenLoop, request: ActiveRequest, active: list[LlmRequest]
+) -> tuple[str, Wait, str]:
+    """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
+    if request.state is LlmRequestState.PREPARING:
+        processor = "" if request.processor is None else request.processor.name
+        text = f"waits until its logits post-processor {processor} is ready"
+        return "preparing", _NO_WAIT, text
+    if request.slot >= 0 or request.state >= LlmRequestState.GENERATION_IN_PROGRESS:
+        text = f"runs: {request.num_tokens} of {request.length_limit} tokens"
+        return "running", _NO_WAIT, text
+    active = [other for other in active if other.state is not LlmRequestState.PREPARING]
+    tell = getattr(loop.scheduler, "why_waiting", None)
+    waits = None if tell is None else tell(active, loop.in_flight())
+    if waits is None:
+        kv_cache = loop.allocator.kv_cache
+        needed = kv_cache.get_remaining_blocks_to_completion(request)
+        text = f"waits to be chosen by {type(loop.scheduler).__name__}, which does not tell why it "
+        text += f"is not: it needs {needed} KV cache blocks until its end, "
+        text += f"{kv_cache.get_num_free_blocks()} are free"
+        return "not_chosen", _NO_WAIT, text
+    wait = waits.get(request.request_id)
+    if wait is None:
+        return "starting", _NO_WAIT, "starts with the next iteration"
+    return wait.reason.value, wait, f"waits {wait.text}"

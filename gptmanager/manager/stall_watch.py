@@ -1,0 +1,52 @@
+"""`Progress`: when a step last ended, and who waits although none does.
+
+Written by the loop thread, read from any. Decides only when a manager counts as stuck.
+"""
+
+from __future__ import annotations
+
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.log import logger
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.inspection import explain
+
+_STALL_WARNING_S = 1.0
+_STUCK_S = 10.0  # requests are active and no step ends for so long: not progressing
+
+
+class Progress:
+    """Seconds of the monotonic clock. `last_step` None: none has ended yet."""
+
+    __slots__ = ("last_step", "_last", "_stall_told")
+
+    def __init__(self) -> None:
+        self.last_step: float | None = None
+        self._last = monotonic()  # a step has ended, or there was nothing to do
+        self._stall_told = False
+
+    def note(self, *, worked: bool, is_active: bool) -> None:
+        """A turn of the loop has ended. `worked`: with a step."""
+        if worked:
+            self.last_step = self._last = monotonic()
+        elif not is_active:
+            self._last = monotonic()
+
+    def is_progressing(self, num_active: int) -> bool:
+        return num_active == 0 or monotonic() - self._last < _STUCK_S
+
+    def last_step_age_s(self) -> float | None:
+        last_step = self.last_step
+        return None if last_step is None else monotonic() - last_step
+
+    def warn_of_stall(self, loop: TokenLoop) -> None:
+        """Say once why nobody runs although requests are there."""
+        stalled_s = monotonic() - self._last
+        if not loop.active or stalled_s < _STALL_WARNING_S:
+            self._stall_told = False
+        elif not self._stall_told:
+            self._stall_told = True
+            text = explain(loop, loop.active[0].request_id).text
+            logger.warning(
+                "nobody has been scheduled for %.1f s, %d requests are active: %s",
+                *(stalled_s, len(loop.active), text),
+            )

@@ -1,0 +1,1 @@
+"""What is known of a request before it runs."""

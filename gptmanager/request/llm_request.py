@@ -1,0 +1,331 @@
+"""`LlmRequest`: what schedulers and the KV cache know of a request. Ints only, no tensors.
+
+A request counts two things apart. *Launched*: the positions whose computation has been enqueued;
+memory and policy read these. *Confirmed*: the tokens whose values are known; responses and
+history read these. Without run-ahead both agree between iterations.
+"""
+
+from __future__ import annotations
+
+from bisect import insort_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
+
+from gptmanager.request.input_rows import HostRows
+
+
+class LlmRequestState(IntEnum):
+    """Life of a request. A state is *reached* when the numeric value is at least its own."""
+
+    UNKNOWN = 0
+    ENCODER_INIT = 1
+    CONTEXT_INIT = 2
+    GENERATION_IN_PROGRESS = 3
+    GENERATION_TO_COMPLETE = 4  # its last permitted token is launched, not confirmed
+    GENERATION_COMPLETE = 5
+    PREPARING = -1  # waits for its logits post-processor; never schedulable
+
+
+_S = LlmRequestState
+_CONTEXT_INIT = _S.CONTEXT_INIT
+_IN_PROGRESS = _S.GENERATION_IN_PROGRESS
+_TO_COMPLETE = _S.GENERATION_TO_COMPLETE
+
+NEXT_STATES: dict[LlmRequestState, frozenset[LlmRequestState]] = {
+    _S.PREPARING: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
+    _S.UNKNOWN: frozenset({_S.ENCODER_INIT, _S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
+    _S.ENCODER_INIT: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
+    _S.CONTEXT_INIT: frozenset({_S.CONTEXT_INIT, _IN_PROGRESS, _S.GENERATION_COMPLETE}),
+    _IN_PROGRESS: frozenset({_S.CONTEXT_INIT, _TO_COMPLETE, _S.GENERATION_COMPLETE}),
+    _TO_COMPLETE: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
+    _S.GENERATION_COMPLETE: frozenset(),
+}
+
+
+RETENTION_PRIORITIES = (0, 100)  # the lowest and the highest
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen. Counts in tokens.
+
+    `top_k` 0: unlimited. `seed` keys the counter-based random numbers together with a token's
+    absolute position. `min_length` generated tokens come before `end_id` may. `embedding_bias`:
+    TOKEN_BIAS `[n]`, what is added to the logits of some tokens. `bad_words`: token sequences
+    that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
+    """
+
+    greedy: bool = True
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_length: int = 0
+    end_id: int = -1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: HostRows | None = None
+
+    def without_numbers(self) -> SamplingParams:
+        """What a recording knows of them."""
+        bias = self.embedding_bias
+        return self if bias is None else replace(self, embedding_bias=bias.without_numbers())
+
+
+class Wanted(NamedTuple):
+    """What a request is told besides its tokens. `normalized`: log probabilities, not logits."""
+
+    log_probs: bool = False
+    normalized: bool = True
+    generation_logits: bool = False
+    context_logits: bool = False
+
+
+NO_EXTRAS = Wanted()
+
+
+class LlmRequest:
+    """One request as schedulers see it; constructible and steppable by hand.
+
+    `tokens` is the prompt, or its length when only lengths matter. After a pause the tokens
+    generated so far belong to the prompt: `prompt_len` grows, `max_new_tokens` shrinks, and
+    `orig_prompt_len` keeps the length that the host sent.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "beam_width",
+        "cache_salt",
+        "context_current_position",
+        "encoder_len",
+        "epoch",
+        "estimated_reusable_tokens",
+        "lora_task_id",
+        "max_new_tokens",
+        "num_draft_tokens",
+        "num_tokens",
+        "orig_prompt_len",
+        "pause_count",
+        "priority",
+        "prompt_len",
+        "request_id",
+        "retention_priority",
+        "slot",
+        "state",
+        "tokens",
+        "_context_chunk_size",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        tokens: Sequence[int] | int,
+        max_new_tokens: int,
+        *,
+        beam_width: int = 1,
+        priority: float = 0.5,
+        num_draft_tokens: int = 0,
+        lora_task_id: int | None = None,
+        encoder_len: int = 0,
+        context_chunk_size: int | None = None,
+        context_current_position: int = 0,
+        state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
+        estimated_reusable_tokens: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: Hashable = None,
+        retention_priority: int | None = None,
+    ) -> None:
+        for name, low, value in (
+            ("tokens", 0, tokens if isinstance(tokens, int) else 0),
+            ("max_new_tokens", 0, max_new_tokens),
+            ("beam_width", 1, beam_width),
+            ("num_draft_tokens", 0, num_draft_tokens),
+            ("encoder_len", 0, encoder_len),
+            ("estimated_reusable_tokens", 0, estimated_reusable_tokens),
+            ("context_current_position", 0, context_current_position),
+        ):
+            if value < low:
+                raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
+        lowest, highest = RETENTION_PRIORITIES
+        if retention_priority is not None and not lowest <= retention_priority <= highest:
+            raise ValueError(
+                f"retention_priority = {retention_priority} must be from {lowest} to {highest}"
+            )
+        self.request_id = request_id
+        self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
+        self.max_new_tokens = max_new_tokens
+        self.beam_width = beam_width
+        self.priority = priority
+        self.num_draft_tokens = num_draft_tokens
+        self.lora_task_id = lora_task_id
+        self.encoder_len = encoder_len
+        self.estimated_reusable_tokens = estimated_reusable_tokens
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt  # only requests with an equal one share cached blocks
+        # of the blocks that it stores in the KV cache; None: as they were
+        self.retention_priority = retention_priority
+        self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
+        self.pause_count = 0
+        self.slot = -1  # the executor's row storage; -1: none, the request has not started
+        self.epoch = 0  # which start of this request a result row belongs to
+        self.state = LlmRequestState(state)
+        if context_current_position > self.prompt_len:
+            raise ValueError(
+                f"request {request_id}: context_current_position = {context_current_position} "
+                f"exceeds the prompt of {self.prompt_len} tokens"
+            )
+        past_context = state >= _IN_PROGRESS
+        self.context_current_position = (
+            self.prompt_len if past_context else context_current_position
+        )
+        self._context_chunk_size: int | None = None
+        self.context_chunk_size = context_chunk_size
+
+    def __repr__(self) -> str:
+        return (
+            f"LlmRequest({self.request_id}, {self.state.name}, prompt_len={self.prompt_len}, "
+            f"num_generated={self.num_generated}/{self.max_new_tokens}, "
+            f"context={self.context_current_position}+{self._context_chunk_size})"
+        )
+
+    # What policies read ---------------------------------------------------------------------
+
+    @property
+    def num_generated(self) -> int:
+        """Launched tokens beyond the present prompt."""
+        return self.num_tokens - self.prompt_len
+
+    @property
+    def has_started(self) -> bool:
+        """It holds memory, or did when something went wrong between."""
+        return self.slot >= 0 or self.state >= _IN_PROGRESS or self.context_current_position > 0
+
+    @property
+    def context_remaining_length(self) -> int:
+        return self.prompt_len - self.context_current_position
+
+    @property
+    def context_chunk_size(self) -> int | None:
+        """Tokens of the context to run next; None: unset, the whole remaining context."""
+        return self._context_chunk_size
+
+    @context_chunk_size.setter
+    def context_chunk_size(self, size: int | None) -> None:
+        if size is not None:
+            if size < 0:
+                raise ValueError(f"context_chunk_size must not be negative, got {size}")
+            size = min(size, self.prompt_len - self.context_current_position)
+        self._context_chunk_size = size
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        return self._context_chunk_size is None or self.context_current_position == 0
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        size = self._context_chunk_size
+        return size is None or self.context_current_position + size == self.prompt_len
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a context may begin behind cached blocks; what it computes is cached anyway."""
+        return True
+
+    # What steps it --------------------------------------------------------------------------
+
+    def move_to(self, state: LlmRequestState) -> None:
+        """The one place that changes the state; raises ValueError off the table."""
+        if state not in NEXT_STATES[self.state]:
+            raise ValueError(
+                f"request {self.request_id}: {self.state.name} cannot become {state.name}"
+            )
+        self.state = state
+
+    def move_to_next_context_chunk(self) -> None:
+        """The chunk has been launched; after the last one the request is in generation."""
+        if self.state is not _CONTEXT_INIT:
+            raise ValueError(f"request {self.request_id} is in {self.state.name}, not in context")
+        size = self._context_chunk_size
+        if size is None:
+            self.context_current_position = self.prompt_len
+        else:
+            self.context_current_position += size
+            self._context_chunk_size = 0
+        if self.context_current_position == self.prompt_len:
+            self.state = _IN_PROGRESS
+
+    def skip_cached_context(self, num_tokens: int, tokens_per_block: int) -> None:
+        """The context begins behind `num_tokens` that lie in the KV cache already.
+
+        The chunk moves on. If it does not end the context it ends on a block, so that the next
+        one begins there; but never with nothing left to compute.
+        """
+        size = self._context_chunk_size
+        self.context_current_position = num_tokens
+        if size is None:
+            return
+        end = num_tokens + size
+        if end < self.prompt_len and end - end % tokens_per_block > num_tokens:
+            size -= end % tokens_per_block
+        self.context_chunk_size = size
+
+    def launch_token(self) -> None:
+        """One more token is being computed; the last permitted one ends the launching."""
+        self.num_tokens += 1
+        if self.num_tokens - self.prompt_len >= self.max_new_tokens and self.state is _IN_PROGRESS:
+            self.state = _TO_COMPLETE
+
+    def launch_drafts(self, num_accepted: int) -> None:
+        """So many guessed tokens of the last launch were right: they are launched as well."""
+        for _ in range(num_accepted):
+            self.launch_token()
+
+    def confirm_token(self, token: int) -> None:
+        """The value of the next launched token is known."""
+        self.tokens.append(token)
+
+    def add_token(self, token: int = 0) -> None:
+        """Launch and confirm at once: stepping by hand."""
+        self.launch_token()
+        self.tokens.append(token)
+
+    def pause(self, max_input_len: int) -> None:
+        """Back to the start of the context; what was generated becomes prompt.
+
+        With beams the generated tokens are discarded. Otherwise the new prompt is cut to
+        `max_input_len`, and `max_new_tokens` shrinks by what moved into it. A launched token
+        that is not confirmed yet is forgotten: it will be computed again.
+        """
+        # a list of its own: of the other one a copied state may remember its length alone
+        if self.beam_width > 1:
+            self.tokens = self.tokens[: self.prompt_len]
+        else:
+            self.tokens = self.tokens[: max(max_input_len, self.prompt_len)]
+            self.max_new_tokens -= len(self.tokens) - self.prompt_len
+            self.prompt_len = len(self.tokens)
+        self.num_tokens = self.prompt_len
+        self.context_current_position = 0
+        self._context_chunk_size = None
+        self.slot = -1
+        self.pause_count += 1
+        self.move_to(_CONTEXT_INIT)
+
+    def finish(self) -> None:
+        self.move_to(LlmRequestState.GENERATION_COMPLETE)
+
+
+RequestList = list[LlmRequest]
+
+
+_Request = TypeVar("_Request", bound=LlmRequest)
+
+
+def insert_by_priority(active: list[_Request], request: _Request) -> None:
+    """Insert keeping `active` sorted by descending priority; equals keep their arrival order."""
+    insort_right(active, request, key=lambda other: -other.priority)

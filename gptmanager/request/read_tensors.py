@@ -1,0 +1,265 @@
+"""Reading a request's tensors: one typed value out of whatever a host put under a name.
+
+Any integer dtype whose values fit is taken for an integer field, floats never; `[n]` and `[1, n]`,
+scalar and `[1]` alike. Every function raises InvalidRequestError naming the tensor, what it is,
+and what it must be.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptmanager.errors import InvalidRequestError
+from gptmanager.request.input_rows import HostRows, token_bias
+
+INT32 = (-(2**31), 2**31 - 1)
+_MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
+# numbers that only an executor reads
+ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
+_MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
+
+
+def read_int(name: str, value: Any, low: int, high: int) -> int:
+    """A scalar of an integer dtype within `low..high`."""
+    number = _scalar(name, _integers(name, value))
+    if not low <= number <= high:
+        raise InvalidRequestError(f"{name} = {number} is outside {low}..{high}")
+    return int(number)
+
+
+def read_float(name: str, value: Any, low: float, high: float = math.inf) -> float:
+    """A finite scalar within `low..high`; integers are taken too."""
+    number = float(_scalar(name, _numbers(name, value)))
+    if not math.isfinite(number):
+        raise InvalidRequestError(f"{name} = {number} is not finite")
+    if not low <= number <= high:
+        bounds = f"at least {low:g}" if math.isinf(high) else f"within {low:g}..{high:g}"
+        raise InvalidRequestError(f"{name} = {number:g} must be {bounds}")
+    return number
+
+
+def read_bool(name: str, value: Any) -> bool:
+    """A scalar of dtype bool, or the integers 0 and 1."""
+    array = _array(name, value)
+    if array.dtype.kind == "b":
+        return bool(_scalar(name, array))
+    return bool(read_int(name, value, 0, 1))
+
+
+def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
+    """Token ids of shape `[n]` or `[1, n]`, each within the vocabulary."""
+    array = _integers(name, value)
+    if array.ndim == 2:
+        if array.shape[0] != 1:
+            raise InvalidRequestError(
+                "Expected batch dimension to be 1 for each request, "
+                f"got shape {list(array.shape)} in {name}"
+            )
+        array = array[0]
+    if array.ndim != 1:
+        raise InvalidRequestError(f"{name} has shape {list(array.shape)}, expected [n] or [1, n]")
+    _check_vocabulary(name, array, vocab_size)
+    ids: list[int] = array.tolist()
+    return ids
+
+
+def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
+    """Words out of `[1, 2, L]` or `[2, L]`: ids concatenated, end offsets padded with -1.
+
+    L is at most 2**18: what is made of the words takes the loop's time, and everybody's.
+    """
+    array = _integers(name, value)
+    if array.size > 2 * _MOST_WORD_IDS:
+        raise InvalidRequestError(
+            f"{name} has shape {list(array.shape)}, expected at most {_MOST_WORD_IDS} token ids"
+        )
+    if array.ndim == 3 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim != 2 or array.shape[0] != 2:
+        raise InvalidRequestError(
+            f"{name} has shape {list(array.shape)}, expected [1, 2, L] or [2, L]"
+        )
+    ids, offsets = array
+    ends = offsets[offsets != -1].tolist()
+    starts = [0, *ends[:-1]]
+    if any(not start < end <= len(ids) for start, end in zip(starts, ends, strict=False)):
+        raise InvalidRequestError(
+            f"{name} has end offsets {offsets.tolist()}, expected offsets that rise from 1 to at "
+            f"most {len(ids)}, padded with -1"
+        )
+    _check_vocabulary(name, ids[: ends[-1]] if ends else ids[:0], vocab_size)
+    return [ids[start:end].tolist() for start, end in zip(starts, ends, strict=False)]
+
+
+def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostRows:
+    """Finite numbers of shape `[n, width]` or `[1, n, width]`, n >= 1, as a float32 copy.
+
+    `bans`: -inf is taken, too. What a recording knows of them stands for them.
+    """
+    if isinstance(value, HostRows):
+        return value
+    array = _numbers(name, value)
+    if array.dtype.kind != "f":
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    shape = list(array.shape)
+    if shape[-1:] != [width] or shape[:-2] not in ([], [1]) or not array.size or len(shape) < 2:
+        raise InvalidRequestError(
+            f"{name} has shape {shape}, expected [n, {width}] or [1, n, {width}]"
+        )
+    with np.errstate(over="ignore"):  # what float32 cannot hold is told below
+        rows: np.ndarray = array.reshape(-1, width).astype(np.float32)
+    is_good = np.isfinite(rows)
+    if bans:
+        is_good |= np.isneginf(rows)
+    if not is_good.all():
+        row, column = np.argwhere(~is_good)[0].tolist()
+        raise InvalidRequestError(f"{name}[{row}, {column}] = {rows[row, column]} is not finite")
+    return HostRows(rows)
+
+
+def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
+    """Token ids and values of what is not zero in `[vocab]` or `[1, vocab]`, in float32.
+
+    None: all is zero. What a recording knows of them stands for them.
+    """
+    if isinstance(value, HostRows):
+        return value if value.count else None
+    array = _numbers(name, value)
+    if array.shape not in ((vocab_size,), (1, vocab_size)):
+        raise InvalidRequestError(
+            f"{name} has shape {list(array.shape)}, expected [{vocab_size}] or [1, {vocab_size}]"
+        )
+    lowest, highest = np.finfo(np.float32).min, np.finfo(np.float32).max
+    flat = array.reshape(-1)
+    bad = np.flatnonzero(np.isnan(flat) | (flat > highest))
+    if bad.size:
+        raise InvalidRequestError(f"{name}[{bad[0]}] = {flat[bad[0]]} is not finite")
+    values = np.where(np.isneginf(flat), flat, np.maximum(flat, lowest)).astype(np.float32)
+    ids = np.flatnonzero(values)
+    return token_bias(ids, values[ids])
+
+
+def is_too_large(name: str, value: Any) -> bool:
+    """Refused before anything is made of it: a view of one number may claim to have any number."""
+    if not isinstance(value, (torch.Tensor, np.ndarray)):
+        return False
+    return math.prod(value.shape) > _most_elements(name)
+
+
+def _most_elements(name: str) -> int:
+    return _MOST_ROW_ELEMENTS if name in ROW_INPUTS else _MOST_ELEMENTS
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    if value is None:
+        raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
+    if is_too_large(name, value):
+        raise InvalidRequestError(
+            f"{name} has shape {list(value.shape)}, more than {_most_elements(name)} elements"
+        )
+    if isinstance(value, torch.Tensor):
+        return _from_torch(name, value)
+    if isinstance(value, (np.ndarray, np.generic, bool, int, float, list, tuple)):
+        try:
+            array = np.asarray(value)
+        except (ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"{name} is no tensor: {error}") from None
+        if array.dtype.kind in "biuf":
+            return array
+        is_object = array.dtype.kind == "O"  # of integers that no dtype holds, or of anything
+        items = array.tolist() if is_object else value
+        odd = _first_odd(items, (bool, int, float, np.number))
+        if odd is None and is_object:
+            return array
+        if odd is None or not odd[0]:
+            raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected numbers")
+        raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not a number")
+    raise InvalidRequestError(f"{name} is a {type(value).__name__}, expected numbers")
+
+
+def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:
+    try:
+        tensor = value.detach().cpu()
+        # NumPy has no bfloat16 and no 8-bit floats
+        is_narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2
+        array: np.ndarray = (tensor.float() if is_narrow else tensor).numpy(force=True)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"{name} cannot be read: a {value.dtype} tensor of layout {value.layout} on "
+            f"{value.device}: {error}"
+        ) from None
+    return array
+
+
+def _numbers(name: str, value: Any) -> np.ndarray:
+    """Floats and integers, no bools."""
+    array = _array(name, value)
+    if array.dtype.kind == "O" or (isinstance(value, (list, tuple)) and array.dtype.kind in "iuf"):
+        items = array.tolist() if array.dtype.kind == "O" else value
+        _refuse_odd(name, items, (int, float, np.number), "a number")
+    if array.dtype.kind == "O":
+        try:
+            return array.astype(np.float64)
+        except OverflowError as error:
+            raise InvalidRequestError(f"{name} is no float: {error}") from None
+    if array.dtype.kind not in "fiu":
+        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
+    return array
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    """Those of a dtype that NumPy has, or as objects where they are too large for any."""
+    if isinstance(value, (list, tuple)):
+        _refuse_odd(name, value, (int, np.integer), "an integer")
+    array = _array(name, value)
+    if array.dtype.kind == "O":
+        _refuse_odd(name, array.tolist(), (int, np.integer), "an integer")
+        return array
+    if array.dtype.kind == "f" and array.size and isinstance(value, (list, tuple)):
+        return np.array(value, dtype=object)  # what NumPy makes of large integers
+    if array.dtype.kind not in "iu" and array.size:
+        dtype = getattr(value, "dtype", array.dtype)
+        raise InvalidRequestError(f"{name} has dtype {dtype}, expected an integer dtype")
+    return array
+
+
+def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -> None:
+    odd = _first_odd(items, kinds)
+    if odd is not None:
+        raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not {expected}")
+
+
+def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
+    """Where in nested lists something is of none of these kinds, and what; a bool is no int."""
+    if not isinstance(items, (list, tuple)):
+        if isinstance(items, (np.ndarray, torch.Tensor)):
+            return _first_odd(items.tolist(), kinds)
+        is_good = isinstance(items, kinds) and (bool in kinds or not isinstance(items, bool))
+        return None if is_good else ("", items)
+    if set(map(type, items)) <= {int}:
+        return None
+    for place, item in enumerate(items):
+        found = _first_odd(item, kinds)
+        if found is not None:
+            return f"[{place}]{found[0]}", found[1]
+    return None
+
+
+def _scalar(name: str, array: np.ndarray) -> Any:
+    if array.size != 1:
+        raise InvalidRequestError(f"{name} has shape {list(array.shape)}, expected one value")
+    return array.reshape(-1).tolist()[0]
+
+
+def _check_vocabulary(name: str, ids: np.ndarray, vocab_size: int) -> None:
+    if ids.size:
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if bad.size:
+            raise InvalidRequestError(
+                f"{name}[{bad[0]}] = {ids[bad[0]]} is outside the vocabulary of {vocab_size} tokens"
+            )

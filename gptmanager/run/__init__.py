@@ -1,0 +1,1 @@
+"""A file of requests, run by a manager."""

@@ -1,0 +1,1 @@
+"""What commands share: arguments, and texts as a terminal may show them."""
