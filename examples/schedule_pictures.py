@@ -29,7 +29,7 @@ from gptmanager.scheduler import (
     SimpleScheduler,
     StaticBatchScheduler,
 )
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Intake
 from gptmanager.testing import ScriptedExecutor
 
@@ -101,7 +101,7 @@ class Host:
     def poll(self) -> None:
         pass
 
-    def report(self, counts: Counts, laps: Laps) -> None:
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         pass
 
 
@@ -129,7 +129,7 @@ def run(machine: Machine, jobs: Sequence[Job]) -> Trace:
         max_active=None,
         max_batch_size=machine.max_batch_size,
         max_num_tokens=machine.max_num_tokens,
-        laps=Laps(lambda: 0),
+        phase_times=PhaseTimes(lambda: 0),
     )
     builder = observe(loop, policy=machine.policy.name, chunk_unit=machine.chunk_unit)
     while loop.iterate():

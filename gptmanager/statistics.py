@@ -144,7 +144,7 @@ class Timestamp:
         return self._text
 
 
-class Laps:
+class PhaseTimes:
     """Where an iteration's time went: microseconds by phase.
 
     The clock is given, so that a replay runs without one.
@@ -161,7 +161,7 @@ class Laps:
 
     def microseconds(self) -> dict[str, int]:
         total = self.clock_ns() - self._started
-        split = {name: lap // 1000 for name, lap in self.nanoseconds.items()}
+        split = {name: taken // 1000 for name, taken in self.nanoseconds.items()}
         split["total"] = total // 1000
         return split
 
@@ -170,20 +170,20 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def lap(
+def timed_phase(
     method: Callable[Concatenate[Any, _P], _R],
 ) -> Callable[Concatenate[Any, _P], _R]:
-    """Count the time of a method in its object's `laps`, under the method's name."""
+    """Count the time of a method in its object's `phase_times`, under the method's name."""
     name = method.__name__
 
     @functools.wraps(method)
     def timed(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        laps: Laps = self.laps
-        started = laps.clock_ns()
+        phase_times: PhaseTimes = self.phase_times
+        started = phase_times.clock_ns()
         try:
             return method(self, *args, **kwargs)
         finally:
-            taken = laps.clock_ns() - started
-            laps.nanoseconds[name] = laps.nanoseconds.get(name, 0) + taken
+            taken = phase_times.clock_ns() - started
+            phase_times.nanoseconds[name] = phase_times.nanoseconds.get(name, 0) + taken
 
     return cast(Callable[Concatenate[Any, _P], _R], timed)

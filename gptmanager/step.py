@@ -15,9 +15,9 @@ from torch import Tensor
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 
 # what stands for the token of a row from which none can be chosen
 NO_TOKEN = -1  # every logit is -inf
@@ -81,7 +81,7 @@ class SequenceStart(NamedTuple):
     sampling: SamplingParams
     processor: RequestProcessor | None = None
     client_id: int | None = None
-    wanted: Wanted = NO_EXTRAS
+    output_config: OutputConfig = NO_EXTRAS
     prompt_table: HostRows | None = None
     beam_width: int = 1
     draft_logits: HostRows | None = None
@@ -179,8 +179,8 @@ class ContextLogits(NamedTuple):
 class Extras:
     """What some rows of a step were to yield besides tokens, on the CPU.
 
-    `log_probs` float32 `[rows, n]` as `StepResult.tokens`, of meaning where the row's `Wanted`
-    says so. `generation_logits`: places of rows, each with float32 `[n, vocab]`.
+    `log_probs` float32 `[rows, n]` as `StepResult.tokens`, of meaning where the row's
+    `OutputConfig` says so. `generation_logits`: places of rows, each with float32 `[n, vocab]`.
     """
 
     log_probs: np.ndarray | None = None
@@ -197,7 +197,7 @@ class StepResult:
     seconds of the clock of `Intake.now`. `beams`: one for each row of several beams, whose token
     does not count. `failures`: requests whose logits post-processor failed, or whose rows could
     not be run; none of the tokens of their rows count.
-    `spoilt`: something was not computed that blocks now stand for. `extras` is not recorded: a
+    `stale`: something was not computed that blocks now stand for. `extras` is not recorded: a
     replay has none.
     """
 
@@ -206,7 +206,7 @@ class StepResult:
     num_tokens: np.ndarray | None = None
     beams: tuple[BeamCandidates, ...] = ()
     failures: tuple[Failure, ...] = ()
-    spoilt: bool = False
+    stale: bool = False
     extras: Extras | None = None
 
 
@@ -230,7 +230,7 @@ class Host(Protocol):
     def poll(self) -> None:
         """Ask for stop signals; they enter with the next intake."""
 
-    def report(self, counts: Counts, laps: Laps) -> None:
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         """Deliver the statistics of an iteration that ran a forward pass."""
 
 

@@ -22,7 +22,7 @@ from gptmanager.scheduler import (
     SchedulerOutput,
     SimpleScheduler,
 )
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedExecutor
 from gptmanager.testing.scripted_executor import candidates
@@ -112,7 +112,7 @@ class ListHost:
     def poll(self) -> None:
         self.stops |= self.callbacks.poll_stop_signal()
 
-    def report(self, counts: Counts, laps: Laps) -> None:
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self.counts.append(counts)
 
 
@@ -197,7 +197,7 @@ class LoopDriver:
             max_num_tokens=max_num_tokens,
             run_ahead=run_ahead,
             num_micro_batches=num_micro_batches,
-            laps=Laps(lambda: 0),
+            phase_times=PhaseTimes(lambda: 0),
         )
 
     def submit(self, *requests: InferenceRequest) -> None:

@@ -16,7 +16,7 @@ from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
 from gptmanager.loop.admission import Limits, admit
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.input_rows import token_bias
-from gptmanager.request.llm_request import Wanted
+from gptmanager.request.llm_request import OutputConfig
 
 LIMITS = Limits(
     vocab_size=100, max_seq_len=32, max_input_len=20, num_blocks=16, tokens_per_block=4, seed=7
@@ -220,12 +220,12 @@ def test_what_changes_the_logits_is_read():
 
 def test_what_is_wanted_besides_tokens():
     assert not accept().has_extras
-    assert accept(return_log_probs=[True]).wanted == Wanted(log_probs=True)
-    assert accept(return_context_logits=1).wanted == Wanted(context_logits=True)
+    assert accept(return_log_probs=[True]).output_config == OutputConfig(log_probs=True)
+    assert accept(return_context_logits=1).output_config == OutputConfig(context_logits=True)
     flags = {"gather_context_logits": True, "gather_generation_logits": True}
     limits = dataclasses.replace(LIMITS, **flags, normalize_log_probs=False)
-    wanted = admit(request(return_generation_logits=False), limits, 0.0).wanted
-    assert wanted == Wanted(False, False, True, True)
+    wanted = admit(request(return_generation_logits=False), limits, 0.0).output_config
+    assert wanted == OutputConfig(False, False, True, True)
 
 
 def test_new_tokens_beyond_max_seq_len_are_clamped_with_a_warning(caplog):

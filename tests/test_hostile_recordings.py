@@ -247,7 +247,7 @@ def spoil(box, names, change):
     """The file with the field of the state that `names` lead to as `change` makes it."""
     header = orjson.loads(box[0])
     at, fields = header["state"], header["fields"]
-    place = fields["LoopState"].index("roster")
+    place = fields["LoopState"].index("request_table")
     for name in names:
         at = at[place]
         if isinstance(name, int):
@@ -259,9 +259,9 @@ def spoil(box, names, change):
     return b"\n".join([orjson.dumps(header), *box[1:]])
 
 
-KV_CACHE = ("RosterState.allocator", "AllocatorState.kv_cache")
+KV_CACHE = ("RequestTableState.allocator", "AllocatorState.kv_cache")
 REUSE = (*KV_CACHE, "KvCacheState.reuse")
-REQUEST = ("RosterState.active", 0)
+REQUEST = ("RequestTableState.active", 0)
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ REQUEST = ("RosterState.active", 0)
         ((*REUSE, "ReuseState.nodes", 0, "CachedBlockState.parent"), lambda parent: 5),
         ((*REUSE, "ReuseState.nodes", 0, "CachedBlockState.tokens"), lambda tokens: tokens * 9),
         ((*REUSE, "ReuseState.storing"), lambda storing: [*storing, 77]),
-        (("RosterState.allocator", "AllocatorState.free_slots"), lambda slots: [9, *slots]),
-        (("RosterState.timed",), lambda timed: [12345]),
-        (("RosterState.active",), lambda active: [active[0], *active]),
+        (("RequestTableState.allocator", "AllocatorState.free_slots"), lambda slots: [9, *slots]),
+        (("RequestTableState.timed",), lambda timed: [12345]),
+        (("RequestTableState.active",), lambda active: [active[0], *active]),
         ((*REQUEST, "RequestState.max_new_tokens"), lambda length: 2**40),
         ((*REQUEST, "RequestState.prompt_len"), lambda length: -1),
         ((*REQUEST, "RequestState.tokens"), lambda tokens: []),

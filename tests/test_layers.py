@@ -161,7 +161,7 @@ assembly/                 from what a host says to what a running loop stands on
     sizing                how large the KV cache is, and how long a sequence may be
     blueprint             what a loop is built of, but for its model
     loop_builder          the loop of a manager, of a replay, or of a simulation
-    placement             where a model and its KV cache lie, and what runs them there
+    backend               where a model and its KV cache lie, and what runs them there
     assemble              from checked options and a model to a loop
 recorder/                 what passes between a loop and its world, written down
     requests              requests of a recording, as JSON and back

@@ -22,7 +22,7 @@ from gptmanager.loop.responses import REQUEST_METRICS, final
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
-from gptmanager.statistics import Laps
+from gptmanager.statistics import PhaseTimes
 from gptmanager.step import StepResult
 
 each_mode = pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"overlap": True}], ids=str)
@@ -554,9 +554,9 @@ def test_the_phases_of_an_iteration_do_not_overlap(mode, kind):
 
     driver = LoopDriver(**mode)
     driver.loop.executor = Slow(driver.executor)
-    driver.loop.laps = Laps(lambda: next(now))
+    driver.loop.phase_times = PhaseTimes(lambda: next(now))
     phases = []
-    driver.host.report = lambda counts, laps: phases.append(laps.microseconds())
+    driver.host.report = lambda counts, phase_times: phases.append(phase_times.microseconds())
     driver.submit(*(request(i, [i, 5, 6], 6, **kind) for i in range(5)))
     driver.run()
     waits = 0

@@ -25,7 +25,7 @@ from gptmanager import (
     ModelType,
     SchedulerConfig,
 )
-from gptmanager.assembly.placement import HostPlacement
+from gptmanager.assembly.backend import CpuBackend
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
 from gptmanager.host import retries
 from gptmanager.host.callback_host import CallbackHost
@@ -206,7 +206,7 @@ def test_options_that_fit_into_no_memory(host, monkeypatch, error, is_of_memory)
     def executor(self, *sizes, **options):
         raise error
 
-    monkeypatch.setattr(HostPlacement, "executor", executor)
+    monkeypatch.setattr(CpuBackend, "executor", executor)
     with pytest.raises(RuntimeError if not is_of_memory else ConfigError) as raised:
         start(host, options=params(max_batch_size=9))
     text = "no memory for steps of max_batch_size = 9 sequences of max_seq_len = 128 tokens"

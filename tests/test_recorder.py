@@ -163,7 +163,7 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
     loop.iterate()
     (active,) = loop.active
     assert vars(loop).keys() == {
-        *("host", "executor", "scheduler", "scheduler_timer", "limits", "laps", "outputs"),
+        *("host", "executor", "scheduler", "scheduler_timer", "limits", "phase_times", "outputs"),
         *("max_active", "max_batch_size", "max_num_tokens", "run_ahead", "num_micro_batches"),
         *("allocator", "active", "requests", "_timed", "_num_serial", "_preparing", "_arriving"),
         *("_intake", "_stopping", "_ending"),  # within an iteration

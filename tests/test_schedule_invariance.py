@@ -34,7 +34,7 @@ from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels
 from gptmanager.memory import KvPool
 from gptmanager.models import load_model
-from gptmanager.statistics import Laps
+from gptmanager.statistics import PhaseTimes
 
 NUM_SCENARIOS, NUM_PARTS = 500, 4
 NUM_TEMPLATES = 80
@@ -105,7 +105,7 @@ class Schedule:
             max_seq_len=sizes.max_seq_len,
             fused=self.model_type is not ModelType.INFLIGHT_BATCHING,
         )
-        return build_loop(blueprint, host, executor, laps=Laps(lambda: 0))
+        return build_loop(blueprint, host, executor, phase_times=PhaseTimes(lambda: 0))
 
 
 # Each request alone ---------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from gptmanager.assembly.backend import place
 from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.placement import place
 from gptmanager.assembly.sizing import size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.logits import PostProcessing
@@ -40,12 +40,12 @@ def assemble(
     processor_timer: CallbackTimer,
 ) -> Assembly:
     """Load the model, size and allocate the KV cache. `processor_timer`: of post-processors."""
-    placement = place(params)
-    model = placement.load(source, params)
+    backend = place(params)
+    model = backend.load(source, params)
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
-    room = placement.room(model, params, max_beam_width)
+    room = backend.room(model, params, max_beam_width)
     sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
     blueprint = Blueprint(
         params,
@@ -57,7 +57,7 @@ def assemble(
         hidden_size=getattr(model.spec, "hidden_size", 0),
     )
     try:
-        executor = placement.executor(
+        executor = backend.executor(
             model,
             sizes,
             num_slots=blueprint.num_slots,
@@ -71,7 +71,7 @@ def assemble(
                 timer=processor_timer,
                 num_slots=blueprint.num_slots,
                 max_beam_width=max_beam_width,
-                stream=placement.stream,
+                stream=backend.stream,
             ),
         )
     except (RuntimeError, MemoryError, ValueError) as error:
@@ -86,7 +86,7 @@ def assemble(
     return Assembly(
         blueprint,
         executor,
-        device="cpu" if placement.stream is None else placement.stream.name,
+        device="cpu" if backend.stream is None else backend.stream.name,
         weights_version=_weights_version(model),
     )
 

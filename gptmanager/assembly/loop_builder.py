@@ -19,7 +19,7 @@ from gptmanager.scheduler import (
     SimpleScheduler,
     StaticBatchScheduler,
 )
-from gptmanager.statistics import Laps
+from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 # guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
@@ -35,7 +35,7 @@ def build_loop(
     host: Host,
     executor: Executor,
     *,
-    laps: Laps,
+    phase_times: PhaseTimes,
     allocator: Allocator | None = None,
     loop_class: type[TokenLoop] = TokenLoop,
 ) -> TokenLoop:
@@ -53,7 +53,7 @@ def build_loop(
         max_num_tokens=params.max_num_tokens,
         run_ahead=params.run_ahead or 0,
         num_micro_batches=blueprint.num_micro_batches,
-        laps=laps,
+        phase_times=phase_times,
     )
 
 

@@ -72,8 +72,8 @@ class IterationLog:
 
     def host_milliseconds(self) -> float | None:
         """Median time of the loop's thread in an iteration, without the wait for its result."""
-        laps = [record["gptmanager"]["iteration_latency_us"] for _, record in self.since()]
-        own = [lap["total"] - lap.get("result", 0) for lap in laps]
+        times = [record["gptmanager"]["iteration_latency_us"] for _, record in self.since()]
+        own = [split["total"] - split.get("result", 0) for split in times]
         return statistics.median(own) / 1e3 if own else None
 
 

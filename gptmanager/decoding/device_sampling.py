@@ -17,7 +17,7 @@ from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.uploads import Upload
 from gptmanager.decoding.sampling import Ints, Sampler
-from gptmanager.request.llm_request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a token of a vocabulary
@@ -75,9 +75,13 @@ class DeviceSampler(Sampler):
                 launcher.kernel(part.PROGRAM, name)
 
     def load(
-        self, slot: int, params: SamplingParams, orig_prompt_len: int, wanted: Wanted = NO_EXTRAS
+        self,
+        slot: int,
+        params: SamplingParams,
+        orig_prompt_len: int,
+        output_config: OutputConfig = NO_EXTRAS,
     ) -> None:
-        super().load(slot, params, orig_prompt_len, wanted)
+        super().load(slot, params, orig_prompt_len, output_config)
         lists = adjustments.pack_lists(params)
         if lists.size or slot in self._device_lists:
             self._lists_changed = True
@@ -88,8 +92,8 @@ class DeviceSampler(Sampler):
         records["choice"][slot] = sampling.pack(params, orig_prompt_len, self.vocab_size)
         records["adjustment"][slot] = adjustments.pack(params, orig_prompt_len, self.vocab_size, 0)
         self._wanted[slot] = log_probs.NOTHING
-        if wanted.log_probs:
-            self._wanted[slot] = log_probs.LOG_PROB if wanted.normalized else log_probs.LOGIT
+        if output_config.log_probs:
+            self._wanted[slot] = log_probs.LOG_PROB if output_config.normalized else log_probs.LOGIT
         self._changed.add(slot)
 
     def enqueue(

@@ -43,7 +43,7 @@ from gptmanager.kernels.lanes import (
 )
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, Team, task_fields
 from gptmanager.request.input_rows import split_bias
-from gptmanager.request.llm_request import NO_EXTRAS, SamplingParams, Wanted
+from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams
 
 Ints = npt.NDArray[np.int64]
 
@@ -181,7 +181,11 @@ class Sampler:
         self._weights = np.zeros((0, self._weights_size), dtype=np.float32)
 
     def load(
-        self, slot: int, params: SamplingParams, orig_prompt_len: int, wanted: Wanted = NO_EXTRAS
+        self,
+        slot: int,
+        params: SamplingParams,
+        orig_prompt_len: int,
+        output_config: OutputConfig = NO_EXTRAS,
     ) -> None:
         """The sequence in `slot` is sampled by `params`, which are valid, from now on.
 
@@ -217,8 +221,8 @@ class Sampler:
             or params.no_repeat_ngram_size > 0
             or first_end > orig_prompt_len,
             penalizes,
-            wanted.log_probs,
-            wanted.normalized,
+            output_config.log_probs,
+            output_config.normalized,
         )
 
     def _load_lists(self, slot: int, params: SamplingParams) -> tuple[int, ...]:

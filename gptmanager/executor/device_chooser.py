@@ -15,7 +15,7 @@ from gptmanager.cuda.downloads import Arrival, Arrivals
 from gptmanager.cuda.uploads import Staging
 from gptmanager.decoding.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.executor.gathered_logits import SlotOutputs
+from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import TorchStep, candidates, settle
 from gptmanager.executor.token_chooser import TokenChooser
@@ -48,7 +48,7 @@ class DeviceChooser(TokenChooser):
         tables: DeviceTables,
         sampler: DeviceSampler,
         max_beam_width: int,
-        outputs: SlotOutputs,
+        outputs: GatheredLogits,
         processing: PostProcessing,
         *,
         staging: Staging,

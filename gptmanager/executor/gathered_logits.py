@@ -1,4 +1,4 @@
-"""`SlotOutputs`: what an executor must keep of its logits, by slot, besides the tokens.
+"""`GatheredLogits`: what an executor must keep of its logits, by slot, besides the tokens.
 
 Decides which rows of a step's logits are brought to the CPU; raw, as the model gave them. It knows
 slots and rows of schedules, nothing of requests and responses, nor of how logits travel. Only those
@@ -28,7 +28,7 @@ class ContextPart(NamedTuple):
     num_tokens: int
 
 
-class SlotOutputs:
+class GatheredLogits:
     """What each slot's sequence wants, since its start."""
 
     def __init__(self, num_slots: int) -> None:
@@ -39,10 +39,10 @@ class SlotOutputs:
 
     def load(self, starts: Sequence[SequenceStart]) -> None:
         for start in starts:
-            wanted, slot = start.wanted, start.slot
-            self._context_end[slot] = start.orig_prompt_len if wanted.context_logits else 0
-            self._generation[slot] = wanted.generation_logits
-            self._log_probs[slot] = wanted.log_probs
+            output_config, slot = start.output_config, start.slot
+            self._context_end[slot] = start.orig_prompt_len if output_config.context_logits else 0
+            self._generation[slot] = output_config.generation_logits
+            self._log_probs[slot] = output_config.log_probs
         if starts:
             self._any_context = bool(self._context_end.any())
             self._any_generation = bool(self._generation.any())

@@ -17,7 +17,7 @@ from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.rejection import sample_guess
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.executor.gathered_logits import SlotOutputs
+from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import TorchStep, candidates, part_of, settle
 from gptmanager.request.llm_request import SamplingParams
@@ -38,7 +38,7 @@ class TokenChooser:
         tables: SequenceTables,
         sampler: Sampler,
         max_beam_width: int,
-        outputs: SlotOutputs,
+        outputs: GatheredLogits,
         processing: PostProcessing,
     ) -> None:
         self.max_beam_width = max_beam_width
@@ -58,7 +58,7 @@ class TokenChooser:
             sampling = start.sampling
             if start.sampled and beam:
                 sampling = replace(sampling, seed=derive_seed(sampling.seed, beam))
-            self._sampler.load(first + beam, sampling, start.orig_prompt_len, start.wanted)
+            self._sampler.load(first + beam, sampling, start.orig_prompt_len, start.output_config)
         if start.sampled or start.slot in self._sampled:
             (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
         is_searched = start.beam_width > 1 and not start.sampled

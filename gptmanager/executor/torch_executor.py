@@ -16,7 +16,7 @@ from torch import Tensor
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.errors import CapacityError, response_text
-from gptmanager.executor.gathered_logits import ContextPart, SlotOutputs, split_context
+from gptmanager.executor.gathered_logits import ContextPart, GatheredLogits, split_context
 from gptmanager.executor.packed_rows import PackedRows, halves, with_drafts
 from gptmanager.executor.prompt_embeddings import PromptEmbeddings
 from gptmanager.executor.sequence_tables import SequenceTables
@@ -57,7 +57,7 @@ class TorchExecutor:
         self.max_beam_width = max_beam_width
         self._window = attention_window
         num_lines = num_slots * max_beam_width
-        self._outputs = SlotOutputs(num_slots)
+        self._outputs = GatheredLogits(num_slots)
         self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
         self._tables = self._new_tables(num_lines, max_seq_len, blocks_per_sequence)
@@ -121,7 +121,7 @@ class TorchExecutor:
             counts,
             step.beams,
             failures,
-            spoilt=bool(step.starved),
+            stale=bool(step.starved),
             extras=step.extras,
         )
 

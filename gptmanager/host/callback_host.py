@@ -28,7 +28,7 @@ from gptmanager.host.retries import GetFailures
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
-from gptmanager.lifecycle.state import Deposed, Life
+from gptmanager.lifecycle.state import Deposed, Lifecycle
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
@@ -40,9 +40,9 @@ from gptmanager.request.inference_request import (
 )
 from gptmanager.statistics import (
     Counts,
-    Laps,
     LockStepKeys,
     Memory,
+    PhaseTimes,
     SchemeKeys,
     Timestamp,
     in_flight_keys,
@@ -78,7 +78,7 @@ class CallbackHost:
         max_get_failures: int,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.life = Life()
+        self.lifecycle = Lifecycle()
         self.preparation = Preparation(self.fail, wake)
         self.prepare = self.preparation.begin
         self._get = _required(get_inference_requests, "get_inference_requests_cb")
@@ -235,7 +235,7 @@ class CallbackHost:
         timer = self.send_timer
         timer.start()  # first, so that who deposes the loop knows: either it waits, or this raises
         try:
-            if self.life.is_deposed:
+            if self.lifecycle.is_deposed:
                 raise Deposed
             if is_final and not self._owed.settle(request_id):
                 return  # it has had its final response
@@ -257,7 +257,7 @@ class CallbackHost:
         self._failures.append(failure)
 
     def poll(self) -> None:
-        self.life.check()
+        self.lifecycle.check()
         if self._poll is None:
             return
         with self._guarded(self.poll_timer):
@@ -265,12 +265,12 @@ class CallbackHost:
             if stops is not None:
                 _collect_ids(stops, self._stops)
 
-    def report(self, counts: Counts, laps: Laps) -> None:
-        self.life.check()
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
+        self.lifecycle.check()
         self._last_counts = counts
         if self._return_stats is None:
             return
-        record = self._record(counts, laps.microseconds(), self._gil_wait_us())
+        record = self._record(counts, phase_times.microseconds(), self._gil_wait_us())
         with self._guarded(self.stats_timer):
             self._return_stats(record)
 
@@ -292,7 +292,7 @@ class CallbackHost:
 
     def _ask(self, room: int) -> None:
         """Receive what Get returns, also what it yielded before it raised."""
-        self.life.check()
+        self.lifecycle.check()
         before = len(self._received)
         with self._guarded(self.get_timer) as raised:
             answer = self._get(room)
@@ -322,7 +322,7 @@ class CallbackHost:
                 num_foreign, first = num_foreign + 1, first or str(error)
                 continue
             with self._receiving:
-                self.life.check()  # or it is answered already
+                self.lifecycle.check()  # or it is answered already
                 self._owed.owe(request_id)
                 self._returned.popleft()
             try:

@@ -38,7 +38,7 @@ class Deposed(BaseException):
     """Raised in the loop's thread: the watchdog has ended the manager meanwhile."""
 
 
-class Life:
+class Lifecycle:
     """The state of a manager. The loop's thread moves it, until that leaves or is deposed.
 
     The lock is never held by a thread of the host's, so a signal handler may read at any time.

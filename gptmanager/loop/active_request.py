@@ -12,8 +12,8 @@ from gptmanager.request.llm_request import (
     NO_EXTRAS,
     LlmRequest,
     LlmRequestState,
+    OutputConfig,
     SamplingParams,
-    Wanted,
 )
 from gptmanager.request.post_processor import RequestProcessor
 
@@ -55,7 +55,7 @@ class ActiveRequest(LlmRequest):
         "search",
         "stop_state",
         "stop_words",
-        "wanted",
+        "output_config",
     )
 
     def __init__(
@@ -79,7 +79,7 @@ class ActiveRequest(LlmRequest):
         beams: BeamParams | None = None,
         processor: RequestProcessor | None = None,
         client_id: int | None = None,
-        wanted: Wanted = NO_EXTRAS,
+        output_config: OutputConfig = NO_EXTRAS,
         prompt_table: HostRows | None = None,
         drafts: tuple[int, ...] = (),
         draft_logits: HostRows | None = None,
@@ -124,9 +124,11 @@ class ActiveRequest(LlmRequest):
         self.stop_words = stop_words
         self.stop_state = 0
         self.include_stop = include_stop
-        self.wanted = wanted
+        self.output_config = output_config
         self.has_extras = (
-            wanted.log_probs or wanted.generation_logits or wanted.context_logits
+            output_config.log_probs
+            or output_config.generation_logits
+            or output_config.context_logits
         ) or beams is not None
         self.exclude_input = exclude_input
         self.length_limit = len(tokens) + max_new_tokens
@@ -192,16 +194,16 @@ class ActiveRequest(LlmRequest):
         return num_tokens - self.stop_words.held(self.stop_state, self.length_limit - num_tokens)
 
     @property
-    def wanted_from_start(self) -> Wanted:
+    def wanted_from_start(self) -> OutputConfig:
         """What a start that comes now must yield: context logits only if they are not known."""
         if self.first_token is None:
-            return self.wanted
-        return self.wanted._replace(context_logits=False)
+            return self.output_config
+        return self.output_config._replace(context_logits=False)
 
     @property
     def reads_cache(self) -> bool:
         """Context logits come of computing the context, all of it."""
-        return not self.wanted.context_logits or self.first_token is not None
+        return not self.output_config.context_logits or self.first_token is not None
 
     @property
     def is_timed(self) -> bool:

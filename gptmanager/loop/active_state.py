@@ -15,7 +15,7 @@ from gptmanager.kv_cache.state import Salt
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.admission import Limits
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import LlmRequestState, SamplingParams, Wanted
+from gptmanager.request.llm_request import LlmRequestState, OutputConfig, SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
 
 
@@ -35,7 +35,7 @@ class RequestState(NamedTuple):
     retention_priority: int | None
     processor: RequestProcessor | None
     client_id: int | None
-    wanted: Wanted
+    output_config: OutputConfig
     drafts: tuple[int, ...]
     # how far it has come
     state: LlmRequestState

@@ -27,7 +27,7 @@ from gptmanager.request.inference_request import (
     InferenceRequest,
 )
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import RETENTION_PRIORITIES, SamplingParams, Wanted
+from gptmanager.request.llm_request import RETENTION_PRIORITIES, OutputConfig, SamplingParams
 from gptmanager.request.post_processor import read_post_processor
 from gptmanager.request.read_tensors import (
     INT32,
@@ -132,7 +132,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
             if limits.lookup is None or beams is not None
             else Drafter(limits.lookup, limits.vocab_size)
         ),
-        wanted=_read_wanted(tensors, limits),
+        output_config=_read_wanted(tensors, limits),
     )
 
 
@@ -277,13 +277,13 @@ def _read_adjustments(tensors: dict[str, Any], limits: Limits) -> dict[str, Any]
     return read
 
 
-def _read_wanted(tensors: dict[str, Any], limits: Limits) -> Wanted:
+def _read_wanted(tensors: dict[str, Any], limits: Limits) -> OutputConfig:
     """What the request or the manager's options ask for besides tokens."""
 
     def is_asked(name: str) -> bool:
         return read_bool(name, tensors.get(name, False))
 
-    return Wanted(
+    return OutputConfig(
         log_probs=is_asked("return_log_probs"),
         normalized=limits.normalize_log_probs,
         generation_logits=is_asked("return_generation_logits") or limits.gather_generation_logits,

@@ -80,10 +80,10 @@ def beam_tokens(request: ActiveRequest, beams: Beams) -> list[NamedTensor]:
 def beam_extras(request: ActiveRequest, outputs: RequestOutputs, beams: Beams) -> list[NamedTensor]:
     """What was asked for besides tokens; beams that are shorter than the longest end in zeros."""
     tensors = []
-    if request.wanted.generation_logits:
+    if request.output_config.generation_logits:
         logits = _padded(beams.nodes, lambda nodes: outputs.beam_generation(nodes))
         tensors.append(NamedTensor("generation_logits", logits))
-    if request.wanted.log_probs:
+    if request.output_config.log_probs:
         log_probs = _padded(beams.nodes, _log_probs)
         tensors.append(NamedTensor("output_log_probs", log_probs))
         tensors.append(NamedTensor("cum_log_probs", torch.tensor([beams.cum_log_probs])))

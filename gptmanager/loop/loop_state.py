@@ -15,7 +15,7 @@ from gptmanager.statistics import DraftCounts
 from gptmanager.step import Schedule
 
 
-class RosterState(NamedTuple):
+class RequestTableState(NamedTuple):
     """`active` in their order; `timed` and `preparing`: ids of some of them; `arriving`: not
     admitted yet."""
 
@@ -30,7 +30,7 @@ class LoopState(NamedTuple):
     """`pending`: the schedule whose result is not applied yet. `failing`: ids of active requests
     that failed in a result. `drafts`, `num_logits_errors`: since the start."""
 
-    roster: RosterState
+    request_table: RequestTableState
     pending: Schedule | None
     failing: tuple[int, ...]
     drafts: DraftCounts

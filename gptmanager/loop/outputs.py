@@ -119,7 +119,7 @@ class Outputs:
             return
         for row, log_probs in zip(rows, extras.log_probs.tolist(), strict=True):
             request = _find(requests, row.request_id, row.epoch)
-            if request is not None and request.wanted.log_probs:
+            if request is not None and request.output_config.log_probs:
                 self.of(request).add_log_probs(_num_generated(request), log_probs)
 
 

@@ -1,7 +1,7 @@
-"""`Roster`: the active requests; who comes in, and who ends.
+"""`RequestTable`: the active requests; who comes in, and who ends.
 
 Admits what an intake brings and ends requests by stops, time limits and failures. Decides nothing
-about who runs: `TokenLoop` does, which is a roster that iterates.
+about who runs: `TokenLoop` does, which is a request table that iterates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.active_state import request_state, restored_request
 from gptmanager.loop.admission import Limits, admit
 from gptmanager.loop.allocation import Allocator
-from gptmanager.loop.loop_state import RosterState
+from gptmanager.loop.loop_state import RequestTableState
 from gptmanager.loop.outputs import Outputs
 from gptmanager.loop.responses import final
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
@@ -35,7 +35,7 @@ _PREPARING = LlmRequestState.PREPARING
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
-class Roster:
+class RequestTable:
     """The requests between their admission and their final response."""
 
     def __init__(self, host: Host, allocator: Allocator, limits: Limits) -> None:
@@ -255,9 +255,9 @@ class Roster:
 
     # As data -------------------------------------------------------------------------------
 
-    def roster_state(self) -> RosterState:
+    def table_state(self) -> RequestTableState:
         """Between two iterations; some may be arriving still when the last one failed."""
-        return RosterState(
+        return RequestTableState(
             tuple(map(request_state, self.active)),
             tuple(self._arriving),
             tuple(self._timed),
@@ -265,8 +265,8 @@ class Roster:
             self.allocator.state(),
         )
 
-    def restore_roster(self, state: RosterState) -> None:
-        """Bring an empty roster to `state`; raises an error where it contradicts itself."""
+    def restore_table(self, state: RequestTableState) -> None:
+        """Bring an empty table to `state`; raises an error where it contradicts itself."""
         self.active = [restored_request(request, self.limits) for request in state.active]
         self.requests = {request.request_id: request for request in self.active}
         if len(self.requests) != len(self.active):

@@ -78,7 +78,7 @@ def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[Na
     tensors = _delta(request, start, end) if beams is None else beam_tokens(request, beams)
     if request.has_extras:
         extras = _extras(request, outputs.of(request), start, end, beams)
-        if not request.wanted.context_logits or extras[0].tensor.shape[1]:
+        if not request.output_config.context_logits or extras[0].tensor.shape[1]:
             tensors[2:2] = extras
         else:  # they have been sent
             tensors[2:2] = extras[1:]
@@ -118,16 +118,16 @@ def _extras(
     request: ActiveRequest, outputs: RequestOutputs, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
     """What was asked for besides tokens, of the history positions `start` to `end`."""
-    wanted = request.wanted
+    output_config = request.output_config
     start, end = start - request.orig_prompt_len, end - request.orig_prompt_len
     tensors = []
-    if wanted.context_logits:
+    if output_config.context_logits:
         tensors.append(NamedTensor("context_logits", outputs.take_context()))
     if beams is not None:
         return tensors + beam_extras(request, outputs, beams)
-    if wanted.generation_logits:
+    if output_config.generation_logits:
         tensors.append(NamedTensor("generation_logits", outputs.take_generation(start, end)))
-    if wanted.log_probs:
+    if output_config.log_probs:
         tensors.append(NamedTensor("output_log_probs", outputs.log_probs(start, end)))
         tensors.append(NamedTensor("cum_log_probs", outputs.cum_log_probs(end)))
     return tensors

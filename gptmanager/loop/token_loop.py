@@ -20,11 +20,11 @@ from gptmanager.loop.admission import Limits
 from gptmanager.loop.allocation import Allocator, check_output
 from gptmanager.loop.logits_faults import fault_error
 from gptmanager.loop.loop_state import LoopState
-from gptmanager.loop.request_table import Roster
+from gptmanager.loop.request_table import RequestTable
 from gptmanager.loop.responses import stream_one_token, stream_tokens
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
-from gptmanager.statistics import Counts, DraftCounts, Laps, lap
+from gptmanager.statistics import Counts, DraftCounts, PhaseTimes, timed_phase
 from gptmanager.step import NOT_FINITE, Executor, Failure, Host, Intake, Schedule, StepResult
 
 _PREPARING = LlmRequestState.PREPARING
@@ -34,7 +34,7 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 End = tuple[ActiveRequest, FinishReason, int]  # who ends, why, where its output ends
 
 
-class TokenLoop(Roster):
+class TokenLoop(RequestTable):
     """In-flight batching of requests over one executor and one KV cache.
 
     `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
@@ -55,7 +55,7 @@ class TokenLoop(Roster):
         max_num_tokens: int,
         run_ahead: int = 0,
         num_micro_batches: int = 1,
-        laps: Laps,
+        phase_times: PhaseTimes,
     ) -> None:
         super().__init__(host, allocator, limits)
         self.executor = executor
@@ -65,7 +65,7 @@ class TokenLoop(Roster):
         self.max_num_tokens = max_num_tokens
         self.run_ahead = run_ahead
         self.num_micro_batches = num_micro_batches
-        self.laps = laps
+        self.phase_times = phase_times
         self.scheduler_timer = CallbackTimer("Scheduler")
         self.drafts = DraftCounts()
         self.num_logits_errors = 0
@@ -76,7 +76,7 @@ class TokenLoop(Roster):
 
     def iterate(self) -> bool:
         """One iteration; False when there was nothing to do."""
-        self.laps.restart()
+        self.phase_times.restart()
         pending = self.pending
         intake = self.fetch()
         self.take_in(intake)
@@ -101,12 +101,12 @@ class TokenLoop(Roster):
             self.report(schedule, num_active)
         return True
 
-    @lap
+    @timed_phase
     def fetch(self) -> Intake:
         room = None if self.max_active is None else max(0, self.max_active - len(self.active))
         return self.host.fetch(room, len(self.active))
 
-    @lap
+    @timed_phase
     def take_in(self, intake: Intake) -> None:
         self._failing.clear()
         super().take_in(intake)
@@ -116,7 +116,7 @@ class TokenLoop(Roster):
         if self._num_serial and self.num_micro_batches == 1:
             self.finish_pending()
 
-    @lap
+    @timed_phase
     def schedule(self) -> SchedulerOutput | None:
         """Decide who runs, checked; None: there is nobody to ask about."""
         in_flight = self.in_flight()
@@ -140,7 +140,7 @@ class TokenLoop(Roster):
         if any(request.request_id in in_flight for request in decision.paused_requests):
             self.finish_pending()
 
-    @lap
+    @timed_phase
     def allocate(
         self, decision: SchedulerOutput | None, now: float, pending: Any
     ) -> Schedule | None:
@@ -201,11 +201,11 @@ class TokenLoop(Roster):
             raise SchedulerError(f"{name} returned {shown}, expected lists of requests") from error
         return output
 
-    @lap
+    @timed_phase
     def forward(self, schedule: Schedule) -> Any:
         return self.executor.forward(schedule)
 
-    @lap
+    @timed_phase
     def sample(self, step: Any) -> None:
         self.executor.sample(step)
 
@@ -217,11 +217,11 @@ class TokenLoop(Roster):
     def finish(self, step: Any) -> None:
         self.respond(*self.apply(step, self.result(step)))
 
-    @lap
+    @timed_phase
     def result(self, step: Any) -> StepResult:
         return self.executor.result(step)
 
-    @lap
+    @timed_phase
     def apply(self, step: Any, result: StepResult) -> tuple[list[ActiveRequest], list[End]]:
         """Confirm tokens and find ends; gives who streams on and who has finished.
 
@@ -238,7 +238,7 @@ class TokenLoop(Roster):
         if result.failures:
             every = (*step.schedule.context_rows, *step.schedule.generation_rows)
             self._hand_on(result.failures, {row.request_id: row.epoch for row in every})
-        if result.spoilt:
+        if result.stale:
             self.allocator.kv_cache.clear_cached()
         for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
             request = find(row.request_id)
@@ -295,7 +295,7 @@ class TokenLoop(Roster):
         self.host.fail(failure)
         self._failing.add(failure.request_id)
 
-    @lap
+    @timed_phase
     def respond(self, streaming: list[ActiveRequest], finished: list[End]) -> None:
         """Send new tokens, then finals."""
         send = self.host.respond
@@ -312,7 +312,7 @@ class TokenLoop(Roster):
         for request, reason, output_end in finished:
             self.finish_request(request, reason, output_end)
 
-    @lap
+    @timed_phase
     def poll(self) -> None:
         self.host.poll()
 
@@ -335,7 +335,7 @@ class TokenLoop(Roster):
             drafts=self.drafts,
             logits_errors=self.num_logits_errors,
         )
-        self.host.report(counts, self.laps)
+        self.host.report(counts, self.phase_times)
 
     # As data -------------------------------------------------------------------------------
 
@@ -343,11 +343,11 @@ class TokenLoop(Roster):
         """Between two iterations. Its lists may be copied when it is written only."""
         pending = None if self.pending is None else self.pending.schedule
         failing, errors = tuple(self._failing), self.num_logits_errors
-        return LoopState(self.roster_state(), pending, failing, self.drafts, errors)
+        return LoopState(self.table_state(), pending, failing, self.drafts, errors)
 
     def restore(self, state: LoopState, pending: Any) -> None:
         """Bring a new loop to `state`; `pending`: the step of its pending schedule."""
-        self.restore_roster(state.roster)
+        self.restore_table(state.request_table)
         self.pending = pending
         self._failing, self.drafts = set(state.failing), state.drafts
         self.num_logits_errors = state.num_logits_errors

@@ -84,7 +84,7 @@ class GptManager:
             wake=self.notify,
         )
         self._params = params
-        self._life = self._host.life
+        self._lifecycle = self._host.lifecycle
         self._inbox = Inbox()
         self._process = os.getpid()
         self._recorder = Recorder(
@@ -121,14 +121,14 @@ class GptManager:
     @property
     def state(self) -> ManagerState:
         """In a forked process STOPPED, or FAILED: the loop does not run there."""
-        if self._is_forked and self._life.state is not ManagerState.FAILED:
+        if self._is_forked and self._lifecycle.state is not ManagerState.FAILED:
             return ManagerState.STOPPED
-        return self._life.state
+        return self._lifecycle.state
 
     @property
     def exception(self) -> BaseException | None:
         """What ended the loop; None unless the state is FAILED."""
-        return self._life.exception
+        return self._lifecycle.exception
 
     @property
     def recording_error(self) -> str:
@@ -160,9 +160,9 @@ class GptManager:
         """
         if self._is_forked:
             return True
-        if self._is_elsewhere or not self._life.ended.wait(_bounded(timeout)):
+        if self._is_elsewhere or not self._lifecycle.ended.wait(_bounded(timeout)):
             return False
-        if self._life.is_deposed or self._thread.ident is None:
+        if self._lifecycle.is_deposed or self._thread.ident is None:
             return True  # it hangs, or there is none
         self._thread.join(_HANG_S)  # it is on its last line; not the way to wait: an interrupted
         return True  # join leaves a thread that runs on marked as ended
@@ -179,7 +179,7 @@ class GptManager:
         if self._inbox.wait_idle(_bounded(timeout)):
             return True
         self._raise_if_failed()
-        return self._life.ended.is_set
+        return self._lifecycle.ended.is_set
 
     def notify(self) -> None:
         """Wake an idle loop: there may be something to get. Raises ManagerDeadError when dead."""
@@ -215,7 +215,7 @@ class GptManager:
         """What the manager is doing; answered at once, even while a callback hangs."""
         loop, progress = self._loop, self._worker.progress
         num_active = 0 if loop is None else len(loop.active)
-        alive = not (self._life.ended.is_set or self._is_forked)
+        alive = not (self._lifecycle.ended.is_set or self._is_forked)
         return Health(
             alive=alive,
             progressing=alive and progress.is_progressing(num_active),
@@ -253,7 +253,7 @@ class GptManager:
         if self._is_elsewhere and self._loop is not None:
             return function(self._asked(name))
         question = self._inbox.ask(function)
-        if self._life.ended.is_set and self._inbox.take_back(question):
+        if self._lifecycle.ended.is_set and self._inbox.take_back(question):
             question.settle(self._asked(name))
         elif not question.wait(_bounded(timeout)):
             self._inbox.take_back(question)
@@ -266,10 +266,10 @@ class GptManager:
 
     def _asked(self, name: str) -> TokenLoop:
         """The loop, for a question of that name which its thread does not answer."""
-        if self._loop is None or self._life.is_deposed:
+        if self._loop is None or self._lifecycle.is_deposed:
             raise ManagerDeadError(
                 f"{name}: there is no loop to ask between two iterations"
-            ) from self._life.exception
+            ) from self._lifecycle.exception
         return self._loop
 
     @property
@@ -291,10 +291,10 @@ class GptManager:
         return self._worker.is_here or self._is_forked
 
     def _raise_if_failed(self) -> None:
-        if self._life.state is ManagerState.FAILED:
-            raise ManagerDeadError(
-                f"the manager has failed: {response_text(self._life.exception or RuntimeError())}"
-            ) from self._life.exception
+        if self._lifecycle.state is ManagerState.FAILED:
+            error = self._lifecycle.exception
+            text = response_text(error or RuntimeError())
+            raise ManagerDeadError(f"the manager has failed: {text}") from error
 
     def _raise_if_forked(self) -> None:
         if self._is_forked:

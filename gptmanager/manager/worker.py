@@ -23,7 +23,7 @@ from gptmanager.manager.recovery import Recovery
 from gptmanager.manager.stall_watch import Progress
 from gptmanager.memory.heap import give_back
 from gptmanager.recorder import Recorder, build_recorded_loop
-from gptmanager.statistics import Laps
+from gptmanager.statistics import PhaseTimes
 
 _STALL_S = 0.01  # nobody was scheduled: how soon to ask again
 _SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hangs, too
@@ -42,7 +42,7 @@ class Worker:
     ) -> None:
         self._params = params
         self._host = host
-        self._life = host.life
+        self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
         self._on_end = on_end
@@ -74,7 +74,7 @@ class Worker:
             self.end_unborn(error)
             booted.set_exception(error)
             return
-        self._life.move_to(ManagerState.RUNNING)
+        self._lifecycle.move_to(ManagerState.RUNNING)
         booted.set_result(None)
         try:
             self._serve_to_the_end(loop)
@@ -91,26 +91,26 @@ class Worker:
         return build_recorded_loop(
             assembly.blueprint,
             *(self._host, assembly.executor, self._recorder),
-            laps=Laps(perf_counter_ns),
+            phase_times=PhaseTimes(perf_counter_ns),
         )
 
     def end_unborn(self, error: BaseException) -> None:
         """The loop could not be built, or had no thread to be built on."""
         self._host.is_accepting = False
-        self._life.fail(error)
+        self._lifecycle.fail(error)
         self._release()
         self._end()
 
     def _serve_to_the_end(self, loop: TokenLoop) -> None:
         try:
             self._serve(loop)
-            self._life.leave(ManagerState.STOPPED)
+            self._lifecycle.leave(ManagerState.STOPPED)
         except Deposed:
             raise
         except BaseException as error:  # noqa: B036 - kept as `exception`
             # nothing that may raise stands between the failure and the final responses
             self._host.is_accepting = False
-            self._life.fail(error)
+            self._lifecycle.fail(error)
             try:
                 self._end_requests(loop, as_final(error))
             except Deposed:
@@ -118,13 +118,13 @@ class Worker:
             except BaseException:  # noqa: B036 - the end must come
                 logger.exception("the last responses could not be made")
             self._tell_failure(error)
-            self._life.leave(ManagerState.FAILED)
+            self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
         while True:
             self._turn.start()
             self._inbox.begin_turn()
-            self._life.check()
+            self._lifecycle.check()
             aborts = self._inbox.is_to_abort
             self._inbox.answer(loop)
             if aborts or self._inbox.is_to_end:
@@ -135,7 +135,7 @@ class Worker:
                 if not (loop.holds_requests or self._host.holds_requests):
                     self._recorder.close()
                     return
-                self._life.move_to(ManagerState.DRAINING)
+                self._lifecycle.move_to(ManagerState.DRAINING)
             had_active, had_pending = bool(loop.active), loop.pending is not None
             try:
                 worked = self._turn_once(loop)
@@ -201,7 +201,7 @@ class Worker:
         """Whoever waits learns of it."""
         self._host.is_accepting = False
         self._turn.abandon()
-        self._life.ended.set()
+        self._lifecycle.ended.set()
         self._inbox.close()
         on_end, self._on_end = self._on_end, lambda: None  # whose it is, is free to go
         on_end()
@@ -237,7 +237,7 @@ class Worker:
     def _give_up(self, hang: Hang, statistics: str) -> None:
         """Answer for the loop's thread, which does nothing any more should it come back."""
         error = ManagerDeadError(hang.text)
-        if not self._life.depose(error):
+        if not self._lifecycle.depose(error):
             return  # it ends at this moment
         self._deputy = threading.current_thread()
         self._host.is_accepting = False

@@ -13,7 +13,7 @@ from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Executor, Failure, Host, Intake, Schedule, StepResult
 
 
@@ -63,8 +63,8 @@ class _ObservedHost:
     def poll(self) -> None:
         self._host.poll()
 
-    def report(self, counts: Counts, laps: Laps) -> None:
-        self._host.report(counts, laps)
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
+        self._host.report(counts, phase_times)
 
 
 class _ObservedExecutor:

@@ -6,7 +6,7 @@ from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.recorder import Recorder, RecordingExecutor, RecordingHost
-from gptmanager.statistics import Laps
+from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
 
@@ -16,17 +16,17 @@ def build_recorded_loop(
     executor: Executor,
     recorder: Recorder,
     *,
-    laps: Laps,
+    phase_times: PhaseTimes,
     loop_class: type[TokenLoop] = TokenLoop,
 ) -> TokenLoop:
     """As `build_loop`, with `recorder` between the loop and its world, if it is on."""
     if not recorder.is_on:
-        return build_loop(blueprint, host, executor, laps=laps, loop_class=loop_class)
+        return build_loop(blueprint, host, executor, phase_times=phase_times, loop_class=loop_class)
     loop = build_loop(
         blueprint,
         RecordingHost(host, recorder),
         RecordingExecutor(executor, recorder),
-        laps=laps,
+        phase_times=phase_times,
         loop_class=loop_class,
     )
     recorder.start(loop, blueprint)

@@ -28,7 +28,7 @@ from gptmanager.recorder.values import Decoder, field_names, plain_fields, to_js
 from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
-VERSION = 2
+VERSION = 3
 
 _LONGEST_LINE = 1 << 30  # bytes
 _UNFOLDED = 1 << 20  # numbers that a few bytes may stand for in all, and

@@ -54,15 +54,15 @@ def schedule_bytes(schedule: Schedule) -> int:
 
 
 def state_bytes(state: LoopState) -> int:
-    roster = state.roster
+    request_table = state.request_table
     size = _OBJECT + (0 if state.pending is None else schedule_bytes(state.pending))
-    for request in roster.active:
+    for request in request_table.active:
         size += _REQUEST + _NUMBER * request.num_tokens
         size += sum(_OBJECT + _NUMBER * len(word) for word in request.sampling.bad_words)
         size += sum(_OBJECT + _NUMBER * len(word) for word in request.words or ())
         if request.beams is not None:
             size += _NODE * request.beams.width * (request.num_tokens - request.prompt_len + 1)
-    return size + _kv_cache_bytes(roster.allocator.kv_cache)
+    return size + _kv_cache_bytes(request_table.allocator.kv_cache)
 
 
 def _kv_cache_bytes(state: KvCacheState) -> int:

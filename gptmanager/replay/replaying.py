@@ -21,7 +21,7 @@ from gptmanager.replay.difference import difference, summary
 from gptmanager.replay.unheard import UnheardLoop
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
 
@@ -132,7 +132,9 @@ class _Replay:
 
     def _new_loop(self, state: LoopState | None) -> TokenLoop:
         loop = build_loop(
-            *(self._blueprint, self.world, self.world), laps=Laps(lambda: 0), loop_class=UnheardLoop
+            *(self._blueprint, self.world, self.world),
+            phase_times=PhaseTimes(lambda: 0),
+            loop_class=UnheardLoop,
         )
         if state is not None:
             loop.restore(state, None if state.pending is None else _Step(state.pending))
@@ -243,7 +245,7 @@ class _RecordedWorld:
     def poll(self) -> None:
         """Stops come with the recorded intakes."""
 
-    def report(self, counts: Counts, laps: Laps) -> None:
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         """Nobody asks."""
 
     def forward(self, schedule: Schedule) -> _Step:

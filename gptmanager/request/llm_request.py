@@ -78,7 +78,7 @@ class SamplingParams:
         return self if bias is None else replace(self, embedding_bias=bias.without_numbers())
 
 
-class Wanted(NamedTuple):
+class OutputConfig(NamedTuple):
     """What a request is told besides its tokens. `normalized`: log probabilities, not logits."""
 
     log_probs: bool = False
@@ -87,7 +87,7 @@ class Wanted(NamedTuple):
     context_logits: bool = False
 
 
-NO_EXTRAS = Wanted()
+NO_EXTRAS = OutputConfig()
 
 
 class LlmRequest:

@@ -23,7 +23,7 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, StepResult
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
@@ -49,12 +49,14 @@ def simulate(
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
     world = World(load, cost, blueprint.params.max_batch_size, fused=fused, max_steps=most)
-    laps = Laps(lambda: 0)
+    phase_times = PhaseTimes(lambda: 0)
     if recorder is None:
-        loop = build_loop(blueprint, world, world, laps=laps, loop_class=SimulatedLoop)
+        loop = build_loop(
+            blueprint, world, world, phase_times=phase_times, loop_class=SimulatedLoop
+        )
     else:
         loop = build_recorded_loop(
-            blueprint, world, world, recorder, laps=laps, loop_class=SimulatedLoop
+            blueprint, world, world, recorder, phase_times=phase_times, loop_class=SimulatedLoop
         )
     assert isinstance(loop, SimulatedLoop)
     loop.on_finish = world.tally.finished
@@ -238,7 +240,7 @@ class World:
     def poll(self) -> None:
         """Stops come with the intake."""
 
-    def report(self, counts: Counts, laps: Laps) -> None:
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self.tally.reported(counts)
 
     # The executor --------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gptmanager.manager.inspection import audit
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
-from gptmanager.statistics import Counts, Laps
+from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake
 from gptmanager.testing.contract import ContractChecker, ContractViolation
 from gptmanager.testing.hosts import RecordingCallbacks
@@ -116,7 +116,7 @@ class _ScenarioHost:
     def poll(self) -> None:
         self._stops = self.callbacks.poll_stop_signal()
 
-    def report(self, counts: Counts, laps: Laps) -> None:
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         """The scenario asks for no statistics."""
 
 
@@ -130,7 +130,9 @@ class _Run:
         self.scenario = scenario
         self.host = _ScenarioHost(scenario.requests)
         self.executor = ScriptedExecutor(next_token, scenario.tokens_per_block)
-        self.loop = build_loop(blueprint, self.host, self.executor, laps=Laps(lambda: 0))
+        self.loop = build_loop(
+            blueprint, self.host, self.executor, phase_times=PhaseTimes(lambda: 0)
+        )
         self.judged = JudgedScheduler(
             self.loop.scheduler, blueprint, self.loop.allocator.kv_cache, may_pause=may_pause
         )

@@ -13,7 +13,7 @@ import statistics
 import sys
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
-from gptmanager.assembly import placement
+from gptmanager.assembly import backend
 from gptmanager.cuda import sampling
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream
@@ -68,7 +68,7 @@ def microseconds(batch_size: int) -> float:
 
 
 def main(batch_sizes: list[int]) -> None:
-    placement.EmulatedStream = FreeStream
+    backend.EmulatedStream = FreeStream
     sampling.sample = lambda launcher, tokens, inputs, *rest: (tokens.zero_(), inputs.zero_())
     for batch_size in batch_sizes:
         print(f"{batch_size:5} requests: {microseconds(batch_size):7.0f} us an iteration")

@@ -20,7 +20,7 @@ from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.recorder import Recorder, build_recorded_loop
-from gptmanager.statistics import Laps
+from gptmanager.statistics import PhaseTimes
 from gptmanager.step import StepResult
 
 ROUNDS = 1000
@@ -89,10 +89,12 @@ def build(num_requests, *, streaming, black_box):
         vocab_size=100,
     )
     executor = PreparedExecutor(num_requests)
-    laps = Laps(time.perf_counter_ns)
+    phase_times = PhaseTimes(time.perf_counter_ns)
     if black_box:
-        return host, build_recorded_loop(blueprint, callbacks, executor, Recorder(), laps=laps)
-    return host, build_loop(blueprint, callbacks, executor, laps=laps)
+        return host, build_recorded_loop(
+            blueprint, callbacks, executor, Recorder(), phase_times=phase_times
+        )
+    return host, build_loop(blueprint, callbacks, executor, phase_times=phase_times)
 
 
 @pytest.mark.parametrize("black_box", [False, True], ids=["bare", "black-box"])

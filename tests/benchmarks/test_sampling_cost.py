@@ -18,7 +18,7 @@ import torch
 
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request.input_rows import token_bias
-from gptmanager.request.llm_request import SamplingParams, Wanted
+from gptmanager.request.llm_request import OutputConfig, SamplingParams
 
 ROWS, VOCAB, HISTORY = 256, 32_000, 1024
 GREEDY = SamplingParams()
@@ -74,7 +74,7 @@ def prepared(name: str, scale: float) -> tuple[torch.Tensor, Callable[[], Any], 
     histories = torch.randint(VOCAB, (ROWS, HISTORY), generator=generator).int().numpy()
     sampler = Sampler(ROWS, VOCAB, histories)
     for slot in range(ROWS):
-        sampler.load(slot, SETTINGS[name], HISTORY // 2, Wanted(log_probs="log" in name))
+        sampler.load(slot, SETTINGS[name], HISTORY // 2, OutputConfig(log_probs="log" in name))
     slots, positions = np.arange(ROWS), np.full(ROWS, HISTORY)
     log_probs = np.zeros(ROWS, dtype=np.float32)
     return (

@@ -12,7 +12,7 @@ from requirements import skip
 from separate_device import DeviceTensor, SeparateDevice, SeparateStream, pin_in, real
 
 from gptmanager.assembly import assemble as assembly
-from gptmanager.assembly.placement import DevicePlacement
+from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.cuda import emulator
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.decoding import raw_kernel
@@ -138,7 +138,7 @@ def separate(monkeypatch):
             return place(params)
         SeparateDevice().__enter__()  # until the manager's thread ends
         streams.append(SeparateStream())
-        return DevicePlacement(streams[-1], params.deterministic, params.cuda_graphs)
+        return DeviceBackend(streams[-1], params.deterministic, params.cuda_graphs)
 
     def compile_apart(*given):
         kernel = compile_for_cpu(*given)

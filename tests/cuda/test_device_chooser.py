@@ -10,7 +10,7 @@ import torch
 from devices import check_same, finals, prompt
 
 from gptmanager import InferenceRequest
-from gptmanager.assembly import placement
+from gptmanager.assembly import backend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda import downloads as arrivals
@@ -58,7 +58,7 @@ def watched(device, request, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(placement, "DeviceStream", make)
+    monkeypatch.setattr(backend, "DeviceStream", make)
     for name in ("forward", "sample"):
         monkeypatch.setattr(DeviceExecutor, name, inside(getattr(DeviceExecutor, name)))
     return streams

@@ -18,7 +18,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly.placement import place
+from gptmanager.assembly.backend import place
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -184,9 +184,9 @@ def test_behind_a_window_with_a_sink(device):
 
 def test_pages_are_8_bit(device):
     params = OptionalParams(KvCacheConfig(dtype="fp8", tokens_per_block=16), device=device)
-    placement = place(params)
-    loaded = placement.load(scaled_checkpoint(), params)
-    assert placement.room(loaded, params, 1).dtype is FP8
+    backend = place(params)
+    loaded = backend.load(scaled_checkpoint(), params)
+    assert backend.room(loaded, params, 1).dtype is FP8
 
 
 def test_what_is_refused(device):

@@ -10,7 +10,7 @@ from kernel_values import close, randn
 from gptmanager.cuda import sampling
 from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.request.llm_request import SamplingParams, Wanted
+from gptmanager.request.llm_request import OutputConfig, SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 TEMPERATURES = (1.0, 0.0, 0.3, 1.7)
@@ -68,7 +68,7 @@ def test_odd_logits_as_on_the_cpu(machine):
     temperatures = [1.0, 0.7, 1.0, 2.0, 1.0, 0.5, 0.5]  # the sixth row overflows to -inf
     sampler = Sampler(7, 4)
     for slot, temperature in enumerate(temperatures):
-        sampler.load(slot, SamplingParams(temperature=temperature), 0, Wanted(log_probs=True))
+        sampler.load(slot, SamplingParams(temperature=temperature), 0, OutputConfig(log_probs=True))
     places, expected = np.arange(7), np.zeros(7, np.float32)
     tokens = sampler.sample(logits.clone(), places, places, expected)
     assert tokens.tolist() == [NO_TOKEN, NOT_FINITE, NOT_FINITE, 2, NOT_FINITE, 1, NO_TOKEN]

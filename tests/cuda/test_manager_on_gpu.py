@@ -26,8 +26,8 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly import placement as placements
-from gptmanager.assembly.placement import DevicePlacement
+from gptmanager.assembly import backend as backends
+from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.cuda.device import find_cupy
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
@@ -170,7 +170,7 @@ def test_recorded_steps_give_the_tokens_of_launched_ones(kernel_device, monkeypa
         sizes.append(most)
         return ()
 
-    monkeypatch.setattr(placements, "ladder", no_ladder)
+    monkeypatch.setattr(backends, "ladder", no_ladder)
     launched = serve(kernel_device, [*greedy(3), *seconds()])
     assert sizes == [4] and recorded.tokens() == launched.tokens()
 
@@ -331,14 +331,14 @@ class Greedy:
 def test_out_of_memory_in_a_step(kernel_device, monkeypatch):
     """The batch runs in parts; whoever fits in none ends alone."""
     made = []
-    load = DevicePlacement.load
+    load = DeviceBackend.load
 
     def short_of_memory(self, source, params):
         made.append(Greedy(load(self, source, params), 40))
         return made[-1]
 
-    monkeypatch.setattr(DevicePlacement, "load", short_of_memory)
-    monkeypatch.setattr(DevicePlacement, "_try", lambda *arguments: None)  # it would not fit
+    monkeypatch.setattr(DeviceBackend, "load", short_of_memory)
+    monkeypatch.setattr(DeviceBackend, "_try", lambda *arguments: None)  # it would not fit
     requests = [from_tokens(i, prompt(i, 20), 6) for i in range(1, 5)]
     served = serve(kernel_device, requests)
     assert made[0].refused > 0

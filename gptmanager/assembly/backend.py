@@ -1,4 +1,4 @@
-"""`Placement`: where a model and its KV cache lie, and what runs them there.
+"""`Backend`: where a model and its KV cache lie, and what runs them there.
 
 Decides kernels, dtypes and memory by the device alone. Knows nothing of scheduling.
 """
@@ -30,16 +30,16 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions, Model, load_model
 
 
-def place(params: OptionalParams) -> Placement:
+def place(params: OptionalParams) -> Backend:
     """By `OptionalParams.device`. ConfigError where there is no such device."""
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
-        return HostPlacement(params.deterministic)
+        return CpuBackend(params.deterministic)
     stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(params.device or "")
-    return DevicePlacement(stream, params.deterministic, params.cuda_graphs)
+    return DeviceBackend(stream, params.deterministic, params.cuda_graphs)
 
 
-class Placement(ABC):
+class Backend(ABC):
     """A device, the kernels for it, and an executor that uses both."""
 
     device: torch.device
@@ -80,7 +80,7 @@ class Placement(ABC):
         """With a KV cache of these sizes; `options` as of `TorchExecutor`."""
 
 
-class HostPlacement(Placement):
+class CpuBackend(Backend):
     """The CPU. Pages are float32, whatever the model's dtype."""
 
     def __init__(self, deterministic: bool) -> None:
@@ -104,7 +104,7 @@ class HostPlacement(Placement):
         return executor
 
 
-class DevicePlacement(Placement):
+class DeviceBackend(Backend):
     """A CUDA device, or the emulator in its place. Pages have the dtype that the model's spec asks
     for, by default its own.
     """
