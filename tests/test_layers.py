@@ -212,10 +212,6 @@ testing/                  what hosts and researchers test with
     rules                 the rules of a scheduler, and which of them an answer breaks
     scenario_run          one scenario, run through the real loop
     conformance           does a scheduler keep the rules?
-    kv_cache_model        what the KV cache must say, in plain dicts (no torch)
-    kv_cache_proof        a KV cache and that model, kept side by side (no torch)
-    kv_cache_operations   random operations on both (no torch)
-    kv_cache_trial        many of them, from the command line (no torch)
 replay/
     difference            where two schedules differ, for people
     unheard               the loop, for a world that hears only ends

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from kv_cache_trial import run_trial
 
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.kv_cache.eviction import EvictionQueue
 from gptmanager.kv_cache.prefix_tree import PrefixTree
 from gptmanager.kv_cache.state import kv_cache_state, restore_kv_cache
 from gptmanager.request.llm_request import LlmRequest
-from gptmanager.testing.kv_cache_trial import run_trial
 
 SIZE = 4
 

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kv_cache_model import Divergence, KvCacheModel, Life, Match, Options
+
 from gptmanager.errors import CapacityError
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
-from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Life, Match, Options
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from gptmanager.errors import CapacityError, DuplicateRequestIdError
-from gptmanager.request.llm_request import LlmRequest, LlmRequestState
-from gptmanager.testing.kv_cache_model import (
+from kv_cache_model import (
     REUSES,
     Divergence,
     Life,
     Options,
     Reuse,
 )
-from gptmanager.testing.kv_cache_proof import KvCacheProof
+from kv_cache_proof import KvCacheProof
+
+from gptmanager.errors import CapacityError, DuplicateRequestIdError
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS

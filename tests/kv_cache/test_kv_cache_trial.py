@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from kv_cache_model import Divergence, KvCacheModel, Options
+from kv_cache_trial import main, run_episode, run_trial
 
 from gptmanager.kv_cache import KvCacheManager, lookups, reuse, tiers
 from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request.llm_request import LlmRequest
-from gptmanager.testing.kv_cache_model import Divergence, KvCacheModel, Options
-from gptmanager.testing.kv_cache_trial import main, run_episode, run_trial
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 OPERATIONS = int(os.environ.get("GPTMANAGER_KV_OPERATIONS", "15000"))
 
 
@@ -175,7 +175,8 @@ def test_a_divergence_names_the_episode_that_repeats_it(monkeypatch, capsys):
 
 
 def test_the_command_says_what_was_done():
-    command = [sys.executable, "-m", "gptmanager.testing.kv_cache_trial", "--operations", "300"]
+    trial = ROOT / "tests/kv_cache/kv_cache_trial.py"
+    command = [sys.executable, str(trial), "--operations", "300"]
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -185,4 +186,4 @@ def test_the_command_says_what_was_done():
     )
     last = done.stdout.splitlines()[-1]
     assert last.endswith("operations, check() after each: 0 divergences, 0 leaks")
-    assert not done.stderr  # a bar is for terminals
+    assert not done.stderr

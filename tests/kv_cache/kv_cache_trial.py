@@ -1,6 +1,6 @@
 """Many random operations on KV caches, proved after each: how many, and of which kind.
 
-python -m gptmanager.testing.kv_cache_trial --operations 1000000
+python tests/kv_cache/kv_cache_trial.py --operations 1000000
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from tqdm import tqdm
+from kv_cache_model import Divergence
+from kv_cache_operations import Trial, random_options
 
 from gptmanager.kv_cache import LedgerError
-from gptmanager.testing.kv_cache_model import Divergence
-from gptmanager.testing.kv_cache_operations import Trial, random_options
 
 _EPISODE = 1000  # operations on one KV cache
 
@@ -40,22 +39,18 @@ def run_episode(seed: int, number: int) -> Counter[str]:
     return trial.operations
 
 
-def run_trial(operations: int, seed: int = 0, *, show_progress: bool = False) -> Counter[str]:
+def run_trial(operations: int, seed: int = 0) -> Counter[str]:
     """At least so many operations; how many of which kind there were."""
     done: Counter[str] = Counter()
     number = 0
-    with tqdm(total=operations, unit=" operations", disable=None if show_progress else True) as bar:
-        while done.total() < operations:
-            episode = run_episode(seed, number)
-            done += episode
-            number += 1
-            bar.update(min(episode.total(), operations - bar.n))
+    while done.total() < operations:
+        done += run_episode(seed, number)
+        number += 1
     return done
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m gptmanager.testing.kv_cache_trial",
         description="Random operations on KV caches beside a plain model, check() after each.",
     )
     parser.add_argument("--operations", type=int, default=1_000_000, help="how many at least")
@@ -66,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.episode is not None:
             done = run_episode(given.seed, given.episode)
         else:
-            done = run_trial(given.operations, given.seed, show_progress=True)
+            done = run_trial(given.operations, given.seed)
     except Divergence as divergence:
         print(divergence, file=sys.stderr)
         return 1
