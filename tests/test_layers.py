@@ -218,6 +218,7 @@ replay/                   a recorded run, once more: where it goes another way
 simulator/                the real loop under a virtual clock, without a model
     host_queue            when recorded requests came to their host
     load                  which requests arrive when, and how long they are
+    known_outputs         what each step yields, of outputs that a load knows
     cost_model            how long a step takes
     figures               what a simulated run came to
     simulation            a schedule without a model

@@ -6,8 +6,7 @@ nothing but how long a step would take. Knows no model, no device, and no real t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,15 +21,13 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
+from gptmanager.simulator.known_outputs import KnownOutputs
 from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps
 from gptmanager.statistics import Counts, PhaseTimes
-from gptmanager.step import BeamCandidates, Failure, Intake, Row, Schedule, StepResult
+from gptmanager.step import Failure, Intake, Schedule, StepResult
 
 _STALL_S = 0.01  # active requests, none of which was scheduled: how soon the loop asks again
 _MAX_STALLS = 10_000
-_BEAM_TENSORS = frozenset(("beam_width", "num_return_sequences"))
-_NO_BEAMS: Mapping[int, BeamCandidates] = {}
-_NO_TOKEN = 2**31 - 1  # behind the end of a known output: no end_id, no part of a stop word
 
 
 def simulate(
@@ -128,10 +125,7 @@ class World:
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
         self._device_free_at = 0.0
-        self._zeros = np.zeros((2 * max_batch_size, 1), dtype=np.int32)
-        self._outputs: dict[int, tuple[int, Sequence[int]]] = {}  # by id: prompt length, tokens
-        self._beams: dict[int, tuple[bool, Mapping[int, BeamCandidates]]] = {}  # by id: if sampled
-        self._has_beams = False  # ever: a stopped one may still have rows in flight
+        self._known = KnownOutputs(load, 2 * max_batch_size)
         self._ready: list[int] = []
 
     @property
@@ -202,20 +196,9 @@ class World:
 
     def _arrive(self, number: int) -> InferenceRequest:
         request = self._load.request(number)
-        request_id = request.request_id
-        if request_id not in self._beams and not _BEAM_TENSORS.isdisjoint(request.tensors):
-            known = self._load.beams(number)
-            sampled = "beam_width" not in request.tensors
-            if known:  # texts that are sampled have one candidate, the token that was drawn
-                sampled = len(next(iter(known.values())).tokens[0]) == 1
-            self._beams[request_id] = sampled, known
-            self._has_beams = True
         when = self.now if self._load.by_turns else self._arrivals[number]
-        self.tally.arrived(request_id, when)
-        output = self._load.output(number)
-        if output is not None and request_id not in self._outputs:
-            prompt_len = int(np.size(request.tensors.get("input_ids", ())))
-            self._outputs[request_id] = prompt_len, output
+        self.tally.arrived(request.request_id, when)
+        self._known.add(number, request)
         return request
 
     def respond(
@@ -227,8 +210,7 @@ class World:
         if error:
             self.tally.failed(request_id, error, was_duplicate=was_duplicate)
         if not was_duplicate:
-            self._outputs.pop(request_id, None)
-            self._beams.pop(request_id, None)
+            self._known.remove(request_id)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Nothing will be called, so it is ready."""
@@ -253,41 +235,7 @@ class World:
         self.tally.scheduled(schedule)
         begin = max(self.now, self._device_free_at)
         end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)
-        if schedule.drafts and self._outputs:
-            return _Step(schedule, end, *self._accepted(schedule))
-        return _Step(schedule, end, self._tokens(schedule), None)
-
-    def _tokens(self, schedule: Schedule) -> np.ndarray:
-        if not self._outputs:
-            rows = sum(row.samples for row in schedule.context_rows)
-            rows += len(schedule.generation_rows)
-            if rows > len(self._zeros):
-                self._zeros = np.zeros((rows, 1), dtype=np.int32)
-            return self._zeros[:rows]
-        tokens = []
-        for row in schedule.sampling_rows:
-            prompt_len, output = self._outputs.get(row.request_id, (0, ()))
-            place = row.position + row.num_tokens - prompt_len
-            tokens.append(output[place] if 0 <= place < len(output) else _NO_TOKEN)
-        return np.array(tokens, dtype=np.int32).reshape(-1, 1)
-
-    def _accepted(self, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and their numbers: a guess is right if the request generates it there."""
-        guesses = {draft.slot: draft.tokens for draft in schedule.drafts}
-        rows = schedule.sampling_rows
-        tokens = np.full((len(rows), 1 + max(map(len, guesses.values()))), _NO_TOKEN, np.int32)
-        counts = np.ones(len(rows), dtype=np.int32)
-        for place, row in enumerate(rows):
-            prompt_len, output = self._outputs.get(row.request_id, (0, ()))
-            first = row.position + row.num_tokens - row.num_drafts - prompt_len
-            if 0 <= first < len(output):
-                guessed = guesses[row.slot][: row.num_drafts] if row.num_drafts else ()
-                known = output[first : first + len(guessed) + 1]
-                pairs = enumerate(zip(guessed, known, strict=False))
-                right = next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(known)))
-                tokens[place, : len(known)] = known
-                counts[place] = right + 1
-        return tokens, counts
+        return _Step(schedule, end, *self._known.tokens(schedule))
 
     def sample(self, step: _Step) -> None:
         """The tokens are given."""
@@ -295,18 +243,5 @@ class World:
     def result(self, step: _Step) -> StepResult:
         self._in_flight -= 1
         self.now = max(self.now, step.end)
-        rows = step.schedule.sampling_rows if self._has_beams else ()
-        beams = tuple(self._candidates(row) for row in rows if row.beam_width > 1)
+        beams = self._known.candidates(step.schedule)
         return StepResult(step.tokens, self.now, step.counts, beams)
-
-    def _candidates(self, row: Row) -> BeamCandidates:
-        sampled, known = self._beams.get(row.request_id, (False, _NO_BEAMS))
-        position = row.position + row.num_tokens
-        return known.get(position) or _endless(row.beam_width, 1 if sampled else row.beam_width)
-
-
-@functools.cache
-def _endless(beam_width: int, count: int) -> BeamCandidates:
-    """So many continuations of each beam that never end it: it runs to its last token."""
-    tokens = tuple(range(_NO_TOKEN, _NO_TOKEN - count, -1))
-    return BeamCandidates((tokens,) * beam_width, ((0.0,) * count,) * beam_width)
