@@ -423,6 +423,41 @@ def test_the_base_class_is_abstract() -> None:
         CapacityScheduler()  # type: ignore[abstract]
 
 
+class Partial:
+    """A host's own manager, which has some of the bulk counts; `asked` are those that were used."""
+
+    def __init__(self, kv: KvCacheManager, names: set[str]) -> None:
+        self.kv, self.names, self.asked = kv, names, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("sum_", "most_")):
+            if name not in self.names:
+                raise AttributeError(name)
+            return lambda *args: self.asked.add(name) or getattr(self.kv, name)(*args)
+        return getattr(self.kv, name)
+
+
+BULK = ["sum_remaining_blocks_to_completion", "most_blocks_to_completion",
+        "sum_needed_blocks_one_step", "most_blocks_one_step"]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_blocks", [5, 7, 12, 40])
+@pytest.mark.parametrize("policy", [GuaranteedNoEvictScheduler, MaxUtilizationScheduler])
+@pytest.mark.parametrize("name", [None, *BULK])
+def test_a_manager_that_has_not_all_bulk_counts_decides_the_same(name, policy, num_blocks) -> None:
+    kv = KvCacheManager(num_blocks, 10)
+    active = [generating(kv, 1, 20), generating(kv, 2, 20, 30), waiting(3), waiting(4, 25)]
+    expected = decide(policy(8, kv), active)
+    for names in (set(BULK) - {name}, {name} & set(BULK)):
+        partial = Partial(kv, names)
+        assert decide(policy(8, partial), active) == expected
+        assert partial.asked <= names
+        if name is None and names:
+            assert partial.asked == set(
+                BULK[:2] if policy is GuaranteedNoEvictScheduler else BULK[2:]
+            )
+
+
 # Against a model --------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ kv_cache/                 who holds which block
 scheduler/                who runs
     waiting               why a policy leaves a request out
     adapter_pages         whether the adapters of several requests fit together (no torch)
+    bulk_counts           the needs of many requests in one call (no torch)
     reuse_delay           which contexts wait for what another is about to compute (no torch)
     start_headroom        whether a request may start beside others (no torch)
     capacity              which active requests get memory (no torch)

@@ -21,7 +21,7 @@ from gptmanager.loop.admission import admit
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, insert_by_priority
-from gptmanager.scheduler.waiting import Wait, WaitReason
+from gptmanager.scheduler.waiting import Wait, WaitReason, told_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +211,7 @@ def _reason(
         text = f"runs: {request.num_tokens} of {request.length_limit} tokens"
         return "running", _NO_WAIT, text
     active = [other for other in active if other.state is not LlmRequestState.PREPARING]
-    tell = getattr(loop.scheduler, "why_waiting", None)
-    waits = None if tell is None else tell(active, loop.in_flight())
+    waits = told_by(loop.scheduler, active, loop.in_flight())
     if waits is None:
         kv_cache = loop.allocator.kv_cache
         needed = kv_cache.get_remaining_blocks_to_completion(request)

@@ -7,6 +7,7 @@ from gptmanager.request.llm_request import (
     RequestList,
     insert_by_priority,
 )
+from gptmanager.scheduler.bulk_counts import BulkCounts
 from gptmanager.scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -19,6 +20,7 @@ from gptmanager.scheduler.reuse_credit import ReuseCredit
 from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput, SimpleScheduler
 
 __all__ = [
+    "BulkCounts",
     "CapacityScheduler",
     "GuaranteedNoEvictScheduler",
     "KvCacheManager",

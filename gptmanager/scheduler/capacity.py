@@ -17,6 +17,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
+from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
 from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
 
@@ -210,9 +211,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
 
         The walk would take them one by one; where much is free that is all it does.
         """
-        bound = getattr(self.kv_cache_manager, "most_blocks_to_completion", None)
+        bound = bulk_counts(self.kv_cache_manager).most_blocks_to_completion
         first = next((r for r in schedulable if r.state is _CONTEXT_INIT), None)
-        if bound is None or first is None or bound([first]) > free_blocks:
+        if first is None or bound([first]) > free_blocks:
             return []  # mostly because the first does not fit: the others are not looked at
         contexts = [request for request in schedulable if request.state is _CONTEXT_INIT]
         if (
@@ -257,11 +258,7 @@ def _kv_cache(name: str, value: KvCacheManager) -> KvCacheManager:
 
 def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:
     """Free blocks less what the running requests may still need."""
-    needed_by_all = getattr(kv_cache_manager, "sum_remaining_blocks_to_completion", None)
-    if needed_by_all is None:
-        reserved = sum(map(kv_cache_manager.get_remaining_blocks_to_completion, running))
-    else:
-        reserved = needed_by_all(running)
+    reserved = bulk_counts(kv_cache_manager).sum_remaining_blocks_to_completion(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
 
 

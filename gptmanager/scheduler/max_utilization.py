@@ -12,6 +12,7 @@ from gptmanager.arguments import at_least
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
+from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.capacity import KvCapacityScheduler
 from gptmanager.scheduler.reuse_delay import reuse_delay
 from gptmanager.scheduler.start_headroom import StartHeadroom, is_started
@@ -153,16 +154,14 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
 
         The walk would take them one by one; mostly that is all it does.
         """
-        needed_by_all = getattr(self.kv_cache_manager, "sum_needed_blocks_one_step", None)
-        if needed_by_all is None:
-            return [], 0
         end = 0
         for request in walk:
             if request.state is not _IN_PROGRESS or request.lora_task_id is not None:
                 break
             end += 1
         head = walk[: min(end, self.max_num_requests)]
-        blocks: int = needed_by_all(head, self.two_step_lookahead)
+        counts = bulk_counts(self.kv_cache_manager)
+        blocks = counts.sum_needed_blocks_one_step(head, self.two_step_lookahead)
         if self.kv_cache_manager.scheduling_has_free_blocks(blocks):
             return head, blocks
         return [], 0
@@ -173,8 +172,8 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         The walk would take them one by one; where much is free that is all it does.
         """
         manager, lookahead = self.kv_cache_manager, self.two_step_lookahead
-        bound = getattr(manager, "most_blocks_one_step", None)
-        if bound is None or num_taken == len(walk) or len(walk) > self.max_num_requests:
+        bound = bulk_counts(manager).most_blocks_one_step
+        if num_taken == len(walk) or len(walk) > self.max_num_requests:
             return False
         has_free_blocks = manager.scheduling_has_free_blocks
         if not has_free_blocks(blocks + bound([walk[num_taken]], lookahead)):

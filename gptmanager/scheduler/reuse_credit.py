@@ -12,7 +12,7 @@ from gptmanager.arguments import able
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
-from gptmanager.scheduler.waiting import Wait
+from gptmanager.scheduler.waiting import Wait, told_by
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 
@@ -35,8 +35,7 @@ class ReuseCredit(CapacityScheduler):
         )
 
     def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        tell = getattr(self.capacity_scheduler, "why_waiting", None)
-        return None if tell is None else tell(active_requests)
+        return told_by(self.capacity_scheduler, active_requests)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)

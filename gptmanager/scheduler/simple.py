@@ -13,7 +13,7 @@ from gptmanager.arguments import able
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
 from gptmanager.scheduler.micro_batch import MicroBatchScheduler
-from gptmanager.scheduler.waiting import Wait
+from gptmanager.scheduler.waiting import Wait, told_by
 
 
 class SchedulerOutput(NamedTuple):
@@ -70,20 +70,16 @@ class SimpleScheduler(RequestScheduler):
     def why_waiting(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
     ) -> Mapping[int, Wait] | None:
-        capacity = getattr(self.capacity_scheduler, "why_waiting", None)
-        micro_batch = getattr(self.micro_batch_scheduler, "why_waiting", None)
-        if capacity is None or micro_batch is None:
-            return None
         before = [
             (r, r.context_chunk_size, r.num_draft_tokens, r.estimated_reusable_tokens)
             for r in active_requests
         ]
         try:
-            waits = capacity(active_requests)
+            waits = told_by(self.capacity_scheduler, active_requests)
             if waits is None:
                 return None
             fitting, _ = self.capacity_scheduler.schedule_request(active_requests)
-            more = micro_batch(fitting, inflight_request_ids)
+            more = told_by(self.micro_batch_scheduler, fitting, inflight_request_ids)
             return None if more is None else {**waits, **more}
         finally:
             for request, size, num_drafts, num_reusable in before:

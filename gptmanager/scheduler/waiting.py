@@ -5,8 +5,10 @@ Values and sentences only: the policies fill them in, from the same walk that de
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 
@@ -104,6 +106,15 @@ class Waits:
         """The walk over `requests` ends at `request`: who is not taken by then waits behind it."""
         self.put(request, wait)
         self.all_but(taken, requests, wait.of_those_behind(request.request_id))
+
+
+def told_by(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
+    """What `policy.why_waiting` says of a decision; None if it does not tell.
+
+    A policy of a host need not subclass one of the library's, nor have that method.
+    """
+    tell = getattr(policy, "why_waiting", None)
+    return None if tell is None else tell(*decision)
 
 
 def counted(taken: RequestList) -> tuple[int, int]:

@@ -1,0 +1,73 @@
+"""`BulkCounts`: the needs of many requests in one call, from whatever KV cache there is.
+
+Decides nothing. The numbers are those that the KV cache manager gives of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from gptmanager.kv_cache.manager import KvCacheManager
+from gptmanager.request.llm_request import LlmRequest
+
+_UNKNOWN = 1 << 62  # blocks: more than is ever free
+
+
+class BulkCounts(Protocol):
+    """Counts in blocks, over many requests. `KvCacheManager` has all four.
+
+    A host's own KV cache manager may have some of them or none: a missing sum is added up request
+    by request, a missing bound takes a short cut away. Decisions are the same without them.
+    """
+
+    def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        """The sum of `get_remaining_blocks_to_completion`."""
+
+    def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        """No less than that sum."""
+
+    def sum_needed_blocks_one_step(
+        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
+    ) -> int:
+        """The sum of `get_needed_blocks_one_step` over generating requests."""
+
+    def most_blocks_one_step(
+        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
+    ) -> int:
+        """No less than the sum of `get_needed_blocks_one_step` over any requests."""
+
+
+def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
+    """The bulk counts of any object that schedulers take as their KV cache manager."""
+    if isinstance(kv_cache_manager, KvCacheManager):
+        return kv_cache_manager
+    return _CountsInPart(kv_cache_manager)
+
+
+class _CountsInPart:
+    """What a host's own manager has of the bulk counts, and the rest without it."""
+
+    def __init__(self, kv_cache_manager: Any) -> None:
+        self._kv_cache_manager = kv_cache_manager
+        for name in ("sum_remaining_blocks_to_completion", "most_blocks_to_completion",
+                     "sum_needed_blocks_one_step", "most_blocks_one_step"):  # fmt: skip
+            if hasattr(kv_cache_manager, name):
+                setattr(self, name, getattr(kv_cache_manager, name))
+
+    def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        return sum(map(self._kv_cache_manager.get_remaining_blocks_to_completion, requests))
+
+    def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
+        return _UNKNOWN
+
+    def sum_needed_blocks_one_step(
+        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
+    ) -> int:
+        needed = self._kv_cache_manager.get_needed_blocks_one_step
+        return sum(needed(request, two_step_lookahead) for request in requests)
+
+    def most_blocks_one_step(
+        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
+    ) -> int:
+        return _UNKNOWN
