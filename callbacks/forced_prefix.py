@@ -58,7 +58,7 @@ def _force(
     *tokens: Any,
 ) -> None:
     mine, generated = params[slots], lengths - prompt_lengths
-    for row, one, place in zip(rows, mine, generated, strict=True):
-        if place < one["count"]:
+    for row, one, index in zip(rows, mine, generated, strict=True):
+        if index < one["count"]:
             logits[row] = -np.inf
-            logits[row, one["ids"][place : place + 1]] = 0.0
+            logits[row, one["ids"][index : index + 1]] = 0.0

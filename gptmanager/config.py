@@ -69,11 +69,11 @@ class SchedulerConfig:
 class KvCacheConfig:
     """The paged KV cache: how large, and what it may do. Lengths in tokens, sizes in bytes.
 
-    `host_swap` says whether evicted blocks go to the `host_cache_size` bytes of host memory:
-    "always", or by the rule of cost ("auto"): if a block is moved there and back, 2 x its bytes at
-    `host_bytes_per_s`, sooner than its tokens are computed again, at `recompute_tokens_per_s`.
+    `host_swap`: which evicted blocks move to the `host_cache_size` bytes of CPU memory. "always":
+    all of them. "auto": a block moves if two copies of it, at `host_bytes_per_s`, take less time
+    than computing its tokens again, at `recompute_tokens_per_s`.
 
-    `dtype` of keys and values: None, the model's (on the CPU float32); "fp8", 8-bit floats (e4m3)
+    `dtype` of keys and values. None: the model's (float32 on the CPU). "fp8": 8-bit floats (e4m3)
     times the checkpoint's scales, on CUDA devices only.
     """
 
@@ -116,11 +116,11 @@ class PeftCacheManagerConfig:
 
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
-    """Guess that what followed the last few tokens before follows them again.
+    """Draft tokens by prompt lookup (Saxena 2023), for texts that copy: extraction, edits, code.
 
-    The longest n-gram of `min_ngram` to `max_ngram` tokens that ends the text and occurs earlier
-    is continued as it was the last time, by at most `max_draft_tokens`: prompt lookup decoding
-    (Saxena 2023). For texts that copy: extraction, edits, code.
+    The longest n-gram of `min_ngram` to `max_ngram` tokens that ends the text is looked for
+    earlier in the text. The tokens that followed it the last time, at most `max_draft_tokens`,
+    are the draft.
     """
 
     max_draft_tokens: int = 10
@@ -130,36 +130,38 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class OptionalParams:
-    """Everything about a manager that has a default.
+    """Everything about a manager that has a default. Lengths are in tokens, times in seconds,
+    sizes in bytes. docs/manager.md describes every field.
 
-    Lengths are tokens, times seconds, sizes bytes. `max_seq_len` None: the checkpoint's
-    `max_position_embeddings`. `max_active_requests` "auto": `max_batch_size` times the number of
-    micro batches; None: unbounded, Get is then called with -1. `device` None: the CPU. `run_ahead`
-    None: 0 on the CPU and with `enable_trt_overlap`, else 1. `cuda_graphs`: generation steps on a
-    device are recorded at the start, and run as recordings. `idle_poll_s` None: an idle manager
-    asks Get only on `notify()`. `callback_budget_s`: a callback that overstays it is named in the
-    log. `max_get_failures`: calls of Get in a row that may fail, with growing pauses between; one
-    more ends the manager.
-    `step_budget_s`: a turn of the loop that takes longer hangs, in the model or in a callback: the
-    log gets the stacks of all threads; None: none does. `on_hang` "fail": that ends the manager,
-    too, with a final error for each request, sent on the watchdog's thread. `max_waiting_requests`:
-    of what Get returns, requests beyond the free places of the batch and so many that wait are
-    refused with a CapacityError; None: none is.
-    `max_step_failures`: so many iterations in a row that raise end it; those before only end the
-    requests that ran.
+    Sizes. `max_seq_len` None: the checkpoint's `max_position_embeddings`. `max_active_requests`
+    "auto": `max_batch_size` times the number of micro batches. None: no bound, and Get is called
+    with -1. `max_waiting_requests`: this many requests may wait beyond the batch. More are refused
+    with a CapacityError. None: no bound.
 
-    `logits_post_processor_batched`: an object with a method `process_batch`, or a callable with its
-    signature, for all requests that bring no post-processor. `logits_post_processor_budget_s`: one
-    that takes longer for a call is named in the log; None: none is.
-    `check_logits_post_processor_streams`: for debugging, one that works on another CUDA stream than
-    the model's ends its request; each call then waits for the device.
+    The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
+    otherwise 1. `cuda_graphs`: generation steps on a device are recorded at the start and then
+    replayed. `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
 
-    `speculative_decoding_config`: requests of one beam are guessed ahead by it; None: not.
+    The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.
+    `callback_budget_s`: the log names a callback that takes longer. `max_get_failures`: Get may
+    fail this many times in a row, with growing pauses. One more failure ends the manager.
 
-    `recording_path`: a file that the whole run is recorded to (`gptmanager replay`). Without one
-    the last `black_box_iterations` are kept in memory, fewer where they would take more than
-    `black_box_bytes`, and written to `black_box_path` when the loop fails; None: to a new file in
-    the temporary folder, which the log names; 0: not kept.
+    Failures. `max_step_failures`: this many failed iterations in a row end the manager. A failure
+    before that ends only the requests that ran. `step_budget_s`: an iteration that takes longer
+    hangs, in the model or in a callback. The log then gets the stacks of all threads. None: no
+    limit. `on_hang` "fail": a hang also ends the manager, and the watchdog's thread sends a final
+    error for each request.
+
+    Logits post-processors. `logits_post_processor_batched`: an object with a method
+    `process_batch`, or a callable with its signature. It serves all requests that bring no
+    post-processor. `logits_post_processor_budget_s`: the log names a call that takes longer. None:
+    no limit. `check_logits_post_processor_streams`: for debugging. A post-processor that works on
+    another CUDA stream than the model's ends its request, and each call waits for the device.
+
+    Recordings. `recording_path`: a file for the whole run (`gptmanager replay`). Without it the
+    last `black_box_iterations` iterations are kept in memory, in at most `black_box_bytes`, and
+    written to `black_box_path` when the loop fails. None: to a new file in the temporary folder,
+    which the log names. `black_box_iterations` 0: nothing is kept.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)

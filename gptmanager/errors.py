@@ -29,9 +29,7 @@ class DuplicateRequestIdError(RequestError):
 
 
 class CapacityError(RequestError):
-    """The request could not run even alone, the KV cache is smaller than its need; or, where a
-    host has said how many may wait, as many wait already.
-    """
+    """The request needs more than the KV cache holds, or `max_waiting_requests` wait already."""
 
 
 class AdapterError(RequestError):
@@ -47,7 +45,7 @@ class SchedulerError(GptManagerError):
 
 
 class CallbackError(GptManagerError):
-    """A callback of the host raised, or returned something else than its contract says."""
+    """A callback of the host raised, or returned what its contract does not allow."""
 
 
 class StepError(GptManagerError):
@@ -59,7 +57,7 @@ class ManagerDeadError(GptManagerError):
 
 
 class RecordingError(GptManagerError, ValueError):
-    """A recording cannot be written, read, or understood; or contradicts itself."""
+    """A recording cannot be written, read, or understood, or contradicts itself."""
 
 
 def response_text(error: BaseException) -> str:

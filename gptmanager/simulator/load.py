@@ -103,7 +103,7 @@ class RecordedLoad:
     A policy never changes a request's tokens, so that one that ended early there ends early
     here. `arrivals`: "time", when a request came to its host, as far as the recording tells (see
     `host_queue`); "turns", in which iteration Get returned it; "at_once", all at the start. Stop
-    signals keep their place; failures of the host are left out. `queue` is what came of "time".
+    signals keep their place; failures of the host are left out. `queue` is how "time" was found.
     `max_request_steps`: far more than the recorded run took.
 
     Raises RecordingError for a black box: it does not hold whole requests.
@@ -188,8 +188,8 @@ class RecordedLoad:
                 f"schedule {schedule.iteration} has {len(rows)} rows, {num_searched} of them with "
                 f"beams; its result has {len(result.tokens)} and {len(result.beams)}"
             )
-        for place, row in enumerate(rows):
-            tokens = result.tokens[place, : None if counts is None else counts[place]]
+        for index, row in enumerate(rows):
+            tokens = result.tokens[index, : None if counts is None else counts[index]]
             candidates = next(beams) if row.beam_width > 1 else None
             if row.request_id in live:
                 number = live[row.request_id]
