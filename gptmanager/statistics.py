@@ -8,14 +8,15 @@ everything of ours lies under "gptmanager". The JSON Schema beside this file
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import orjson
 
 from gptmanager.kv_cache import ReuseCounts
-from gptmanager.lifecycle.clock import local_time, wall_clock_s
+from gptmanager.lifecycle.clock import local_time, system_time
+from gptmanager.lifecycle.watchdog import CallbackTimer
 
 SCHEMA_VERSION = 1
 
@@ -137,11 +138,53 @@ class Timestamp:
         self._text = ""
 
     def __call__(self) -> str:
-        second = wall_clock_s()
+        second = int(system_time())
         if second != self._second:
             self._second = second
             self._text = local_time("%m-%d-%Y %H:%M:%S", second)
         return self._text
+
+
+class StatisticsReport:
+    """The records of one manager. `timers`: of all calls into its host's code."""
+
+    def __init__(self, timers: Sequence[CallbackTimer]) -> None:
+        self.last_counts: Counts | None = None  # of the last iteration
+        self._timers = timers
+        self._timestamp = Timestamp()
+        self._memory = Memory()
+        self._scheme_keys: SchemeKeys = in_flight_keys
+        self._take_gil_wait_us: Callable[[], int] = int
+
+    def attach(
+        self, memory: Memory, scheme_keys: SchemeKeys, take_gil_wait_us: Callable[[], int]
+    ) -> None:
+        """What an executor tells: its `memory`, and the wait of the step before the call."""
+        self._memory = memory
+        self._scheme_keys = scheme_keys
+        self._take_gil_wait_us = take_gil_wait_us
+
+    def release(self) -> None:
+        """Let go of the executor."""
+        self._take_gil_wait_us = int
+
+    def record(self, counts: Counts, phase_times: PhaseTimes) -> str:
+        """Of the iteration that ends."""
+        return self._record(counts, phase_times.microseconds(), self._take_gil_wait_us())
+
+    def so_far(self) -> str:
+        """The last iteration's record, with what callbacks have cost by now. From any thread."""
+        counts = self.last_counts
+        return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
+
+    def _record(self, counts: Counts, latency_us: dict[str, int], gil_wait_us: int) -> str:
+        extra = {
+            "iteration_latency_us": latency_us,
+            "gil_wait_us": gil_wait_us,
+            "callback_us": {timer.name: timer.total_ns // 1000 for timer in self._timers},
+            "callback_errors": {timer.name: timer.errors for timer in self._timers},
+        }
+        return statistics_json(counts, self._memory, self._timestamp(), extra, self._scheme_keys)
 
 
 class PhaseTimes:

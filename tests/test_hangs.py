@@ -22,9 +22,9 @@ from shorthand import start as start_manager
 
 from gptmanager import SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
-from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.scheduler import RequestScheduler
+from gptmanager.statistics import StatisticsReport
 from gptmanager.testing import RecordingCallbacks
 
 FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
@@ -147,7 +147,7 @@ def test_a_hang_of_which_nothing_can_be_told_ends_the_manager_all_the_same(gate,
     def untold(*ignored):
         raise MemoryError
 
-    monkeypatch.setattr(CallbackHost, "statistics_so_far", untold)
+    monkeypatch.setattr(StatisticsReport, "so_far", untold)
     monkeypatch.setattr(traceback, "format_stack", untold)
     host = Host(gate)
     manager = start(host, script, callback_budget_s=0.01, **BUDGET)

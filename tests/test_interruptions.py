@@ -274,7 +274,7 @@ def test_a_question_that_waits_too_long_says_what_the_loop_does():
     host.send_response = hanging
     with start(host) as manager:
         host.submit(request(1, [1], 1))
-        while not manager._host.send_timer.running_s:
+        while not manager._host.timers.send.running_s:
             time.sleep(0.001)
         for name, ask in (
             ("audit", lambda timeout: manager.audit(timeout=timeout)),

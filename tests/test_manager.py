@@ -353,13 +353,13 @@ def test_the_pauses_after_failures_of_get_grow(monkeypatch):
 
     world = CallbackHost(get, lambda *args: None, None, None, max_get_failures=10)
     pauses = []
-    while world.fatal is None:
+    while world.get_failures.fatal is None:
         for _ in range(20):  # those that come early, by a notify, are no more failures
             world.peek(4)
         pauses.append(world.get_failures.pause_s)
         now[0] += pauses[-1] + 1e-6
     assert len(pauses) == 11 and pauses[:3] == [0.01, 0.02, 0.04] and pauses[-2:] == [1.0, 1.0]
-    assert 4 < sum(pauses[:10]) < 5 and isinstance(world.fatal.__cause__, OSError)
+    assert 4 < sum(pauses[:10]) < 5 and isinstance(world.get_failures.fatal.__cause__, OSError)
     calls.clear()
     now[0] -= 2e-6
     world.fetch(4, num_active=1)

@@ -34,6 +34,7 @@ from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.preparation import Preparation
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inspection import audit
 from gptmanager.manager.recovery import Recovery
@@ -674,7 +675,7 @@ def test_stops_behind_the_one_that_fails_are_not_lost(monkeypatch):
 
 
 def test_processors_that_are_never_ready_are_forgotten_with_their_requests():
-    preparation = Preparation(lambda failure: None)
+    preparation = Preparation(lambda failure: None, lambda: None, CallbackTimer("prepare"))
     never = processor_class(prepare=lambda self, device: Future())
     for request_id in range(1000):
         waiting = RequestProcessor(never)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,4 +94,5 @@ def assemble(
 
 def _weights_version(model: Any) -> Callable[[], int]:
     weights: Any = getattr(model, "weights", None)
-    return (lambda: int(weights.version)) if hasattr(weights, "version") else lambda: 0
+    # int() is 0: what has no version keeps it
+    return functools.partial(getattr, weights, "version") if hasattr(weights, "version") else int

@@ -26,20 +26,20 @@ _MOST_KEPT = 64  # before those that have ended are looked for
 class Preparation:
     """`fail` takes what cannot be prepared; `wake`, from any thread, ends an idle loop's pause.
 
-    `ready`: requests that need not wait any more.
+    `prepared`: what `collect` has not looked at yet. `ready`: requests that need not wait any more.
     """
 
     def __init__(
-        self, fail: Callable[[Failure], None], wake: Callable[[], None] = lambda: None
+        self, fail: Callable[[Failure], None], wake: Callable[[], None], timer: CallbackTimer
     ) -> None:
         self._fail = fail
         self._wake = wake
         self._preparing: dict[int, RequestProcessor] = {}  # those that have ended among them
         self._most_kept = _MOST_KEPT
-        self._prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
+        self.prepared: deque[tuple[int, RequestProcessor, Future[Any]]] = deque()  # any thread's
         self.ready: list[int] = []
         self.device = "cpu"  # on which logits post-processors run
-        self.timer = CallbackTimer("LogitsPostProcessor.prepare")
+        self._timer = timer
 
     def begin(self, request_id: int, processor: RequestProcessor) -> None:
         if len(self._preparing) >= self._most_kept:
@@ -65,7 +65,7 @@ class Preparation:
         self._fail = lambda failure: None
 
     def _wake_with(self, request_id: int, processor: RequestProcessor, done: Future[Any]) -> None:
-        self._prepared.append((request_id, processor, done))
+        self.prepared.append((request_id, processor, done))
         with suppress(ManagerDeadError):
             self._wake()
 
@@ -73,8 +73,8 @@ class Preparation:
         """Requests that need not wait for their processor any more, of those received too."""
         if received:
             self.ready += self._ready_on_arrival(received)
-        while self._prepared:
-            request_id, processor, done = self._prepared.popleft()
+        while self.prepared:
+            request_id, processor, done = self.prepared.popleft()
             if self._preparing.get(request_id) is not processor:
                 continue  # it ended meanwhile, and another came under its id
             del self._preparing[request_id]
@@ -126,11 +126,11 @@ class Preparation:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        self.timer.start()
+        self._timer.start()
         try:
             yield
         finally:
-            self.timer.stop()
+            self._timer.stop()
 
 
 def _error_of(done: Future[Any]) -> BaseException | None:

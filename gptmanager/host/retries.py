@@ -12,26 +12,23 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class GetFailures:
-    """Those in a row. `most`: so many are survived."""
+    """`in_a_row` counts them; more than `most` are too many."""
 
     def __init__(self, most: int) -> None:
+        self.in_a_row = 0
         self._most = most
-        self._count = 0
         self._rests_until = 0.0
         self.fatal: CallbackError | None = None  # one too many; its cause is the last failure
 
-    def note(self, error: BaseException | None) -> None:
-        """A call has failed with `error`; None: it has not."""
-        if error is None:
-            self._count = 0
-            return
+    def add(self, error: BaseException) -> None:
+        """A call has failed with `error`."""
         if self.rests:
             return  # it was made early, by a notify, and says nothing new
-        self._count += 1
+        self.in_a_row += 1
         self._rests_until = monotonic() + self.pause_s
-        if self._count > self._most:
+        if self.in_a_row > self._most:
             self.fatal = CallbackError(
-                f"GetInferenceRequests failed {self._count} times in a row, max_get_failures = "
+                f"GetInferenceRequests failed {self.in_a_row} times in a row, max_get_failures = "
                 f"{self._most}; at last: {response_text(error)}"
             )
             self.fatal.__cause__ = error
@@ -39,10 +36,10 @@ class GetFailures:
     @property
     def pause_s(self) -> float:
         """0.01 s after the first failure, then twice as long each time, up to 1 s."""
-        doublings = min(max(self._count - 1, 0), 10)
+        doublings = min(max(self.in_a_row - 1, 0), 10)
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**doublings)
 
     @property
     def rests(self) -> bool:
         """The pause after the last failure is not over."""
-        return self._count > 0 and monotonic() < self._rests_until
+        return self.in_a_row > 0 and monotonic() < self._rests_until

@@ -27,11 +27,7 @@ monotonic: Callable[[], float] = _time.monotonic
 perf_counter: Callable[[], float] = _time.perf_counter
 perf_counter_ns: Callable[[], int] = _time.perf_counter_ns
 thread_time_ns: Callable[[], int] = _time.thread_time_ns
-
-
-def wall_clock_s() -> int:
-    """Whole seconds since the epoch."""
-    return int(_time.time())
+system_time: Callable[[], float] = _time.time  # seconds since the epoch
 
 
 def local_time(format: str, second: int) -> str:

@@ -97,7 +97,7 @@ class GptManager:
         assembling = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
-            self._host.processor_timer,
+            self._host.timers.processor,
         )
         booted: Future[None] = Future()
         self._thread = threading.Thread(
@@ -150,7 +150,7 @@ class GptManager:
         self._inbox.ask_to_end(aborts=True)
         give_up = monotonic() + _STEP_GRACE_S
         while not self.wait(_HANG_S / 2) and monotonic() < give_up:
-            if any(timer.running_s > _HANG_S for timer in self._host.timers):
+            if any(timer.running_s > _HANG_S for timer in self._host.timers.all):
                 return
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -195,7 +195,7 @@ class GptManager:
         without it. Takes effect before the next step. Raises ManagerDeadError when dead.
         """
         self._raise_if_forked()
-        self._host.clear_cached()
+        self._host.cache_clears.ask()
         self.notify()
 
     def __enter__(self) -> GptManager:
@@ -222,7 +222,7 @@ class GptManager:
             accepting=alive and self._host.is_accepting,
             num_active=num_active,
             last_step_age_s=progress.last_step_age_s(),
-            callbacks={timer.name: timer.snapshot() for timer in self._host.timers},
+            callbacks={timer.name: timer.snapshot() for timer in self._host.timers.all},
         )
 
     def audit(self, timeout: float | None = _ANSWER_S) -> AuditReport:

@@ -61,14 +61,14 @@ class Worker:
     def whereabouts(self) -> str:
         """What the thread does now. From any thread."""
         thread = None if self._thread is None else self._thread.ident
-        return whereabouts(self._host.timers, thread)
+        return whereabouts(self._host.timers.all, thread)
 
     def run(self, assemble: Callable[[], Assembly], booted: Future[None]) -> None:
         """From the start of the thread to its end; what `assemble` raises is raised by `booted`."""
         self._thread = threading.current_thread()
         try:
             self.loop = loop = self._build(assemble())
-            self._host.timers.append(loop.scheduler_timer)
+            self._host.timers.all.append(loop.scheduler_timer)
             watchdog = self._watch()
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
             self.end_unborn(error)
@@ -145,8 +145,8 @@ class Worker:
             self.progress.note(worked=worked, is_active=bool(loop.active))
             if worked and (had_pending or loop.pending is None):
                 self._recovery.note_step()  # of one that is only launched the result may still fail
-            if self._host.fatal is not None:
-                raise self._host.fatal
+            if self._host.get_failures.fatal is not None:
+                raise self._host.get_failures.fatal
             # a final response may have made the host submit: then Get knows more than it said
             ended_some = had_active and not loop.active
             if not (worked or ended_some or self._host.last_fetch.num_requests):
@@ -213,7 +213,7 @@ class Worker:
         if params.callback_budget_s is None and params.step_budget_s is None:
             return None
         watchdog = Watchdog(
-            self._host.timers,
+            self._host.timers.all,
             threading.get_ident(),
             budget_s=params.callback_budget_s,
             turn=self._turn,
@@ -225,7 +225,7 @@ class Worker:
 
     def _on_hang(self, hang: Hang) -> bool:
         try:
-            statistics = self._host.statistics_so_far()
+            statistics = self._host.statistics.so_far()
         except Exception as error:  # the hang must end at any rate
             statistics = f"none: {response_text(error)}"
         if self._params.on_hang == "log":

@@ -1,15 +1,11 @@
-"""What Get returns, and what is owed for it: one final response for each request.
+"""One item that Get returned, read once: behind this door a request is a plain `InferenceRequest`.
 
-All that a host's objects may do when they are looked at is done here, once: behind this door a
-request is a plain `InferenceRequest`. Knows nothing of what becomes of it.
+All that a host's objects may do when they are looked at is done here.
 """
 
 from __future__ import annotations
 
 import reprlib
-import threading
-from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -58,39 +54,6 @@ def read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
             f"the request cannot be read: {response_text(error)} (it is a {type(item).__name__}; "
             "a subclass of InferenceRequest must call super().__init__())"
         ) from error
-
-
-class OwedFinals:
-    """The ids under which a final response is due. Safe from any thread.
-
-    An id counts as often as Get returned it: whoever comes under an id that is taken gets a final
-    response of its own.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[int, int] = {}
-
-    def owe(self, request_id: int) -> None:
-        with self._lock:
-            self._counts[request_id] = self._counts.get(request_id, 0) + 1
-
-    def settle(self, request_id: int) -> bool:
-        """A final response is about to be sent; False: none is due, it must not be."""
-        with self._lock:
-            count = self._counts.get(request_id, 0)
-            if count > 1:
-                self._counts[request_id] = count - 1
-            elif count:
-                del self._counts[request_id]
-            return count > 0
-
-    def beyond(self, known: Iterable[int]) -> list[int]:
-        """What is due beyond `known`; an id as often as it is."""
-        with self._lock:
-            due = Counter(self._counts)
-        due.subtract(Counter(known))
-        return list(due.elements())
 
 
 def not_iterable(answer: Any) -> CallbackError:

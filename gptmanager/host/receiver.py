@@ -1,0 +1,72 @@
+"""`Receiver`: what Get has returned, on its way to the next intake.
+
+A final response is owed for each request from the moment when its id is known.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from gptmanager.errors import CallbackError, InvalidRequestError
+from gptmanager.host.owed_finals import OwedFinals
+from gptmanager.host.read_request import read_id, read_request
+from gptmanager.lifecycle.state import Lifecycle
+from gptmanager.request.inference_request import InferenceRequest
+
+
+class Receiver:
+    """`refuse` answers a request that cannot be read.
+
+    `returned`: by Get, not looked at yet. `received`: requests for the next intake.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, refuse: Callable[[int, InvalidRequestError], None]
+    ) -> None:
+        self.returned: deque[Any] = deque()
+        self.received: list[InferenceRequest] = []
+        self.owed = OwedFinals()
+        self._lifecycle = lifecycle
+        self._refuse = refuse
+        self._lock = threading.Lock()  # held while an item becomes a request that is owed
+
+    def receive(self) -> CallbackError | None:
+        """Look at what Get has returned; the error if they were not all requests."""
+        num_foreign, first = 0, ""
+        while self.returned:
+            item = self.returned[0]
+            try:
+                request_id = read_id(item)
+            except CallbackError as error:
+                self.returned.popleft()
+                num_foreign, first = num_foreign + 1, first or str(error)
+                continue
+            with self._lock:
+                self._lifecycle.check()  # or it is answered already
+                self.owed.owe(request_id)
+                self.returned.popleft()
+            try:
+                self.received.append(read_request(item, request_id))
+            except InvalidRequestError as error:
+                self._refuse(request_id, error)
+        if not num_foreign:
+            return None
+        more = f" (and {num_foreign - 1} more)" if num_foreign > 1 else ""
+        return CallbackError(f"GetInferenceRequests returned {first}{more}")
+
+    def owe_returned(self, *, only_plain: bool) -> None:
+        """Nobody receives any more: only final responses are owed. From any thread.
+
+        `only_plain`: a subclass of the host's is not looked at, and stays.
+        """
+        with self._lock:
+            for item in [self.returned.popleft() for _ in range(len(self.returned))]:
+                if only_plain and type(item) is not InferenceRequest:
+                    self.returned.append(item)
+                    continue
+                with suppress(CallbackError):  # it is no request
+                    self.owed.owe(read_id(item))

@@ -1,0 +1,18 @@
+"""The timers of all calls into a host's code."""
+
+from __future__ import annotations
+
+from gptmanager.lifecycle.watchdog import CallbackTimer
+
+
+class HostTimers:
+    """`all`: in the order in which statistics tell them; the loop's scheduler comes last."""
+
+    def __init__(self) -> None:
+        self.get = CallbackTimer("GetInferenceRequests")
+        self.send = CallbackTimer("SendResponse")
+        self.poll = CallbackTimer("PollStopSignal")
+        self.stats = CallbackTimer("ReturnBatchManagerStats")
+        self.processor = CallbackTimer("LogitsPostProcessor")
+        self.prepare = CallbackTimer("LogitsPostProcessor.prepare")
+        self.all = [self.get, self.send, self.poll, self.stats, self.processor, self.prepare]
