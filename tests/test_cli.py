@@ -26,7 +26,7 @@ from gptmanager.callbacks import generate
 from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.run.run import latencies
+from gptmanager.run.serving import latencies
 from gptmanager.run.text_encoder import TextEncoder
 
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
@@ -443,7 +443,7 @@ def test_no_error_ends_in_a_traceback(run, monkeypatch, error, code):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(cli, "run", fail)
+    monkeypatch.setattr("gptmanager.run.command.serve_file", fail)
     outcome = run({"prompt": "Once"})
     assert outcome.code == code and "Traceback" not in outcome.err
     assert outcome.err.startswith("gptmanager: ")

@@ -24,7 +24,10 @@ arguments                 arguments of constructors, checked by name (no torch)
 config                    what a host configures, and the enums of the contract (no torch)
 terminal/                 what commands share: arguments, and texts that a terminal may show
     printable             texts from anywhere, as a terminal may show them (no torch)
+    streams               standard streams that are closed, full, or read by nobody (no torch)
     arguments             what a word on the command line must be (no torch)
+    options               options that several commands have (no torch)
+    report                a command's report, for people or as JSON (no torch)
 request/                  what is known of a request before it runs
     post_processor        the logits post-processor of a request (no torch)
     input_rows            rows of numbers that a request brought, known by their digest
@@ -247,7 +250,8 @@ run/                      a file of requests, run by a manager
     text_encoder          texts as token ids, and which are too long for any request
     requests_file         requests as JSON lines
     live_view             what a person sees while requests run
-    run                   a file of requests through a manager
+    serving               a file of requests through a manager
+    command               run, on the command line
 bench/                    how fast it is, beside its peers
     timing                how long one call takes, and how much time is left
     roofline              what a device can do at best, and the floors of a model
@@ -272,7 +276,8 @@ bench/                    how fast it is, beside its peers
     scale                 how large the end-to-end benchmark is
     end_to_end            the end-to-end benchmark
     table                 reports as tables
-    command               bench kernels and bench e2e, on the command line
+    gpu_commands          bench kernels and bench e2e, on the command line
+    command               bench, on the command line
 cli                       the command line
 __main__
 """

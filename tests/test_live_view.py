@@ -23,8 +23,8 @@ from gptmanager.run.live_view import (
     RunningRow,
     columns,
     printable,
-    report_lines,
 )
+from gptmanager.terminal.report import report_lines
 
 
 class Terminal:

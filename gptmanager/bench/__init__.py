@@ -1,6 +1,6 @@
 """How fast it is: a load beside a peer on any machine, kernels and a whole model on one GPU."""
 
-from gptmanager.bench.command import add_commands
+from gptmanager.bench.command import add_command
 from gptmanager.bench.end_to_end import EndToEndOptions, bench_end_to_end
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
@@ -17,7 +17,7 @@ __all__ = [
     "KernelOptions",
     "Load",
     "TransformersPeer",
-    "add_commands",
+    "add_command",
     "bench",
     "bench_end_to_end",
     "bench_kernels",

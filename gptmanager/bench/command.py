@@ -1,219 +1,77 @@
-"""The commands `gptmanager bench kernels` and `gptmanager bench e2e`."""
+"""The command `gptmanager bench`, and those below it."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-import orjson
+from gptmanager.bench.gpu_commands import add_gpu_commands
+from gptmanager.bench.load import Load
+from gptmanager.bench.throughput import BenchOptions, bench
+from gptmanager.terminal.arguments import positive, span
+from gptmanager.terminal.options import (
+    add_json,
+    add_manager_options,
+    add_model,
+    add_parser,
+    model_type,
+    optional_params,
+    scheduler_config,
+)
+from gptmanager.terminal.report import print_report
 
-from gptmanager.bench.end_to_end import PARTS, EndToEndOptions, bench_end_to_end
-from gptmanager.bench.kernels import KernelOptions, bench_kernels
-from gptmanager.bench.machine import command_line
-from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
-from gptmanager.bench.table import end_to_end_lines, kernel_lines
-from gptmanager.config import DEVICE
-from gptmanager.errors import GptManagerError
-from gptmanager.terminal.arguments import folder, positive, span, writable
-
-_KERNELS_HELP = """\
-Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
-installed, in turn. Copies and products are timed first: shares are of those. A result that is not
-that of torch in float32, up to rounding, is reported as wrong, however fast.
+_HELP = """\
+Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
+Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096).
+`gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU, with options of their own.
 """
-_KERNELS_EXAMPLES = """\
+_EXAMPLES = """\
 examples:
-  gptmanager bench kernels --quick                   # two minutes
-  gptmanager bench kernels --only attention --json > attention.json
+  gptmanager bench --peer transformers        # both on the same weights and requests, in turn
+  gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
 
-exit status: 0 all right, 1 a kernel is wrong or failed, 2 no GPU or a wrong call, 130 interrupted
-"""
-_E2E_HELP = """\
-Run a whole model behind a manager: its logits beside a dense reference, the time of generation
-steps, a load of 256 requests, some of them through transformers, and loads that fill the KV cache.
-Floors come of copies and products timed first. Without --model: random weights of the shape of
-Llama-3.1-8B, made on the GPU (on a CPU: of a small Llama).
-"""
-_E2E_EXAMPLES = """\
-examples:
-  gptmanager bench e2e --minutes 10 --json > e2e.json
-  gptmanager bench e2e --device cpu --model examples/tiny_llama --requests 8 --lengths 4:24
-
-exit status: 0 all right, 1 logits are wrong or a part failed, 2 no GPU or a wrong call,
-130 interrupted
+exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted
 """
 
 
-def add_commands(subparsers: Any) -> None:
-    """Below `gptmanager bench`."""
-    _add_kernels(subparsers)
-    _add_end_to_end(subparsers)
-
-
-def _add_kernels(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "kernels",
-        help="time the CUDA kernels on one GPU",
-        usage="gptmanager bench kernels [options]",
-        description=_KERNELS_HELP,
-        epilog=_KERNELS_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "bench",
+        _bench,
+        help="time a synthetic load, beside a peer",
+        usage="gptmanager bench [kernels | e2e] [options]",
+        description=_HELP,
+        epilog=_EXAMPLES,
     )
-    parser.set_defaults(command=_kernels)
-    _add_shared(parser)
     add = parser.add_argument
-    add(
-        "--only",
-        type=_words,
-        default=(),
-        metavar="A,B",
-        help="kernels with one of these in their name: attention,norms,sampling,...",
+    add_model(parser)
+    add("--num-requests", type=positive, default=64, metavar="N", help="(default %(default)s)")
+    lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
+    add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
+    add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
+    add("--repeats", type=positive, default=3, metavar="N", help="the best counts (default 3)")
+    add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
+    add_json(parser)
+    add_manager_options(parser)
+    add_gpu_commands(
+        parser.add_subparsers(
+            prog="gptmanager bench", title="on one GPU", metavar="[kernels | e2e]"
+        )
     )
-    add("--peers", type=_words, metavar="A,B", help="flashinfer, torch (default: all there are)")
 
 
-def _add_end_to_end(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "e2e",
-        help="time a whole model on one GPU",
-        usage="gptmanager bench e2e [options]",
-        description=_E2E_HELP,
-        epilog=_E2E_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=_end_to_end)
-    _add_shared(parser)
-    add = parser.add_argument
-    add("--device", type=_device, default="cuda", metavar="NAME",
-        help="cpu, cuda, cuda:1, or emulator (default %(default)s)")  # fmt: skip
-    add("--model", type=folder, metavar="DIR", help="a checkpoint folder")
-    add("--only", type=_words, default=(), metavar="A,B", help=f"of {', '.join(PARTS)}")
-    add("--requests", type=positive, metavar="N", help="of the load (default 256, on a CPU 16)")
-    add("--lengths", type=span, metavar="A:B",
-        help="tokens of prompts and outputs (default 100:1024, on a CPU 16:128)")  # fmt: skip
-    add("--batches", type=_numbers, metavar="N,N", help="of timed steps (default 1,32,128,256)")
-    add("--contexts", type=_numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, help="(default bfloat16, on a CPU float32)")
-    add("--deterministic", dest="ablations", action="append_const", const="deterministic",
-        help="run the load like that, too, beside one that is not")  # fmt: skip
-    add("--no-graphs", dest="ablations", action="append_const", const="no graphs",
-        help="run the load without recorded steps, too, beside one with them")  # fmt: skip
-    add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
-    add("--seed", type=int, default=0, metavar="N", help="of random weights (default 0)")
-
-
-def _add_shared(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--quick", action="store_true", help="fewer cases and repetitions")
-    add("--minutes", type=_minutes, metavar="M", help="leave out what does not fit into M minutes")
-    add("--json", action="store_true", help="print the report as JSON")
-    told = "write the report as JSON to FILE, too, as far as it goes after each part"
-    add("--output", type=writable, metavar="FILE", help=told)
-
-
-def _kernels(options: argparse.Namespace) -> int:
-    report = bench_kernels(
-        KernelOptions(
-            only=options.only,
-            peers=options.peers,
-            quick=options.quick,
-            minutes=options.minutes,
-            command=tuple(command_line()),
-        ),
-        on_report=_keeping(options),
-    )
-    bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
-    return _tell(options, report, kernel_lines(report), is_right=not bad)
-
-
-def _end_to_end(options: argparse.Namespace) -> int:
-    scale = CPU_SCALE if options.device in ("cpu", "emulator") else GPU_SCALE
-    given = {
-        "requests": options.requests,
-        "lengths": options.lengths,
-        "batches": options.batches,
-        "contexts": options.contexts,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if "lengths" in given:
-        longest = options.lengths[1]
-        given["max_seq_len"] = max(scale.max_seq_len, 2 * longest)
-        given["max_num_tokens"] = max(scale.max_num_tokens, longest)
-    if "requests" in given:
-        given["peer_requests"] = min(scale.peer_requests, options.requests)
-    report = bench_end_to_end(
-        EndToEndOptions(
-            device=options.device,
+def _bench(options: argparse.Namespace) -> int:
+    report = bench(
+        BenchOptions(
             model=options.model,
-            scale=replace(scale, **given) if given else None,
-            only=options.only,
-            ablations=tuple(dict.fromkeys(options.ablations or ())),
-            dtype=options.dtype,
-            run_ahead=options.run_ahead,
-            quick=options.quick,
-            minutes=options.minutes,
-            seed=options.seed,
-            command=tuple(command_line()),
-        ),
-        on_report=_keeping(options),
+            load=Load(options.num_requests, options.prompt_len, options.output_len),
+            repeats=options.repeats,
+            peer=options.peer,
+            params=optional_params(options),
+            scheduler=scheduler_config(options),
+            model_type=model_type(options),
+        )
     )
-    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
-    bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
-    return _tell(options, report, end_to_end_lines(report), is_right=not bad)
-
-
-def _tell(
-    options: argparse.Namespace, report: Mapping[str, Any], lines: Iterable[str], *, is_right: bool
-) -> int:
-    _keeping(options)(report)
-    print(orjson.dumps(report).decode() if options.json else "\n".join(lines))
-    if report.get("interrupted"):
-        sys.stdout.flush()
-        raise KeyboardInterrupt
-    return 0 if is_right else 1
-
-
-def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]:
-    """Writes reports to the file of `--output`, if there is to be one."""
-
-    def keep(report: Mapping[str, Any]) -> None:
-        if options.output is None:
-            return
-        try:
-            options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
-        except OSError as error:
-            raise GptManagerError(f"--output {options.output}: {error.strerror}") from error
-
-    return keep
-
-
-def _device(text: str) -> str:
-    if not DEVICE.fullmatch(text):
-        told = "is none of cpu, cuda, cuda:0 and so on, emulator"
-        raise argparse.ArgumentTypeError(f"{text!r} {told}")
-    return text
-
-
-def _words(text: str) -> tuple[str, ...]:
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
-    return words
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(positive(word) for word in _words(text))
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = -1.0
-    if not 0 < minutes < 10000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in minutes")
-    return minutes
+    print_report(report, as_json=options.json)
+    return 0

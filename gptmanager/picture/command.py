@@ -17,6 +17,7 @@ from gptmanager.picture.recorded import trace_of
 from gptmanager.picture.trace import Trace
 from gptmanager.recorder.recording import located, read_recording
 from gptmanager.terminal.arguments import check_distinct
+from gptmanager.terminal.options import add_parser
 from gptmanager.terminal.printable import printable
 
 _HELP = """\
@@ -27,7 +28,7 @@ of every iteration. The HTML page needs nothing but a browser: point at anything
 zoom with the buttons. A manager records with OptionalParams(recording_path=...).
 """
 
-_EXAMPLE = """\
+_EXAMPLES = """\
 examples:
   gptmanager picture run.jsonl --output schedule.html
   gptmanager picture run.jsonl --output start.svg --iterations 0:40
@@ -39,30 +40,25 @@ exit status: 0 drawn, 2 the call was wrong or a file cannot be read or written, 
 """
 
 
-def add_command(subparsers: Any) -> None:
-    """Add `picture` to the commands of `gptmanager`."""
-    parser = subparsers.add_parser(
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
         "picture",
+        _picture,
         help="draw the schedule of a recorded run",
         usage="gptmanager picture RECORDING [options]",
         description=_HELP,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES,
     )
-    parser.set_defaults(command=_picture)
-    parser.add_argument("recording", type=Path, metavar="RECORDING", help="a file of JSON lines")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="schedule.html, or FILE.svg")
-    parser.add_argument(
-        "--svg", action="store_true", help="write an SVG without a page around it (or FILE.svg)"
-    )
-    parser.add_argument("--chrome-trace", type=Path, metavar="FILE", help="trace events as JSON")
-    parser.add_argument(
-        "--iterations", type=_range, metavar="A:B", help="only these, B not included (default all)"
-    )
-    parser.add_argument("--running", action="store_true", help="leave out requests that only wait")
-    parser.add_argument(
-        "--title", metavar="TEXT", help="above the picture (default: the recording's name)"
-    )
+    add = parser.add_argument
+    add("recording", type=Path, metavar="RECORDING", help="a file of JSON lines")
+    add("--output", type=Path, metavar="FILE", help="schedule.html, or FILE.svg")
+    add("--svg", action="store_true", help="write an SVG without a page around it (or FILE.svg)")
+    add("--chrome-trace", type=Path, metavar="FILE", help="trace events as JSON")
+    told = "only these, B not included (default all)"
+    add("--iterations", type=_range, metavar="A:B", help=told)
+    add("--running", action="store_true", help="leave out requests that only wait")
+    add("--title", metavar="TEXT", help="above the picture (default: the recording's name)")
 
 
 def _range(text: str) -> tuple[int, int]:

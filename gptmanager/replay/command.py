@@ -17,9 +17,10 @@ from tqdm import tqdm
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay.replaying import replay
+from gptmanager.terminal.options import add_json, add_parser, add_scheduler, add_verbose
 from gptmanager.terminal.printable import printable_lines
 
-_REPLAY_HELP = """\
+_HELP = """\
 Run a recording again without its model and compare every schedule.
 
 FILE comes from OptionalParams(recording_path=...), or is the black box that a failed manager wrote
@@ -28,24 +29,20 @@ and clock readings, and the recorded tokens. Stops at the first difference and p
 """
 
 
-def add_command(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
         "replay",
+        _replay,
         help="run a recording again without its model, and compare",
-        description=_REPLAY_HELP,
         usage="gptmanager replay FILE [options]",
+        description=_HELP,
         epilog="exit status: 0 the same throughout, 1 a divergence, 2 the file cannot be read",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(command=_replay)
     parser.add_argument("recording", type=Path, metavar="FILE", help="a recording")
-    parser.add_argument(
-        "--scheduler",
-        metavar="MODULE:NAME",
-        help="the create_scheduler of a run that had one of its own",
-    )
-    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
-    parser.add_argument("--verbose", action="store_true", help="show the loop's log")
+    add_scheduler(parser, "the create_scheduler of a run that had one of its own")
+    add_json(parser, "the report as JSON on stdout")
+    add_verbose(parser, "loop")
 
 
 def _replay(options: argparse.Namespace) -> int:

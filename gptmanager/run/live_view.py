@@ -10,9 +10,9 @@ import os
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import TextIO
 
 from gptmanager.terminal.printable import printable
 
@@ -226,31 +226,3 @@ def _status(progress: Progress, room: int) -> str:
 
 def _stamp(progress: Progress, text: str) -> str:
     return f"{progress.seconds:8.2f} s  {text}"
-
-
-def report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """A name and a value a line, for people; what has parts of its own follows, indented."""
-    for name, value in report.items():
-        label = indent + name.replace("_", " ").replace("kv", "KV").removesuffix(" ms")
-        if name.endswith("_ms"):
-            cuts = "  ".join(f"{cut} {number:9,.2f} ms" for cut, number in value.items())
-            yield f"{label:28}{cuts or 'nothing to measure'}"
-        elif isinstance(value, Mapping) and any(
-            isinstance(v, (list, dict)) for v in value.values()
-        ):
-            yield label
-            yield from report_lines(value, indent + "  ")
-        else:
-            yield f"{label:28}{_value(name, value)}"
-
-
-def _value(name: str, value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {inner}".replace("_", " ") for key, inner in value.items())
-    if isinstance(value, list):
-        return "  ".join(f"{item:,}" for item in value)
-    if name == "seconds":
-        return f"{value:13,.3f} s"
-    if name.endswith("_use"):
-        return f"{100 * value:13.1f} %"
-    return f"{value:13,}" if isinstance(value, (int, float)) else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,10 +24,17 @@ from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.host_queue import HostQueue
 from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
 from gptmanager.simulator.simulation import simulate
-from gptmanager.terminal.arguments import check_distinct, natural, positive, span, writable
+from gptmanager.terminal.arguments import check_distinct, natural, positive, rate, span, writable
+from gptmanager.terminal.options import (
+    POLICIES,
+    add_json,
+    add_parser,
+    add_scheduler,
+    add_verbose,
+)
 from gptmanager.terminal.printable import printable_lines
 
-_SIMULATE_HELP = """\
+_HELP = """\
 Run a load through the real scheduler and block accounting under a virtual clock, once for each
 policy, and print what it would come to side by side.
 
@@ -41,7 +47,7 @@ a rate. A step takes as long as the cost model says, in seconds:
 It is given (--cost), or fitted to a recording (--fit; by default the recorded load's own).
 """
 
-_SIMULATE_EXAMPLE = """\
+_EXAMPLES = """\
 examples:
   gptmanager simulate --num-requests 100000 --rate 50 --prompt-len 64:512 --output-len 16:256
   gptmanager simulate --recording run.jsonl --kv-cache-tokens 65536 --record simulated.jsonl
@@ -49,34 +55,32 @@ examples:
 exit status: 0 simulated, 2 the call was wrong or a file cannot be read, 130 interrupted
 """
 
-_POLICIES = [policy.name.lower() for policy in CapacitySchedulerPolicy]
 _ARRIVALS = ("time", "turns", "at_once")
 _SYNTHETIC = ("num_requests", "prompt_len", "output_len", "rate", "seed")  # fields of SyntheticLoad
 
 
-def add_command(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
         "simulate",
+        _simulate,
         help="what a load would come to under other policies, without a model",
         usage="gptmanager simulate [options]",
-        description=_SIMULATE_HELP,
-        epilog=_SIMULATE_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_HELP,
+        epilog=_EXAMPLES,
     )
-    parser.set_defaults(command=_simulate)
     add = parser.add_argument
-    add(
-        "--policies",
-        type=_policies,
-        metavar="A,B",
-        default=_policies("guaranteed_no_evict,max_utilization"),
-        help=f"of {', '.join(_POLICIES)} (default guaranteed_no_evict,max_utilization)",
+    default = "guaranteed_no_evict,max_utilization"
+    told = f"of {', '.join(POLICIES)} (default {default})"
+    add("--policies", type=_policies, metavar="A,B", default=_policies(default), help=told)
+    add_scheduler(
+        parser,
+        "one more column: a create_scheduler of yours, as my_sched:make of my_sched.py in this "
+        "folder",
     )
-    add("--scheduler", metavar="MODULE:NAME", help="one more column: a create_scheduler of yours,"
-        " as my_sched:make of my_sched.py in this folder")  # fmt: skip
     add("--record", type=writable, metavar="FILE", help="write each simulated run as a recording")
-    add("--json", action="store_true", help="the figures as JSON on stdout")
-    add("--verbose", action="store_true", help="show the loop's log")
+    add_json(parser, "the figures as JSON on stdout")
+    add_verbose(parser, "loop")
     _add_load(parser)
     _add_machine(parser)
 
@@ -86,7 +90,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--num-requests", type=positive, metavar="N", help="(default 1000)")
     add("--prompt-len", type=span, metavar="A:B", help="tokens (default 64:1024)")
     add("--output-len", type=span, metavar="A:B", help="tokens (default 16:512)")
-    add("--rate", type=_rate, metavar="R", help="requests/s, Poisson (default: all at once)")
+    add("--rate", type=rate, metavar="R", help="requests/s, Poisson (default: all at once)")
     add("--seed", type=natural, metavar="N", help="(default 0)")
     add = parser.add_argument_group("recorded load").add_argument
     add("--recording", type=Path, metavar="FILE", help="its requests, options and outputs")
@@ -235,20 +239,10 @@ def _print_figures(
     print(f"{steps:,} request-steps simulated in {taken:.1f} s ({steps / taken:,.0f} a second)")
 
 
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return rate
-
-
 def _policies(text: str) -> list[CapacitySchedulerPolicy]:
     try:
         return [CapacitySchedulerPolicy[name.strip().upper()] for name in text.split(",")]
     except KeyError as error:
         raise argparse.ArgumentTypeError(
-            f"{error.args[0].lower()!r} is none of {', '.join(_POLICIES)}"
+            f"{error.args[0].lower()!r} is none of {', '.join(POLICIES)}"
         ) from None

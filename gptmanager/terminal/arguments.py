@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
+from gptmanager.config import DEVICE
 from gptmanager.errors import ConfigError
 
 _MAX_THREADS = 1024
@@ -18,6 +21,12 @@ def positive(text: str) -> int:
     if number > _MAX_COUNT:
         raise ArgumentTypeError(f"{text!r} is more than {_MAX_COUNT}")
     return number
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
 
 
 def threads(text: str) -> int:
@@ -35,10 +44,45 @@ def span(text: str) -> tuple[int, int]:
     return ends
 
 
-def natural(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not an integer of at least 0")
-    return int(text)
+def seconds(text: str) -> float:
+    return _number(text, "is not a time in seconds", lambda value: 0 <= value < 3600)
+
+
+def minutes(text: str) -> float:
+    return _number(text, "is not a time in minutes", lambda value: 0 < value < 10000)
+
+
+def rate(text: str) -> float:
+    return _number(text, "is not a number above 0", lambda value: 0 < value < math.inf)
+
+
+def _number(text: str, told: str, is_right: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_right(value):
+        raise ArgumentTypeError(f"{text!r} {told}")
+    return value
+
+
+def words(text: str) -> tuple[str, ...]:
+    """`a,b`"""
+    found = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not found:
+        raise ArgumentTypeError(f"{text!r} names nothing")
+    return found
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`1,32`"""
+    return tuple(positive(word) for word in words(text))
+
+
+def device(text: str) -> str:
+    if not DEVICE.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is none of cpu, cuda, cuda:0 and so on, emulator")
+    return text
 
 
 def folder(text: str) -> Path:

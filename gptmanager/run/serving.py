@@ -57,7 +57,7 @@ class Served(NamedTuple):
     losses: tuple[str, ...] = ()
 
 
-def run(options: RunOptions, view: LiveView) -> Served:
+def serve_file(options: RunOptions, view: LiveView) -> Served:
     """Serve every line of the file. Raises ConfigError for bad options."""
     has_tokenizer = os.path.lexists(options.model / "tokenizer.json")
     tokenizer = load_tokenizer(options.model) if has_tokenizer else None

@@ -1,0 +1,199 @@
+"""The commands `gptmanager bench kernels` and `gptmanager bench e2e`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from gptmanager.bench.end_to_end import PARTS, EndToEndOptions, bench_end_to_end
+from gptmanager.bench.kernels import KernelOptions, bench_kernels
+from gptmanager.bench.machine import command_line
+from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
+from gptmanager.bench.table import end_to_end_lines, kernel_lines
+from gptmanager.errors import GptManagerError
+from gptmanager.terminal.arguments import (
+    device,
+    minutes,
+    numbers,
+    positive,
+    span,
+    words,
+    writable,
+)
+from gptmanager.terminal.options import (
+    add_device,
+    add_dtype,
+    add_json,
+    add_model,
+    add_parser,
+)
+
+_KERNELS_HELP = """\
+Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
+installed, in turn. Copies and products are timed first: shares are of those. A result that is not
+that of torch in float32, up to rounding, is reported as wrong, however fast.
+"""
+_KERNELS_EXAMPLES = """\
+examples:
+  gptmanager bench kernels --quick                   # two minutes
+  gptmanager bench kernels --only attention --json > attention.json
+
+exit status: 0 all right, 1 a kernel is wrong or failed, 2 no GPU or a wrong call, 130 interrupted
+"""
+_E2E_HELP = """\
+Run a whole model behind a manager: its logits beside a dense reference, the time of generation
+steps, a load of 256 requests, some of them through transformers, and loads that fill the KV cache.
+Floors come of copies and products timed first. Without --model: random weights of the shape of
+Llama-3.1-8B, made on the GPU (on a CPU: of a small Llama).
+"""
+_E2E_EXAMPLES = """\
+examples:
+  gptmanager bench e2e --minutes 10 --json > e2e.json
+  gptmanager bench e2e --device cpu --model examples/tiny_llama --requests 8 --lengths 4:24
+
+exit status: 0 all right, 1 logits are wrong or a part failed, 2 no GPU or a wrong call,
+130 interrupted
+"""
+
+
+def add_gpu_commands(commands: Any) -> None:
+    """Below `gptmanager bench`."""
+    _add_kernels(commands)
+    _add_end_to_end(commands)
+
+
+def _add_kernels(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "kernels",
+        _kernels,
+        help="time the CUDA kernels on one GPU",
+        usage="gptmanager bench kernels [options]",
+        description=_KERNELS_HELP,
+        epilog=_KERNELS_EXAMPLES,
+    )
+    _add_shared(parser)
+    add = parser.add_argument
+    told = "kernels with one of these in their name: attention,norms,sampling,..."
+    add("--only", type=words, default=(), metavar="A,B", help=told)
+    add("--peers", type=words, metavar="A,B", help="flashinfer, torch (default: all there are)")
+
+
+def _add_end_to_end(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "e2e",
+        _end_to_end,
+        help="time a whole model on one GPU",
+        usage="gptmanager bench e2e [options]",
+        description=_E2E_HELP,
+        epilog=_E2E_EXAMPLES,
+    )
+    _add_shared(parser)
+    add = parser.add_argument
+    add_device(parser, type=device, default="cuda")
+    add_model(parser)
+    add("--only", type=words, default=(), metavar="A,B", help=f"of {', '.join(PARTS)}")
+    add("--requests", type=positive, metavar="N", help="of the load (default 256, on a CPU 16)")
+    told = "tokens of prompts and outputs (default 100:1024, on a CPU 16:128)"
+    add("--lengths", type=span, metavar="A:B", help=told)
+    add("--batches", type=numbers, metavar="N,N", help="of timed steps (default 1,32,128,256)")
+    add("--contexts", type=numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
+    add_dtype(parser, "bfloat16, on a CPU float32")
+    ablation: dict[str, Any] = {"dest": "ablations", "action": "append_const"}
+    told = "run the load like that, too, beside one that is not"
+    add("--deterministic", const="deterministic", help=told, **ablation)
+    told = "run the load without recorded steps, too, beside one with them"
+    add("--no-graphs", const="no graphs", help=told, **ablation)
+    add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of random weights (default 0)")
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer cases and repetitions")
+    add("--minutes", type=minutes, metavar="M", help="leave out what does not fit into M minutes")
+    add_json(parser)
+    told = "write the report as JSON to FILE, too, as far as it goes after each part"
+    add("--output", type=writable, metavar="FILE", help=told)
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    report = bench_kernels(
+        KernelOptions(
+            only=options.only,
+            peers=options.peers,
+            quick=options.quick,
+            minutes=options.minutes,
+            command=tuple(command_line()),
+        ),
+        on_report=_keeping(options),
+    )
+    bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
+    return _tell(options, report, kernel_lines(report), is_right=not bad)
+
+
+def _end_to_end(options: argparse.Namespace) -> int:
+    scale = CPU_SCALE if options.device in ("cpu", "emulator") else GPU_SCALE
+    given = {
+        "requests": options.requests,
+        "lengths": options.lengths,
+        "batches": options.batches,
+        "contexts": options.contexts,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if "lengths" in given:
+        longest = options.lengths[1]
+        given["max_seq_len"] = max(scale.max_seq_len, 2 * longest)
+        given["max_num_tokens"] = max(scale.max_num_tokens, longest)
+    if "requests" in given:
+        given["peer_requests"] = min(scale.peer_requests, options.requests)
+    report = bench_end_to_end(
+        EndToEndOptions(
+            device=options.device,
+            model=options.model,
+            scale=replace(scale, **given) if given else None,
+            only=options.only,
+            ablations=tuple(dict.fromkeys(options.ablations or ())),
+            dtype=options.dtype,
+            run_ahead=options.run_ahead,
+            quick=options.quick,
+            minutes=options.minutes,
+            seed=options.seed,
+            command=tuple(command_line()),
+        ),
+        on_report=_keeping(options),
+    )
+    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
+    bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
+    return _tell(options, report, end_to_end_lines(report), is_right=not bad)
+
+
+def _tell(
+    options: argparse.Namespace, report: Mapping[str, Any], lines: Iterable[str], *, is_right: bool
+) -> int:
+    _keeping(options)(report)
+    print(orjson.dumps(report).decode() if options.json else "\n".join(lines))
+    if report.get("interrupted"):
+        sys.stdout.flush()
+        raise KeyboardInterrupt
+    return 0 if is_right else 1
+
+
+def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]:
+    """Writes reports to the file of `--output`, if there is to be one."""
+
+    def keep(report: Mapping[str, Any]) -> None:
+        if options.output is None:
+            return
+        try:
+            options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+        except OSError as error:
+            raise GptManagerError(f"--output {options.output}: {error.strerror}") from error
+
+    return keep

@@ -1,0 +1,113 @@
+"""Options that several commands have, each defined once, and what they say of a manager."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from gptmanager.config import (
+    CapacitySchedulerPolicy,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.terminal.arguments import folder, positive, threads
+
+POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
+_BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
+
+
+def add_parser(
+    commands: Any, name: str, call: Callable[[argparse.Namespace], int], **texts: Any
+) -> argparse.ArgumentParser:
+    """A command below `commands`, which are of `add_subparsers`. `call` returns its exit status;
+    `texts`: help, usage, description and epilog, shown as they are.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    parser.set_defaults(command=call, parser=parser)
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--model", type=folder, required=required, metavar="DIR", help="a checkpoint folder"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser, help: str = "print the report as JSON") -> None:
+    parser.add_argument("--json", action="store_true", help=help)
+
+
+def add_verbose(parser: Any, log_of: str) -> None:
+    parser.add_argument("--verbose", action="store_true", help=f"show the {log_of}'s log")
+
+
+def add_device(parser: Any, **more: Any) -> None:
+    default = more.get("default", "cpu")
+    told = f"cpu, cuda, cuda:1, or emulator (default {default})"
+    parser.add_argument("--device", metavar="NAME", help=told, **more)
+
+
+def add_dtype(parser: Any, default: str) -> None:
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help=f"(default: {default})")
+
+
+def add_scheduler(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--scheduler", metavar="MODULE:NAME", help=help)
+
+
+def add_manager_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a manager, the same for every command that starts one."""
+    group = parser.add_argument_group("manager")
+    add = group.add_argument
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--max-batch-size", default=256, help="requests (default %(default)s)", **number)
+    add("--max-num-tokens", default=8192, help="an iteration (default %(default)s)", **number)
+    add("--max-seq-len", help="tokens of a request (default: the checkpoint's)", **number)
+    add("--kv-cache-tokens", help="size of the KV cache (default: by free memory)", **number)
+    add("--kv-cache-dtype", choices=("fp8",), help="(default: the model's)")
+    add("--tokens-per-block", default=64, help="of the KV cache (default %(default)s)", **number)
+    add("--chunked-context", action="store_true", help="cut long contexts in chunks")
+    default = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT.name.lower()
+    add("--policy", choices=POLICIES, default=default, help="(default %(default)s)")
+    schemes = list(_BATCHING)
+    add("--batching", choices=schemes, default="inflight_fused", help="(default %(default)s)")
+    add("--overlap", action="store_true", help="two micro batches of different requests in flight")
+    add_device(group)
+    add_dtype(group, "the checkpoint's")
+    add("--deterministic", action="store_true", help="bitwise the same in any batch")
+    add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
+    add("--threads", type=threads, metavar="N", help="CPU threads (default: torch's choice)")
+    add_verbose(group, "manager")
+
+
+def optional_params(options: argparse.Namespace) -> OptionalParams:
+    return OptionalParams(
+        kv_cache_config=KvCacheConfig(
+            max_tokens=options.kv_cache_tokens,
+            tokens_per_block=options.tokens_per_block,
+            dtype=options.kv_cache_dtype,
+        ),
+        enable_chunked_context=True if options.chunked_context else None,
+        max_batch_size=options.max_batch_size,
+        max_num_tokens=options.max_num_tokens,
+        max_seq_len=options.max_seq_len,
+        enable_trt_overlap=options.overlap,
+        device=options.device,
+        dtype=options.dtype,
+        deterministic=options.deterministic,
+        seed=options.seed,
+    )
+
+
+def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
+    return SchedulerConfig(CapacitySchedulerPolicy[options.policy.upper()])
+
+
+def model_type(options: argparse.Namespace) -> ModelType:
+    return _BATCHING[options.batching]
