@@ -27,7 +27,7 @@ from gptmanager.config import (
 )
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
-from gptmanager.simulator import SimulatedLoop, World, simulate
+from gptmanager.simulator import World, simulate
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
@@ -84,9 +84,7 @@ def _active_loop():
     """A loop with 256 active requests of 500 tokens in a pool of 8,192 blocks."""
     blueprint = hypothetical(Machine(kv_cache_tokens=8192 * 64), 1024)
     world = World(SyntheticLoad(256, (500, 500), (400, 400)), CostModel(), 256)
-    loop = build_loop(
-        blueprint, world, world, phase_times=PhaseTimes(lambda: 0), loop_class=SimulatedLoop
-    )
+    loop = build_loop(blueprint, world, world, phase_times=PhaseTimes(lambda: 0), final=world.final)
     for _ in range(50):
         loop.iterate()
     return loop, blueprint

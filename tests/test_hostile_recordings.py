@@ -23,11 +23,11 @@ from recorded_runs import (
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.cli import main
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder import black_box
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay, replaying
 from gptmanager.simulator import load, simulation
-from gptmanager.simulator.simulation import SimulatedLoop
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 COUNT = int(os.environ.get("GPTMANAGER_FUZZ", "0")) or 60
@@ -420,8 +420,8 @@ def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp
     path.write_bytes(b"\n".join(map(orjson.dumps, lines)))
     turns = []
     with pytest.MonkeyPatch.context() as patch:
-        iterate = SimulatedLoop.iterate
-        patch.setattr(SimulatedLoop, "iterate", lambda loop: turns.append(None) or iterate(loop))
+        iterate = TokenLoop.iterate
+        patch.setattr(TokenLoop, "iterate", lambda loop: turns.append(None) or iterate(loop))
         patch.setattr(load, "_SPARE_STEPS", 1 << 16)
         patch.setattr(load, "_STEPS_PER_STEP", 2)
         assert call("simulate", path, tmp_path) == 2

@@ -151,12 +151,14 @@ loop/                     `iterate()`, and the requests that it iterates over
     admission             whether a request can be taken at all
     logits_faults         why a row has no token, in words (no torch)
     allocation            a decision with its blocks, frozen as a Schedule
+    decision              who runs next: a scheduler is asked, and its answer checked
     active_state          an active request as data, and back
     loop_state            a token loop as data
     outputs               log probabilities and logits, until they are sent
     beam_responses        the tensors of several beams
     responses             tokens as a host gets them
     request_table         the active requests: who comes in, and who ends
+    confirmation          what the result of a step does to its requests
     token_loop            iterate(), in about 25 lines
 assembly/                 from options and a checkpoint to all that a loop stands on
     options               which configurations a manager takes (no torch)
@@ -220,7 +222,7 @@ testing/                  what hosts and researchers test with
     conformance           does a scheduler keep the rules?
 replay/                   a recorded run, once more: where it goes another way
     difference            where two schedules differ, for people
-    unheard               the loop, for a world that hears only ends
+    unheard               final responses for a world that hears only ends
     replaying             a recorded run, once more, and where it goes another way
     command               replay, on the command line
 simulator/                the real loop under a virtual clock, without a model

@@ -18,7 +18,7 @@ from loop_driver import (
 from gptmanager.config import FinishReason, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.errors import SchedulerError
-from gptmanager.loop.responses import REQUEST_METRICS, final
+from gptmanager.loop.responses import REQUEST_METRICS, final_tensors
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, SchedulerOutput
@@ -259,7 +259,7 @@ def test_guesses_do_not_show_in_the_tokens(mode, policy, reuse):
             driver.loop.iterate()
         driver.run()
         outputs[lookup] = {i: driver.output(i) for i in range(6)}
-    assert driver.loop.drafts.accepted > 10
+    assert driver.loop.confirmation.drafts.accepted > 10
     first, second = outputs.values()
     assert first == second
 
@@ -280,7 +280,7 @@ def test_a_hosts_guesses_are_verified_with_the_context():
     assert driver.output(4) == list(range(20)) + expected_output(range(20), 4)
     rows = [row for s in driver.executor.schedules for row in s.context_rows if row.num_drafts]
     assert {row.request_id: row.num_drafts for row in rows}.keys() >= {1, 2, 3}
-    assert driver.loop.drafts.accepted >= 4 + 3
+    assert driver.loop.confirmation.drafts.accepted >= 4 + 3
 
 
 def test_a_duplicate_of_a_live_id_is_rejected_and_the_id_is_free_after_the_final():
@@ -486,11 +486,11 @@ def test_a_final_response_that_cannot_be_built_becomes_an_error_of_its_request(m
     def fails(request, *args):
         if request.request_id == 1:
             raise MemoryError("no room for the response")
-        return final(request, *args)
+        return final_tensors(request, *args)
 
     driver = LoopDriver()
     driver.submit(request(1, [1], 1), request(2, [1], 9))
-    monkeypatch.setattr("gptmanager.loop.request_table.final", fails)
+    monkeypatch.setattr(driver.loop.table, "_final", fails)
     driver.run()
     assert driver.final(1).error == (
         "StepError: the final response cannot be made: MemoryError: no room for the response"
@@ -505,7 +505,7 @@ def test_requests_fetched_but_not_admitted_are_answered_by_the_abort():
             raise RuntimeError("of a broken loop")
 
     driver = LoopDriver()
-    driver.loop._timed = Unhashable()
+    driver.loop.table._timed = Unhashable()
     driver.submit(request(1, [1], 1), request(2, [1], 9))
     with pytest.raises(RuntimeError, match="of a broken loop"):
         driver.loop.iterate()

@@ -60,7 +60,7 @@ def test_it_waits_in_a_state_of_its_own_and_nobody_else_does():
     for _ in range(4):
         driver.loop.iterate()
     assert driver.output(2)[3:] == expected_output([2, 2, 3], 4)
-    waiting = driver.loop.requests[1]
+    waiting = driver.loop.table.by_id[1]
     assert waiting.state is LlmRequestState.PREPARING and waiting.slot < 0
     assert not driver.loop.iterate()  # nothing to do, and no scheduler was asked
     driver.host.ready.append(1)
@@ -115,7 +115,7 @@ def test_a_stop_or_a_deadline_while_it_waits(reason, more):
     # what is ready too late means nothing, also to the next request of that id
     driver.submit(request(1, logits_post_processor=Slow()))
     driver.loop.iterate()
-    assert driver.loop.requests[1].state is LlmRequestState.PREPARING
+    assert driver.loop.table.by_id[1].state is LlmRequestState.PREPARING
 
 
 def test_a_duplicate_id_changes_nothing():

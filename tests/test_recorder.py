@@ -163,11 +163,17 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
     loop.iterate()
     (active,) = loop.active
     assert vars(loop).keys() == {
-        *("host", "executor", "scheduler", "scheduler_timer", "limits", "phase_times", "outputs"),
+        *("executor", "scheduler", "scheduler_timer", "phase_times"),
         *("max_active", "max_batch_size", "max_num_tokens", "run_ahead", "num_micro_batches"),
-        *("allocator", "active", "requests", "_timed", "_num_serial", "_preparing", "_arriving"),
+        *("table", "confirmation", "allocator", "pending"),
+    }
+    assert vars(loop.table).keys() == {
+        *("host", "limits", "extras", "_final", "_allocator"),
+        *("active", "by_id", "preparing", "num_serial", "_timed", "_arriving"),
         *("_intake", "_stopping", "_ending"),  # within an iteration
-        *("pending", "_failing", "drafts", "num_logits_errors"),
+    }
+    assert vars(loop.confirmation).keys() == {
+        *("_table", "_allocator", "failing", "drafts", "num_logits_errors"),
     }
     assert vars(loop.allocator).keys() == {
         *("kv_cache", "num_slots", "window"),

@@ -533,7 +533,7 @@ def check(ground, where):
     assert sorted(finals) == list(range(6)), where
     report = audit(ground.loop)
     assert report.ok and report.used_blocks == 0, (where, report.problems)
-    assert not ground.loop.requests and not ground.loop.active, where
+    assert not ground.loop.table.by_id and not ground.loop.active, where
     for response in ground.callbacks.responses:
         if response.is_final and not response.error:
             assert "output_ids" in response.tensors

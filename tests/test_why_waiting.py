@@ -306,7 +306,7 @@ def run(seed, told):
         if told:
             said = {r.request_id: explain(loop, r.request_id) for r in loop.active if r.slot < 0}
             said = {number: (told_of.reason, told_of.behind) for number, told_of in said.items()}
-        serial = loop._num_serial and loop.pending is not None
+        serial = loop.table.num_serial and loop.pending is not None
         waited = loop.scheduler.waits = {} if told else None
         loop.iterate()
         if told and quiet and not serial and said and loop.scheduler.waits is not waited:

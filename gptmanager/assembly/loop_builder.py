@@ -8,6 +8,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kv_cache import KvCacheManager
 from gptmanager.loop.admission import Limits
 from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.responses import MakeFinal, final_tensors
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.scheduler import (
     CapacityScheduler,
@@ -37,12 +38,12 @@ def build_loop(
     *,
     phase_times: PhaseTimes,
     allocator: Allocator | None = None,
-    loop_class: type[TokenLoop] = TokenLoop,
+    final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """`allocator`: not an empty one."""
+    """`allocator`: not an empty one. `final` makes the tensors of final responses."""
     params = blueprint.params
     allocator = allocator or blueprint.allocator()
-    return loop_class(
+    return TokenLoop(
         host,
         executor,
         _scheduler(blueprint, allocator.kv_cache),
@@ -54,6 +55,7 @@ def build_loop(
         run_ahead=params.run_ahead or 0,
         num_micro_batches=blueprint.num_micro_batches,
         phase_times=phase_times,
+        final=final,
     )
 
 
@@ -78,7 +80,7 @@ def _limits(blueprint: Blueprint) -> Limits:
         normalize_log_probs=params.normalize_log_probs,
         hidden_size=blueprint.hidden_size,
         seed=params.seed,
-        num_places=blueprint.max_num_requests,
+        max_num_requests=blueprint.max_num_requests,
         max_waiting=params.max_waiting_requests,
     )
 

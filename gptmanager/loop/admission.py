@@ -47,9 +47,9 @@ class Limits:
 
     `pool_limited`: it is the KV cache that bounds `max_seq_len`. `max_run_len` bounds prompt +
     new tokens - 1 where a request may have to run its whole history as one context again (an
-    evicting policy without chunks). `num_places`: requests that may run at once; `max_waiting`: how
-    many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings of
-    prompts.
+    evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
+    how many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings
+    of prompts.
     """
 
     vocab_size: int
@@ -68,7 +68,7 @@ class Limits:
     normalize_log_probs: bool = True
     hidden_size: int = 0
     seed: int = 0
-    num_places: int = 0
+    max_num_requests: int = 0
     max_waiting: int | None = None
 
 

@@ -1,7 +1,7 @@
 """`RequestTable`: the active requests; who comes in, and who ends.
 
 Admits what an intake brings and ends requests by stops, time limits and failures. Decides nothing
-about who runs: `TokenLoop` does, which is a request table that iterates.
+about who runs: `TokenLoop` does, which has a request table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gptmanager.loop.admission import Limits, admit
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.loop_state import RequestTableState
 from gptmanager.loop.outputs import Outputs
-from gptmanager.loop.responses import final
+from gptmanager.loop.responses import MakeFinal, stream_one_token, stream_tokens
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
 from gptmanager.step import Failure, Host, Intake
@@ -36,18 +36,24 @@ _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
 class RequestTable:
-    """The requests between their admission and their final response."""
+    """The requests between their admission and their final response.
 
-    def __init__(self, host: Host, allocator: Allocator, limits: Limits) -> None:
+    `active`: by priority, then arrival; `by_id`: the same. `preparing`: those that wait for their
+    logits post-processor. `num_serial`: those whose next step depends on the last result. `final`
+    makes the tensors of final responses; `extras` are kept for them.
+    """
+
+    def __init__(self, host: Host, allocator: Allocator, limits: Limits, final: MakeFinal) -> None:
         self.host = host
-        self.allocator = allocator
         self.limits = limits
-        self.outputs = Outputs(limits.vocab_size)
-        self.active: list[ActiveRequest] = []  # by priority, then arrival
-        self.requests: dict[int, ActiveRequest] = {}  # the same, by id
+        self.extras = Outputs(limits.vocab_size)
+        self.active: list[ActiveRequest] = []
+        self.by_id: dict[int, ActiveRequest] = {}
+        self.preparing: set[int] = set()
+        self.num_serial = 0
+        self._allocator = allocator
+        self._final = final
         self._timed: dict[int, ActiveRequest] = {}  # those with a deadline
-        self._num_serial = 0  # those whose next step depends on the last result
-        self._preparing: set[int] = set()  # those that wait for their logits post-processor
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
         self._intake: Intake | None = None  # being taken in
         self._stopping: deque[int] = deque()  # stops of it that are still to be done
@@ -63,10 +69,10 @@ class RequestTable:
         self._arriving.extend(intake.requests)
         self._intake = intake
         if intake.clears_cache:
-            self.allocator.kv_cache.clear_cached()
+            self._allocator.kv_cache.clear_cached()
         taken: set[int] = set()
         if self._arriving:
-            taken = self.requests.keys() & {request.request_id for request in self._arriving}
+            taken = self.by_id.keys() & {request.request_id for request in self._arriving}
         if intake.failures:
             self._end_failed(intake.failures)
         self._stopping.extend(sorted(intake.stops))
@@ -86,7 +92,7 @@ class RequestTable:
     def _stop(self) -> None:
         while self._stopping:
             request_id = self._stopping.popleft()
-            request = self.requests.get(request_id)
+            request = self.by_id.get(request_id)
             if request is None:
                 logger.debug("stop signal for request %d, which is not active", request_id)
             else:
@@ -94,15 +100,15 @@ class RequestTable:
 
     def _end_failed(self, failures: Iterable[Failure]) -> None:
         for failure in failures:
-            if failure.request_id in self.requests:
-                self.fail_request(self.requests[failure.request_id], failure.error)
+            if failure.request_id in self.by_id:
+                self.fail_request(self.by_id[failure.request_id], failure.error)
 
     def _end_preparing_of(self, request_ids: Iterable[int]) -> None:
-        for request_id in self._preparing.intersection(request_ids):
-            self._end_preparing(self.requests[request_id])
+        for request_id in self.preparing.intersection(request_ids):
+            self._end_preparing(self.by_id[request_id])
 
     def _end_preparing(self, request: ActiveRequest) -> None:
-        self._preparing.discard(request.request_id)
+        self.preparing.discard(request.request_id)
         request.move_to(LlmRequestState.CONTEXT_INIT)
 
     def most_active(self) -> float:
@@ -110,9 +116,9 @@ class RequestTable:
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.first_scheduled is not None for request in self.active)
-        return max(started, self.limits.num_places) + self.limits.max_waiting
+        return max(started, self.limits.max_num_requests) + self.limits.max_waiting
 
-    def require_place(self, most_active: float) -> None:
+    def require_room(self, most_active: float) -> None:
         """Raises CapacityError if so many are active already."""
         if len(self.active) >= most_active:
             waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
@@ -134,7 +140,7 @@ class RequestTable:
                 raise DuplicateRequestIdError(
                     f"request id {request_id} belongs to a request that is still being processed"
                 )
-            self.require_place(most_active)
+            self.require_room(most_active)
             request = admit(inference_request, self.limits, intake.now)
         except RequestError as error:
             self._reject(request_id, error)
@@ -142,38 +148,48 @@ class RequestTable:
         except BaseException as error:  # noqa: B036 - a host's tensor must not cost the others
             self._reject(request_id, InvalidRequestError(response_text(error)))
             return
-        self.requests[request_id] = request
+        self.by_id[request_id] = request
         insert_by_priority(self.active, request)
-        self._num_serial += request.is_serial
+        self.num_serial += request.is_serial
         if request.is_timed:
             self._timed[request_id] = request
         if request.processor is not None and request.state is _PREPARING:
             if request_id in intake.ready:
                 self._end_preparing(request)
             else:
-                self._preparing.add(request_id)
+                self.preparing.add(request_id)
                 self.host.prepare(request_id, request.processor)
 
     def _reject(self, request_id: int, error: RequestError) -> None:
         self.host.respond(request_id, [], True, response_text(error))
         logger.warning("Cannot process new request: request %d: %s", request_id, error)
 
+    def stream(self, requests: Iterable[ActiveRequest]) -> None:
+        """Send what of their output is new and may be sent."""
+        send = self.host.respond
+        one_token = []
+        for request in requests:
+            end = request.streamable_end
+            if end == len(request.tokens) == request.num_sent + 1 and not request.has_extras:
+                one_token.append(request)
+            elif end > request.num_sent:
+                send(request.request_id, stream_tokens(request, end, self.extras), False, "")
+        if one_token:
+            for request, tensors in zip(one_token, stream_one_token(one_token), strict=True):
+                send(request.request_id, tensors, False, "")
+
     # Ends: what a request holds is free before its final response is sent ------------------
 
     def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
         """The final response: output up to history position `end`."""
         try:
-            tensors = self.final(request, reason, end)
+            tensors = self._final(request, reason, end, self.extras)
         except Exception as error:
             cause = StepError(f"the final response cannot be made: {response_text(error)}")
             self.fail_request(request, cause)
             return
         self._drop(request)
         self._respond_final(request, tensors)
-
-    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
-        """What the final response holds."""
-        return final(request, reason, end, self.outputs)
 
     def fail_request(self, request: ActiveRequest, error: BaseException) -> None:
         """An error response; every other request goes on."""
@@ -204,10 +220,10 @@ class RequestTable:
             self._forget(request)
         self._ending = None
         self._timed = {r.request_id: r for r in self.active if r.is_timed}
-        self._num_serial = sum(r.is_serial for r in self.active)
-        self._preparing = {r.request_id for r in self.active if r.state is _PREPARING}
-        self.requests = {r.request_id: r for r in self.active}
-        self.allocator.reset()
+        self.num_serial = sum(r.is_serial for r in self.active)
+        self.preparing = {r.request_id for r in self.active if r.state is _PREPARING}
+        self.by_id = {r.request_id: r for r in self.active}
+        self._allocator.reset()
         for request in ended:
             self.host.respond(request.request_id, [], True, text)
         intake, self._intake = self._intake, None
@@ -224,7 +240,7 @@ class RequestTable:
     @property
     def unanswered(self) -> Iterator[int]:
         """The ids of all requests that it will answer."""
-        yield from self.requests
+        yield from self.by_id
         for request in self._arriving:
             yield request.request_id
 
@@ -237,42 +253,42 @@ class RequestTable:
     def _drop(self, request: ActiveRequest) -> None:
         # if its memory cannot be freed it must be known still, to be answered
         self._ending = request
-        self.allocator.release(request)
-        self._num_serial -= request.is_serial
+        self._allocator.release(request)
+        self.num_serial -= request.is_serial
         self._forget(request)
 
     def _forget(self, request: ActiveRequest) -> None:
         request_id = request.request_id
         self._timed.pop(request_id, None)
-        self.outputs.forget(request_id)
-        self._preparing.discard(request_id)
+        self.extras.forget(request_id)
+        self.preparing.discard(request_id)
         if request.processor is not None:
             request.processor.end()
         if request.state is not _COMPLETE:
             request.finish()
         self.active.remove(request)
-        self.requests.pop(request_id, None)
+        self.by_id.pop(request_id, None)
 
     # As data -------------------------------------------------------------------------------
 
-    def table_state(self) -> RequestTableState:
+    def state(self) -> RequestTableState:
         """Between two iterations; some may be arriving still when the last one failed."""
         return RequestTableState(
             tuple(map(request_state, self.active)),
             tuple(self._arriving),
             tuple(self._timed),
-            tuple(self._preparing),
-            self.allocator.state(),
+            tuple(self.preparing),
+            self._allocator.state(),
         )
 
-    def restore_table(self, state: RequestTableState) -> None:
+    def restore(self, state: RequestTableState) -> None:
         """Bring an empty table to `state`; raises an error where it contradicts itself."""
         self.active = [restored_request(request, self.limits) for request in state.active]
-        self.requests = {request.request_id: request for request in self.active}
-        if len(self.requests) != len(self.active):
+        self.by_id = {request.request_id: request for request in self.active}
+        if len(self.by_id) != len(self.active):
             raise DuplicateRequestIdError("a request is active twice")
-        self._timed = {request_id: self.requests[request_id] for request_id in state.timed}
-        self._preparing = {self.requests[i].request_id for i in state.preparing}
+        self._timed = {request_id: self.by_id[request_id] for request_id in state.timed}
+        self.preparing = {self.by_id[i].request_id for i in state.preparing}
         self._arriving.extend(state.arriving)
-        self._num_serial = sum(request.is_serial for request in self.active)
-        self.allocator.restore(state.allocator, self.requests)
+        self.num_serial = sum(request.is_serial for request in self.active)
+        self._allocator.restore(state.allocator, self.by_id)

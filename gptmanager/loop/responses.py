@@ -6,7 +6,7 @@ Knows what a request has generated and sent; never decides when it ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from gptmanager.loop.beam_responses import (
 )
 from gptmanager.loop.outputs import Outputs, RequestOutputs
 from gptmanager.request.inference_request import NamedTensor
+
+# the tensors of the final response to a request: why it ends, where its output does, its extras
+MakeFinal = Callable[[ActiveRequest, FinishReason, int, Outputs], list[NamedTensor]]
 
 # the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
 REQUEST_METRICS = (
@@ -85,7 +88,7 @@ def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[Na
     return tensors
 
 
-def final(
+def final_tensors(
     request: ActiveRequest, reason: FinishReason, output_end: int, outputs: Outputs
 ) -> list[NamedTensor]:
     """The final response; output is the history up to position `output_end`."""

@@ -105,7 +105,7 @@ def audit(loop: TokenLoop) -> AuditReport:
         problems += [
             f"block {block} is held by request {owner}, which is not active"
             for owner in owners
-            if owner not in loop.requests
+            if owner not in loop.table.by_id
         ]
     if ledger.free + ledger.used != ledger.total:
         problems.append(f"{ledger.free} free + {ledger.used} used of {ledger.total} blocks")
@@ -127,7 +127,7 @@ def audit(loop: TokenLoop) -> AuditReport:
 
 def explain(loop: TokenLoop, request_id: int) -> Explanation:
     """What keeps a request from running, in numbers."""
-    request = loop.requests.get(request_id)
+    request = loop.table.by_id.get(request_id)
     if request is None:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")
     waiting = [other for other in loop.active if other.slot < 0]
@@ -172,11 +172,11 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
     request_id = inference_request.request_id
     total, free = kv_cache.get_max_resource_count(), kv_cache.get_num_free_blocks()
     try:
-        if request_id in loop.requests:
+        if request_id in loop.table.by_id:
             raise DuplicateRequestIdError(
                 f"request id {request_id} belongs to a request that is still being processed"
             )
-        request = admit(inference_request, loop.limits, now=0.0)
+        request = admit(inference_request, loop.table.limits, now=0.0)
     except RequestError as error:
         return Fit(False, response_text(error), free_blocks=free, total_blocks=total)
     needed = kv_cache.get_needed_resource_to_completion(request)
@@ -185,7 +185,7 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
         wait = f"waits outside: {len(loop.active)} requests are active, max_active_requests = "
         return Fit(True, "", needed, free, total, wait=f"{wait}{loop.max_active}")
     try:
-        loop.require_place(loop.most_active())
+        loop.table.require_room(loop.table.most_active())
     except CapacityError as error:
         return Fit(False, response_text(error), needed, free, total)
     active: list[LlmRequest] = list(loop.active)

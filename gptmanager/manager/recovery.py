@@ -37,7 +37,7 @@ class Recovery:
             raise error
         cause = StepError(f"Encountered an error in forwardAsync function: {response_text(error)}")
         loop.recover(cause)
-        self._host.answer_lost(loop.unanswered, cause)
+        self._host.answer_lost(loop.table.unanswered, cause)
         report = audit(loop)
         if not report.ok:
             raise ManagerDeadError(

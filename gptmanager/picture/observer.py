@@ -77,7 +77,7 @@ class _ObservedExecutor:
         self._builder = builder
 
     def forward(self, schedule: Schedule) -> Any:
-        for request in self._loop.requests.values():
+        for request in self._loop.table.by_id.values():
             if request.request_id not in self._builder:
                 self._builder.arrive(
                     request.request_id,

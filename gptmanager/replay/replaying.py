@@ -18,7 +18,7 @@ from gptmanager.loop.loop_state import LoopState
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
-from gptmanager.replay.unheard import UnheardLoop
+from gptmanager.replay.unheard import finish_reasons
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.statistics import Counts, PhaseTimes
@@ -134,7 +134,7 @@ class _Replay:
         loop = build_loop(
             *(self._blueprint, self.world, self.world),
             phase_times=PhaseTimes(lambda: 0),
-            loop_class=UnheardLoop,
+            final=finish_reasons,
         )
         if state is not None:
             loop.restore(state, None if state.pending is None else _Step(state.pending))

@@ -1,6 +1,6 @@
-"""`UnheardLoop`: the very loop, for a world that listens to nothing but why a request ended.
+"""Final responses for a world that listens to nothing but why a request ended.
 
-A final response holds as many tokens as were asked for, whoever asked: nobody reads them here.
+A true one holds as many tokens as were asked for, whoever asked: nobody reads them here.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 from gptmanager.config import FinishReason
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.beam_responses import final_beams
-from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.loop.outputs import Outputs
 from gptmanager.request.inference_request import NamedTensor
 
 
-class UnheardLoop(TokenLoop):
+def finish_reasons(
+    request: ActiveRequest, reason: FinishReason, end: int, extras: Outputs
+) -> list[NamedTensor]:
     """Of a final response only `finish_reasons` is made."""
-
-    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
-        reasons = [reason]
-        if request.search is not None:
-            reasons = final_beams(request, reason).reasons
-        return [NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))]
+    reasons = [reason]
+    if request.search is not None:
+        reasons = final_beams(request, reason).reasons
+    return [NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))]

@@ -5,7 +5,7 @@ from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit
 from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
-from gptmanager.simulator.simulation import SimulatedLoop, World, simulate
+from gptmanager.simulator.simulation import World, simulate
 
 __all__ = [
     "CostModel",
@@ -13,7 +13,6 @@ __all__ = [
     "Load",
     "Machine",
     "RecordedLoad",
-    "SimulatedLoop",
     "SyntheticLoad",
     "World",
     "add_command",

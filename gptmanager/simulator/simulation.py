@@ -15,8 +15,9 @@ from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import RecordingError, SchedulerError
 from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.outputs import Outputs
 from gptmanager.recorder import Recorder, build_recorded_loop
-from gptmanager.replay.unheard import UnheardLoop
+from gptmanager.replay.unheard import finish_reasons
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
@@ -47,17 +48,13 @@ def simulate(
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
     world = World(load, cost, blueprint.params.max_batch_size, fused=fused, max_steps=most)
     phase_times = PhaseTimes(lambda: 0)
+    final = world.final if recorder is None else world.recorded_final
     if recorder is None:
-        loop = build_loop(
-            blueprint, world, world, phase_times=phase_times, loop_class=SimulatedLoop
-        )
+        loop = build_loop(blueprint, world, world, phase_times=phase_times, final=final)
     else:
         loop = build_recorded_loop(
-            blueprint, world, world, recorder, phase_times=phase_times, loop_class=SimulatedLoop
+            blueprint, world, world, recorder, phase_times=phase_times, final=final
         )
-    assert isinstance(loop, SimulatedLoop)
-    loop.on_finish = world.tally.finished
-    loop.is_recorded = recorder is not None
     reported = 0
     while loop.active or loop.pending is not None or world.has_more:
         loop.iterate()
@@ -68,20 +65,6 @@ def simulate(
     if recorder is not None:
         recorder.close()
     return world.tally.figures(world.now)
-
-
-class SimulatedLoop(UnheardLoop):
-    """The very loop, which tells of each request that finishes; `is_recorded`: and why it did."""
-
-    is_recorded = False
-    on_finish: Callable[[ActiveRequest], None] = staticmethod(lambda request: None)
-
-    def final(self, request: ActiveRequest, reason: FinishReason, end: int) -> list[NamedTensor]:
-        return super().final(request, reason, end) if self.is_recorded else []
-
-    def finish_request(self, request: ActiveRequest, reason: FinishReason, end: int) -> None:
-        super().finish_request(request, reason, end)
-        self.on_finish(request)
 
 
 class _Step:
@@ -211,6 +194,20 @@ class World:
             self.tally.failed(request_id, error, was_duplicate=was_duplicate)
         if not was_duplicate:
             self._known.remove(request_id)
+
+    def final(
+        self, request: ActiveRequest, reason: FinishReason, end: int, extras: Outputs
+    ) -> list[NamedTensor]:
+        """Nobody reads what a final response holds."""
+        self.tally.finished(request)
+        return []
+
+    def recorded_final(
+        self, request: ActiveRequest, reason: FinishReason, end: int, extras: Outputs
+    ) -> list[NamedTensor]:
+        """A recording tells why the request ended."""
+        self.tally.finished(request)
+        return finish_reasons(request, reason, end, extras)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Nothing will be called, so it is ready."""

@@ -219,12 +219,12 @@ class _Run:
         raise Breach("progress", request.request_id, text)
 
     def _check_patience(self) -> None:
-        for request_id in self.loop.requests:
+        for request_id in self.loop.table.by_id:
             waited = self.host.now - self.host.accepted[request_id]
             if waited > self._patience:
                 text = (
-                    f"{self.loop.requests[request_id]!r} was accepted {waited} iterations ago, "
-                    f"paused {self.loop.requests[request_id].pause_count} times since; all "
+                    f"{self.loop.table.by_id[request_id]!r} was accepted {waited} iterations ago, "
+                    f"paused {self.loop.table.by_id[request_id].pause_count} times since; all "
                     f"requests take {self.scenario.most_iterations} if they run one after the other"
                 )
                 raise Breach("no-starvation", request_id, text)

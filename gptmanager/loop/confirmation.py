@@ -1,0 +1,131 @@
+"""`Confirmation`: what the result of a step does to the requests that ran in it.
+
+Confirms tokens and finds ends. Ends no request itself: who has finished, or failed, is handed on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from gptmanager.config import FinishReason
+from gptmanager.errors import LogitsError
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.logits_faults import fault_error
+from gptmanager.loop.request_table import RequestTable
+from gptmanager.statistics import DraftCounts
+from gptmanager.step import NOT_FINITE, BeamCandidates, Failure, Row, Schedule, StepResult
+
+End = tuple[FinishReason, int]  # why a request ends, and where its output does
+Finished = tuple[ActiveRequest, FinishReason, int]
+
+
+class Confirmation:
+    """The results of a loop's steps, applied to its requests.
+
+    `failing`: requests that failed in a result; they end with the next intake. `drafts`,
+    `num_logits_errors`: since the start.
+    """
+
+    def __init__(self, table: RequestTable, allocator: Allocator) -> None:
+        self.failing: set[int] = set()
+        self.drafts = DraftCounts()
+        self.num_logits_errors = 0
+        self._table = table
+        self._allocator = allocator
+
+    def apply(
+        self, schedule: Schedule, result: StepResult
+    ) -> tuple[list[ActiveRequest], list[Finished]]:
+        """Confirm tokens and find ends; gives who streams on and who has finished.
+
+        A row whose request has ended or restarted since the launch is dropped by its epoch.
+        """
+        streaming: list[ActiveRequest] = []
+        finished: list[Finished] = []
+        rows = schedule.sampling_rows
+        if result.extras is not None:
+            self._table.extras.take(self._table.by_id, rows, result.extras)
+        if result.failures:
+            self._hand_on(result.failures, schedule)
+        if result.stale:
+            self._allocator.kv_cache.clear_cached()
+        find = self._table.by_id.get
+        beams = iter(result.beams)
+        counts = itertools.repeat(1) if result.num_tokens is None else result.num_tokens.tolist()
+        for row, tokens, count in zip(rows, result.tokens.tolist(), counts, strict=False):
+            request = find(row.request_id)
+            candidates = next(beams) if row.beam_width > 1 else None
+            if request is None or request.epoch != row.epoch or not count:
+                continue
+            if request.first_token is None:
+                request.first_token = result.now
+            request.last_token = result.now
+            fault, end = 0, None
+            if candidates is not None:
+                fault, end = _advance_beams(request, tokens[0], candidates)
+            elif count != 1 or row.num_drafts:
+                fault, end = self._confirm_several(request, row, tokens[:count])
+            elif (token := tokens[0]) < 0:
+                fault = token
+            else:
+                request.confirm_token(token)
+                end = request.find_end(token)
+            if fault:
+                self._end_by_fault(request, fault, schedule)
+            if end is not None:
+                finished.append((request, *end))
+            elif request.is_streaming and (not fault or candidates is None):
+                streaming.append(request)  # tokens before a fault are right
+        return streaming, finished
+
+    def _confirm_several(
+        self, request: ActiveRequest, row: Row, tokens: Sequence[int]
+    ) -> tuple[int, End | None]:
+        """Drafts that were right, and the token behind them: a fault or an end, if any."""
+        if row.num_drafts:
+            self._allocator.settle_drafts(request, row.num_drafts, len(tokens) - 1)
+            self.drafts = self.drafts.plus(row.num_drafts, len(tokens) - 1)
+        for token in tokens:
+            if token < 0:
+                return token, None
+            request.confirm_token(token)
+            end = request.find_end(token)
+            if end is not None:
+                return 0, end
+        return 0, None
+
+    def _hand_on(self, failures: Collection[Failure], schedule: Schedule) -> None:
+        """What failed in a step ends its request with the next intake, if it is the same still."""
+        rows = (*schedule.context_rows, *schedule.generation_rows)
+        epochs = {row.request_id: row.epoch for row in rows}
+        for failure in failures:
+            request = self._table.by_id.get(failure.request_id)
+            if request is not None and request.epoch == epochs[failure.request_id]:
+                self._fail(failure)
+
+    def _end_by_fault(self, request: ActiveRequest, fault: int, schedule: Schedule) -> None:
+        """A row of `schedule` has no token, and its request ends with the next intake."""
+        if fault == NOT_FINITE:  # what was computed for it may be as wrong
+            self._allocator.kv_cache.withdraw(request.request_id)
+        self._fail(Failure(request.request_id, fault_error(request, fault, schedule.iteration)))
+
+    def _fail(self, failure: Failure) -> None:
+        self.num_logits_errors += isinstance(failure.error, LogitsError)
+        self._table.host.fail(failure)
+        self.failing.add(failure.request_id)
+
+
+def _advance_beams(
+    request: ActiveRequest, token: int, candidates: BeamCandidates
+) -> tuple[int, End | None]:
+    """One more token for every beam. The text of such a request counts its tokens only."""
+    if request.search is None:
+        raise TypeError(f"request {request.request_id} has rows of beams but no search")
+    request.confirm_token(token)
+    if not request.search.advance(candidates):
+        return 0, None
+    if request.search.fault:
+        return request.search.fault, None
+    return 0, (FinishReason.LENGTH, len(request.tokens))

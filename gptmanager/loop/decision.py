@@ -1,0 +1,114 @@
+"""Who runs next: a scheduler is asked, and its answer checked.
+
+Knows what a scheduler must not return; nothing of memory, which `allocation` gives out.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Mapping
+
+from gptmanager.errors import SchedulerError, response_text
+from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
+from gptmanager.scheduler import RequestScheduler, SchedulerOutput
+
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+
+
+def decide(
+    scheduler: RequestScheduler,
+    timer: CallbackTimer,
+    active: list[LlmRequest],
+    in_flight: frozenset[int],
+    by_id: Mapping[int, ActiveRequest],
+    *,
+    max_batch_size: int,
+    max_num_tokens: int,
+) -> SchedulerOutput:
+    """The checked answer of `scheduler`, which `timer` watches. `by_id`: who may be returned.
+
+    Raises SchedulerError, and MemoryError as it comes: that there is no memory is not its doing.
+    """
+    timer.start()
+    try:
+        answer = scheduler.schedule_request(active, in_flight)
+    except (SchedulerError, MemoryError):
+        raise
+    except Exception as error:
+        raise blamed(scheduler, f"raised {response_text(error)}") from error
+    finally:
+        timer.stop()
+    try:
+        output = SchedulerOutput(*map(list, answer))
+        check_output(
+            output, by_id, in_flight, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens
+        )
+    except MemoryError:
+        raise
+    except SchedulerError as error:
+        raise blamed(scheduler, error) from None
+    except Exception as error:
+        text = f"returned {reprlib.repr(answer)}, expected lists of requests"
+        raise blamed(scheduler, text) from error
+    return output
+
+
+def blamed(scheduler: RequestScheduler, what: object) -> SchedulerError:
+    """`what` it did, a text that begins with a verb, behind the name of its class."""
+    return SchedulerError(f"{type(scheduler).__name__} {what}")
+
+
+def check_output(
+    output: SchedulerOutput,
+    by_id: Mapping[int, ActiveRequest],
+    in_flight: Collection[int],
+    *,
+    max_batch_size: int,
+    max_num_tokens: int,
+) -> None:
+    """Raise SchedulerError: what was returned, and which request must not have been."""
+    context, generation, paused = output
+    chosen = [*context, *generation, *paused]
+    find = by_id.get
+    ids = set()
+    for request in chosen:
+        request_id = request.request_id
+        if find(request_id) is not request:
+            raise SchedulerError(f"returned {request!r}, which is not active")
+        ids.add(request_id)
+    if len(ids) != len(chosen):
+        twice = next(request for request in chosen if chosen.count(request) > 1)
+        raise SchedulerError(f"returned request {twice.request_id} twice")
+    num_tokens = 0
+    for request in context:
+        if request.request_id in in_flight:
+            raise SchedulerError(f"returned {request!r}, which is in flight")
+        size = request.context_chunk_size
+        if request.state is not _CONTEXT_INIT or size == 0:
+            raise SchedulerError(f"returned {request!r} as a context request")
+        remaining = request.context_remaining_length
+        if not request.context_current_position:  # the beginning may be cached
+            remaining -= request.estimated_reusable_tokens
+        num_tokens += remaining if size is None or size > remaining else size
+        if request.is_last_context_chunk:
+            num_tokens += request.num_draft_tokens
+    for request in generation:
+        if request.request_id in in_flight:
+            raise SchedulerError(f"returned {request!r}, which is in flight")
+        if request.state is not _IN_PROGRESS:
+            raise SchedulerError(f"returned {request!r} as a generation request")
+        num_tokens += request.beam_width + request.num_draft_tokens
+    num_requests = len(context) + len(generation)
+    if num_requests > max_batch_size:
+        raise SchedulerError(
+            f"returned {num_requests} requests, max_batch_size = {max_batch_size}; "
+            f"request {chosen[max_batch_size].request_id} is the first one too many"
+        )
+    if num_tokens > max_num_tokens:
+        raise SchedulerError(
+            f"returned {num_tokens} tokens, max_num_tokens = {max_num_tokens}; "
+            f"request {chosen[0].request_id} stands first"
+        )
