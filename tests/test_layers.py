@@ -175,6 +175,7 @@ recorder/                 what passes between a loop and its world, written down
     sizes                 how many bytes what a black box keeps takes
     kept                  what a black box keeps of what passes
     black_box             the last of them, in memory
+    taps                  a host and an executor that pass everything on
     recorder              what passes between a loop and its world, written down
     recorded_loop         a loop whose world tells a recorder everything
 host/                     the host's four callbacks, called safely

@@ -5,16 +5,13 @@ Stands between the loop and its executor and host; changes nothing that passes t
 
 from __future__ import annotations
 
-from typing import Any
-
 from gptmanager.config import FinishReason
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
+from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
-from gptmanager.request.post_processor import RequestProcessor
-from gptmanager.statistics import Counts, PhaseTimes
-from gptmanager.step import Executor, Failure, Host, Intake, Schedule, StepResult
+from gptmanager.step import Executor, Host, Intake, Schedule, Step
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:
@@ -36,47 +33,38 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
     return builder
 
 
-class _ObservedHost:
+class _ObservedHost(HostTap):
     def __init__(self, host: Host, builder: TraceBuilder) -> None:
-        self._host = host
-        self._builder = builder
+        super().__init__(host)
         self.now = 0.0
+        self._builder = builder
+        self._fetch, self.fetch = host.fetch, self._see_fetch
+        self._respond, self.respond = host.respond, self._see_respond
 
-    def fetch(self, room: int | None, num_active: int) -> Intake:
-        intake = self._host.fetch(room, num_active)
+    def _see_fetch(self, room: int | None, num_active: int) -> Intake:
+        intake = self._fetch(room, num_active)
         self.now = intake.now
         return intake
 
-    def respond(
+    def _see_respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        self._host.respond(request_id, tensors, is_final, error)
+        self._respond(request_id, tensors, is_final, error)
         if is_final:
             self._builder.end(request_id, error or finish_reason(tensors))
 
-    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        self._host.prepare(request_id, processor)
 
-    def fail(self, failure: Failure) -> None:
-        self._host.fail(failure)
-
-    def poll(self) -> None:
-        self._host.poll()
-
-    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
-        self._host.report(counts, phase_times)
-
-
-class _ObservedExecutor:
+class _ObservedExecutor(ExecutorTap):
     def __init__(
         self, executor: Executor, loop: TokenLoop, host: _ObservedHost, builder: TraceBuilder
     ) -> None:
-        self._executor = executor
+        super().__init__(executor)
         self._loop = loop
         self._host = host
         self._builder = builder
+        self._forward, self.forward = executor.forward, self._see_forward
 
-    def forward(self, schedule: Schedule) -> Any:
+    def _see_forward(self, schedule: Schedule) -> Step:
         for request in self._loop.table.by_id.values():
             if request.request_id not in self._builder:
                 self._builder.arrive(
@@ -86,13 +74,7 @@ class _ObservedExecutor:
                     request.priority,
                 )
         self._builder.step(schedule, self._host.now)
-        return self._executor.forward(schedule)
-
-    def sample(self, step: Any) -> None:
-        self._executor.sample(step)
-
-    def result(self, step: Any) -> StepResult:
-        return self._executor.result(step)
+        return self._forward(schedule)
 
 
 def finish_reason(tensors: list[NamedTensor]) -> str:

@@ -15,7 +15,7 @@ from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.lifecycle.clock import thread_time_ns
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.loop_state import LoopState
-from gptmanager.recorder.kept import kept_schedule
+from gptmanager.recorder.kept import Keeper, kept_schedule
 from gptmanager.recorder.recording import Turn, make_header
 from gptmanager.recorder.sizes import schedule_bytes, state_bytes, turn_bytes
 from gptmanager.recorder.values import to_json
@@ -38,6 +38,7 @@ class BlackBox:
     ) -> None:
         self._loop = loop
         self.blueprint = blueprint
+        self.keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
         self._keep = keep
         self._recent: deque[tuple[Turn, int]] = deque()  # whose schedule is kept, and its bytes
         self._recent_bytes = 0
@@ -102,7 +103,8 @@ class BlackBox:
         recent = self._recent
         size = 0
         if turn.schedule is not None:
-            turn.schedule = kept_schedule(turn.schedule)
+            if turn.schedule.starts:
+                turn.schedule = kept_schedule(turn.schedule)
             size = schedule_bytes(turn.schedule)
         recent.append((turn, size))
         self._recent_bytes += size

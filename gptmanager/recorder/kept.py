@@ -46,8 +46,6 @@ class Keeper:
         self._hidden_size = hidden_size
 
     def intake(self, intake: Intake) -> Intake:
-        if not intake.requests and not intake.failures:
-            return intake
         return replace(
             intake,
             requests=tuple(map(self._request, intake.requests)),
@@ -100,14 +98,12 @@ class Keeper:
 
 
 def kept_schedule(schedule: Schedule) -> Schedule:
-    if not schedule.starts or not any(map(_has_numbers, schedule.starts)):
+    if not any(map(_has_numbers, schedule.starts)):
         return schedule
     return replace(schedule, starts=tuple(map(_without_numbers, schedule.starts)))
 
 
 def kept_result(result: StepResult) -> StepResult:
-    if result.extras is None and not result.failures:
-        return result
     return replace(result, extras=None, failures=_texts(result.failures))
 
 

@@ -17,11 +17,12 @@ from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
 from gptmanager.recorder.black_box import BlackBox
-from gptmanager.recorder.kept import Keeper, kept_result
+from gptmanager.recorder.kept import kept_result
 from gptmanager.recorder.recording import End, Turn, make_header
+from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.recorder.values import to_json
 from gptmanager.request.inference_request import NamedTensor
-from gptmanager.step import Intake, Schedule, StepResult
+from gptmanager.step import Executor, Host, Intake, Schedule, Step, StepResult
 
 _FLUSH_S = 1.0
 
@@ -44,7 +45,6 @@ class Recorder:
     ) -> None:
         self._keep = 0 if path is not None else keep
         self._max_bytes = max_bytes
-        self._keeper: Keeper | None = None
         self._black_box_path = black_box_path
         self._turn: Turn | None = None
         self._num_turns = 0
@@ -69,7 +69,6 @@ class Recorder:
         Raises ConfigError if the file cannot be written.
         """
         if self._keep:
-            self._keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
             self._black_box = BlackBox(loop, blueprint, self._keep, self._max_bytes)
         if self._path is not None:
             try:
@@ -128,9 +127,9 @@ class Recorder:
 
     def begin_turn(self, num_active: int, intake: Intake) -> Turn:
         ends: list[End] | None = None if self._file is None else []
-        if self._black_box is not None and self._keeper is not None:
+        if self._black_box is not None and (intake.requests or intake.failures):
             try:
-                intake = self._keeper.intake(intake)
+                intake = self._black_box.keeper.intake(intake)
             except BaseException as error:  # noqa: B036 - what cannot be kept must not end the loop
                 self._give_up(error)
         self._turn = turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
@@ -143,7 +142,8 @@ class Recorder:
     def record_result(self, iteration: int, result: StepResult) -> None:
         if self._turn is not None:
             self._turn.result_of = iteration
-            self._turn.result = kept_result(result)
+            is_plain = result.extras is None and not result.failures
+            self._turn.result = result if is_plain else kept_result(result)
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
         turn = self._turn
@@ -159,7 +159,7 @@ class Recorder:
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        if turn.is_idle:
+        if not turn.num_active and turn.is_empty:
             self._num_idle += 1
             return
         self._num_turns += 1
@@ -224,49 +224,45 @@ class Recorder:
                 logger.error("the recording is cut off: %s", response_text(error))
 
 
-class RecordingHost:
-    """A `Host` that tells `recorder` what the host inside says."""
+class RecordingHost(HostTap):
+    """A `Host` that tells `recorder` what the host behind it says."""
 
-    def __init__(self, host: Any, recorder: Recorder) -> None:
-        self._host = host
-        self._fetch = host.fetch
+    def __init__(self, host: Host, recorder: Recorder) -> None:
+        super().__init__(host)
         self._recorder = recorder
-        self.poll = host.poll
-        self.prepare = host.prepare
-        self.fail = host.fail
-        self.report = host.report
-        # responses are many; only a file tells of those that end a request
-        self.respond = self._respond if recorder.writes_file else host.respond
+        self._fetch, self.fetch = host.fetch, self._record_fetch
+        if recorder.writes_file:  # responses are many; only a file tells of those that end a request
+            self._respond, self.respond = host.respond, self._record_respond
 
-    def fetch(self, room: int | None, num_active: int) -> Intake:
+    def _record_fetch(self, room: int | None, num_active: int) -> Intake:
         recorder = self._recorder
         recorder.end_turn()
-        intake: Intake = self._fetch(room, num_active)
+        intake = self._fetch(room, num_active)
         recorder.begin_turn(num_active, intake)
         return intake
 
-    def _respond(
+    def _record_respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         if is_final:
             self._recorder.record_end(request_id, tensors, error)
-        self._host.respond(request_id, tensors, is_final, error)
+        self._respond(request_id, tensors, is_final, error)
 
 
-class RecordingExecutor:
-    """An `Executor` that tells `recorder` what it is asked to run and what came of it."""
+class RecordingExecutor(ExecutorTap):
+    """An `Executor` that tells `recorder` what it is asked to run, and the results."""
 
-    def __init__(self, executor: Any, recorder: Recorder) -> None:
-        self._forward = executor.forward
-        self._result = executor.result
+    def __init__(self, executor: Executor, recorder: Recorder) -> None:
+        super().__init__(executor)
         self._recorder = recorder
-        self.sample = executor.sample
+        self._forward, self.forward = executor.forward, self._record_forward
+        self._result, self.result = executor.result, self._record_result
 
-    def forward(self, schedule: Schedule) -> Any:
+    def _record_forward(self, schedule: Schedule) -> Step:
         self._recorder.record_schedule(schedule)
         return self._forward(schedule)
 
-    def result(self, step: Any) -> StepResult:
-        result: StepResult = self._result(step)
+    def _record_result(self, step: Any) -> StepResult:
+        result = self._result(step)
         self._recorder.record_result(step.schedule.iteration, result)
         return result

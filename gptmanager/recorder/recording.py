@@ -106,40 +106,27 @@ class Recording:
         return results[-1] - self.iterations[0].intake.now if results else 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Turn:
     """An iteration that is being recorded: what becomes an `Iteration` when it is read."""
 
-    __slots__ = (
-        "ends", "idle_turns", "index", "intake", "kept", "num_active", "recovered", "result",
-        "result_of", "schedule",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        index: int,
-        num_active: int,
-        intake: Intake,
-        ends: list[End] | None,
-        idle_turns: int = 0,
-    ) -> None:
-        self.index = index
-        self.num_active = num_active
-        self.intake = intake
-        self.schedule: Schedule | None = None
-        self.kept = True
-        self.result_of: int | None = None
-        self.result: StepResult | None = None
-        self.ends = ends
-        self.idle_turns = idle_turns
-        self.recovered: LoopState | None = None
+    index: int
+    num_active: int
+    intake: Intake
+    ends: list[End] | None
+    idle_turns: int
+    schedule: Schedule | None = None
+    kept: bool = True
+    result_of: int | None = None
+    result: StepResult | None = None
+    recovered: LoopState | None = None
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing could happen, and nothing did."""
+    def is_empty(self) -> bool:
+        """Nothing came in, and nothing ran."""
         intake = self.intake
         return not (
-            self.num_active
-            or self.recovered is not None
+            self.recovered is not None
             or self.schedule is not None
             or self.result is not None
             or intake.requests
