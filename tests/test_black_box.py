@@ -6,6 +6,7 @@ GPTMANAGER_FUZZ=N runs N times as many random runs.
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import sys
@@ -272,6 +273,28 @@ def test_numbers_for_the_executor_are_known_by_their_digest(tmp_path, monkeypatc
         if isinstance(value, HostRows)
     }
     assert num_steps == 14 or set(rows) == {1, 2, 3, 4, 5}
+
+
+def test_the_digest_of_rows_is_worked_out_once(monkeypatch):
+    num_digests, sha256 = [], hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda text: num_digests.append(1) or sha256(text))
+    bias = np.linspace(-1, 1, VOCAB_SIZE).astype(np.float32)
+    table = np.ones((3, 4), dtype=np.float32)
+    logits = np.zeros((2, VOCAB_SIZE), dtype=np.float32)
+    host = ScheduledHost(
+        [
+            [
+                request(1, 5, 3, embedding_bias=bias),
+                request(2, 5, 3, prompt_embedding_table=table),
+                request(3, 5, 3, draft_input_ids=[1, 2], draft_logits=logits, temperature=0.5),
+            ]
+        ]
+    )
+    model = CrashingModel(1 << 30)
+    model.spec = SimpleNamespace(**asdict(model.spec), hidden_size=4)
+    serve(host, None, model=model)
+    assert not any(host.final(i).error for i in (1, 2, 3))
+    assert len(num_digests) == 3
 
 
 @pytest.mark.parametrize(

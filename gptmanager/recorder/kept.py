@@ -24,7 +24,7 @@ from gptmanager.recorder.requests import (
     RecordedProcessor,
 )
 from gptmanager.recorder.sizes import value_bytes
-from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.post_processor import RequestProcessor, is_post_processor
 from gptmanager.request.read_tensors import (
@@ -54,23 +54,19 @@ class Keeper:
 
     def _request(self, request: InferenceRequest) -> InferenceRequest:
         tensors = dict(request.tensors)
-        return InferenceRequest(
-            request.request_id,
-            {name: self._tensor(name, value, tensors) for name, value in tensors.items()},
-            is_streaming=request.is_streaming,
-            logits_post_processor=_named(request.logits_post_processor),
-            client_id=request.client_id,
-            priority=request.priority,
-            deadline_s=request.deadline_s,
-            queue_timeout_s=request.queue_timeout_s,
-            cache_salt=request.cache_salt,
-            retention_priority=request.retention_priority,
-        )
+        keywords = {name: getattr(request, name) for name in KEYWORDS}
+        keywords["logits_post_processor"] = _named(request.logits_post_processor)
+        kept = {name: self._tensor(name, value, request) for name, value in tensors.items()}
+        return InferenceRequest(request.request_id, kept, **keywords)
 
-    def _tensor(self, name: str, value: Any, tensors: dict[str, Any]) -> Any:
+    def _tensor(self, name: str, value: Any, request: InferenceRequest) -> Any:
         if name in ROW_INPUTS:
             with suppress(BaseException):  # it ends the request, in a replay again
-                return self._rows(name, value, tensors)
+                rows = self._rows(name, value, request.tensors)
+                if rows is None:
+                    return HostRows(None)
+                request.tensors[name] = rows  # for admission: a digest takes long
+                return rows.without_numbers()
         try:
             value_bytes(value)
             if is_too_large(name, value):
@@ -84,17 +80,16 @@ class Keeper:
                 return value.detach().clone()
         return value
 
-    def _rows(self, name: str, value: Any, tensors: dict[str, Any]) -> HostRows:
-        """As admission reads them."""
+    def _rows(self, name: str, value: Any, tensors: dict[str, Any]) -> HostRows | None:
+        """As admission reads them; None: all is zero."""
         if name == "embedding_bias":
-            bias = read_bias(name, value, self._vocab_size)
-            return HostRows(None) if bias is None else bias.without_numbers()
+            return read_bias(name, value, self._vocab_size)
         if name == "draft_logits":
             drafts = read_token_ids("draft_input_ids", tensors["draft_input_ids"], self._vocab_size)
-            return read_draft_logits(value, drafts, self._vocab_size).without_numbers()
+            return read_draft_logits(value, drafts, self._vocab_size)
         rows = read_rows(name, value, self._hidden_size)
         size = tensors.get("prompt_vocab_size", rows.count)
-        return rows.first(read_int("prompt_vocab_size", size, 1, rows.count)).without_numbers()
+        return rows.first(read_int("prompt_vocab_size", size, 1, rows.count))
 
 
 def kept_schedule(schedule: Schedule) -> Schedule:

@@ -1,8 +1,8 @@
 """The recorder: stands between a loop and its world and writes down what passes.
 
-`RecordingHost` and `RecordingExecutor` wrap the two doors of a `TokenLoop`; the loop does not know.
-Either everything goes to a file, or the last iterations stay in memory as they are, to be written
-when the loop fails. Never changes what it sees, never raises into the loop.
+`RecordingHost` and `RecordingExecutor` stand before the host and the executor of a `TokenLoop`.
+Either everything goes to a file, or the last iterations stay in memory and are written when the
+loop fails. The loop decides the same with it and without, and no error of it reaches the loop.
 """
 
 from __future__ import annotations
@@ -231,7 +231,9 @@ class RecordingHost(HostTap):
         super().__init__(host)
         self._recorder = recorder
         self._fetch, self.fetch = host.fetch, self._record_fetch
-        if recorder.writes_file:  # responses are many; only a file tells of those that end a request
+        if (
+            recorder.writes_file
+        ):  # responses are many; only a file tells of those that end a request
             self._respond, self.respond = host.respond, self._record_respond
 
     def _record_fetch(self, room: int | None, num_active: int) -> Intake:
