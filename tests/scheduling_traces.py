@@ -94,8 +94,8 @@ class ObservedMemory(oracle.Memory):
     def block_of(self, name: tuple[Hashable, ...]) -> int:
         task, salt, *tokens = name
         probe = LlmRequest(-1, [*tokens, 0], 1, lora_task_id=task, cache_salt=salt)  # type: ignore
-        assert self.kv._reuse is not None
-        return self.kv._reuse.cached_blocks(probe)[-1]
+        assert self.kv._lookups is not None
+        return self.kv._lookups.cached_blocks(probe)[-1]
 
     def leading_held(
         self, request: oracle.Request, removed: list[oracle.Request]

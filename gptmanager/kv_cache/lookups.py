@@ -116,6 +116,23 @@ class Lookups:
             self._release(known)
         return lookup
 
+    def cached_blocks(self, request: LlmRequest) -> list[int]:
+        """The full blocks of the prompt that a new sequence would share, in order."""
+        if not request.reads_cache:
+            return []
+        blocks = self.find(request).blocks
+        return blocks and blocks[: (request.prompt_len - 1) // self._tree.tokens_per_block]
+
+    def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
+        """How many `cached_blocks` each has; 0 of those that take no part."""
+        num_found = self.find_all(requests).num_found
+        if not any(num_found):
+            return num_found
+        return [
+            count and len(self.cached_blocks(request))
+            for request, count in zip(requests, num_found, strict=True)
+        ]
+
     def find_all(self, requests: Sequence[LlmRequest]) -> Answer:
         """What was found for each, in one go: most have waited before."""
         tree, last = self._tree, self._last

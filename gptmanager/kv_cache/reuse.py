@@ -7,7 +7,7 @@ take no part. Knows nothing of what a scheduler does with the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -36,74 +36,63 @@ class ReuseCounts(NamedTuple):
     host_blocks: int = 0
 
 
+class ReuseOptions(NamedTuple):
+    """What is reused.
+
+    `partial`: the beginning of a block may be reused, and not only all that is stored in a partial
+    one. Either is then private, taken over if nobody holds it and nothing lies behind it, and
+    copied otherwise, which `copies` permits.
+
+    `num_host_blocks`: what has to leave the pool moves to as many blocks of the host tier, if it
+    has `min_offload_tokens` and `min_offload_priority`. With `onboards` what lies there is found,
+    and full blocks move back; the beginning of one is copied, whatever `copies` says. Without, it
+    is not found.
+    """
+
+    partial: bool
+    copies: bool
+    num_host_blocks: int
+    onboards: bool
+    min_offload_tokens: int
+    min_offload_priority: int
+
+
 class BlockReuse:
     """Finds and keeps the blocks of prompts. Keyed by tokens, adapter and salt.
 
     The last token of a prompt is always computed. `max_tokens`: requests that may become longer
-    take no part. `enable_partial_reuse`: the beginning of a block may be reused, and not only all
-    that is stored in a partial one. Either is then private, taken over if nobody holds it and
-    nothing lies behind it, and copied otherwise, which `copy_on_partial_reuse` permits.
-
-    `num_host_blocks`: what has to leave the pool moves to as many blocks of the host tier, if it
-    has `min_offload_tokens` and `min_offload_priority`. With `onboard_blocks` what lies there is
-    found, and full blocks move back; the beginning of one is copied, whatever
-    `copy_on_partial_reuse` says. Without, it is not found.
+    take no part.
     """
 
     __slots__ = (
-        "pool", "tree", "_onboards", "_copies_partial", "_lookups", "_missed_blocks",
-        "_partial", "_reused_blocks", "_reused_tokens", "_storing",
+        "lookups", "pool", "tree", "_missed_blocks", "_options", "_reused_blocks",
+        "_reused_tokens", "_storing",
     )  # fmt: skip
 
     def __init__(
-        self,
-        num_blocks: int,
-        tokens_per_block: int,
-        *,
-        max_tokens: int,
-        enable_partial_reuse: bool,
-        copy_on_partial_reuse: bool,
-        num_host_blocks: int = 0,
-        onboard_blocks: bool = True,
-        min_offload_tokens: int = 1,
-        min_offload_priority: int = 0,
+        self, num_blocks: int, tokens_per_block: int, max_tokens: int, options: ReuseOptions
     ) -> None:
-        end_findable = None if onboard_blocks else num_blocks
+        end_findable = None if options.onboards else num_blocks
         tree = self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
         host = None
-        if num_host_blocks:
-            least = min_offload_tokens, min_offload_priority
-            host = HostTier(tree, num_blocks, num_host_blocks, *least)
-        self.pool = CachingBlockPool(num_blocks, self.tree, host)
-        self._onboards = onboard_blocks
-        self._partial = enable_partial_reuse
-        self._copies_partial = copy_on_partial_reuse
+        if options.num_host_blocks:
+            least = options.min_offload_tokens, options.min_offload_priority
+            host = HostTier(tree, num_blocks, options.num_host_blocks, *least)
+        self.pool = CachingBlockPool(num_blocks, tree, host)
+        self._options = options
         self._storing: dict[int, LlmRequest] = {}  # live sequences whose content may be stored
-        self._lookups = Lookups(self.tree, max_tokens)
+        self.lookups = Lookups(tree, max_tokens)
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def anew(self) -> BlockReuse:
         """The same without anything in it; what is counted since the start goes on."""
-        host = self.pool.host
-        fresh = BlockReuse(
-            self.pool.num_blocks,
-            self.tree.tokens_per_block,
-            max_tokens=self._lookups.max_tokens,
-            enable_partial_reuse=self._partial,
-            copy_on_partial_reuse=self._copies_partial,
-            num_host_blocks=0 if host is None else host.num_blocks,
-            onboard_blocks=self._onboards,
-            min_offload_tokens=1 if host is None else host.min_tokens,
-            min_offload_priority=0 if host is None else host.min_priority,
-        )
+        host, size = self.pool.host, self.tree.tokens_per_block
+        fresh = BlockReuse(self.pool.num_blocks, size, self.lookups.max_tokens, self._options)
         fresh._reused_blocks, fresh._missed_blocks = self._reused_blocks, self._missed_blocks
         fresh._reused_tokens = self._reused_tokens
         if host is not None and fresh.pool.host is not None:
             fresh.pool.host.offloaded, fresh.pool.host.onboarded = host.offloaded, host.onboarded
         return fresh
-
-    def applies_to(self, request: LlmRequest) -> bool:
-        return self._lookups.applies_to(request)
 
     @property
     def counts(self) -> ReuseCounts:
@@ -144,7 +133,7 @@ class BlockReuse:
             request.tokens,
             request.prompt_len - 1 if request.reads_cache else 0,
             self._may_be_partial,
-            whole_only=not self._partial,
+            whole_only=not self._options.partial,
         )
         pool, found, beams = self.pool, match.blocks, request.beam_width
         num_blocks, ref_counts = pool.num_blocks, pool.ref_counts
@@ -162,7 +151,7 @@ class BlockReuse:
         common += pool.take(num_shared - len(common), beams)
         tails += pool.take(num_private - len(tails))
         self._storing[request.request_id] = request
-        self._lookups.forget(request.request_id)
+        self.lookups.forget(request.request_id)
         num_found = len(found) + (match.partial != NO_BLOCK)
         num_cached = len(found) * self.tree.tokens_per_block + match.num_partial
         self._reused_blocks += num_found
@@ -229,7 +218,7 @@ class BlockReuse:
             end,
             blocks,
             request.retention_priority,
-            whole_only=not self._partial,
+            whole_only=not self._options.partial,
         )
         for replaced in replaced_blocks:
             assert host is not None  # whose blocks they are
@@ -254,61 +243,28 @@ class BlockReuse:
 
     def _may_be_partial(self, block: int) -> bool:
         if block >= self.pool.num_blocks:
-            return self._onboards
-        return self._copies_partial or self._can_take_over(block)
+            return self._options.onboards
+        return self._options.copies or self._can_take_over(block)
 
     def _can_take_over(self, block: int) -> bool:
         pool = self.pool
         return block < pool.num_blocks and not pool.ref_counts[block] and self.tree.is_leaf(block)
 
-    # What schedulers ask ------------------------------------------------------------------------
-
-    def cached_blocks(self, request: LlmRequest) -> list[int]:
-        """The full blocks of the prompt that a new sequence would share, in order."""
-        if not request.reads_cache:
-            return []
-        blocks = self._lookups.find(request).blocks
-        return blocks and blocks[: (request.prompt_len - 1) // self.tree.tokens_per_block]
-
-    def first_missing(self, request: LlmRequest) -> Hashable | None:
-        """The prompt up to its first full block that is not cached; None: all full ones are.
-
-        Equal for two requests, while nothing changes, if and only if these tokens are.
-        """
-        return self._lookups.find(request).missing
-
-    def all_missing(self, requests: Sequence[LlmRequest]) -> Sequence[Hashable | None]:
-        """`first_missing` of each; None of those that take no part."""
-        return self._lookups.find_all(requests).missing
-
-    def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
-        """How many `cached_blocks` each has; 0 of those that take no part."""
-        num_found = self._lookups.find_all(requests).num_found
-        if not any(num_found):
-            return num_found
-        return [
-            count and len(self.cached_blocks(request))
-            for request, count in zip(requests, num_found, strict=True)
-        ]
-
     @contextmanager
     def holding(self, requests: Iterable[LlmRequest]) -> Iterator[None]:
         """Inside, nothing that one of `requests` would share is handed out to another."""
+        lookups = self.lookups
         held = [
             node
             for request in requests
-            if self.applies_to(request) and (num_blocks := len(self.cached_blocks(request)))
-            for node in self.tree.path(self._lookups.find(request).node)[:num_blocks]
+            if lookups.applies_to(request) and (num_blocks := len(lookups.cached_blocks(request)))
+            for node in self.tree.path(lookups.find(request).node)[:num_blocks]
         ]
         self.pool.share(node.block for node in held)
         try:
             yield
         finally:  # a node's block is another one if it moved meanwhile
             self.pool.release(node.block for node in reversed(held))
-
-    def forget_waiting(self, request_id: int) -> None:
-        """Nothing more will be asked about the request."""
-        self._lookups.forget(request_id)
 
     # Proof --------------------------------------------------------------------------------------
 
