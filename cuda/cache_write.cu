@@ -1,9 +1,9 @@
 // Where each token's keys and values belong in the pages, and the way there: QK norm, rotation, write.
 #include "fp8.cuh"
 
-// places[token] = block * tokens_per_block + offset; -1 for tokens behind the last row. Once a step.
+// cells[token] = block * tokens_per_block + offset; -1 for tokens behind the last row. Once a step.
 __global__ void locate_tokens(
-    int* places,              // [tokens]
+    int* cells,              // [tokens]
     const int* row_starts,    // [rows + 1]
     const int* kv_lengths,    // [rows]
     const int* slots,         // [rows]
@@ -12,7 +12,7 @@ __global__ void locate_tokens(
     int token = blockIdx.x * blockDim.x + threadIdx.x;
     if (token >= num_tokens) return;
     if (token >= row_starts[num_rows]) {
-        places[token] = -1;
+        cells[token] = -1;
         return;
     }
     int first = 0, last = num_rows;  // the row is in [first, last): the last that starts at or before
@@ -24,7 +24,7 @@ __global__ void locate_tokens(
     int position = kv_lengths[first] - row_starts[first + 1] + token;
     const int* table = block_tables + size_t(slots[first]) * table_width;
     int block = table[position / tokens_per_block];
-    places[token] = block * tokens_per_block + position % tokens_per_block;
+    cells[token] = block * tokens_per_block + position % tokens_per_block;
 }
 
 // The lanes that share a head: a power of two.
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
     const float* cos_sin,    // [positions, rotary]: cosines, then sines; null: no rotation
     const T* q_norm,         // [D] or null
     const T* k_norm,         // [D] or null
-    const int* places,       // [tokens], of locate_tokens
+    const int* cells,       // [tokens], of locate_tokens
     const float* scales,     // [2, kv_heads] of a cache of 8 bits
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
     constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;
@@ -66,12 +66,12 @@ __global__ void __launch_bounds__(128) rope_and_write(
     }
     const T* weight = is_value ? nullptr : is_query ? q_norm : k_norm;
     float scale = rsqrtf(warp_sum<LANES>(square) / D + eps);
-    int place = there ? places[token] : -1;
-    if (!there || (!is_query && place < 0)) return;
+    int cell = there ? cells[token] : -1;
+    if (!there || (!is_query && cell < 0)) return;
     void* to = queries + (size_t(token) * num_heads + head) * D;
     if (!is_query) {
         int kv_head = (head - num_heads) % num_kv_heads;
-        size_t block = place / tokens_per_block, offset = place % tokens_per_block;
+        size_t block = cell / tokens_per_block, offset = cell % tokens_per_block;
         to = (is_value ? values : keys) +
              ((block * num_kv_heads + kv_head) * tokens_per_block + offset) * D;
     }

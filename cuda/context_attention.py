@@ -7,21 +7,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.cache_write import CACHES, FP8, HEAD_DIMS, check_cache, row_bytes
 from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
-from gptmanager.cuda.generation_attention import check_heads
-from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, ints
+from gptmanager.cuda.paged_kernels import CACHES, HEAD_DIMS, NARROW, check_attention, row_bytes
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 
 Ints = npt.NDArray[np.int32]
 
 _THREADS = 128  # as in the .cu
-_NARROW = (torch.float16, torch.bfloat16)
 PROGRAM = Program(
     "context_attention.cu",
     (
         *(
             f"context_attention<{NAMES[dtype]}, {head_dim}, {softcap}, {sink}{cache}>"
-            for dtype in _NARROW
+            for dtype in NARROW
             for head_dim in HEAD_DIMS
             for softcap in ("false", "true")
             for sink in ("false", "true")
@@ -29,40 +28,30 @@ PROGRAM = Program(
         ),
         *(  # for less shared memory
             f"context_attention<{NAMES[dtype]}, 128, false, false, {NAMES[dtype]}, true>"
-            for dtype in _NARROW
+            for dtype in NARROW
         ),
     ),
 )
 
 
-def plan_context(
-    num_new: Ints,
-    kv_lengths: Ints,
-    group: int,
-    head_dim: int,
-    *,
-    window: int | None = None,
-    sink: int = 0,
-    fp8: bool = False,
-) -> Ints:
+def plan_context(num_new: Ints, kv_lengths: Ints, shape: AttentionShape) -> Ints:
     """Items int32 `[N, 4]`, longest first: row, first packed query, first and last (excluded) key.
 
-    `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]` positions; `group`: query
-    heads for each KV head; packed query m is token m / group. `window` and `sink` as in
-    `context_attention`; `fp8`: its pages are of 8-bit floats. Rows without tokens have no items.
-    Once a step, for all layers.
+    `num_new` `[R]`: tokens of each row, the last of its `kv_lengths[r]` positions; packed query m
+    is token m / group. Rows without tokens have no items. Once a step, for all layers that have
+    the same `window`.
     """
     if not num_new.size:  # most steps, which have no context
         return np.zeros((0, 4), dtype=np.int32)
-    tile = _queries(head_dim, window, sink, fp8)
+    group, tile = shape.group, _queries(shape)
     counts = -(-num_new.astype(np.int64) * group // tile)
     rows = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     first_query = number * tile
     positions = (kv_lengths - num_new)[rows]
     first = np.zeros_like(positions)
-    if window is not None:
-        first = np.maximum(positions + first_query // group + 1 - window, 0)
+    if shape.window is not None:
+        first = np.maximum(positions + first_query // group + 1 - shape.window, 0)
     after = np.minimum(first_query + tile, num_new[rows] * group)
     last = positions + (after - 1) // group + 1
     items = np.stack([rows, first_query, first, last], axis=1).astype(np.int32)
@@ -73,84 +62,55 @@ def context_attention(
     launcher: Launcher,
     out: Tensor,
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: Pages,
+    rows: RowSpans,
     items: Tensor,
-    row_starts: Tensor,
-    kv_lengths: Tensor,
-    slots: Tensor,
-    block_tables: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float = 0.0,
-    cache_scales: Tensor | None = None,
+    shape: AttentionShape,
 ) -> None:
-    """`out[t] = softmax(score(queries[t] @ keys^T * scale)) @ values` over what a token sees.
+    """`out[t] = softmax(scores of queries[t] and the keys) @ values` over what a token sees.
 
-    Token i of a row with n tokens and KV length m stands at position m - n + i and sees the
-    positions up to there; with `window`, the last `window` of them and the first `sink`; pages that
-    hold neither may be gone. score(x) = x, or softcap * tanh(x / softcap). `queries`, `out`
-    `[T, H, D]`; `keys`, `values` `[P, K, B, D]`, one layer's; one dtype of float32, float16,
-    bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. With `cache_scales` `[2, K]` float32, of
-    keys, then of values, `keys` and `values` are float8_e4m3fn: element * scale. `items` `[N, 4]`:
-    of `plan_context`, for the same. `row_starts` `[R + 1]`, `kv_lengths` and `slots` `[R]`,
-    `block_tables` `[slots, blocks]`; all int32. ValueError for other tensors.
+    Pages in which no token of their row sees anything may be gone. `queries`, `out` `[T, H, D]` of
+    one dtype of float32, float16, bfloat16; D one of HEAD_DIMS; H / K at most MAX_GROUP. Pages are
+    of the same dtype, or float8_e4m3fn. `items` `[N, 4]` int32: of `plan_context`, for the same
+    shape. ValueError for other tensors.
     """
-    num_heads, head_dim = queries.shape[1:]
-    num_kv_heads, tokens_per_block = keys.shape[1:3]
-    num_rows, dtype = slots.shape[0], queries.dtype
-    pages = (keys.shape[0], num_kv_heads, tokens_per_block, head_dim)
-    cache = check_cache(dtype, keys, cache_scales)
-    check_tensors(
-        out=(out, (queries.shape[0], num_heads, head_dim), dtype),
-        queries=(queries, (None, num_heads, head_dim), dtype),
-        keys=(keys, pages, cache.dtype),
-        values=(values, pages, cache.dtype),
-        items=(items, (None, 4), torch.int32),
-        row_starts=(row_starts, (num_rows + 1,), torch.int32),
-        kv_lengths=(kv_lengths, (num_rows,), torch.int32),
-        slots=(slots, (num_rows,), torch.int32),
-        block_tables=(block_tables, (None, None), torch.int32),
-        cache_scales=(cache_scales, (2, num_kv_heads), torch.float32),
+    cache = check_attention(
+        *(out, queries, pages, rows, shape), items=(items, (None, 4), torch.int32)
     )
-    check_heads(num_heads, num_kv_heads, head_dim)
     if items.shape[0] == 0:
         return
+    num_heads, num_kv_heads, head_dim = shape[:3]
+    window, dtype = shape.window or 0, queries.dtype
+    sink = shape.sink if window else 0
     arguments: tuple[Argument, ...] = (
-        *(out, queries, keys, values, items, row_starts, kv_lengths, slots, block_tables),
-        cache_scales,
-        *ints(
-            num_heads, block_tables.shape[1], tokens_per_block, window or 0, sink if window else 0
-        ),
-        *(np.float32(scale), np.float32(softcap)),
+        *(out, queries, cache.keys, pages.values, items, *rows[:4], pages.cache_scales),
+        *ints(num_heads, rows.block_tables.shape[1], pages.values.shape[2], window, sink),
+        *(np.float32(shape.scale), np.float32(shape.softcap)),
     )
-    grid, fp8 = (items.shape[0], num_kv_heads), cache.dtype is FP8
-    num_queries = _queries(head_dim, window, sink, fp8)
-    if dtype not in _NARROW:
+    grid, num_queries = (items.shape[0], num_kv_heads), _queries(shape)
+    if dtype not in NARROW:
         name = f"context_attention_float<{head_dim}{cache.argument}>"
         kernel = launcher.kernel(FLOAT_PROGRAM, name)
         kernel(grid, (_THREADS,), (*arguments, *ints(num_queries)))
         return
-    capped, sinks = str(softcap > 0).lower(), str(bool(window and sink)).lower()
+    capped, sinks = (str(bool(it)).lower() for it in (shape.softcap > 0, sink))
     kind = f"{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}"
     own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
-    tokens = _tokens(head_dim, softcap)
+    tokens = _tokens(shape)
     shared = num_queries * own + 2 * tokens * (own + other)
     if shared > launcher.max_shared_mem and head_dim == 128:
         kind += f", {NAMES[dtype]}, true"
         shared -= tokens * (own + other)  # half of either tile
-    launcher.kernel(PROGRAM, f"context_attention<{kind}>", shared)(
-        grid, (_THREADS,), arguments, shared
-    )
+    kernel = launcher.kernel(PROGRAM, f"context_attention<{kind}>", shared)
+    kernel(grid, (_THREADS,), arguments, shared)
 
 
-def _queries(head_dim: int, window: int | None, sink: int, fp8: bool) -> int:
+def _queries(shape: AttentionShape) -> int:
     """Packed queries of an item."""
-    return 64 if head_dim > 128 or (head_dim == 128 and (window and sink or fp8)) else 128
+    less = shape.head_dim == 128 and (shape.fp8 or (shape.window and shape.sink))
+    return 64 if shape.head_dim > 128 or less else 128
 
 
-def _tokens(head_dim: int, softcap: float) -> int:
+def _tokens(shape: AttentionShape) -> int:
     """Of a tile of keys and values."""
-    return 32 if head_dim > 128 or (head_dim == 128 and softcap) else 64
+    return 32 if shape.head_dim > 128 or (shape.head_dim == 128 and shape.softcap) else 64

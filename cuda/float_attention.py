@@ -5,8 +5,8 @@ Their contracts are those of these two.
 
 from __future__ import annotations
 
-from gptmanager.cuda.cache_write import CACHES, HEAD_DIMS
 from gptmanager.cuda.launch import Program
+from gptmanager.cuda.paged_kernels import CACHES, HEAD_DIMS
 
 PROGRAM = Program(
     "float_attention.cu",

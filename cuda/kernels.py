@@ -7,9 +7,8 @@ on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,41 +16,28 @@ from torch import Tensor
 
 from gptmanager.cuda import activations, cache_write, norms
 from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.generation_attention import MAX_GROUP, generation_attention
+from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.generation_plan import max_num_items, plan_generation
 from gptmanager.cuda.launch import Launcher
-from gptmanager.kernels.reference import AttentionShape, Ints, Kernels
+from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.reference import Ints, Kernels
 
 
-@dataclass(frozen=True, eq=False)
-class _Items:
-    """Work of the attention kernels for one window."""
+class _Work(NamedTuple):
+    """Of both attention kernels, in the layers of one window."""
 
-    context: Tensor
-    generation: Tensor
-    partial_starts: Tensor
+    context_items: Tensor
+    generation: GenerationWork
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Rows that one of the attention kernels serves."""
+class StepPlan(NamedTuple):
+    """Where a step's tokens go in the pages, which kernel takes which rows, and their work."""
 
-    row_starts: Tensor
-    kv_lengths: Tensor
-    slots: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """Where a step's tokens go in the pages, how its attention is cut, and room to work in."""
-
-    places: Tensor
-    items: dict[int | None, _Items]
-    context: _Rows | None
-    generation: _Rows | None
-    partial: Tensor
-    partial_log: Tensor
-    arrived: Tensor
+    cells: Tensor
+    context: RowSpans | None
+    generation: RowSpans | None
+    work: Mapping[int | None, _Work]  # by window
 
 
 class CudaKernels(Kernels):
@@ -67,7 +53,7 @@ class CudaKernels(Kernels):
 
     def plan(
         self,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
         row_starts: Ints,
         kv_lengths: Ints,
         num_context_rows: int,
@@ -76,32 +62,22 @@ class CudaKernels(Kernels):
         """For each window the items of context attention, of generation attention, and its
         partial results; none where the reference computes attention.
         """
-        if not _covers(shape):
+        if not all(map(_covers, shapes)):
             return ()
         num_new = np.diff(row_starts)
         middle = num_context_rows
         if self.deterministic or (num_new[middle:] > 1).any():
             middle = len(num_new)
         alive = middle + int(np.count_nonzero(num_new[middle:]))  # those behind are padding
-        group = shape.num_heads // shape.num_kv_heads
-        size = shape.num_kv_heads, self._launcher.num_multiprocessors
         arrays: list[Ints] = []
-        for window in shape.windows:
-            context = plan_context(
-                num_new[:middle],
-                kv_lengths[:middle],
-                group,
-                shape.head_dim,
-                window=window,
-                sink=shape.sink,
-                fp8=shape.fp8,
-            )
-            generation = plan_generation(
-                kv_lengths[middle:alive], *size, window=window, sink=shape.sink
-            )
+        for window, shape in _by_window(shapes).items():
+            context = plan_context(num_new[:middle], kv_lengths[:middle], shape)
+            size = shape.num_kv_heads, self._launcher.num_multiprocessors
+            sink, single = shape.sink, kv_lengths[middle:alive]
+            generation = plan_generation(single, *size, window=window, sink=sink)
             if fixed:  # a token's queries are one item
                 num_single = len(num_new) - middle
-                most = max_num_items(num_single, *size, window=window, sink=shape.sink)
+                most = max_num_items(num_single, *size, window=window, sink=sink)
                 generation = generation.padded(most, num_single)
                 context = _padded(context, middle)
             arrays += (context, generation.items, generation.partial_starts)
@@ -109,37 +85,34 @@ class CudaKernels(Kernels):
 
     def begin(
         self,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
+        rows: RowSpans,
         plan: Sequence[Tensor],
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
         num_tokens: int,
         tokens_per_block: int,
-    ) -> StepPlan | None:
+    ) -> RowSpans:
         if not plan:
-            return None
-        places = torch.empty(num_tokens, dtype=torch.int32, device=slots.device)
-        cache_write.locate_tokens(
-            self._launcher, places, row_starts, kv_lengths, slots, block_tables, tokens_per_block
-        )
-        items = {window: _Items(*plan[3 * i : 3 * i + 3]) for i, window in enumerate(shape.windows)}
-        num_rows = slots.shape[0]
-        middle = num_rows + 1 - plan[2].shape[0]
-        context = generation = None
-        if middle:
-            context = _Rows(row_starts[: middle + 1], kv_lengths[:middle], slots[:middle])
-        if middle < num_rows:
-            generation = _Rows(row_starts[middle:], kv_lengths[middle:], slots[middle:])
+            return rows
+        device, num_rows = rows.slots.device, rows.slots.shape[0]
+        cells = torch.empty(num_tokens, dtype=torch.int32, device=device)
+        cache_write.locate_tokens(self._launcher, cells, rows, tokens_per_block)
+        contexts, items, starts = plan[::3], plan[1::3], plan[2::3]
         # room for as many partial results as there are items: their number is on the device
-        most = max(own.generation.shape[0] for own in items.values())
-        partial = torch.empty(most, shape.num_heads, shape.head_dim, device=slots.device)
-        partial_log = torch.empty(most, shape.num_heads, device=slots.device)
-        arrived = torch.zeros(
-            num_rows - middle, shape.num_kv_heads, dtype=torch.int32, device=slots.device
-        )
-        return StepPlan(places, items, context, generation, partial, partial_log, arrived)
+        most, num_single = max(len(own) for own in items), len(starts[0]) - 1
+        num_heads, num_kv_heads, head_dim = shapes[0][:3]
+        partial = torch.empty(most, num_heads, head_dim, device=device)
+        partial_log = torch.empty(most, num_heads, device=device)
+        arrived = torch.zeros(num_single, num_kv_heads, dtype=torch.int32, device=device)
+        work = {
+            window: _Work(context, GenerationWork(own, start, partial, partial_log, arrived))
+            for window, context, own, start in zip(
+                _by_window(shapes), contexts, items, starts, strict=True
+            )
+        }
+        middle = num_rows - num_single
+        context = _part(rows, 0, middle) if middle else None
+        generation = _part(rows, middle, num_rows) if num_single else None
+        return rows._replace(plan=StepPlan(cells, context, generation, work))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -178,98 +151,52 @@ class CudaKernels(Kernels):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        keys: Tensor,
-        values: Tensor,
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        plan: Any = None,
-        cache_scales: Tensor | None = None,
+        pages: Pages,
+        rows: RowSpans,
     ) -> Tensor:
-        if plan is None:
-            return super().rope_and_write(
-                *(qkv, positions, cos_sin, q_norm, k_norm, eps, keys, values),
-                *(row_starts, kv_lengths, slots, block_tables),
-                cache_scales=cache_scales,
-            )
-        num_kv_heads, head_dim = keys.shape[1:3]
-        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
-        queries = qkv.new_empty(len(qkv), num_heads, head_dim)
+        if rows.plan is None:
+            return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
+        num_kv_heads, head_dim = pages.keys.shape[1:3]
+        queries = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
         cache_write.rope_and_write(
             self._launcher,
-            queries,
-            keys.mT,
-            values,
-            qkv,
-            positions,
-            plan.places,
+            *(queries, qkv, positions, rows.plan.cells, pages),
             cos_sin=cos_sin,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
-            cache_scales=cache_scales,
         )
         return queries
 
-    def attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sink: int = 0,
-        softcap: float = 0.0,
-        cache_scales: Tensor | None = None,
-        num_context_rows: int = 0,
-        plan: Any = None,
-    ) -> Tensor:
-        if plan is None:
-            return super().attention(
-                *(q, keys, values, row_starts, kv_lengths, slots, block_tables),
-                scale=scale,
-                window=window,
-                sink=sink,
-                softcap=softcap,
-                cache_scales=cache_scales,
-            )
-        out, items = torch.empty_like(q), plan.items[window]
-        keys = keys.mT
+    def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
+        if rows.plan is None:
+            return super().attention(q, pages, rows, shape)
+        plan: StepPlan = rows.plan
+        launcher, out, work = self._launcher, torch.empty_like(q), plan.work[shape.window]
         if plan.context is not None:
-            rows = plan.context
-            context_attention(
-                self._launcher,
-                *(out, q, keys, values, items.context),
-                *(rows.row_starts, rows.kv_lengths, rows.slots, block_tables),
-                scale=scale,
-                window=window,
-                sink=sink,
-                softcap=softcap,
-                cache_scales=cache_scales,
-            )
+            context_attention(launcher, out, q, pages, plan.context, work.context_items, shape)
         if plan.generation is not None:
-            rows = plan.generation
-            generation_attention(
-                self._launcher,
-                *(out, plan.partial, plan.partial_log, plan.arrived, items.partial_starts),
-                *(q, keys, values, items.generation),
-                *(rows.row_starts, rows.slots, block_tables),
-                scale=scale,
-                softcap=softcap,
-                cache_scales=cache_scales,
-            )
+            generation_attention(launcher, out, q, pages, plan.generation, work.generation, shape)
         return out.flatten(1)
 
 
 def _covers(shape: AttentionShape) -> bool:
-    group, rest = divmod(shape.num_heads, shape.num_kv_heads)
-    return shape.head_dim in cache_write.HEAD_DIMS and not rest and group <= MAX_GROUP
+    return shape.head_dim in HEAD_DIMS and has_group(shape)
+
+
+def _by_window(shapes: Sequence[AttentionShape]) -> dict[int | None, AttentionShape]:
+    """One shape for each window, in the order of the first of them: plans differ by no more."""
+    return {shape.window: shape for shape in shapes}
+
+
+def _part(rows: RowSpans, first: int, last: int) -> RowSpans:
+    """The rows from `first` to `last` (excluded)."""
+    return RowSpans(
+        rows.row_starts[first : last + 1],
+        rows.kv_lengths[first:last],
+        rows.slots[first:last],
+        rows.block_tables,
+    )
 
 
 def _padded(items: Ints, num_items: int) -> Ints:

@@ -22,6 +22,7 @@ from gptmanager.errors import ConfigError
 FOLDER = Path(__file__).resolve().parent
 NAMES = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 Argument = Tensor | np.generic | None
+Expected = tuple[Tensor | None, tuple[int | None, ...], torch.dtype]
 _COMPILED_AT_ONCE = 16  # kernels: by g++ some cost little more than one, and all of a file too much
 _MAX_SHARED_OF_BLOCK = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -164,8 +165,8 @@ class EmulatorLauncher:
         self._order = order
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
-        place = program.kernels.index(name)
-        names = program.kernels[place - place % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
+        index = program.kernels.index(name)
+        names = program.kernels[index - index % _COMPILED_AT_ONCE :][:_COMPILED_AT_ONCE]
         module = _emulated(program.path, names, self._check, self._order, self._toolchain)
         kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
@@ -192,12 +193,12 @@ def ints(*values: int) -> tuple[np.int32, ...]:
     return tuple(map(np.int32, values))
 
 
-def check_tensors(**tensors: tuple[Tensor | None, tuple[int | None, ...], torch.dtype]) -> None:
+def check_tensors(**tensors: Expected) -> None:
     """Each (tensor, shape, dtype): contiguous, on one device, of that shape (None: any size).
 
     ValueError with the tensor's name. Metadata only: no device is waited for.
     """
-    place = None
+    first = None
     for name, (tensor, shape, dtype) in tensors.items():  # plain loops: this runs at each launch
         if tensor is None:
             continue
@@ -211,9 +212,9 @@ def check_tensors(**tensors: tuple[Tensor | None, tuple[int | None, ...], torch.
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous")
-        where = tensor.device
-        if place is None:
-            place = where
-        elif place != where:
+        device = tensor.device
+        if first is None:
+            first = device
+        elif first != device:
             devices = {str(it.device) for it, _, _ in tensors.values() if it is not None}
             raise ValueError(f"tensors on several devices: {sorted(devices)}")

@@ -21,7 +21,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.executor.torch_executor import TorchExecutor
-from gptmanager.models.model import CheckpointModel
+from gptmanager.models import CheckpointModel
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING

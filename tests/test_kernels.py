@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from numba.core.caching import FunctionCache
 from torch import Tensor
 
-from gptmanager.kernels import CpuKernels, Kernels, cpu
+from gptmanager.kernels import CpuKernels, Kernels, machine_code
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.threads import Team
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
@@ -61,7 +62,7 @@ class Sizes:
 
 
 @dataclass
-class Pages:
+class Cache:
     """A cache in which whatever no query may see is NaN. `rows`: (new tokens, KV length)."""
 
     sizes: Sizes
@@ -73,34 +74,38 @@ class Pages:
     histories: list[tuple[Tensor, Tensor]]
 
     def attend(
-        self, kernels: Kernels, parts: Sequence[tuple[int, int, int]], **options: Any
+        self,
+        kernels: Kernels,
+        parts: Sequence[tuple[int, int, int]],
+        softcap: float = 0.0,
+        cache_scales: Tensor | None = None,
     ) -> Tensor:
         """The queries `start:stop` of each (row, start, stop), packed in that order."""
         begins = np.cumsum([0, *[new for new, _ in self.rows]])
         lengths = [self.rows[row][1] - self.rows[row][0] + stop for row, _, stop in parts]
         counts = [stop - start for _, start, stop in parts]
         queries = [self.q[begins[row] + start : begins[row] + stop] for row, start, stop in parts]
-        return kernels.attention(
-            torch.cat([*queries, self.q[:0]]),
-            self.keys,
-            self.values,
+        rows = RowSpans(
             torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32),
             torch.tensor(lengths, dtype=torch.int32),
             torch.tensor([row for row, _, _ in parts], dtype=torch.int32),
             self.block_tables,
-            scale=self.sizes.dim**-0.5,
+        )
+        shape = AttentionShape(
+            *(self.sizes.heads, self.sizes.kv_heads, self.sizes.dim, self.sizes.dim**-0.5),
             window=self.sizes.window,
             sink=self.sizes.sink,
-            num_context_rows=sum(count > 1 for count in counts),
-            **options,
+            softcap=softcap,
         )
+        pages = Pages(self.keys, self.values, cache_scales)
+        return kernels.attention(torch.cat([*queries, self.q[:0]]), pages, rows, shape)
 
     def attend_all(self, kernels: Kernels, **options: Any) -> Tensor:
         parts = [(row, 0, new) for row, (new, _) in enumerate(self.rows)]
         return self.attend(kernels, parts, **options)
 
 
-def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Pages:
+def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Cache:
     blocks = [-(-length // sizes.block) for _, length in rows]
     order = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(0))
     keys = torch.full((len(order), sizes.kv_heads, sizes.dim, sizes.block), torch.nan)
@@ -117,10 +122,10 @@ def new_pages(sizes: Sizes, rows: Sequence[tuple[int, int]]) -> Pages:
             keys[block, :, :, at % sizes.block] = history[0, at]
             values[block, :, at % sizes.block] = history[1, at]
     q = randn(sum(new for new, _ in rows), sizes.heads, sizes.dim, seed=1)
-    return Pages(sizes, rows, keys, values, tables, q, histories)
+    return Cache(sizes, rows, keys, values, tables, q, histories)
 
 
-def textbook_attention(pages: Pages) -> Any:
+def textbook_attention(pages: Cache) -> Any:
     sizes, results, token = pages.sizes, [], 0
     for (new, length), (keys, values) in zip(pages.rows, pages.histories, strict=True):
         for position in range(length - new, length):
@@ -308,12 +313,13 @@ def rope_arguments(
         randn(sizes.dim, seed=2) if norms else None,
         randn(sizes.dim, seed=3) if norms else None,
         1e-6,
-        torch.full_like(pages.keys, torch.nan),
-        torch.full_like(pages.values, torch.nan),
-        torch.tensor(np.cumsum([0, *[new for new, _ in rows]]), dtype=torch.int32),
-        torch.tensor([length for _, length in rows], dtype=torch.int32),
-        torch.arange(len(rows), dtype=torch.int32),
-        pages.block_tables,
+        Pages(torch.full_like(pages.keys, torch.nan), torch.full_like(pages.values, torch.nan)),
+        RowSpans(
+            torch.tensor(np.cumsum([0, *[new for new, _ in rows]]), dtype=torch.int32),
+            torch.tensor([length for _, length in rows], dtype=torch.int32),
+            torch.arange(len(rows), dtype=torch.int32),
+            pages.block_tables,
+        ),
     )
 
 
@@ -331,7 +337,7 @@ def rope_arguments(
 )
 def test_rope_and_write(kernels: Kernels, sizes: Sizes, rotary: int | None, norms: bool) -> None:
     arguments = rope_arguments(sizes, rotary, norms, [(1, 1), (65, 65), (0, 3), (7, 200), (1, 64)])
-    qkv, positions, cos_sin, q_norm, k_norm, _, keys, values, *_, kv_lengths, _, tables = arguments
+    qkv, positions, cos_sin, q_norm, k_norm, _, (keys, values, _), spans = arguments
     before = qkv.clone()
     q = kernels.rope_and_write(*arguments)
     heads = before.reshape(len(positions), -1, sizes.dim)
@@ -343,7 +349,10 @@ def test_rope_and_write(kernels: Kernels, sizes: Sizes, rotary: int | None, norm
     new_k = textbook_heads(new_k, positions, cos_sin, k_norm)
     row = [0, *[1] * 65, *[3] * 7, 4]
     for token, position in enumerate(positions.tolist()):
-        page, offset = tables[row[token], position // sizes.block], position % sizes.block
+        page, offset = (
+            spans.block_tables[row[token], position // sizes.block],
+            position % sizes.block,
+        )
         close(keys[page, :, :, offset], new_k[token])
         close(values[page, :, offset], new_v[token])
     # Nothing else was written
@@ -355,20 +364,21 @@ def test_rope_and_write(kernels: Kernels, sizes: Sizes, rotary: int | None, norm
 def test_rope_and_write_is_the_same_bits_in_any_company(norms: bool) -> None:
     rows = [(65, 65), (1, 40), (7, 200)]
     arguments = rope_arguments(Sizes(8, 4, 80, 16), 80, norms, rows)
-    q, keys, values = CPU.rope_and_write(*arguments), arguments[6].clone(), arguments[7].clone()
-    arguments[6].fill_(torch.nan)
-    arguments[7].fill_(torch.nan)
+    pages, spans = arguments[6:]
+    q, keys, values = CPU.rope_and_write(*arguments), pages.keys.clone(), pages.values.clone()
+    pages.keys.fill_(torch.nan)
+    pages.values.fill_(torch.nan)
     # When each token comes in a step of its own
     for token, (row, length) in enumerate(
         (row, at + 1) for row, (new, end) in enumerate(rows) for at in range(end - new, end)
     ):
         one = list(arguments)
         one[0], one[1] = arguments[0][token : token + 1], arguments[1][token : token + 1]
-        one[8:11] = torch.tensor([[0, 1], [length, 0], [row, 0]], dtype=torch.int32)
-        one[9], one[10] = one[9][:1], one[10][:1]
+        numbers = (torch.tensor(it, dtype=torch.int32) for it in ([0, 1], [length], [row]))
+        one[7] = RowSpans(*numbers, spans.block_tables)
         assert torch.equal(CPU.rope_and_write(*one)[0], q[token])
-    assert torch.equal(arguments[6].nan_to_num(), keys.nan_to_num())
-    assert torch.equal(arguments[7].nan_to_num(), values.nan_to_num())
+    assert torch.equal(pages.keys.nan_to_num(), keys.nan_to_num())
+    assert torch.equal(pages.values.nan_to_num(), values.nan_to_num())
 
 
 # Tokens one by one -------------------------------------------------------------------------------
@@ -485,7 +495,7 @@ def test_two_threads_compute_at_the_same_time() -> None:
     expected = [(pages.attend_all(CPU), CPU.gelu(x)) for pages in cases]
     wrong = []
 
-    def repeat(pages: Pages, attended: Tensor, activated: Tensor) -> None:
+    def repeat(pages: Cache, attended: Tensor, activated: Tensor) -> None:
         kernels = CpuKernels()
         for _ in range(20):
             right = torch.equal(pages.attend_all(kernels), attended)
@@ -530,7 +540,7 @@ def test_a_body_compiles_where_no_folder_can_hold_its_cache(
     def body(address: int) -> None: ...
 
     monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])
-    assert cpu.compiled(body)
+    assert machine_code.compiled(body)
 
 
 def test_machine_code_of_other_sources_is_never_loaded(
@@ -538,12 +548,12 @@ def test_machine_code_of_other_sources_is_never_loaded(
 ) -> None:
     def body(address: int) -> None: ...
 
-    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "cpu.py"))
+    monkeypatch.setattr(machine_code, "__file__", str(tmp_path / "machine_code.py"))
     (tmp_path / "lanes.py").write_text("one")
-    first = cpu._stamped(body).__qualname__
-    assert cpu._stamped(body).__qualname__ == first
+    first = machine_code._stamped(body).__qualname__
+    assert machine_code._stamped(body).__qualname__ == first
     (tmp_path / "lanes.py").write_text("two")
-    assert cpu._stamped(body).__qualname__ != first
+    assert machine_code._stamped(body).__qualname__ != first
 
 
 def test_memory_laid_out_otherwise_is_refused() -> None:
@@ -567,9 +577,10 @@ def test_contiguous_keys_and_values_are_written_as_pages_are(norms: bool) -> Non
     arguments = [*rope_arguments(sizes, 16, norms, [(1, 1), (65, 65), (7, 200)])]
     q = CPU.rope_and_write(*arguments)
     others = [*arguments]
-    others[6:8] = contiguous(*(torch.full_like(pages, torch.nan) for pages in arguments[6:8]))
+    keys, values, _ = arguments[6]
+    others[6] = Pages(*contiguous(*(torch.full_like(it, torch.nan) for it in (keys, values))))
     assert torch.equal(CPU.rope_and_write(*others), q)
-    for pages, written in zip(others[6:8], arguments[6:8], strict=True):
+    for pages, written in zip(others[6][:2], (keys, values), strict=True):
         assert torch.equal(pages.nan_to_num(), written.nan_to_num())
 
 
@@ -578,11 +589,11 @@ def test_narrow_tensors_are_widened_and_rounded_once(dtype: torch.dtype) -> None
     sizes, rows = Sizes(4, 2, 32, 16), [(5, 40), (1, 20)]
     wide = list(rope_arguments(sizes, 32, True, rows))
     wide[0], wide[3], wide[4] = (wide[i].to(dtype).float() for i in (0, 3, 4))
-    q, keys = CPU.rope_and_write(*wide), wide[6].clone()
+    q, keys = CPU.rope_and_write(*wide), wide[6].keys.clone()
     narrow = [*wide]
     narrow[0], narrow[3], narrow[4] = (wide[i].to(dtype) for i in (0, 3, 4))
     assert torch.equal(CPU.rope_and_write(*narrow), q)
-    assert torch.equal(narrow[6].nan_to_num(), keys.nan_to_num())
+    assert torch.equal(narrow[6].keys.nan_to_num(), keys.nan_to_num())
     x = randn(9, 2 * WIDTH).to(dtype)
     for op in (CPU.silu_mul, CPU.gelu):
         assert torch.equal(op(x), op(x.float()).to(dtype))

@@ -60,11 +60,14 @@ scheduler/                who runs
 statistics                what an iteration tells of itself
 step                      all that passes between loop, executor and host
 kernels/                  every operation of a step in torch, and the override for CPUs
+    attention_arguments   what attention is given: pages, spans of rows, its shape
     reference             every operation in torch: the specification
     lanes                 SIMD words for Numba
     products              small matrix products in register tiles
     threads               compiled code in torch's own threads
+    machine_code          a body as machine code that is kept on disk
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations
+    attention_task        what attention is told, and where its scratch lies
     paged_attention       attention straight on the pages of the KV cache
     token_masks           which tokens may come, written into logits
     cpu                   the override for CPUs: what pays, compiled
@@ -85,6 +88,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     uploads               arrays of a step, to the device in one copy
     downloads             tensors of a device on their way to the host
     graphs                generation steps, recorded and run again
+    paged_kernels         what the kernels over pages take: heads, dtypes
     norms                 residual add, RMSNorm, LayerNorm
     activations           SiLU times up, GELU
     cache_write           rotation, QK norm, and keys and values to their pages
@@ -111,9 +115,12 @@ models/                   the network: packed inputs, decoder families as a tabl
     batch                 a schedule as packed tensors
     fields                a checkpoint's config, read with checks
     rope                  rotary positions
-    layers                the parts of the network
+    spec                  which network a checkpoint holds, and its parameters
     families              what differs between families, as a table
-    model                 the network
+    read_spec             from a config.json to a spec
+    tensor_places         which parameter a tensor of a checkpoint fills
+    checkpoint_model      the network
+    model                 what an executor runs, and how a checkpoint becomes that
 decoding/                 from logits to tokens, and to the end of an output
     deferred              a value that is worked out only if it is written (no torch)
     stop_words            where an output ends

@@ -31,7 +31,8 @@ from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.models import load_model
-from gptmanager.models.families import FAMILIES, read_spec
+from gptmanager.models.families import FAMILIES
+from gptmanager.models.read_spec import read_spec
 from gptmanager.models.rope import rope_table
 from gptmanager.testing import RecordingCallbacks
 

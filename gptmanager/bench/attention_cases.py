@@ -22,7 +22,7 @@ from gptmanager.bench.cases import (
 )
 from gptmanager.bench.paged_rows import PagedRows, attention_flops, kv_bytes, paged_rows
 from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.generation_attention import generation_attention
+from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.generation_plan import plan_generation
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
@@ -103,7 +103,7 @@ def _prepare_generation(
 
 def _torch_peers(sets: Sequence[PagedRows]) -> dict[str, Callable[[], Contender]]:
     """None over pages of 8-bit floats."""
-    if sets[0].cache_scales is not None:
+    if sets[0].pages.cache_scales is not None:
         return {}
     return {
         "torch sdpa, dense": lambda: attention_peers.torch_sdpa(sets),
@@ -116,17 +116,12 @@ def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
     out, heads = torch.empty_like(rows.queries), rows.queries.shape[1:]
     partial = rows.queries.new_empty(num_partials, *heads, dtype=torch.float32)
     partial_log = partial.new_empty(partial.shape[:2])
-    arrived = items.new_zeros(len(rows.slots), rows.keys.shape[1])
+    arrived = items.new_zeros(len(rows.lengths), rows.shape.num_kv_heads)
+    work = GenerationWork(items, starts, partial, partial_log, arrived)
+    given = (rows.queries, rows.pages, rows.spans, work, rows.shape)
 
     def run() -> Tensor:
-        generation_attention(
-            bed.launcher,
-            *(out, partial, partial_log, arrived, starts),
-            *(rows.queries, rows.keys, rows.values),
-            *(items, rows.row_starts, rows.slots, rows.block_tables),
-            scale=rows.scale,
-            cache_scales=rows.cache_scales,
-        )
+        generation_attention(bed.launcher, out, *given)
         return out
 
     return run
@@ -134,8 +129,8 @@ def _generation(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
 
 def _generation_plan(bed: Bed, rows: PagedRows) -> tuple[int, Tensor, Tensor]:
     """Partial results, items and where each row's partial results begin, on the device."""
-    num_kv_heads = rows.keys.shape[1]
-    plan = plan_generation(rows.lengths, num_kv_heads, bed.launcher.num_multiprocessors)
+    size = rows.shape.num_kv_heads, bed.launcher.num_multiprocessors
+    plan = plan_generation(rows.lengths, *size)
     return plan.num_partials, bed.ints(plan.items), bed.ints(plan.partial_starts)
 
 
@@ -197,26 +192,18 @@ def _prepare_context(
 
 
 def _context(bed: Bed, rows: PagedRows) -> Callable[[], Tensor]:
-    items, out = _context_plan(bed, rows), torch.empty_like(rows.queries)
+    out = torch.empty_like(rows.queries)
+    given = (rows.queries, rows.pages, rows.spans, _context_plan(bed, rows), rows.shape)
 
     def run() -> Tensor:
-        context_attention(
-            bed.launcher,
-            *(out, rows.queries, rows.keys, rows.values, items),
-            *(rows.row_starts, rows.kv_lengths, rows.slots, rows.block_tables),
-            scale=rows.scale,
-            cache_scales=rows.cache_scales,
-        )
+        context_attention(bed.launcher, out, *given)
         return out
 
     return run
 
 
 def _context_plan(bed: Bed, rows: PagedRows) -> Tensor:
-    num_heads, head_dim = rows.queries.shape[1:]
-    group = num_heads // rows.keys.shape[1]
-    is_fp8 = rows.cache_scales is not None
-    return bed.ints(plan_context(rows.num_new, rows.lengths, group, head_dim, fp8=is_fp8))
+    return bed.ints(plan_context(rows.num_new, rows.lengths, rows.shape))
 
 
 def _sets(

@@ -39,8 +39,8 @@ def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace, kv_layout="HND", use_tensor_cores=True
         )
-        heads = (rows.queries.shape[1], rows.keys.shape[1], rows.queries.shape[2])
-        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": rows.keys.dtype}
+        heads, kv_dtype = rows.shape[:3], rows.pages.keys.dtype
+        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": kv_dtype}
         arguments = (*_page_lists(rows), *heads, rows.tokens_per_block)
         planned.append((wrapper, functools.partial(wrapper.plan, *arguments, **dtypes)))
     return _planned(sets, planned)
@@ -53,9 +53,9 @@ def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
     workspace = _workspace(sets)
     for rows in sets:
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
-        heads = (rows.queries.shape[1], rows.keys.shape[1], rows.queries.shape[2])
-        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": rows.keys.dtype}
-        arguments = (rows.row_starts.cpu(), *_page_lists(rows), *heads, rows.tokens_per_block)
+        heads, kv_dtype = rows.shape[:3], rows.pages.keys.dtype
+        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": kv_dtype}
+        arguments = (rows.spans.row_starts.cpu(), *_page_lists(rows), *heads, rows.tokens_per_block)
         plan = functools.partial(wrapper.plan, *arguments, causal=True, **dtypes)
         planned.append((wrapper, plan))
     return _planned(sets, planned)
@@ -70,7 +70,7 @@ def _planned(
 
     def run(number: int) -> Tensor:
         rows, (wrapper, _) = sets[number], planned[number]
-        return _tensor(wrapper.run(rows.queries, (rows.keys, rows.values)))
+        return _tensor(wrapper.run(rows.queries, rows.token_major))
 
     return Planned(run, planned[0][1])
 
@@ -93,7 +93,7 @@ def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:
 
     def run(number: int) -> Tensor:
         attended = F.scaled_dot_product_attention(
-            *dense[number], is_causal=new > 1, scale=first.scale, enable_gqa=True
+            *dense[number], is_causal=new > 1, scale=first.shape.scale, enable_gqa=True
         )
         return attended.transpose(1, 2).flatten(0, 1)
 
@@ -111,14 +111,14 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
     for rows in sets:
         pairs = [rows.history(row) for row in range(len(rows.lengths))]
         keys, values = (torch.cat(it) for it in zip(*pairs, strict=True))
-        starts = F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        starts = F.pad(rows.spans.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
         longest = (int(rows.num_new.max()), int(rows.lengths.max()))
-        packed.append((rows.queries, keys, values, rows.row_starts, starts, *longest))
+        packed.append((rows.queries, keys, values, rows.spans.row_starts, starts, *longest))
 
     grouped = {"enable_gqa": True} if "enable_gqa" in names else {}  # which at first had no name
 
     def run(number: int) -> Tensor:
-        options = {"window_size": (-1, 0), "scale": sets[number].scale, **grouped}
+        options = {"window_size": (-1, 0), "scale": sets[number].shape.scale, **grouped}
         return _tensor(attend(*packed[number], **options))
 
     return run
@@ -141,13 +141,14 @@ def _workspace(sets: Sequence[PagedRows]) -> Tensor:
 def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
     """Where each row's pages begin in the list of all, that list, tokens in each last page.
 
-    The first and the last on the host, where a server knows them and FlashInfer plans: on a device
-    each plan would wait for them.
+    The first and the last in CPU memory, where a server knows them and FlashInfer plans. Each plan
+    would wait for a device to give them.
     """
-    counts = -(-rows.kv_lengths // rows.tokens_per_block)
+    lengths, tables = rows.spans.kv_lengths, rows.spans.block_tables
+    counts = -(-lengths // rows.tokens_per_block)
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    pages = torch.cat([rows.block_tables[row, :count] for row, count in enumerate(counts.tolist())])
-    last = (rows.kv_lengths - 1) % rows.tokens_per_block + 1
+    pages = torch.cat([tables[row, :count] for row, count in enumerate(counts.tolist())])
+    last = (lengths - 1) % rows.tokens_per_block + 1
     return starts.cpu(), pages, last.cpu()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.bench.cases import Bed
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 
 _QUERIES = 512  # that the reference takes at a time
 
@@ -22,42 +23,45 @@ _QUERIES = 512  # that the reference takes at a time
 class PagedRows:
     """`num_new[r]` tokens of row r are the last of its `lengths[r]`; one layer's pages.
 
-    `queries` `[T, H, D]`; `block_tables` int32 `[R, blocks]`, of row r its line r. `cache_scales`
-    `[2, K]`: pages are float8_e4m3fn; they are 1.
+    `queries` `[T, H, D]`. Row r has line r of the block tables. float8_e4m3fn pages have scales 1.
     """
 
     num_new: np.ndarray
     lengths: np.ndarray
     queries: Tensor
-    keys: Tensor
-    values: Tensor
-    block_tables: Tensor
-    row_starts: Tensor
-    kv_lengths: Tensor
-    slots: Tensor
-    cache_scales: Tensor | None = None
+    pages: Pages
+    spans: RowSpans
 
     @property
-    def scale(self) -> float:
-        return float(self.queries.shape[-1] ** -0.5)
+    def shape(self) -> AttentionShape:
+        _, num_heads, head_dim = self.queries.shape
+        fp8 = self.pages.cache_scales is not None
+        return AttentionShape(
+            num_heads, self.pages.values.shape[1], head_dim, scale=head_dim**-0.5, fp8=fp8
+        )
+
+    @property
+    def token_major(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, `[P, K, B, D]`."""
+        return self.pages.keys.mT, self.pages.values
 
     @property
     def tokens_per_block(self) -> int:
-        return self.keys.shape[2]
+        return self.pages.values.shape[2]
 
     def history(self, row: int) -> tuple[Tensor, Tensor]:
         """Its keys and values, `[length, K, D]`, in the queries' dtype."""
         length = int(self.lengths[row])
-        blocks = self.block_tables[row, : -(-length // self.tokens_per_block)].long()
+        blocks = self.spans.block_tables[row, : -(-length // self.tokens_per_block)].long()
         keys, values = (
             _taken(pages, blocks).to(self.queries.dtype).transpose(1, 2).flatten(0, 1)[:length]
-            for pages in (self.keys, self.values)
+            for pages in self.token_major
         )
         return keys, values
 
     def expected(self) -> Tensor:
         """Attention in float32, `[T, H, D]`."""
-        group = self.queries.shape[1] // self.keys.shape[1]
+        group, scale = self.shape.group, self.shape.scale
         result = torch.empty(self.queries.shape, dtype=torch.float32, device=self.queries.device)
         start = 0
         for row, (new, length) in enumerate(zip(self.num_new, self.lengths, strict=True)):
@@ -67,7 +71,7 @@ class PagedRows:
                 at = slice(start + first, start + after)
                 tokens = self.queries[at].float()
                 queries = tokens.view(len(tokens), -1, group, tokens.shape[-1])
-                scores = torch.einsum("qkgd,lkd->kgql", queries, keys) * self.scale
+                scores = torch.einsum("qkgd,lkd->kgql", queries, keys) * scale
                 position = torch.arange(length - new + first, length - new + after)[:, None]
                 seen = torch.arange(length)[None] <= position
                 scores = scores.masked_fill(~seen.to(scores.device), -torch.inf).softmax(-1)
@@ -99,18 +103,18 @@ def paged_rows(
     tables = np.zeros((len(rows), int(counts.max())), dtype=np.int32)
     for row, end in enumerate(np.cumsum(counts)):
         tables[row, : counts[row]] = order[end - counts[row] : end]
-    pages = (len(order), sizes.num_kv_heads, tokens_per_block, sizes.head_dim)
+    blocks = (len(order), sizes.num_kv_heads, tokens_per_block, sizes.head_dim)
+    starts = np.concatenate([[0], np.cumsum(num_new)])
     return PagedRows(
         num_new=num_new,
         lengths=lengths,
         queries=bed.randn(int(num_new.sum()), sizes.num_heads, sizes.head_dim),
-        keys=bed.randn(*pages, dtype=dtype),
-        values=bed.randn(*pages, dtype=dtype),
-        block_tables=bed.ints(tables),
-        row_starts=bed.ints(np.concatenate([[0], np.cumsum(num_new)])),
-        kv_lengths=bed.ints(lengths),
-        slots=bed.ints(np.arange(len(rows))),
-        cache_scales=torch.ones(2, pages[1], device=bed.device) if is_fp8 else None,
+        pages=Pages(
+            bed.randn(*blocks, dtype=dtype).mT,
+            bed.randn(*blocks, dtype=dtype),
+            torch.ones(2, blocks[1], device=bed.device) if is_fp8 else None,
+        ),
+        spans=RowSpans(*map(bed.ints, (starts, lengths, np.arange(len(rows)), tables))),
     )
 
 

@@ -15,6 +15,7 @@ from gptmanager.cuda.activations import silu_mul
 from gptmanager.cuda.block_copy import as_tensor, copy_blocks
 from gptmanager.cuda.cache_write import locate_tokens, rope_and_write
 from gptmanager.cuda.norms import rms_norm
+from gptmanager.kernels.attention_arguments import Pages, RowSpans
 
 _EPS = 1e-5
 _THETA = 500000.0
@@ -132,9 +133,9 @@ def _prepare_write(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
     heads, kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     block, num_blocks = sizes.tokens_per_block, -(-num_tokens // sizes.tokens_per_block)
     order = np.random.default_rng(0).permutation(num_blocks)
-    places = torch.empty(num_tokens, dtype=torch.int32, device=bed.device)
-    numbers = (bed.ints([0, num_tokens]), bed.ints([num_tokens]), bed.ints([0]))
-    locate_tokens(bed.launcher, places, *numbers, bed.ints(order[None]), block)
+    cells = torch.empty(num_tokens, dtype=torch.int32, device=bed.device)
+    rows = RowSpans(*map(bed.ints, ([0, num_tokens], [num_tokens], [0], order[None])))
+    locate_tokens(bed.launcher, cells, rows, block)
     positions = torch.arange(num_tokens, device=bed.device)
     frequencies = _THETA ** -(torch.arange(0, head_dim, 2, device=bed.device) / head_dim)
     angles = positions[:, None].float() * frequencies
@@ -146,9 +147,12 @@ def _prepare_write(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
              device=bed.device) for _ in range(2))) for _ in sets]  # fmt: skip
 
     def ours(number: int) -> Tensor:
-        arguments = (*outs[number], sets[number], positions, places)
-        rope_and_write(bed.launcher, *arguments, cos_sin=cos_sin)
-        return outs[number][0]
+        queries, keys, values = outs[number]
+        pages = Pages(keys.mT, values)
+        rope_and_write(
+            bed.launcher, queries, sets[number], positions, cells, pages, cos_sin=cos_sin
+        )
+        return queries
 
     rotated = sets[0].float().view(num_tokens, -1, head_dim)
     turned, values = rotated[:, : heads + kv_heads], rotated[:, heads + kv_heads :]

@@ -30,7 +30,6 @@ from gptmanager.decoding.choice import (
     padded,
     weigh,
 )
-from gptmanager.kernels.cpu import compiled
 from gptmanager.kernels.lanes import (
     claim,
     get,
@@ -41,6 +40,7 @@ from gptmanager.kernels.lanes import (
     put_int,
     task_at,
 )
+from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, Team, task_fields
 from gptmanager.request.input_rows import split_bias
 from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams

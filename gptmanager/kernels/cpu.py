@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
-from types import FunctionType
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
-from numba import cfunc, types
 from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.paged_attention import AttentionTask, page_of, scratch_floats
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
+from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
@@ -29,32 +27,6 @@ from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
 PARTS_PER_THREAD = 8
-
-
-@functools.cache
-def compiled(body: Callable[[int], None]) -> int:
-    """Address of the machine code, from Numba's cache on disk where a folder can be written."""
-    signature = types.void(types.int64)
-    try:
-        address = cfunc(signature, cache=True)(_stamped(body)).address
-    except (RuntimeError, OSError):  # no folder can be written, or the disk is full
-        address = cfunc(signature)(body).address
-    return cast(int, address)
-
-
-def _stamped(body: Callable[[int], None]) -> FunctionType:
-    """The same function under a name that changes with any source in this folder and its own.
-
-    Numba's cache looks at the file of the body alone, not at those of the words it is made of.
-    """
-    digest = hashlib.sha256()
-    folders = {Path(__file__).parent, Path(body.__code__.co_filename).parent}
-    for source in sorted(source for folder in folders for source in folder.glob("*.py")):
-        digest.update(source.read_bytes())
-    name = f"{body.__name__}_{digest.hexdigest()[:12]}"
-    stamped = FunctionType(body.__code__, body.__globals__, name)
-    stamped.__qualname__ = name
-    return stamped
 
 
 def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
@@ -75,12 +47,13 @@ def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _wide(tensor)
 
 
-def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Fields of a task, from `[P, K, D, B]` and `[P, K, B, D]`.
+def _page_fields(pages: Pages) -> dict[str, int]:
+    """Fields of a task.
 
     What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
     apart, at equal distances for keys and values.
     """
+    keys, values, _ = pages
     num_blocks, num_kv_heads, head_dim, tokens_per_block = keys.shape
     strides = keys.stride(0), values.stride(0)
     if num_blocks > 1 and strides[0] != strides[1]:
@@ -97,16 +70,23 @@ def _pages(keys: Tensor, values: Tensor) -> dict[str, int]:
     }
 
 
-def _rows(
-    row_starts: Tensor, kv_lengths: Tensor, slots: Tensor, block_tables: Tensor
-) -> dict[str, int]:
+def _row_fields(rows: RowSpans) -> dict[str, int]:
     return {
-        "row_starts": _address(row_starts, torch.int32),
-        "kv_lengths": _address(kv_lengths, torch.int32),
-        "slots": _address(slots, torch.int32),
-        "block_tables": _address(block_tables, torch.int32),
-        "table_width": block_tables.shape[1],
+        "row_starts": _address(rows.row_starts, torch.int32),
+        "kv_lengths": _address(rows.kv_lengths, torch.int32),
+        "slots": _address(rows.slots, torch.int32),
+        "block_tables": _address(rows.block_tables, torch.int32),
+        "table_width": rows.block_tables.shape[1],
     }
+
+
+@functools.cache
+def _page_sizes(
+    group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
+) -> tuple[int, int]:
+    """Positions that are read as one page, and floats that a thread works in."""
+    page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
+    return page_tokens, scratch_floats(group, head_dim, page_tokens, token_major)
 
 
 class CpuKernels(Kernels):
@@ -211,28 +191,18 @@ class CpuKernels(Kernels):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        keys: Tensor,
-        values: Tensor,
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        plan: Any = None,
-        cache_scales: Tensor | None = None,
+        pages: Pages,
+        rows: RowSpans,
     ) -> Tensor:
-        if cache_scales is not None:
-            return super().rope_and_write(
-                *(qkv, positions, cos_sin, q_norm, k_norm, eps, keys, values),
-                *(row_starts, kv_lengths, slots, block_tables),
-                cache_scales=cache_scales,
-            )
-        num_tokens, head_dim = qkv.shape[0], keys.shape[2]
-        num_heads = qkv.shape[1] // head_dim - 2 * keys.shape[1]
+        if pages.cache_scales is not None:
+            return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
+        num_kv_heads, head_dim = pages.keys.shape[1:3]
+        num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
         qkv, q_norm, k_norm = _wide(qkv), _wide_if_given(q_norm), _wide_if_given(k_norm)
         q = qkv.new_empty(num_tokens * (num_heads + 1), head_dim)
         task = RopeTask(
-            **_pages(keys, values),
-            **_rows(row_starts, kv_lengths, slots, block_tables),
+            **_page_fields(pages),
+            **_row_fields(rows),
             qkv=_address(qkv),
             q=q.data_ptr(),
             positions=_address(positions, torch.int64),
@@ -247,55 +217,34 @@ class CpuKernels(Kernels):
         self._run(token_loops.rope_and_write, task, qkv.numel())
         return q[: num_tokens * num_heads].view(num_tokens, num_heads, head_dim)
 
-    def attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sink: int = 0,
-        softcap: float = 0.0,
-        cache_scales: Tensor | None = None,
-        num_context_rows: int = 0,
-        plan: Any = None,
-    ) -> Tensor:
-        if softcap or cache_scales is not None:
-            return super().attention(
-                *(q, keys, values, row_starts, kv_lengths, slots, block_tables),
-                scale=scale,
-                window=window,
-                sink=sink,
-                softcap=softcap,
-                cache_scales=cache_scales,
-            )
+    def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
+        if shape.softcap or pages.cache_scales is not None:
+            return super().attention(q, pages, rows, shape)
         num_tokens, num_heads, head_dim = q.shape
-        wide, size = _wide(q), self._team.max_size
+        wide, size, fields = _wide(q), self._team.max_size, _page_fields(pages)
         result = wide.new_empty(num_tokens, num_heads * head_dim)
-        pages = _pages(keys, values)
-        token_major = bool(pages["token_major"])
-        page_tokens = page_of(keys.shape[3], token_major, block_tables.shape[1])
-        floats = scratch_floats(num_heads // keys.shape[1], head_dim, page_tokens, token_major)
+        page_tokens, floats = _page_sizes(
+            num_heads // fields["num_kv_heads"],
+            head_dim,
+            fields["tokens_per_block"],
+            bool(fields["token_major"]),
+            rows.block_tables.shape[1],
+        )
         scratch = wide.new_empty(size, floats)
         task = AttentionTask(
-            **pages,
+            **fields,
             page_tokens=page_tokens,
-            **_rows(row_starts, kv_lengths, slots, block_tables),
+            **_row_fields(rows),
             num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
             q=_address(wide),
             result=result.data_ptr(),
-            num_rows=kv_lengths.shape[0],
+            num_rows=rows.kv_lengths.shape[0],
             num_heads=num_heads,
-            window=window or 0,
-            sink=sink if window else 0,
+            window=shape.window or 0,
+            sink=shape.sink if shape.window else 0,
             scratch=scratch.data_ptr(),
             scratch_bytes=4 * floats,
-            scale=scale,
+            scale=shape.scale,
         )
         self._team.run(compiled(paged_attention.attention), task, size)
         return result.to(q.dtype)

@@ -9,11 +9,11 @@ arithmetic is the same whatever stands beside it in the tile, the chunk or the b
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.attention_task import TASK, areas_at, padded, span_of, tile_tokens
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
@@ -37,78 +37,11 @@ from gptmanager.kernels.lanes import (
     task_at,
 )
 from gptmanager.kernels.products import multiply, transpose
-from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD
 
-TILE_ROWS = 32
-SPAN = 64
 LOG2_E = 1.4426950408889634
 LOWEST = np.float32(-3.0e38)
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
-
-
-class AttentionTask(ctypes.Structure):
-    """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
-
-    `sink`: so many positions from 0 on are seen whatever the window. `page_tokens`: see `page_of`.
-    `token_major`: the keys of a page are `[tokens, head_dim]`, and transposed as they are read.
-    """
-
-    _fields_ = task_fields(
-        "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
-        " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major page_tokens"
-        " window sink scratch scratch_bytes",
-        "scale",
-    )
-
-
-TASK = np.dtype(AttentionTask)
-
-
-def padded(size: int) -> int:
-    """`size` rounded up to whole vectors."""
-    return (size + LANES - 1) // LANES * LANES
-
-
-def tile_tokens(group: int) -> int:
-    """Tokens of a tile, with `group` query heads to a KV head."""
-    return max(1, TILE_ROWS // group)
-
-
-def page_of(tokens_per_block: int, token_major: bool, blocks_per_sequence: int) -> int:
-    """Positions that are read as one page: a block, or a part of one whose keys may be cut."""
-    fits = blocks_per_sequence == 1 or tokens_per_block % SPAN == 0
-    return min(SPAN, tokens_per_block) if token_major and fits else tokens_per_block
-
-
-def span_of(page_tokens: int) -> int:
-    """Positions of a span: whole pages."""
-    return page_tokens * max(1, SPAN // page_tokens)
-
-
-def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: bool) -> int:
-    """What `_areas` lays out."""
-    row = 2 * padded(head_dim) + LANES + padded(span_of(page_tokens)) + LANES + 3
-    keys = head_dim * padded(page_tokens) if token_major else 0
-    return padded(tile_tokens(group) * group) * row + keys
-
-
-_padded, _tile_tokens, _span_of = loop(padded), loop(tile_tokens), loop(span_of)
-
-
-@loop
-def _areas(t: Any, scratch: int) -> tuple[int, ...]:
-    """Addresses of queries, outputs and lane sums by row; three numbers for each row; scores; keys
-    that are transposed.
-    """
-    group = t.num_heads // t.num_kv_heads
-    room, wide = _padded(_tile_tokens(group) * group), _padded(t.head_dim)
-    mixed = scratch + 4 * room * wide
-    sums = mixed + 4 * room * wide
-    highest = sums + 4 * room * LANES
-    risen, shrink = highest + 4 * room, highest + 8 * room
-    scores = shrink + 4 * room
-    turned = scores + 4 * room * (_padded(_span_of(t.page_tokens)) + LANES)
-    return scratch, mixed, sums, highest, risen, shrink, scores, turned
 
 
 @loop
@@ -117,7 +50,7 @@ def _seen(t: Any, position: int, at: int, until: int) -> tuple[int, int]:
 
     `until`: where the sink ends if the span is taken for it, 0 if it is taken for what follows.
     """
-    high = min(_span_of(t.page_tokens), position + 1 - at)
+    high = min(span_of(t.page_tokens), position + 1 - at)
     if until:
         return 0, min(high, until - at)
     return (max(0, t.sink - at, position + 1 - t.window - at) if t.window else 0), high
@@ -156,8 +89,8 @@ def _softmax(
     """Scores of a span to weights; sums and outputs so far shrink to the new maxima."""
     compact()
     _, mixed, sums, highest, risen, shrink, scores, _ = areas
-    group, wide = t.num_heads // t.num_kv_heads, _padded(t.head_dim)
-    stride = _padded(_span_of(t.page_tokens)) + LANES
+    group, wide = t.num_heads // t.num_kv_heads, padded(t.head_dim)
+    stride = padded(span_of(t.page_tokens)) + LANES
     for row in range(rows):
         low, high = _seen(t, position + row // group, at, until)
         top = get(highest, row)
@@ -188,7 +121,7 @@ def _page(t: Any, table: int, position: int, kv_head: int) -> int:
 def _transpose_keys(t: Any, turned: int, keys: int, num_tokens: int) -> None:
     """Keys `[num_tokens, head_dim]` to `[head_dim, padded page_tokens]`."""
     compact()
-    dim, stride = t.head_dim, _padded(t.page_tokens)
+    dim, stride = t.head_dim, padded(t.page_tokens)
     for token in range(0, num_tokens, LANES):
         for d in range(0, dim, LANES):
             tokens, height = min(LANES, num_tokens - token), min(LANES, dim - d)
@@ -230,7 +163,7 @@ def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) ->
 def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
     compact()
     queries, mixed, sums, highest = areas[:4]
-    group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, _padded(t.head_dim)
+    group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, padded(t.head_dim)
     factor = splat(np.float32(t.scale * LOG2_E))
     for row in range(rows):
         head = (token + row // group) * t.num_heads + kv_head * group + row % group
@@ -245,7 +178,7 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
 def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) -> None:
     compact()
     _, mixed, sums = areas[:3]
-    group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, _padded(t.head_dim)
+    group, dim, wide = t.num_heads // t.num_kv_heads, t.head_dim, padded(t.head_dim)
     for row in range(rows):
         head = (token + row // group) * t.num_heads + kv_head * group + row % group
         factor = splat(ONE / sum_lanes(load(sums, row * LANES)))
@@ -269,9 +202,9 @@ def _mix(
     """What rows from `position` on see of the positions `seen_from` to `end`. `until`: `_seen`."""
     compact()
     queries, mixed, scores, turned = areas[0], areas[1], areas[6], areas[7]
-    dim, size, wide = t.head_dim, t.page_tokens, _padded(t.head_dim)
-    span = _span_of(size)
-    stride = _padded(span) + LANES
+    dim, size, wide = t.head_dim, t.page_tokens, padded(t.head_dim)
+    span = span_of(size)
+    stride = padded(span) + LANES
     first = seen_from // size * size
     for at in range(seen_from // span * span, end, span):
         start, stop = max(at, first), min(at + span, end)
@@ -280,11 +213,11 @@ def _mix(
         _prefetch_values(t, table, start, stop, kv_head)
         for here in range(start, stop, size):
             keys = t.keys + 4 * _page(t, table, here, kv_head)
-            to, columns = scores + 4 * (here - at), min(size, _padded(stop - here))
+            to, columns = scores + 4 * (here - at), min(size, padded(stop - here))
             if t.token_major:
                 in_block = t.tokens_per_block - here % t.tokens_per_block
                 _transpose_keys(t, turned, keys, min(columns, in_block))
-                right = _padded(size)
+                right = padded(size)
                 multiply(to, stride, queries, wide, turned, right, rows, columns, dim, False)
             else:
                 multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
@@ -324,7 +257,7 @@ def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
     """Of the tile of `row` from packed `token` on: position, end, and the cost of a KV head."""
     group = t.num_heads // t.num_kv_heads
     row_stop = get_int(t.row_starts, row + 1)
-    count = min(_tile_tokens(group), row_stop - token)
+    count = min(tile_tokens(group), row_stop - token)
     position = get_int(t.kv_lengths, row) - row_stop + token
     end = position + count
     read = min(end, t.sink + t.window + count) if t.window else end
@@ -344,9 +277,9 @@ def _total_cost(t: Any, tokens: int) -> int:
 def attention(address: int) -> None:
     """Parts are equal shares of the cost of all (tile of tokens, KV head) pairs, in order."""
     t = task_at(address, TASK)
-    tokens = _tile_tokens(t.num_heads // t.num_kv_heads)
+    tokens = tile_tokens(t.num_heads // t.num_kv_heads)
     total = _total_cost(t, tokens)
-    areas = _areas(t, t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes)
+    areas = areas_at(t, t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes)
     done, begin, finish = 0, 0, 0
     for row in range(t.num_rows):
         table = t.block_tables + 4 * get_int(t.slots, row) * t.table_width

@@ -1,7 +1,7 @@
 """`Kernels`: every op of the network in plain torch, the specification that overrides are held to.
 
 It decides the formulas, the dtypes at each border, and the layout of a page. It knows nothing of
-batches, pools or models: ops take plain tensors.
+batches, pools or models: ops take tensors.
 
 Letters: T packed tokens, R rows (sequences), H query heads, K KV heads (H is a multiple of K),
 D head dimension, P blocks of the pool, B tokens per block. Rows are packed without padding: row r
@@ -12,7 +12,8 @@ positions. Arithmetic is float32 inside an op, rounded once to the result's dtyp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,23 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+
 LINEAR_TILE = 32
 ALIGNMENT = 16
 
 Ints = npt.NDArray[np.int32]
-
-
-class AttentionShape(NamedTuple):
-    """What the attention of all layers of a model has in common; `windows`: those there are;
-    `fp8`: pages are of 8-bit floats.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[int | None, ...] = (None,)
-    sink: int = 0
-    fp8: bool = False
 
 
 class Kernels:
@@ -54,7 +44,7 @@ class Kernels:
 
     def plan(
         self,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
         row_starts: Ints,
         kv_lengths: Ints,
         num_context_rows: int,
@@ -62,28 +52,26 @@ class Kernels:
     ) -> tuple[Ints, ...]:
         """What the ops want to know of a step's rows besides: int32 arrays, for `begin`.
 
-        The numbers are those of the batch, on the host, before anything runs. `fixed`: as many
-        arrays, of the same sizes, for every batch of so many rows with at most one token each, so
-        that what was recorded for one batch can be run for another.
+        `shapes`: of all layers, equal ones once. The numbers are those of the batch, in NumPy,
+        before anything runs. The first `num_context_rows` rows may have several tokens. `fixed`:
+        the number of arrays and their sizes depend on the number of rows alone, where each row has
+        at most one token. What was recorded for one batch can then be run for another.
         """
         return ()
 
     def begin(
         self,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
+        rows: RowSpans,
         plan: Sequence[Tensor],
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
         num_tokens: int,
         tokens_per_block: int,
-    ) -> Any:
+    ) -> RowSpans:
         """Once a step, before the first layer, with the arrays of `plan` on the device.
 
-        Returns what `rope_and_write` and `attention` of each layer take as `plan`.
+        Returns the rows as `rope_and_write` and `attention` of each layer take them.
         """
-        return None
+        return rows
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x [T, I] @ weight [O, I]^T + bias [O]` -> `[T, O]`, in the weight's dtype."""
@@ -147,14 +135,8 @@ class Kernels:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        keys: Tensor,
-        values: Tensor,
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        plan: Any = None,
-        cache_scales: Tensor | None = None,
+        pages: Pages,
+        rows: RowSpans,
     ) -> Tensor:
         """Rotates queries and keys, writes keys and values to their pages, returns the queries.
 
@@ -163,12 +145,9 @@ class Kernels:
         their sines. Dimension i < N / 2 of a head turns with i + N / 2 (the "NeoX" form of HF's
         Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.
         `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3).
-        `keys [P, K, D, B]`, `values [P, K, B, D]`: one layer's pages, written in place.
-        `row_starts [R + 1]`, `kv_lengths [R]`, `slots [R]`, `block_tables [slots, blocks]`: int32.
-        Pages may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a
-        value is element * scale; written is value / scale to the nearest, beyond 448 as 448.
         Returns `[T, H, D]` in the pages' dtype, beside float8 ones in qkv's (float32 on the CPU).
         """
+        keys, values, cache_scales = pages
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
         heads = qkv.float().reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
@@ -179,13 +158,7 @@ class Kernels:
         if cos_sin is not None:
             turns = cos_sin[positions].unsqueeze(1)
             q, k = _rotate(q, turns), _rotate(k, turns)
-        num_new = row_starts.diff().long()
-        token = torch.arange(qkv.shape[0], device=qkv.device)
-        first = kv_lengths.long() - num_new - row_starts[:-1]
-        cache_positions = token + first.repeat_interleave(num_new)
-        slot = slots.long().repeat_interleave(num_new)
-        block = block_tables[slot, cache_positions // tokens_per_block].long()
-        offset = cache_positions % tokens_per_block
+        block, offset = _cells(rows, qkv.shape[0], tokens_per_block)
         if cache_scales is not None:
             k, v = (_to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
             keys, values = keys.view(torch.uint8), values.view(torch.uint8)  # as what torch moves
@@ -193,68 +166,63 @@ class Kernels:
         values[block, :, offset, :] = v.to(values.dtype)
         return q.to(keys.dtype if cache_scales is None else qkv.dtype)
 
-    def attention(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        row_starts: Tensor,
-        kv_lengths: Tensor,
-        slots: Tensor,
-        block_tables: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        sink: int = 0,
-        softcap: float = 0.0,
-        cache_scales: Tensor | None = None,
-        num_context_rows: int = 0,
-        plan: Any = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
         """Causal attention of `q [T, H, D]` over the pages -> `[T, H * D]`, in q's dtype.
 
-        Token i of a row with n new tokens and KV length m stands at position m - n + i and sees
-        the positions 0 to there; with `window`, only the last `window` of them, its own included,
-        and the first `sink`. With `softcap` a score is softcap * tanh(score / softcap).
-        Pages and `cache_scales` as in `rope_and_write`; those that hold neither may be gone (their
-        block ids are not read). The first `num_context_rows` rows may have several tokens, a
-        hint. `plan`: what `begin` returned, or None.
+        Pages in which no token of their row sees anything may be gone: their ids are not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-        tokens_per_block, starts = keys.shape[-1], row_starts.tolist()
-        for row, (length, slot) in enumerate(zip(kv_lengths.tolist(), slots.tolist(), strict=True)):
-            tokens = slice(starts[row], starts[row + 1])
-            num_new = tokens.stop - tokens.start
-            if num_new == 0:
+        starts, lengths, slots = (it.tolist() for it in rows[:3])
+        for (start, stop), length, slot in zip(pairwise(starts), lengths, slots, strict=True):
+            if start == stop:
                 continue
-            first = 0 if window is None else max(0, length - num_new + 1 - window)
+            tokens, first_position = slice(start, stop), length - (stop - start)
+            first = 0 if shape.window is None else max(0, first_position + 1 - shape.window)
             at = torch.arange(length, device=q.device)
-            at = at[(at < sink) | (at >= first)]
-            block = block_tables[slot, at // tokens_per_block].long()
-            offset = at % tokens_per_block
-            k, v = _take(keys.mT, block, offset), _take(values, block, offset)
-            if cache_scales is not None:
-                k, v = k.float() * cache_scales[0, :, None], v.float() * cache_scales[1, :, None]
-            k, v = k.permute(1, 2, 0), v.transpose(0, 1)
-            position = torch.arange(length - num_new, length, device=q.device).unsqueeze(1)
+            at = at[(at < shape.sink) | (at >= first)]
+            k, v = _read(pages, rows.block_tables[slot], at)
+            position = torch.arange(first_position, length, device=q.device).unsqueeze(1)
             hidden = at > position
-            if window is not None:
-                hidden |= (at <= position - window) & (at >= sink)
-            result[tokens] = _attend(q[tokens], k, v, scale, softcap, hidden).to(q.dtype)
+            if shape.window is not None:
+                hidden |= (at <= position - shape.window) & (at >= shape.sink)
+            result[tokens] = _attend(q[tokens], k, v, shape, hidden).to(q.dtype)
         return result
 
 
+def _cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tensor, Tensor]:
+    """Block and offset within it of each new token, int64 `[T]`."""
+    num_new = rows.row_starts.diff().long()
+    token = torch.arange(num_tokens, device=num_new.device)
+    first = rows.kv_lengths.long() - num_new - rows.row_starts[:-1]
+    position = token + first.repeat_interleave(num_new)
+    slot = rows.slots.long().repeat_interleave(num_new)
+    block = rows.block_tables[slot, position // tokens_per_block].long()
+    return block, position % tokens_per_block
+
+
+def _read(pages: Pages, blocks: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys `[K, D, N]` and values `[K, N, D]` of the positions `at [N]` of a row's `blocks`."""
+    tokens_per_block = pages.values.shape[2]
+    block, offset = blocks[at // tokens_per_block].long(), at % tokens_per_block
+    k, v = _take(pages.keys.mT, block, offset), _take(pages.values, block, offset)
+    if pages.cache_scales is not None:
+        k, v = (
+            it.float() * own[:, None] for it, own in zip((k, v), pages.cache_scales, strict=True)
+        )
+    return k.permute(1, 2, 0), v.transpose(0, 1)
+
+
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, hidden: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, hidden: Tensor
 ) -> Tensor:
     """`q [n, H, D]` over `keys [K, D, N]` and `values [K, N, D]`, where not `hidden [n, N]`."""
     num_new, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
     by_group = q.float().reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = by_group.permute(1, 2, 0, 3)
-    scores = grouped @ keys.unsqueeze(1).float() * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = grouped @ keys.unsqueeze(1).float() * shape.scale
+    if shape.softcap:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     mixed = weights @ values.unsqueeze(1).float()
     return mixed.permute(2, 0, 1, 3).flatten(1)

@@ -1,8 +1,9 @@
 """The network: packed inputs, decoder families as a table, checkpoints."""
 
 from gptmanager.models.batch import Batch
-from gptmanager.models.layers import ModelSpec
-from gptmanager.models.model import CheckpointModel, Model, load_model
+from gptmanager.models.checkpoint_model import CheckpointModel
+from gptmanager.models.model import Model, load_model
 from gptmanager.models.rope import Rope
+from gptmanager.models.spec import ModelSpec
 
 __all__ = ["Batch", "CheckpointModel", "Model", "ModelSpec", "Rope", "load_model"]

@@ -18,12 +18,15 @@ from torch import Tensor
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.reference import Ints, Kernels
-from gptmanager.memory.checkpoint_files import read_object, shown, told
+from gptmanager.memory.checkpoint_files import read_object, shown
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import SafetensorsFolder, StateDict, Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.families import FAMILIES, place_tensors, read_spec
-from gptmanager.models.layers import Decoder, ModelSpec, parameter_shapes
+from gptmanager.models.checkpoint_model import CheckpointModel
+from gptmanager.models.families import FAMILIES
+from gptmanager.models.read_spec import read_spec
+from gptmanager.models.spec import parameter_shapes
+from gptmanager.models.tensor_places import place_tensors
 
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
@@ -80,47 +83,6 @@ class PlanningModel(Model, Protocol):
     ) -> tuple[Ints, ...]:
         """What the batch of these rows has as `plan`; arguments as of `Kernels.plan`."""
         ...
-
-
-class CheckpointModel:
-    """A `PlanningModel` with weights of a checkpoint.
-
-    `weights.load(tensors)` replaces them in place, by the checkpoint's tensor names; what was
-    computed with the old ones, the KV cache included, is then stale.
-    """
-
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, kernels: Kernels, device: torch.device | str
-    ) -> None:
-        self.spec = spec
-        self.weights = weights
-        self._decoder = Decoder(spec, weights, kernels, device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes
-
-    def reserve_positions(self, num_positions: int) -> None:
-        """Make what is as long as the longest sequence, which needs no more than these.
-
-        Otherwise the first `forward` makes it, for `max_seq_len`. ConfigError where the config's
-        numbers leave float32, or there is no memory.
-        """
-        try:
-            self._decoder.reserve_positions(num_positions)
-        except (RuntimeError, MemoryError) as error:  # torch has both
-            raise ConfigError(
-                f"no memory for max_seq_len = {num_positions} positions: {told(error)}"
-            ) from error
-
-    def plan(
-        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
-    ) -> tuple[Ints, ...]:
-        return self._decoder.plan(row_starts, kv_lengths, num_context_rows, fixed)
-
-    def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
-        with torch.inference_mode():
-            return self._decoder.forward(batch, kv_pool)
 
 
 def load_model(

@@ -27,7 +27,7 @@ from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ManagerDeadError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.checkpoint_files import read_object
-from gptmanager.models.families import read_spec
+from gptmanager.models.read_spec import read_spec
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.run.live_view import LiveView, Progress, RunningRow
 from gptmanager.run.requests_file import RequestLine, Results, built_apart, new_file, read_file

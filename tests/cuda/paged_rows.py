@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from kernel_values import DTYPES, randn
 
-from gptmanager.cuda.generation_attention import HEAD_DIMS, MAX_GROUP
+from gptmanager.cuda.paged_kernels import HEAD_DIMS, MAX_GROUP
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 
 
 def int32(values):
@@ -90,6 +91,20 @@ class PagedRows:
             scales = 1 if self.cache_scales is None else self.cache_scales[seed].double()[:, None]
             both.append(own.double() * scales)
         return both
+
+    def shape(self, scale, **options):
+        fp8 = self.cache_scales is not None
+        return AttentionShape(
+            self.heads, self.kv_heads, self.head_dim, scale=scale, fp8=fp8, **options
+        )
+
+    def pages_on(self, machine):
+        scales = None if self.cache_scales is None else machine.tensor(self.cache_scales)
+        return Pages(machine.tensor(self.keys).mT, machine.tensor(self.values), scales)
+
+    def spans_on(self, machine):
+        tables = (self.row_starts, self.kv_lengths, self.slots, self.block_tables)
+        return RowSpans(*map(machine.tensor, tables))
 
     def lose_unseen_blocks(self, window, sink):
         """Those in which no query of their row sees anything may be gone."""

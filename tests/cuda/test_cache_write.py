@@ -5,7 +5,9 @@ import pytest
 import torch
 from kernel_values import DTYPES, close, randn
 
-from gptmanager.cuda.cache_write import HEAD_DIMS, locate_tokens, rope_and_write
+from gptmanager.cuda.cache_write import locate_tokens, rope_and_write
+from gptmanager.cuda.paged_kernels import HEAD_DIMS
+from gptmanager.kernels.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 
 ROWS = [(1, 1), (5, 5), (0, 3), (7, 20), (1, 17)]  # new tokens, KV length
@@ -45,26 +47,26 @@ def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens
     pages = [torch.full(shape, -3.0, dtype=dtype) for _ in range(2)]
     optional = {"cos_sin": cos_sin, "q_norm": q_norm, "k_norm": k_norm}
     # When
-    places = machine.empty((tokens + 3,), torch.int32)
-    metadata = [machine.tensor(it) for it in (starts, lengths, slots, tables)]
-    locate_tokens(machine.launcher, places, *metadata, tokens_per_block)
+    cells = machine.empty((tokens + 3,), torch.int32)
+    rows = (starts, lengths, slots, tables)
+    locate_tokens(machine.launcher, cells, RowSpans(*map(machine.tensor, rows)), tokens_per_block)
     queries = machine.empty((tokens, heads, head_dim), dtype)
     keys, values = map(machine.tensor, pages)
     rope_and_write(
         machine.launcher,
-        *(queries, keys, values, machine.tensor(qkv), machine.tensor(positions)),
-        places[:tokens],
+        *(queries, machine.tensor(qkv), machine.tensor(positions), cells[:tokens]),
+        Pages(keys.mT, values),
         **{name: it if it is None else machine.tensor(it) for name, it in optional.items()},
         eps=1e-6,
     )
     # Then: as the reference, in float64
-    assert places[tokens:].tolist() == [-1, -1, -1]
+    assert cells[tokens:].tolist() == [-1, -1, -1]
     wide = [it if it is None else it.double() for it in (qkv, cos_sin, q_norm, k_norm)]
     expected_keys = torch.full(shape, -3.0, dtype=torch.float64).transpose(2, 3)
     expected_values = torch.full(shape, -3.0, dtype=torch.float64)
     expected = Kernels().rope_and_write(
-        *(wide[0], positions, *wide[1:], 1e-6, expected_keys, expected_values),
-        *(starts, lengths, slots, tables),
+        *(wide[0], positions, *wide[1:], 1e-6),
+        *(Pages(expected_keys, expected_values), RowSpans(*rows)),
     )
     scale = 4 if norms else 1  # of the values, and so of an absolute error
     close(queries, expected, 1e-4 * scale)
@@ -100,8 +102,8 @@ def written(machine, qkv, kv_heads, head_dim, scales):
     keys, values = machine.tensor(pages), machine.tensor(pages)
     at = torch.arange(tokens)
     given = map(machine.tensor, (qkv, at, at.int()))
-    scales = machine.tensor(scales)
-    rope_and_write(machine.launcher, queries, keys, values, *given, cache_scales=scales)
+    pages = Pages(keys.mT, values, machine.tensor(scales))
+    rope_and_write(machine.launcher, queries, *given, pages)
     return queries.cpu(), keys.cpu(), values.cpu()
 
 
@@ -114,9 +116,8 @@ def test_8_bit_pages(machine, dtype):
     expected = [torch.zeros(6, 2, 64, 1).to(torch.float8_e4m3fn), torch.zeros_like(values)]
     table, starts = torch.arange(6).int()[:, None], torch.arange(7).int()
     again = Kernels().rope_and_write(
-        *(qkv, torch.arange(6), None, None, None, 0.0, *expected),
-        *(starts, torch.ones(6).int(), torch.arange(6).int(), table),
-        cache_scales=scales,
+        *(qkv, torch.arange(6), None, None, None, 0.0, Pages(*expected, scales)),
+        RowSpans(starts, torch.ones(6).int(), torch.arange(6).int(), table),
     )
     assert torch.equal(queries, again)
     for own, other in ((keys, expected[0].mT), (values, expected[1])):  # a NaN's sign is free
@@ -130,12 +131,11 @@ def test_writes_of_8_bit_pages_have_no_race(checked_machine):
 
 
 def test_tensors_that_do_not_fit(machine):
-    queries, pages = (
-        machine.empty((1, 2, 72), torch.float32),
-        machine.empty((1, 1, 4, 72), torch.float32),
-    )
+    queries = machine.empty((1, 2, 72), torch.float32)
+    tokens = machine.empty((1, 1, 4, 72), torch.float32)
+    pages = Pages(tokens.mT, tokens)
     qkv, ids = machine.empty((1, 4 * 72), torch.float32), machine.tensor(ints(0))
     with pytest.raises(ValueError, match=r"head dimension of 72 is not among \(32"):
-        rope_and_write(machine.launcher, queries, pages, pages, qkv, ids.long(), ids)
+        rope_and_write(machine.launcher, queries, qkv, ids.long(), ids, pages)
     with pytest.raises(ValueError, match="positions is torch.int32"):
-        rope_and_write(machine.launcher, queries, pages, pages, qkv, ids, ids)
+        rope_and_write(machine.launcher, queries, qkv, ids, ids, pages)

@@ -6,34 +6,23 @@ import torch
 from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
 
-from gptmanager.cuda.context_attention import HEAD_DIMS, context_attention, plan_context
+from gptmanager.cuda.context_attention import context_attention, plan_context
+from gptmanager.cuda.paged_kernels import HEAD_DIMS
+from gptmanager.kernels.attention_arguments import AttentionShape
 
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.
 ROWS = [(65, 65), (7, 90), (1, 33), (0, 5), (64, 128)]
 ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0):
+def attend(machine, rows, *, scale=0.09, **options):
     num_new = np.array([new for new, _ in rows.rows], dtype=np.int32)
-    group = rows.heads // rows.kv_heads
-    items = plan_context(
-        *(num_new, rows.kv_lengths.numpy(), group, rows.head_dim),
-        window=window,
-        sink=sink,
-        fp8=rows.cache_scales is not None,
-    )
+    shape = rows.shape(scale, **options)
+    items = torch.from_numpy(plan_context(num_new, rows.kv_lengths.numpy(), shape))
     out = machine.empty(rows.queries.shape, rows.dtype)
-    given = (rows.queries, rows.keys, rows.values, torch.from_numpy(items))
-    tables = (rows.row_starts, rows.kv_lengths, rows.slots, rows.block_tables)
     context_attention(
-        machine.launcher,
-        out,
-        *map(machine.tensor, (*given, *tables)),
-        scale=scale,
-        window=window,
-        sink=sink,
-        softcap=softcap,
-        cache_scales=None if rows.cache_scales is None else machine.tensor(rows.cache_scales),
+        *(machine.launcher, out, machine.tensor(rows.queries)),
+        *(rows.pages_on(machine), rows.spans_on(machine), machine.tensor(items), shape),
     )
     return out.cpu()
 
@@ -156,7 +145,8 @@ def test_a_query_that_is_not_a_number_stays_its_own(machine):
 def test_a_plan_covers_what_each_query_sees(window, group, head_dim):
     num_new = np.array([1, 0, 300, 64, 7], np.int32)
     lengths = num_new + np.array([0, 9, 0, 1000, 31], np.int32)
-    items = plan_context(num_new, lengths, group, head_dim, window=window)
+    shape = AttentionShape(group, 1, head_dim, scale=1.0, window=window)
+    items = plan_context(num_new, lengths, shape)
     tile = 64 if head_dim == 256 else 128
     seen = set()
     for row, first_query, first, last in items.tolist():
@@ -198,6 +188,13 @@ def test_8_bit_pages_without_scales(machine):
     rows = PagedRows([(9, 150), (2, 2)], 2, 2, 64, cache_scales=SCALES)
     rows.cache_scales = None
     with pytest.raises(ValueError, match="pages of torch.float8_e4m3fn need cache_scales"):
+        attend(machine, rows)
+
+
+def test_a_shape_of_other_pages(machine):
+    rows = PagedRows([(9, 150), (2, 2)], 2, 2, 64, cache_scales=SCALES)
+    rows.shape = lambda scale: AttentionShape(2, 2, 64, scale, fp8=False)
+    with pytest.raises(ValueError, match="pages of torch.float8_e4m3fn, and fp8 = False in"):
         attend(machine, rows)
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
 
-from gptmanager.cuda.generation_attention import HEAD_DIMS, generation_attention
+from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.generation_plan import RESIDENT, max_num_items, plan_generation
+from gptmanager.cuda.paged_kernels import HEAD_DIMS
 
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)
 # Weights are rounded to the dtype before they meet the values.
@@ -24,16 +25,16 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stret
     out = machine.empty(rows.queries.shape, rows.dtype)
     partial = machine.empty((plan.num_partials, rows.heads, rows.head_dim), torch.float32)
     arrived = machine.tensor(torch.zeros(len(rows.rows), rows.kv_heads, dtype=torch.int32))
-    starts, items = map(torch.from_numpy, (plan.partial_starts, plan.items))
-    given = (starts, rows.queries, rows.keys, rows.values, items)
-    tables = (rows.row_starts, rows.slots, rows.block_tables)
+    work = GenerationWork(
+        *(machine.tensor(torch.from_numpy(it)) for it in (plan.items, plan.partial_starts)),
+        partial,
+        machine.empty((plan.num_partials, rows.heads), torch.float32),
+        arrived,
+    )
     generation_attention(
-        machine.launcher,
-        *(out, partial, machine.empty((plan.num_partials, rows.heads), torch.float32), arrived),
-        *map(machine.tensor, (*given, *tables)),
-        scale=scale,
-        softcap=softcap,
-        cache_scales=None if rows.cache_scales is None else machine.tensor(rows.cache_scales),
+        *(machine.launcher, out, machine.tensor(rows.queries)),
+        *(rows.pages_on(machine), rows.spans_on(machine), work),
+        rows.shape(scale, window=window, sink=sink, softcap=softcap),
     )
     assert not arrived.cpu().any()
     return out.cpu()

@@ -351,7 +351,7 @@ def test_what_flashinfer_plans(monkeypatch):
         assert again == (first, options) and options["q_data_type"] is sets[0].queries.dtype
         starts, pages, last, *numbers = first[-7:]
         assert starts.tolist() == [0, 2, 4] and last.tolist() == [4, 16]
-        assert pages.tolist() == sets[0].block_tables.flatten().tolist()
+        assert pages.tolist() == sets[0].spans.block_tables.flatten().tolist()
         assert numbers == [4, 2, 64, 16]
 
 
@@ -375,7 +375,8 @@ def test_sets_of_inputs_are_larger_than_the_cache():
     assert bed.num_sets(30) == 10
     assert bed.num_sets(1) == 64
     assert replace(bed, cache_bytes=0).num_sets(1) == 1
-    pages = [paged_rows(bed, [(1, 40)], 16, number).block_tables.tolist() for number in range(8)]
+    sets = [paged_rows(bed, [(1, 40)], 16, number) for number in range(8)]
+    pages = [rows.spans.block_tables.tolist() for rows in sets]
     assert len(set(map(str, pages))) > 1
 
 

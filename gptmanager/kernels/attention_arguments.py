@@ -1,0 +1,61 @@
+"""What attention is given beside its queries: `Pages`, `RowSpans` and an `AttentionShape`.
+
+Letters as in `reference`. Knows nothing of how anything is computed from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """One layer's part of the KV cache: `keys [P, K, D, B]`, `values [P, K, B, D]`.
+
+    They may be float8_e4m3fn, with `cache_scales [2, K]` float32 (of keys, then of values): a value
+    is element * scale. Written is value / scale to the nearest, beyond 448 as 448.
+    """
+
+    keys: Tensor
+    values: Tensor
+    cache_scales: Tensor | None = None
+
+
+class RowSpans(NamedTuple):
+    """Which tokens are a row's, and which pages: int32 tensors, the same for all layers.
+
+    Row r owns the packed tokens `row_starts[r]:row_starts[r + 1]` of `row_starts [R + 1]`. They are
+    the last of its `kv_lengths[r]` positions (`[R]`). Its blocks are line `slots[r]` (`[R]`) of
+    `block_tables [slots, blocks]`. `plan`: what `Kernels.begin` made of these rows, or None.
+    """
+
+    row_starts: Tensor
+    kv_lengths: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    plan: Any = None
+
+
+class AttentionShape(NamedTuple):
+    """What the attention of one layer computes.
+
+    Token i of a row with n new tokens and KV length m stands at position m - n + i and sees the
+    positions 0 to there. With `window` it sees only the last `window` of them, its own included,
+    and the first `sink`. A score is a product times `scale`; with `softcap` it becomes
+    softcap * tanh(score / softcap). `fp8`: pages are of 8-bit floats.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    sink: int = 0
+    softcap: float = 0.0
+    fp8: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_heads // self.num_kv_heads

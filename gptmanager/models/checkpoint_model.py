@@ -1,0 +1,197 @@
+"""`CheckpointModel`: the network that a `ModelSpec` describes, over weights and kernels.
+
+One decoder, pre-normalized, with a residual stream; every choice in it is a value of the spec.
+Knows nothing of families, config files and tensor names in checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import ConfigError
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.memory.checkpoint_files import told
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.memory.weights import Weights
+from gptmanager.models.batch import Batch
+from gptmanager.models.rope import rope_table
+from gptmanager.models.spec import ModelSpec
+
+
+class Affine(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Layer(NamedTuple):
+    """One layer's tensors, resolved once; `next_norm` is the one that follows the layer."""
+
+    qkv: Affine
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention: AttentionShape
+    cache_scales: Tensor | None
+    out: Affine
+    mlp_norm: Affine
+    up: Affine
+    down: Affine
+    next_norm: Affine
+
+
+class CheckpointModel:
+    """A `PlanningModel` with weights of a checkpoint.
+
+    `weights.load(tensors)` replaces them in place, by the checkpoint's tensor names; what was
+    computed with the old ones, the KV cache included, is then stale.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, kernels: Kernels, device: torch.device | str
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._kernels = kernels
+        self._layers = [_resolve_layer(spec, weights, i) for i in range(spec.num_layers)]
+        self._shapes = tuple(dict.fromkeys(layer.attention for layer in self._layers))
+        self._gelu: Literal["none", "tanh"] = "tanh" if spec.activation == "gelu_tanh" else "none"
+        self._first_norm = _affine(weights, "layers.0.attention_norm")
+        self._embedding = weights["embedding.weight"]
+        self._lm_head = self._embedding if spec.tied_embeddings else weights["lm_head.weight"]
+        self._positions = None if spec.rope is not None else weights["positions.weight"]
+        self._device = device
+        self._cos_sin: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make what is as long as the longest sequence, which needs no more than these.
+
+        Otherwise the first `forward` makes it, for `max_seq_len`. ConfigError where the config's
+        numbers leave float32, or there is no memory.
+        """
+        try:
+            self._make_cos_sin(num_positions)
+        except (RuntimeError, MemoryError) as error:  # torch has both
+            raise ConfigError(
+                f"no memory for max_seq_len = {num_positions} positions: {told(error)}"
+            ) from error
+
+    def _make_cos_sin(self, num_positions: int) -> None:
+        """Cosines and sines of these positions, and of no others."""
+        rope, table = self.spec.rope, self._cos_sin
+        if rope is None or (table is not None and len(table) == num_positions):
+            return
+        table = self._cos_sin = None  # or both would be there for a while
+        self._cos_sin = rope_table(rope, self.spec.head_dim, num_positions, self._device)
+
+    def plan(
+        self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
+    ) -> tuple[Ints, ...]:
+        return self._kernels.plan(self._shapes, row_starts, kv_lengths, num_context_rows, fixed)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
+        """Write the batch's keys and values; logits `[S, vocab]` in the weights' dtype."""
+        if self._cos_sin is None:
+            self._make_cos_sin(self.spec.max_seq_len)
+        rows = self._kernels.begin(
+            self._shapes,
+            RowSpans(batch.row_starts, batch.kv_lengths, batch.slots, batch.block_tables),
+            batch.plan,
+            num_tokens=len(batch.token_ids),
+            tokens_per_block=kv_pool.tokens_per_block,
+        )
+        residual = self._embed(batch)
+        hidden = self._norm(residual, self._first_norm)
+        last = self._layers[-1]
+        for layer, keys, values in zip(
+            self._layers, kv_pool.keys.unbind(), kv_pool.values.unbind(), strict=True
+        ):
+            pages = Pages(keys, values, layer.cache_scales)
+            hidden = self._attend(layer, hidden, batch.positions, pages, rows)
+            # nothing reads the other tokens from here on
+            if layer is last and not batch.all_sampled:
+                hidden = hidden.index_select(0, batch.sample_index)
+                residual = residual.index_select(0, batch.sample_index)
+            hidden = self._feed_forward(layer, hidden, residual)
+        return self._kernels.linear(hidden, self._lm_head)
+
+    def _embed(self, batch: Batch) -> Tensor:
+        embedded = self._kernels.embedding(batch.token_ids, self._embedding)
+        if batch.prompt_index is not None and batch.prompt_embeddings is not None:
+            own = batch.prompt_embeddings.to(embedded)
+            embedded = embedded.index_copy(0, batch.prompt_index, own)
+        if self._positions is not None:
+            embedded += self._kernels.embedding(batch.positions, self._positions)
+        return embedded
+
+    def _attend(
+        self, layer: _Layer, hidden: Tensor, positions: Tensor, pages: Pages, rows: RowSpans
+    ) -> Tensor:
+        """`[T, C]` normalized -> `[T, H * D]`: the mixed values, before the output projection."""
+        queries = self._kernels.rope_and_write(
+            self._kernels.linear(hidden, *layer.qkv),
+            positions,
+            self._cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            self.spec.norm_eps,
+            pages,
+            rows,
+        )
+        return self._kernels.attention(queries, pages, rows, layer.attention)
+
+    def _feed_forward(self, layer: _Layer, attended: Tensor, residual: Tensor) -> Tensor:
+        """`[T, H * D]` -> `[T, C]` normalized for what follows; adds to the residual in place."""
+        hidden = self._kernels.linear(attended, *layer.out)
+        hidden = self._add_norm(hidden, residual, layer.mlp_norm)
+        hidden = self._kernels.linear(hidden, *layer.up)
+        if self.spec.activation == "silu":
+            hidden = self._kernels.silu_mul(hidden)
+        else:
+            hidden = self._kernels.gelu(hidden, self._gelu)
+        hidden = self._kernels.linear(hidden, *layer.down)
+        return self._add_norm(hidden, residual, layer.next_norm)
+
+    def _norm(self, hidden: Tensor, norm: Affine) -> Tensor:
+        if self.spec.norm == "rms":
+            return self._kernels.rms_norm(hidden, norm.weight, self.spec.norm_eps)
+        return self._kernels.layer_norm(hidden, *norm, self.spec.norm_eps)
+
+    def _add_norm(self, hidden: Tensor, residual: Tensor, norm: Affine) -> Tensor:
+        if self.spec.norm == "rms":
+            return self._kernels.add_rms_norm(hidden, residual, norm.weight, self.spec.norm_eps)
+        return self._kernels.add_layer_norm(hidden, residual, *norm, self.spec.norm_eps)
+
+
+def _affine(weights: Weights, module: str) -> Affine:
+    bias = f"{module}.bias"
+    return Affine(weights[f"{module}.weight"], weights[bias] if bias in weights else None)
+
+
+def _resolve_layer(spec: ModelSpec, weights: Weights, index: int) -> _Layer:
+    prefix = f"layers.{index}"
+    is_last = index == spec.num_layers - 1
+    next_norm = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
+    return _Layer(
+        qkv=_affine(weights, f"{prefix}.qkv"),
+        q_norm=weights[f"{prefix}.q_norm.weight"] if spec.qk_norm else None,
+        k_norm=weights[f"{prefix}.k_norm.weight"] if spec.qk_norm else None,
+        attention=spec.attention_shape(index),
+        cache_scales=(
+            weights[f"{prefix}.cache_scales"].view(2, spec.num_kv_heads)
+            if spec.kv_cache_dtype is torch.float8_e4m3fn
+            else None
+        ),
+        out=_affine(weights, f"{prefix}.out"),
+        mlp_norm=_affine(weights, f"{prefix}.mlp_norm"),
+        up=_affine(weights, f"{prefix}.up"),
+        down=_affine(weights, f"{prefix}.down"),
+        next_norm=_affine(weights, next_norm),
+    )
