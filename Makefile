@@ -7,6 +7,7 @@ PYTHON ?= python3
 # Installed before anything else: to satisfy a plain `torch`, pip may fetch gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+FUZZ ?= 20
 
 BIN := .venv/bin
 RUN := .venv/installed
@@ -16,7 +17,7 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo test bench compile-check lint style types format clean
+.PHONY: help demo test marathon bench compile-check lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +30,11 @@ demo: $(RUN)  ## run a tiny model on a few requests
 test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+marathon: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
+	GPTMANAGER_FUZZ=$(FUZZ) OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --timeout 0 \
+	  $$(grep -rl "from fuzz import" tests --include='test_*.py') $(ARGS)
 
 bench: $(DEV)  ## time what the tests only run once
 	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)

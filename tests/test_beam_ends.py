@@ -6,13 +6,13 @@ GPTMANAGER_FUZZ=10 tries ten times as many (3,000 searches by the class, 300 by 
 from __future__ import annotations
 
 import functools
-import os
 
 import beam_oracle
 import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from fuzz import FUZZ
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
@@ -20,7 +20,6 @@ from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 VOCAB_SIZE = 96
 
 

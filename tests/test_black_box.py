@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-import os
 import sys
 import time
 import types
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from fuzz import FUZZ
 from recorded_runs import (
     MAX_UTILIZATION,
     VOCAB_SIZE,
@@ -45,7 +45,6 @@ from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.step import Intake
 from gptmanager.testing.hosts import ScriptedSpec
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 MB = 1 << 20
 
 

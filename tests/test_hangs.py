@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import pytest
+from fuzz import FUZZ
 from loop_driver import next_token
 from shorthand import request
 from shorthand import start as start_manager
@@ -27,7 +27,6 @@ from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import StatisticsReport
 from gptmanager.testing import RecordingCallbacks
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 BUDGET = {"step_budget_s": 0.05, "on_hang": "fail"}
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from fuzz import FUZZ
 from safetensors.torch import save_file
 from text_checkpoint import save_text_checkpoint
 
@@ -33,7 +34,6 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.memory import weights
 from gptmanager.models import load_model
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 SPARE_BYTES = 3 << 30  # of address space that a hostile checkpoint may take
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"

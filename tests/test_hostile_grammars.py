@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import time
 
@@ -15,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 import test_guided
+from fuzz import FUZZ
 from test_guided import MODEL, asked
 
 from gptmanager import InferenceRequest
@@ -24,7 +24,7 @@ from gptmanager.decoding.guided import GuidedDecoding, _Progress, _Session
 from gptmanager.decoding.schema_numbers import readable_schema
 from gptmanager.errors import InvalidRequestError, LogitsError
 
-NUM_SCHEMAS = 40 * int(os.environ.get("GPTMANAGER_FUZZ", "1"))
+NUM_SCHEMAS = 40 * FUZZ
 ENDLESS = {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
 
 

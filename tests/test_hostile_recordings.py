@@ -1,6 +1,6 @@
 """Recordings from strangers: nothing is written, nothing is run, and an error says what is wrong.
 
-GPTMANAGER_FUZZ=N: N mutated recordings for each command instead of a few.
+GPTMANAGER_FUZZ=N: N times as many mutated recordings.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 
 import orjson
 import pytest
+from fuzz import FUZZ
 from recorded_runs import (
     MAX_UTILIZATION,
     CrashingModel,
@@ -30,7 +31,7 @@ from gptmanager.replay import replay, replaying
 from gptmanager.simulator import load, simulation
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
-COUNT = int(os.environ.get("GPTMANAGER_FUZZ", "0")) or 60
+COUNT = 60 * FUZZ
 COMMANDS = ("replay", "simulate", "picture")
 
 

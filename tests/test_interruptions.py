@@ -18,6 +18,7 @@ import warnings
 from itertools import count
 
 import pytest
+from fuzz import FUZZ
 from loop_driver import expected_output
 from shorthand import request, start
 
@@ -26,7 +27,6 @@ from gptmanager.errors import ManagerDeadError
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.testing import RecordingCallbacks
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 PATH = os.path.dirname(gptmanager.__file__)
 FILES = {
     os.path.join(PATH, *name)

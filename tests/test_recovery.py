@@ -6,7 +6,6 @@ GPTMANAGER_FUZZ=n injects a failure at every call of n times as many runs (1: a 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz import FUZZ
 from loop_driver import LoopDriver, expected_output
 from recorded_runs import (
     MAX_UTILIZATION,
@@ -47,7 +47,6 @@ from gptmanager.simulator.load import RecordedLoad
 from gptmanager.simulator.simulation import simulate
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 PACKAGE = str(Path(errors.__file__).parent)
 
 

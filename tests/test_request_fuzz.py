@@ -5,13 +5,13 @@ GPTMANAGER_FUZZ=n sends n times as many (1: some 1,500).
 
 from __future__ import annotations
 
-import os
 import random
 from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
+from fuzz import FUZZ
 from loop_driver import expected_output
 from shorthand import params
 from test_manager import start
@@ -21,7 +21,6 @@ from gptmanager.lifecycle.state import ManagerState
 from gptmanager.request.inference_request import KEYWORDS, PROPERTY_OF_TENSOR
 from gptmanager.testing import RecordingCallbacks
 
-FUZZ = int(os.environ.get("GPTMANAGER_FUZZ", "1"))
 BATCH = 24
 VOCAB_SIZE = 100
 

@@ -6,12 +6,12 @@ would follow if what is said to lack were there. GPTMANAGER_FUZZ multiplies the 
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from contextlib import contextmanager
 
 import pytest
+from fuzz import FUZZ
 from loop_driver import LoopDriver, no_evict
 
 from gptmanager import InferenceRequest
@@ -22,7 +22,7 @@ from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, StaticBatchScheduler
 from gptmanager.scheduler.waiting import WaitReason
 
-NUM_TRACES = 36 * int(os.environ.get("GPTMANAGER_FUZZ", "1"))
+NUM_TRACES = 36 * FUZZ
 _CONTEXT = LlmRequestState.CONTEXT_INIT
 
 

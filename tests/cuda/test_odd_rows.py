@@ -1,20 +1,20 @@
 """Rows from which no token can be chosen: NaN, +inf, or everything banned. They end their requests.
 
 Every way of choosing meets every kind of such a row, beside neighbors whose tokens must be those of
-a run without it. GPTMANAGER_FUZZ says how many runs there are: a few, if it is not set.
+a run without it. GPTMANAGER_FUZZ=n: n times as many runs.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import random
 
 import numpy as np
 import pytest
 import torch
 from devices import GPU, LLAMA, checkpoint, finals, prompt, there_is
+from fuzz import FUZZ
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -32,7 +32,7 @@ from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
 
-NUM_RUNS = int(os.environ.get("GPTMANAGER_FUZZ", "3"))
+NUM_RUNS = 3 * FUZZ
 VOCAB_SIZE = LLAMA["vocab_size"]
 from_tokens = InferenceRequest.from_tokens
 

@@ -1,17 +1,17 @@
 """Random requests of all kinds under random schedules of a device, against the CPU.
 
-GPTMANAGER_RANDOM_RUNS says how many runs there are: a few, if it is not set.
+GPTMANAGER_FUZZ=n: n times as many runs.
 """
 
 from __future__ import annotations
 
-import os
 import random
 
 import numpy as np
 import pytest
 import torch
 from devices import GPU, LLAMA, WIDE, finals, there_is
+from fuzz import FUZZ
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -22,7 +22,7 @@ from gptmanager import (
 )
 from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
 
-NUM_RUNS = int(os.environ.get("GPTMANAGER_RANDOM_RUNS", "4"))
+NUM_RUNS = 4 * FUZZ
 HIDDEN = WIDE["hidden_size"]
 VOCAB_SIZE, LONGEST = 48, 40
 CONFIG = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fuzz import FUZZ
 from kv_cache_model import Divergence, KvCacheModel, Options
 from kv_cache_trial import main, run_episode, run_trial
 
@@ -16,7 +17,7 @@ from gptmanager.kv_cache.block import BlockPool, BlockTables
 from gptmanager.request.llm_request import LlmRequest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OPERATIONS = int(os.environ.get("GPTMANAGER_KV_OPERATIONS", "15000"))
+OPERATIONS = 15_000 * FUZZ
 
 
 def test_a_sample_of_the_operations_diverges_nowhere():
