@@ -168,6 +168,7 @@ loop/                     `iterate()`, and the requests that it iterates over
     confirmation          what the result of a step does to its requests
     token_loop            iterate(), in about 25 lines
 assembly/                 from options and a checkpoint to all that a loop stands on
+    option_fields         what each field of a configuration may be by itself (no torch)
     options               which configurations a manager takes (no torch)
     sizing                how large the KV cache is, and how long a sequence may be
     blueprint             what a loop is built of, but for its model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from gptmanager.assembly.backend import place
 from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.sizing import size
+from gptmanager.assembly.sizing import Sizes, size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError, response_text
@@ -57,7 +58,7 @@ def assemble(
         max_beam_width=max_beam_width,
         hidden_size=getattr(model.spec, "hidden_size", 0),
     )
-    try:
+    with _memory_for_steps(params, sizes):
         executor = backend.executor(
             model,
             sizes,
@@ -65,16 +66,34 @@ def assemble(
             max_batch_size=params.max_batch_size,
             max_beam_width=max_beam_width,
             fused=model_type is not ModelType.INFLIGHT_BATCHING,
-            processing=PostProcessing(
-                batched=params.logits_post_processor_batched,
-                budget_s=params.logits_post_processor_budget_s,
-                watches_streams=params.check_logits_post_processor_streams,
-                timer=processor_timer,
-                num_slots=blueprint.num_slots,
-                max_beam_width=max_beam_width,
-                stream=backend.stream,
-            ),
+            processing=_processing(blueprint, processor_timer, backend.stream),
         )
+    return Assembly(
+        blueprint,
+        executor,
+        device="cpu" if backend.stream is None else backend.stream.name,
+        weights_version=_weights_version(model),
+    )
+
+
+def _processing(blueprint: Blueprint, timer: CallbackTimer, stream: Any) -> PostProcessing:
+    params = blueprint.params
+    return PostProcessing(
+        batched=params.logits_post_processor_batched,
+        budget_s=params.logits_post_processor_budget_s,
+        watches_streams=params.check_logits_post_processor_streams,
+        timer=timer,
+        num_slots=blueprint.num_slots,
+        max_beam_width=blueprint.max_beam_width,
+        stream=stream,
+    )
+
+
+@contextmanager
+def _memory_for_steps(params: OptionalParams, sizes: Sizes) -> Iterator[None]:
+    """What has no memory within is a ConfigError, which names the sizes."""
+    try:
+        yield
     except (RuntimeError, MemoryError, ValueError) as error:
         is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not is_of_memory and not any(text in str(error) for text in _NO_SUCH_ARRAY):
@@ -84,12 +103,6 @@ def assemble(
             f"max_seq_len = {sizes.max_seq_len} tokens, beside a KV cache of {sizes.num_blocks} "
             f"blocks and {sizes.num_host_blocks} on the host: {response_text(error)}"
         ) from error
-    return Assembly(
-        blueprint,
-        executor,
-        device="cpu" if backend.stream is None else backend.stream.name,
-        weights_version=_weights_version(model),
-    )
 
 
 def _weights_version(model: Any) -> Callable[[], int]:
