@@ -200,7 +200,9 @@ manager/                  a thread around the loop: `GptManager`
     inspection            who owns which block, and why a request waits
     recovery              what becomes of a manager whose iteration raised
     stall_watch           when steps ended, and who waits although none does
-    worker                what a manager's thread does, and its end
+    ending                what has to happen when a loop ends, on whichever thread
+    deputy                who answers for a loop's thread that hangs
+    worker                what a manager's thread does
     gpt_manager           GptManager: a thread, and a life around the loop
 gptmanager                the public names, as hosts import them
 callbacks/                ready-made callbacks: only what any host could have written

@@ -1,6 +1,6 @@
 """`Worker`: what a manager's thread does: build the loop, turn it, answer for it at the end.
 
-Asks nobody but the inbox whether to go on. Should the thread hang, the watchdog's answers for it.
+Asks nobody but the inbox whether to go on. Should the thread hang, a `Deputy` answers for it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from concurrent.futures import Future
 
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import OptionalParams
-from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
+from gptmanager.errors import ManagerDeadError
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.clock import perf_counter_ns
 from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.state import Deposed, ManagerState, as_final
-from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog, whereabouts
+from gptmanager.lifecycle.watchdog import CallbackTimer, whereabouts
 from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.manager.deputy import Deputy
+from gptmanager.manager.ending import Ending
 from gptmanager.manager.inbox import Inbox
 from gptmanager.manager.recovery import Recovery
 from gptmanager.manager.stall_watch import Progress
-from gptmanager.memory.heap import give_back
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.statistics import PhaseTimes
 
 _STALL_S = 0.01  # nobody was scheduled: how soon to ask again
-_SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hangs, too
 
 
 class Worker:
@@ -45,18 +45,18 @@ class Worker:
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
-        self._on_end = on_end
         self._recovery = Recovery(host, recorder, params.max_step_failures)
         self._turn = CallbackTimer("turn")  # of the loop; none while it rests
+        self._ending = Ending(host, inbox, recorder, self._turn, on_end)
+        self._deputy = Deputy(params, host, inbox, self._turn, self._ending)
         self._thread: threading.Thread | None = None
-        self._deputy: threading.Thread | None = None  # answers for it, since it hangs
         self.progress = Progress()
         self.loop: TokenLoop | None = None
 
     @property
     def is_here(self) -> bool:
         """The calling thread is one that calls the host's callbacks."""
-        return threading.current_thread() in (self._thread, self._deputy)
+        return threading.current_thread() in (self._thread, self._deputy.thread)
 
     def whereabouts(self) -> str:
         """What the thread does now. From any thread."""
@@ -69,7 +69,7 @@ class Worker:
         try:
             self.loop = loop = self._build(assemble())
             self._host.timers.all.append(loop.scheduler_timer)
-            watchdog = self._watch()
+            watchdog = self._deputy.watch(loop)
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
             self.end_unborn(error)
             booted.set_exception(error)
@@ -79,11 +79,11 @@ class Worker:
         try:
             self._serve_to_the_end(loop)
         except Deposed:
-            return  # the watchdog has done the rest
+            return  # the deputy does the rest
         if watchdog is not None:
             watchdog.stop()
-        self._release()
-        self._end()
+        self._ending.release(self.loop)
+        self._ending.close()
         self._inbox.answer(loop)
 
     def _build(self, assembly: Assembly) -> TokenLoop:
@@ -98,8 +98,8 @@ class Worker:
         """The loop could not be built, or had no thread to be built on."""
         self._host.is_accepting = False
         self._lifecycle.fail(error)
-        self._release()
-        self._end()
+        self._ending.release(self.loop)
+        self._ending.close()
 
     def _serve_to_the_end(self, loop: TokenLoop) -> None:
         try:
@@ -112,12 +112,12 @@ class Worker:
             self._host.is_accepting = False
             self._lifecycle.fail(error)
             try:
-                self._end_requests(loop, as_final(error))
+                self._ending.end_requests(loop, as_final(error))
             except Deposed:
                 raise
             except BaseException:  # noqa: B036 - the end must come
                 logger.exception("the last responses could not be made")
-            self._tell_failure(error)
+            self._ending.tell_failure(error)
             self._lifecycle.leave(ManagerState.FAILED)
 
     def _serve(self, loop: TokenLoop) -> None:
@@ -131,7 +131,7 @@ class Worker:
                 self._host.is_accepting = False
                 if aborts:
                     self._recorder.close("aborted")
-                    self._end_requests(loop, ManagerDeadError("the manager was shut down"))
+                    self._ending.end_requests(loop, ManagerDeadError("the manager was shut down"))
                 if not (loop.holds_requests or self._host.holds_requests):
                     self._recorder.close()
                     return
@@ -173,84 +173,3 @@ class Worker:
             seconds = self._host.get_failures.pause_s
         self._turn.stop()
         self._inbox.rest(seconds)  # woken for nothing, the loop only asks Get once more
-
-    # The end ---------------------------------------------------------------------------------
-
-    def _end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
-        """A final error for each request, also for those that the loop has lost."""
-        try:
-            loop.abort(error)
-        finally:
-            self._host.answer_all(error)
-
-    def _tell_failure(self, error: BaseException) -> None:
-        logger.error("the token loop has failed", exc_info=error)
-        try:
-            self._recorder.fail(error)
-        except Exception:
-            self._recorder.close("failed")
-
-    def _release(self) -> None:
-        """Weights and pages go now, not when the host forgets the manager."""
-        self._host.release()
-        if self.loop is not None:
-            self.loop.release()
-        give_back()
-
-    def _end(self) -> None:
-        """Whoever waits learns of it."""
-        self._host.is_accepting = False
-        self._turn.abandon()
-        self._lifecycle.ended.set()
-        self._inbox.close()
-        on_end, self._on_end = self._on_end, lambda: None  # whose it is, is free to go
-        on_end()
-
-    # A hang: on the watchdog's thread --------------------------------------------------------
-
-    def _watch(self) -> Watchdog | None:
-        params = self._params
-        if params.callback_budget_s is None and params.step_budget_s is None:
-            return None
-        watchdog = Watchdog(
-            self._host.timers.all,
-            threading.get_ident(),
-            budget_s=params.callback_budget_s,
-            turn=self._turn,
-            step_budget_s=params.step_budget_s,
-            on_hang=self._on_hang,
-        )
-        watchdog.start()
-        return watchdog
-
-    def _on_hang(self, hang: Hang) -> bool:
-        try:
-            statistics = self._host.statistics.so_far()
-        except Exception as error:  # the hang must end at any rate
-            statistics = f"none: {response_text(error)}"
-        if self._params.on_hang == "log":
-            hang.tell(f"; statistics: {statistics}")
-            return True
-        self._give_up(hang, statistics)
-        return False
-
-    def _give_up(self, hang: Hang, statistics: str) -> None:
-        """Answer for the loop's thread, which does nothing any more should it come back."""
-        error = ManagerDeadError(hang.text)
-        if not self._lifecycle.depose(error):
-            return  # it ends at this moment
-        self._deputy = threading.current_thread()
-        self._host.is_accepting = False
-        is_sent = self._host.answer_deposed(error, _SEND_S)
-        self._end()
-        self._inbox.refuse(error)
-        hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
-        if not is_sent:
-            logger.error("SendResponse hangs itself: no final response can be sent before it ends")
-        self._tell_failure(error)
-        self._host.answer_deposed(error)
-        if self._thread is not None:
-            self._thread.join()  # what a Get that hung returns at last is answered, too
-        self._host.answer_deposed(error)
-        self._release()
-        self._deputy = None
