@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import pytest
 from measure_memory import TINY_LLAMA, EndlessHost, mixed_requests, start
 
-import gptmanager.manager.worker
+import gptmanager.manager.ending
 from gptmanager import InferenceRequest
 from gptmanager.bench import random_llama
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
@@ -34,8 +34,7 @@ def without_collector(monkeypatch):
 
 def executor_of(manager):
     """The manager's own, out of what records it."""
-    executor = manager._loop.executor
-    return getattr(executor, "_forward", executor.forward).__self__
+    return manager._loop.executor.sample.__self__
 
 
 def watched(manager):
@@ -62,7 +61,7 @@ def watched(manager):
 def test_what_a_manager_held_is_free_when_it_has_ended(without_collector, options, monkeypatch):
     order = []
     monkeypatch.setattr(
-        gptmanager.manager.worker,
+        gptmanager.manager.ending,
         "give_back",
         lambda: order.append([ref() is None for ref in within]),
     )

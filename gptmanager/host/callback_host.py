@@ -84,7 +84,7 @@ class CallbackHost:
         self._send = _required(send_response, "send_response_cb")
         self._poll = _optional(poll_stop_signal, "poll_stop_signal_cb")
         self._return_stats = _optional(return_stats, "return_batch_manager_stats_cb")
-        self._receiver = Receiver(self.lifecycle, self._refuse)
+        self._receiver = Receiver(self.lifecycle)
         self._stops: set[int] = set()
         self._failures: list[Failure] = []
 
@@ -259,7 +259,7 @@ class CallbackHost:
 
     def _receive(self) -> CallbackError | None:
         """Look at what Get has returned; the error if they were not all requests."""
-        foreign = self._receiver.receive()
+        foreign = self._receiver.receive(self._refuse)
         if foreign is not None:
             self.timers.get.errors += 1
             logger.error("%s", foreign)

@@ -19,23 +19,20 @@ from gptmanager.request.inference_request import InferenceRequest
 
 
 class Receiver:
-    """`refuse` answers a request that cannot be read.
+    """`returned`: by Get, not looked at yet. `received`: requests for the next intake."""
 
-    `returned`: by Get, not looked at yet. `received`: requests for the next intake.
-    """
-
-    def __init__(
-        self, lifecycle: Lifecycle, refuse: Callable[[int, InvalidRequestError], None]
-    ) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self.returned: deque[Any] = deque()
         self.received: list[InferenceRequest] = []
         self.owed = OwedFinals()
         self._lifecycle = lifecycle
-        self._refuse = refuse
         self._lock = threading.Lock()  # held while an item becomes a request that is owed
 
-    def receive(self) -> CallbackError | None:
-        """Look at what Get has returned; the error if they were not all requests."""
+    def receive(self, refuse: Callable[[int, InvalidRequestError], None]) -> CallbackError | None:
+        """Look at what Get has returned; the error if they were not all requests.
+
+        `refuse` answers a request that cannot be read.
+        """
         num_foreign, first = 0, ""
         while self.returned:
             item = self.returned[0]
@@ -52,7 +49,7 @@ class Receiver:
             try:
                 self.received.append(read_request(item, request_id))
             except InvalidRequestError as error:
-                self._refuse(request_id, error)
+                refuse(request_id, error)
         if not num_foreign:
             return None
         more = f" (and {num_foreign - 1} more)" if num_foreign > 1 else ""

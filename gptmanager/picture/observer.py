@@ -11,7 +11,7 @@ from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
-from gptmanager.step import Executor, Host, Intake, Schedule, Step
+from gptmanager.step import Intake, Schedule, Step
 
 
 def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None) -> TraceBuilder:
@@ -27,54 +27,40 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
             chunk_unit=chunk_unit,
         )
     )
-    clock = _ObservedHost(loop.host, builder)
-    loop.executor = _ObservedExecutor(loop.executor, loop, clock, builder)
-    loop.host = clock
+    _tap(loop, builder)
     return builder
 
 
-class _ObservedHost(HostTap):
-    def __init__(self, host: Host, builder: TraceBuilder) -> None:
-        super().__init__(host)
-        self.now = 0.0
-        self._builder = builder
-        self._fetch, self.fetch = host.fetch, self._see_fetch
-        self._respond, self.respond = host.respond, self._see_respond
+def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
+    host, executor = loop.host, loop.executor
+    host_tap, executor_tap = HostTap(host), ExecutorTap(executor)
+    now = 0.0
 
-    def _see_fetch(self, room: int | None, num_active: int) -> Intake:
-        intake = self._fetch(room, num_active)
-        self.now = intake.now
+    def fetch(room: int | None, num_active: int) -> Intake:
+        nonlocal now
+        intake = host.fetch(room, num_active)
+        now = intake.now
         return intake
 
-    def _see_respond(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        self._respond(request_id, tensors, is_final, error)
+    def respond(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
+        host.respond(request_id, tensors, is_final, error)
         if is_final:
-            self._builder.end(request_id, error or finish_reason(tensors))
+            builder.end(request_id, error or finish_reason(tensors))
 
-
-class _ObservedExecutor(ExecutorTap):
-    def __init__(
-        self, executor: Executor, loop: TokenLoop, host: _ObservedHost, builder: TraceBuilder
-    ) -> None:
-        super().__init__(executor)
-        self._loop = loop
-        self._host = host
-        self._builder = builder
-        self._forward, self.forward = executor.forward, self._see_forward
-
-    def _see_forward(self, schedule: Schedule) -> Step:
-        for request in self._loop.table.by_id.values():
-            if request.request_id not in self._builder:
-                self._builder.arrive(
+    def forward(schedule: Schedule) -> Step:
+        for request in loop.table.by_id.values():
+            if request.request_id not in builder:
+                builder.arrive(
                     request.request_id,
                     request.orig_prompt_len,
                     request.length_limit - request.orig_prompt_len,
                     request.priority,
                 )
-        self._builder.step(schedule, self._host.now)
-        return self._forward(schedule)
+        builder.step(schedule, now)
+        return executor.forward(schedule)
+
+    host_tap.fetch, host_tap.respond, executor_tap.forward = fetch, respond, forward
+    loop.host, loop.executor = host_tap, executor_tap
 
 
 def finish_reason(tensors: list[NamedTensor]) -> str:

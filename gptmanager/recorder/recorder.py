@@ -229,26 +229,23 @@ class RecordingHost(HostTap):
 
     def __init__(self, host: Host, recorder: Recorder) -> None:
         super().__init__(host)
-        self._recorder = recorder
-        self._fetch, self.fetch = host.fetch, self._record_fetch
-        if (
-            recorder.writes_file
-        ):  # responses are many; only a file tells of those that end a request
-            self._respond, self.respond = host.respond, self._record_respond
 
-    def _record_fetch(self, room: int | None, num_active: int) -> Intake:
-        recorder = self._recorder
-        recorder.end_turn()
-        intake = self._fetch(room, num_active)
-        recorder.begin_turn(num_active, intake)
-        return intake
+        def fetch(room: int | None, num_active: int) -> Intake:
+            recorder.end_turn()
+            intake = host_fetch(room, num_active)
+            recorder.begin_turn(num_active, intake)
+            return intake
 
-    def _record_respond(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        if is_final:
-            self._recorder.record_end(request_id, tensors, error)
-        self._respond(request_id, tensors, is_final, error)
+        def respond(
+            request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+        ) -> None:
+            if is_final:
+                recorder.record_end(request_id, tensors, error)
+            host.respond(request_id, tensors, is_final, error)
+
+        host_fetch, self.fetch = host.fetch, fetch
+        if recorder.writes_file:  # responses are many, and a black box keeps none
+            self.respond = respond
 
 
 class RecordingExecutor(ExecutorTap):
@@ -256,15 +253,15 @@ class RecordingExecutor(ExecutorTap):
 
     def __init__(self, executor: Executor, recorder: Recorder) -> None:
         super().__init__(executor)
-        self._recorder = recorder
-        self._forward, self.forward = executor.forward, self._record_forward
-        self._result, self.result = executor.result, self._record_result
 
-    def _record_forward(self, schedule: Schedule) -> Step:
-        self._recorder.record_schedule(schedule)
-        return self._forward(schedule)
+        def forward(schedule: Schedule) -> Step:
+            recorder.record_schedule(schedule)
+            return executor_forward(schedule)
 
-    def _record_result(self, step: Any) -> StepResult:
-        result = self._result(step)
-        self._recorder.record_result(step.schedule.iteration, result)
-        return result
+        def result(step: Any) -> StepResult:
+            result = executor_result(step)
+            recorder.record_result(step.schedule.iteration, result)
+            return result
+
+        executor_forward, self.forward = executor.forward, forward
+        executor_result, self.result = executor.result, result

@@ -1,7 +1,7 @@
-"""A host and an executor that pass everything on: doors at which somebody may look.
+"""A host and an executor that pass every call on: doors at which somebody may look.
 
-A subclass sets a method of its own in the place of one that it wants to see; any other call goes
-straight to the object behind.
+A call is a field. Who wants to see it puts a function there that calls the one before. That is no
+method of the tap: then only the garbage collector could free the tap.
 """
 
 from __future__ import annotations
