@@ -76,17 +76,17 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         for (int i = 0; i < WIDTH; i++) {
             float value = score(values[i]);
             if (to_key(value) < bound || id + i >= vocab_size) continue;
-            int place = atomicAdd(&num_candidates, 1);
-            if (place < CANDIDATES) candidates[place] = to_rank(value, id + i);
+            int index = atomicAdd(&num_candidates, 1);
+            if (index < CANDIDATES) candidates[index] = to_rank(value, id + i);
         }
     });
     __syncthreads();
     int count = num_candidates;
     int* own_tokens = tokens + size_t(blockIdx.x) * most;
     float* own_log_probs = log_probs + size_t(blockIdx.x) * most;
-    auto put = [&](int place, unsigned long long rank) {
-        own_tokens[place] = id_of(rank);
-        own_log_probs[place] = value_of(rank);
+    auto put = [&](int index, unsigned long long rank) {
+        own_tokens[index] = id_of(rank);
+        own_log_probs[index] = value_of(rank);
     };
     for (int i = k + int(threadIdx.x); i < most; i += THREADS) {
         own_tokens[i] = -1;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
         return;
     }
     unsigned long long last = ~0ull;  // very many ties: one after the other
-    for (int place = 0; place < k; place++) {
+    for (int index = 0; index < k; index++) {
         unsigned long long best = 0;
         row.template each<1>([&](const float(&values)[WIDTH], int id) {
 #pragma unroll
@@ -111,6 +111,6 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
             }
         });
         last = block_max(best);
-        if (threadIdx.x == 0) put(place, last);
+        if (threadIdx.x == 0) put(index, last);
     }
 }

@@ -1,4 +1,4 @@
-"""Copies of the beginnings of blocks: within a pool or between two, one of them on the host."""
+"""Copies of the beginnings of blocks: in a pool or between two, one of them in CPU memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
     if head_dim * source.itemsize % 16:
         raise ValueError(f"a token of {head_dim} {source.dtype} is no multiple of 16 bytes")
     shape = (num_layers, None, num_kv_heads, tokens_per_block, head_dim)
-    for pool in (destination, source):  # one of them may be host memory
+    for pool in (destination, source):  # one of them may be CPU memory
         check_tensors(pool=(pool, shape, source.dtype))
     check_tensors(copies=(copies, (None, 3), torch.int32))
     if len(copies) == 0:
@@ -58,6 +58,6 @@ def copy_blocks(launcher: Launcher, destination: Tensor, source: Tensor, copies:
 
 def as_tensor(copies: Sequence[Copy], device: torch.device | str) -> Tensor:
     """`copies` as `copy_blocks` takes them; they travel from pinned memory, without a wait."""
-    is_host = torch.device(device).type == "cpu"
-    numbers = torch.tensor(copies, dtype=torch.int32, pin_memory=not is_host).reshape(-1, 3)
+    is_cpu = torch.device(device).type == "cpu"
+    numbers = torch.tensor(copies, dtype=torch.int32, pin_memory=not is_cpu).reshape(-1, 3)
     return numbers.to(device, non_blocking=True)

@@ -173,9 +173,9 @@ def _header_folders() -> Iterator[Path]:
     root = cupy.cuda.get_cuda_path()
     if root is not None:
         yield Path(root, "include")
-    for wheel, place in _WHEELS.items():
+    for wheel, folder in _WHEELS.items():
         try:
-            yield Path(str(metadata.distribution(wheel).locate_file(place)))
+            yield Path(str(metadata.distribution(wheel).locate_file(folder)))
         except metadata.PackageNotFoundError:
             pass
     toolkits = (os.environ.get("CUDA_PATH"), os.environ.get("CUDA_HOME"), "/usr/local/cuda")

@@ -72,10 +72,10 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
         size_t index = (size_t(row_starts[item.row]) * num_heads + head) * D;
         Query<D, C> query(queries + index, cache.pages, cache.value_memory, to_score);
         for (int position = item.first; position < item.last; position++) query.see(position);
-        size_t place = size_t(item.partial) * num_heads + head;
-        query.write(item.partial < 0 ? out + index : partial + place * D, cache.value_scale);
+        size_t part = size_t(item.partial) * num_heads + head;
+        query.write(item.partial < 0 ? out + index : partial + part * D, cache.value_scale);
         if (item.partial >= 0 && threadIdx.x % 32 == 0)
-            partial_log[place] = query.softmax.largest + log2f(query.softmax.sum);
+            partial_log[part] = query.softmax.largest + log2f(query.softmax.sum);
     }
     size_t first_head = size_t(row_starts[item.row]) * num_heads + blockIdx.y * group;
     if (item.partial >= 0)

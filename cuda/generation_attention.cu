@@ -85,15 +85,15 @@ template <class T, int D> struct Chunks<T, __nv_fp8_e4m3, D> {
         value = values + row;
     }
     // The last chunk may be alone.
-    __device__ int place(int k) const { return min(k + later, D / 16 - 1) * 16; }
+    __device__ int column(int k) const { return min(k + later, D / 16 - 1) * 16; }
     __device__ void load_key(unsigned (&a)[4], int k) {
-        if (k % 2 == 0) ptx::load_matrix_x4(pair, key + place(k));
+        if (k % 2 == 0) ptx::load_matrix_x4(pair, key + column(k));
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = expand<T>(pair[k % 2 * 2 + i % 2] >> i / 2 * 16);
     }
     __device__ void load_value(unsigned (&a)[4], int k) {
         if (k % 2 == 0) {
-            ptx::load_matrix_x4_transposed(pair, value + place(k));
+            ptx::load_matrix_x4_transposed(pair, value + column(k));
 #pragma unroll
             for (int i = 0; i < 4; i++) pair[i] = __byte_perm(pair[i], 0, 0x3120);
         }

@@ -23,20 +23,20 @@ union Room {
 // How many bins below the best logit; the last bin has all that is further.
 __device__ inline float distance(float scaled, float largest) { return (largest - scaled) * 64; }
 
-struct Place {
+struct KthBin {
     int bin, above, inside;  // of the k-th best; how many are in better bins, and in this one
 };
 
 // Of logits divided by the temperature. The last bin is not counted: it is the answer if no other is.
 template <int WIDTH>
-__device__ Place find_bin(
+__device__ KthBin find_bin(
     const Row<WIDTH>& row, long long k, float temperature, float largest, int (&bins)[BINS]) {
     __shared__ int sums[WARPS];
-    __shared__ Place place;
+    __shared__ KthBin kth;
     constexpr int EACH = BINS / THREADS;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
-    if (threadIdx.x == 0) place = {BINS - 1, 0, 0};
+    if (threadIdx.x == 0) kth = {BINS - 1, 0, 0};
     __syncthreads();
     row.each([&](float logit, int) {
         float bin = distance(__fdiv_rn(logit, temperature), largest);
@@ -57,10 +57,10 @@ __device__ Place find_bin(
     if (above < k && k <= up_to) {
         int bin = first;
         for (; above + bins[bin] < k; bin++) above += bins[bin];
-        place = {bin, above, bins[bin]};
+        kth = {bin, above, bins[bin]};
     }
     __syncthreads();
-    return place;
+    return kth;
 }
 
 // The k-th best of the logits divided by the temperature. `found`: all that reach it and some more, in
@@ -77,12 +77,12 @@ __device__ float kth_best(
         float from = 0, to;  // distances
         int above = 0;
         if (by_bins) {
-            Place place = find_bin(row, k, temperature, largest, bins);
-            if (place.bin == BINS - 1 || place.inside > CANDIDATES) break;
-            to = __uint_as_float(__float_as_uint(float(place.bin + 1)) - 1);  // the highest below
-            if (place.above + place.inside > CANDIDATES) {
-                from = place.bin;
-                above = place.above;
+            KthBin kth = find_bin(row, k, temperature, largest, bins);
+            if (kth.bin == BINS - 1 || kth.inside > CANDIDATES) break;
+            to = __uint_as_float(__float_as_uint(float(kth.bin + 1)) - 1);  // the highest below
+            if (kth.above + kth.inside > CANDIDATES) {
+                from = kth.bin;
+                above = kth.above;
             }
         } else {
             unsigned own = to_key(-distance(__fdiv_rn(own_best, temperature), largest));
@@ -93,10 +93,10 @@ __device__ float kth_best(
         row.each([&](float logit, int id) {
             float own = distance(__fdiv_rn(logit, temperature), largest);
             if (id >= row.size || own < from || own > to) return;
-            int place = atomicAdd(&num_found, 1);
-            if (place >= CANDIDATES) return;
-            found.logits[place] = logit;
-            found.ids[place] = id;
+            int index = atomicAdd(&num_found, 1);
+            if (index >= CANDIDATES) return;
+            found.logits[index] = logit;
+            found.ids[index] = id;
         });
         __syncthreads();
         int size = num_found;

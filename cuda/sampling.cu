@@ -184,10 +184,10 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) sample(
         if (count <= CANDIDATES) {  // the row itself is not read again
             int size = keep(room.kept, found, count, limit.logit, own.temperature);
             Row<1> few{room.kept.logits, size, -1};
-            int place;
-            if constexpr (WIDTH == 1) place = draw_token(few, own, position, largest, limit);
-            else place = draw_apart(few, own, position, largest, limit);
-            token = room.kept.ids[place];
+            int index;
+            if constexpr (WIDTH == 1) index = draw_token(few, own, position, largest, limit);
+            else index = draw_apart(few, own, position, largest, limit);
+            token = room.kept.ids[index];
         }
     }
     if (token < 0) token = draw_token(row, own, position, largest, limit);

@@ -38,7 +38,7 @@ class Stream(Protocol):
     def __exit__(self, *exc: Any) -> None: ...
 
     def staging(self, num_bytes: int) -> Tensor:
-        """Host memory, uint8 `[num_bytes]`, that copies from and to the device do not wait for."""
+        """Pinned memory, uint8 `[num_bytes]`: copies from and to the device do not wait for it."""
 
     def event(self) -> Event: ...
 
@@ -198,7 +198,7 @@ class EmulatedStream:
         return 1 << 30
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        return 0  # memory of the host, which is not counted; a run would take long
+        return 0  # CPU memory, which is not counted; a run would take long
 
 
 class _Done:

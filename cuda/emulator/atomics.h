@@ -7,8 +7,8 @@
 namespace emulator {
 
 template <class T, class F>
-__attribute__((no_sanitize("thread"), noinline)) T update(T* address, Place place, F value) {
-    check_atomic(address, sizeof(T), place);
+__attribute__((no_sanitize("thread"), noinline)) T update(T* address, Site site, F value) {
+    check_atomic(address, sizeof(T), site);
     T before = *address;
     *address = value(before);
     return before;
@@ -20,7 +20,7 @@ __attribute__((no_sanitize("thread"), noinline)) T update(T* address, Place plac
     template <class T, class V> T NAME(T* address, V operand, EMULATOR_CALLER) { \
         T value = T(operand); \
         auto next = [value](T old) __attribute__((no_sanitize("thread"))) { return T(EXPRESSION); }; \
-        return ::emulator::update(address, EMULATOR_PLACE, next); \
+        return ::emulator::update(address, EMULATOR_SITE, next); \
     } \
     template <class T, class V> T NAME##_block(T* address, V operand, EMULATOR_CALLER) { \
         return NAME(address, operand, file, line); \
@@ -44,5 +44,5 @@ template <class T, class V> T atomicCAS(T* address, V compare, V operand, EMULAT
     auto next = [=](T old) __attribute__((no_sanitize("thread"))) {
         return old == expected ? value : old;
     };
-    return ::emulator::update(address, EMULATOR_PLACE, next);
+    return ::emulator::update(address, EMULATOR_SITE, next);
 }

@@ -183,11 +183,11 @@ static bool ordered(Access before) {
 // Accesses ----------------------------------------------------------------------------------------
 
 static void fail_race(
-    Place place, const char* now, const char* then, Access before, const Shadow& in) {
+    Site site, const char* now, const char* then, Access before, const Shadow& in) {
     char buffer[256], where[64] = "shared memory";
     if (!in.shared) snprintf(where, sizeof where, "argument %d", in.region.argument);
-    Place at_then = here(library().begin + before.at);
-    fail(place, "race on %s: %s by thread %u of block %u at %s, then unordered with it a %s", where,
+    Site at_then = here(library().begin + before.at);
+    fail(site, "race on %s: %s by thread %u of block %u at %s, then unordered with it a %s", where,
          then, before.thread(), before.block(), text(at_then, buffer), now);
 }
 
@@ -203,70 +203,70 @@ static Shadow* find(char* address) {
     return nullptr;
 }
 
-static void unknown(char* address, Place place) {
-    if (launch->closed && !in_stacks(address) && !in_library(address)) fail_outside(address, place);
+static void unknown(char* address, Site site) {
+    if (launch->closed && !in_stacks(address) && !in_library(address)) fail_outside(address, site);
 }
 
-static uint32_t offset(Place place) {
-    return place.address ? uint32_t((char*)place.address - library().begin) : 0;
+static uint32_t offset(Site site) {
+    return site.address ? uint32_t((char*)site.address - library().begin) : 0;
 }
 
 enum Kind { READ = 1, WRITE = 2, BOTH = 3 };
 
-static void access(void* pointer, size_t size, Kind kind, unsigned flags, Place place) {
+static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site site) {
     char* address = static_cast<char*>(pointer);
     if (!checking || !current) return;
     Shadow* shadow = find(address);
-    if (!shadow) return unknown(address, place);
+    if (!shadow) return unknown(address, site);
     const Region& region = shadow->region;
-    if (address + size > region.end) fail_outside(region.end, place);
+    if (address + size > region.end) fail_outside(region.end, site);
     unsigned block = block_number() & 0x7FFFF;
     uint32_t bits = block << 13 | current->linear << 3 | flags | VALID;
-    Access self{stamp_of(current->linear), bits, offset(place)};
+    Access self{stamp_of(current->linear), bits, offset(site)};
     for (size_t i = 0; i < size; i++) {
         Byte& byte = shadow->bytes[address - region.begin + i];
         Access write = byte.write, read = byte.read;
         if (shadow->shared) {  // another block's are of other memory
             if (write && write.block() != block) write = {};
             if (read && read.block() != block) read = {};
-            if (kind & READ && !write) fail(place, "read of shared memory that nothing was written to");
+            if (kind & READ && !write) fail(site, "read of shared memory that nothing was written to");
         }
         if (kind & READ && write.in_flight())
-            fail(place, "read of what cp.async has not delivered: no cp_async_wait before it");
+            fail(site, "read of what cp.async has not delivered: no cp_async_wait before it");
         bool excused = self.atomic() && write.atomic();
         if (write && !excused && !ordered(write))
-            fail_race(place, kind & WRITE ? "write" : "read", "write", write, *shadow);
+            fail_race(site, kind & WRITE ? "write" : "read", "write", write, *shadow);
         excused = self.atomic() && read.atomic();
         if (kind & WRITE && read && !excused && !ordered(read))
-            fail_race(place, "write", "read", read, *shadow);
+            fail_race(site, "write", "read", read, *shadow);
         if (kind & READ) byte.read = self;
         if (kind & WRITE) byte.write = self;
     }
 }
 
-void check_read(const void* address, size_t size, Place place) {
-    touch(address, size, place);
-    access(const_cast<void*>(address), size, READ, 0, place);
+void check_read(const void* address, size_t size, Site site) {
+    touch(address, size, site);
+    access(const_cast<void*>(address), size, READ, 0, site);
 }
 
-void check_write(void* address, size_t size, Place place) {
-    touch(address, size, place);
-    access(address, size, WRITE, 0, place);
+void check_write(void* address, size_t size, Site site) {
+    touch(address, size, site);
+    access(address, size, WRITE, 0, site);
 }
 
-void check_atomic(void* address, size_t size, Place place) {
-    touch(address, size, place);
-    access(address, size, BOTH, ATOMIC, place);
+void check_atomic(void* address, size_t size, Site site) {
+    touch(address, size, site);
+    access(address, size, BOTH, ATOMIC, site);
     if (checking && !in_shared(static_cast<char*>(address))) synchronize(address);
 }
 
-void check_in_flight(void* address, size_t size, Place place) {
-    access(address, size, WRITE, IN_FLIGHT, place);
+void check_in_flight(void* address, size_t size, Site site) {
+    access(address, size, WRITE, IN_FLIGHT, site);
 }
 
-static void aligned(void* address, size_t size, Place place) {
+static void aligned(void* address, size_t size, Site site) {
     if (uintptr_t(address) % size && current)
-        fail(place, "access of %zu bytes at an address that is not aligned to them", size);
+        fail(site, "access of %zu bytes at an address that is not aligned to them", size);
 }
 
 }  // namespace emulator
@@ -303,23 +303,23 @@ void __tsan_write_range(void* address, size_t size) {
     access(address, size, WRITE, 0, EMULATOR_RETURN);
 }
 
-struct UbsanPlace {
+struct UbsanSite {
     const char* file;
     uint32_t line, column;
 };
-void __ubsan_handle_type_mismatch_v1_abort(UbsanPlace* place, uintptr_t pointer) {
-    Place at = here(place->file, place->line);
+void __ubsan_handle_type_mismatch_v1_abort(UbsanSite* site, uintptr_t pointer) {
+    Site at = here(site->file, site->line);
     if (!current) return;
     if (!pointer) fail(at, "access through a null pointer");
     fail(at, "misaligned access: the address ends in 0x%02x", unsigned(pointer & 0xFF));
 }
-void __ubsan_handle_shift_out_of_bounds_abort(UbsanPlace* place, uintptr_t, uintptr_t count) {
-    fail(here(place->file, place->line), "shift by %d bits", int(count));
+void __ubsan_handle_shift_out_of_bounds_abort(UbsanSite* site, uintptr_t, uintptr_t count) {
+    fail(here(site->file, site->line), "shift by %d bits", int(count));
 }
 void __ubsan_handle_float_cast_overflow_abort(void*, uintptr_t) {
     fail(EMULATOR_RETURN, "conversion of a float to an integer type that has no such value");
 }
-void __ubsan_handle_out_of_bounds_abort(UbsanPlace* place, uintptr_t index) {
-    fail(here(place->file, place->line), "array index %td out of bounds", intptr_t(index));
+void __ubsan_handle_out_of_bounds_abort(UbsanSite* site, uintptr_t index) {
+    fail(here(site->file, site->line), "array index %td out of bounds", intptr_t(index));
 }
 }

@@ -12,7 +12,7 @@ struct Rows {  // of ldmatrix: what a lane names, and what it gets
     unsigned registers[4];
 };
 
-template <bool TRANSPOSED> void distribute(void** operands, Place) {
+template <bool TRANSPOSED> void distribute(void** operands, Site) {
     for (int lane = 0; lane < WARP; lane++) {
         int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; i++) {
@@ -27,12 +27,12 @@ template <bool TRANSPOSED> void distribute(void** operands, Place) {
 }
 
 template <bool TRANSPOSED>
-void load_matrix(unsigned (&registers)[4], const void* row, Place place) {
+void load_matrix(unsigned (&registers)[4], const void* row, Site site) {
     Rows rows;
-    if (uintptr_t(row) % 16) fail(place, "ldmatrix of a row that is not aligned to 16 bytes");
-    if (!in_shared(static_cast<const char*>(row))) fail(place, "ldmatrix of what is not shared memory");
-    read_memory(rows.row, row, sizeof rows.row, place);
-    warp_operation(distribute<TRANSPOSED>, "ldmatrix", ~0u, &rows, place);
+    if (uintptr_t(row) % 16) fail(site, "ldmatrix of a row that is not aligned to 16 bytes");
+    if (!in_shared(static_cast<const char*>(row))) fail(site, "ldmatrix of what is not shared memory");
+    read_memory(rows.row, row, sizeof rows.row, site);
+    warp_operation(distribute<TRANSPOSED>, "ldmatrix", ~0u, &rows, site);
     for (int i = 0; i < 4; i++) registers[i] = rows.registers[i];
 }
 
@@ -40,7 +40,7 @@ struct Turned {
     unsigned elements, result;
 };
 
-inline void turn(void** operands, Place) {
+inline void turn(void** operands, Site) {
     for (int lane = 0; lane < WARP; lane++) {
         int g = lane / 4, t = lane % 4;
         auto element = [&](int row, int column) {
@@ -65,7 +65,7 @@ inline float widen(unsigned bits, __half) {
     return __half2float(__half(raw));
 }
 
-template <class T> void multiply(void** operands, Place) {
+template <class T> void multiply(void** operands, Site) {
     float a[16][16], b[8][16];
     for (int lane = 0; lane < WARP; lane++) {
         auto* mine = static_cast<Fragments*>(operands[lane]);

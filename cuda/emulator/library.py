@@ -77,7 +77,7 @@ class Argument:
 class _Symbol(NamedTuple):
     name: str
     kind: str  # nm's letter
-    place: int
+    address: int  # in the file
     size: int
 
 
@@ -122,12 +122,12 @@ class Library:
 
     def _find_static_shared(self, number: int) -> int:
         export = f"emulator_kernel_{number}"
-        places = {symbol.name: symbol.place for symbol in self._symbols}
-        if export not in places:
+        addresses = {symbol.name: symbol.address for symbol in self._symbols}
+        if export not in addresses:
             return 0
         loaded = ctypes.cast(getattr(self._library, export), ctypes.c_void_p).value or 0
-        place = (self._descriptor(number).kernel or 0) - loaded + places[export]
-        functions = (it.name for it in self._symbols if it.place == place and it.kind in "tTwW")
+        own = (self._descriptor(number).kernel or 0) - loaded + addresses[export]
+        functions = (it.name for it in self._symbols if it.address == own and it.kind in "tTwW")
         prefixes = tuple(f"_ZZ{_encoding(name)}E" for name in functions)
         return sum(
             it.size for it in self._symbols if it.kind in "bBdD" and it.name.startswith(prefixes)
@@ -141,8 +141,8 @@ class Library:
         listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         fields = (line.split() for line in listed.splitlines())
         return tuple(
-            _Symbol(name, kind, int(place, 16), int(size, 16))
-            for place, size, kind, name in (it for it in fields if len(it) == 4)
+            _Symbol(name, kind, int(address, 16), int(size, 16))
+            for address, size, kind, name in (it for it in fields if len(it) == 4)
         )
 
     def launch(

@@ -38,12 +38,12 @@ void describe(const char* format, ...) {
     va_end(list);
 }
 
-const char* text(Place place, char (&buffer)[256]) {
-    if (place.file) {
-        const char* slash = strrchr(place.file, '/');
-        snprintf(buffer, 256, "%s:%d", slash ? slash + 1 : place.file, place.line);
+const char* text(Site site, char (&buffer)[256]) {
+    if (site.file) {
+        const char* slash = strrchr(site.file, '/');
+        snprintf(buffer, 256, "%s:%d", slash ? slash + 1 : site.file, site.line);
     } else {  // the call, not what follows it
-        snprintf(buffer, 256, "@0x%zx", size_t((const char*)place.address - library().begin - 1));
+        snprintf(buffer, 256, "@0x%zx", size_t((const char*)site.address - library().begin - 1));
     }
     return buffer;
 }
@@ -54,13 +54,13 @@ void abandon() {
     _longjmp(launch_start, 1);
 }
 
-void fail(Place place, const char* format, ...) {
+void fail(Site site, const char* format, ...) {
     char message[1024], buffer[256];
     va_list list;
     va_start(list, format);
     vsnprintf(message, sizeof message, format, list);
     va_end(list);
-    describe("%s, at %s", message, text(place, buffer));
+    describe("%s, at %s", message, text(site, buffer));
     describe(", block (%u, %u, %u)", block_index.x, block_index.y, block_index.z);
     if (current) {
         Index i = current->index;
@@ -131,7 +131,7 @@ static void report_deadlock() {
     for (Thread& thread : threads) {
         std::string what = "returned";
         if (thread.state != State::RETURNED)
-            what = std::string("in ") + thread.operation + " at " + text(thread.place, buffer);
+            what = std::string("in ") + thread.operation + " at " + text(thread.site, buffer);
         auto same = [&](auto& group) { return group.first == what; };
         auto group = std::find_if(groups.begin(), groups.end(), same);
         if (group == groups.end()) group = groups.insert(group, {what, {}});
@@ -190,66 +190,66 @@ static void prepare() {
 // Warp operations and barriers ----------------------------------------------------------------------
 
 void warp_operation(
-    Evaluate evaluate, const char* name, unsigned mask, void* operands, Place place) {
+    Evaluate evaluate, const char* name, unsigned mask, void* operands, Site site) {
     Thread& self = *current;
     unsigned first = self.warp * WARP;
     char buffer[256];
-    if (!(mask >> self.lane & 1)) fail(place, "%s with a mask without the calling lane", name);
+    if (!(mask >> self.lane & 1)) fail(site, "%s with a mask without the calling lane", name);
     self.evaluate = evaluate;
     self.operation = name;
     self.mask = mask;
     self.operands = operands;
-    self.place = place;
+    self.site = site;
     void* all[WARP] = {};
     for (unsigned lane = 0; lane < WARP; lane++) {
         if (!(mask >> lane & 1)) continue;
         unsigned linear = first + lane;
-        if (linear >= threads.size()) fail(place, "%s names lane %u, which is not there", name, lane);
+        if (linear >= threads.size()) fail(site, "%s names lane %u, which is not there", name, lane);
         Thread& other = threads[linear];
         if (other.state == State::RETURNED)
-            fail(place, "%s names lane %u, which has returned", name, lane);
+            fail(site, "%s names lane %u, which has returned", name, lane);
         if (lane != self.lane && other.state == State::READY) {  // not the last one
             self.state = State::IN_WARP;
             wait();
             return;
         }
         if (other.state == State::IN_BLOCK)
-            fail(place, "%s names lane %u, which waits in %s at %s", name, lane, other.operation,
-                 text(other.place, buffer));
+            fail(site, "%s names lane %u, which waits in %s at %s", name, lane, other.operation,
+                 text(other.site, buffer));
         bool same = other.evaluate == evaluate && other.mask == mask &&
-                    other.place.line == place.line && other.place.address == place.address;
+                    other.site.line == site.line && other.site.address == site.address;
         if (!same)
-            fail(place, "%s with mask 0x%x, but lane %u is in %s with mask 0x%x at %s", name, mask,
-                 lane, other.operation, other.mask, text(other.place, buffer));
+            fail(site, "%s with mask 0x%x, but lane %u is in %s with mask 0x%x at %s", name, mask,
+                 lane, other.operation, other.mask, text(other.site, buffer));
         all[lane] = other.operands;
     }
-    evaluate(all, place);
+    evaluate(all, site);
     for (unsigned lane = 0; lane < WARP; lane++) {
         if (mask >> lane & 1) threads[first + lane].state = State::READY;
     }
 }
 
-static void join_lanes(void**, Place) {
+static void join_lanes(void**, Site) {
     if (checking) check_sync_warp(current->warp * WARP, current->mask);
 }
 
-void sync_warp(unsigned mask, Place place) {
-    warp_operation(join_lanes, "__syncwarp", mask, nullptr, place);
+void sync_warp(unsigned mask, Site site) {
+    warp_operation(join_lanes, "__syncwarp", mask, nullptr, site);
 }
 
-int sync_block(Vote vote, int predicate, const char* name, Place place) {
+int sync_block(Vote vote, int predicate, const char* name, Site site) {
     Thread& self = *current;
     char buffer[256];
     if (arrived) {
         Thread& other = threads[first_arrived];
-        if (other.place.line != place.line || other.operation != name)
-            fail(place, "divergent %s: thread %u waits in %s at %s", name, other.linear,
-                 other.operation, text(other.place, buffer));
+        if (other.site.line != site.line || other.operation != name)
+            fail(site, "divergent %s: thread %u waits in %s at %s", name, other.linear,
+                 other.operation, text(other.site, buffer));
     } else {
         first_arrived = self.linear;
     }
     self.operation = name;
-    self.place = place;
+    self.site = site;
     self.predicate = predicate;
     self.state = State::IN_BLOCK;
     if (++arrived < threads.size()) {
@@ -274,14 +274,14 @@ void fence() {
 
 // cp.async ----------------------------------------------------------------------------------------
 
-void copy_async(void* to, const void* from, size_t size, size_t source_size, Place place) {
+void copy_async(void* to, const void* from, size_t size, size_t source_size, Site site) {
     if (uintptr_t(to) % size || (source_size && uintptr_t(from) % size))
-        fail(place, "cp.async of %zu bytes with an address that is not aligned to them", size);
-    if (!in_shared((char*)to)) fail(place, "cp.async to what is not shared memory");
-    if (source_size) check_read(from, source_size, place);
-    if (checking) check_in_flight(to, size, place);
+        fail(site, "cp.async of %zu bytes with an address that is not aligned to them", size);
+    if (!in_shared((char*)to)) fail(site, "cp.async to what is not shared memory");
+    if (source_size) check_read(from, source_size, site);
+    if (checking) check_in_flight(to, size, site);
     memset(to, 0xFF, size);
-    current->copies.push_back({to, from, size, source_size, current->group, place});
+    current->copies.push_back({to, from, size, source_size, current->group, site});
 }
 
 void copy_async_commit() { current->group++; }
@@ -293,7 +293,7 @@ void copy_async_wait(int pending_groups) {
         if (copy.group >= self.group - pending_groups) break;
         memcpy(copy.to, copy.from, copy.source_size);
         memset((char*)copy.to + copy.source_size, 0, copy.size - copy.source_size);
-        check_write(copy.to, copy.size, copy.place);
+        check_write(copy.to, copy.size, copy.site);
         arrived++;
     }
     self.copies.erase(self.copies.begin(), self.copies.begin() + arrived);

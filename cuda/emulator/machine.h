@@ -17,18 +17,18 @@ struct Index {
 };
 
 // Where in the kernel's source something happens: a line, or an address that Python looks up.
-struct Place {
+struct Site {
     const char* file;
     int line;
     const void* address;
 };
 
-inline Place here(const char* file, int line) { return {file, line, nullptr}; }
-inline Place here(const void* address) { return {nullptr, 0, address}; }
+inline Site here(const char* file, int line) { return {file, line, nullptr}; }
+inline Site here(const void* address) { return {nullptr, 0, address}; }
 
-// As last parameters they take the file and line of the call; PLACE makes a Place of them.
+// As last parameters they take the file and line of the call; EMULATOR_SITE makes a Site of them.
 #define EMULATOR_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
-#define EMULATOR_PLACE ::emulator::here(file, line)
+#define EMULATOR_SITE ::emulator::here(file, line)
 // The same for functions that intrinsics.cuh declares: they must not be inlined.
 #define EMULATOR_RETURN ::emulator::here(__builtin_return_address(0))
 
@@ -37,29 +37,29 @@ extern Index thread_index, block_index, block_size, grid_size;
 unsigned lane();
 
 // Ends the launch with an error; never returns. `@` followed by an address becomes a line.
-[[noreturn]] void fail(Place place, const char* format, ...) __attribute__((format(printf, 2, 3)));
+[[noreturn]] void fail(Site site, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // One primitive does all warp operations: each lane leaves a pointer to its operands and waits; the
 // last one to arrive calls `evaluate(operands of 32 lanes, null where absent)`, and all go on.
-using Evaluate = void (*)(void** operands, Place place);
-void warp_operation(Evaluate evaluate, const char* name, unsigned mask, void* operands, Place place);
-void sync_warp(unsigned mask, Place place);
+using Evaluate = void (*)(void** operands, Site site);
+void warp_operation(Evaluate evaluate, const char* name, unsigned mask, void* operands, Site site);
+void sync_warp(unsigned mask, Site site);
 
 enum Vote { COUNT, ALL, ANY };
-int sync_block(Vote vote, int predicate, const char* name, Place place);
+int sync_block(Vote vote, int predicate, const char* name, Site site);
 
 void fence();  // __threadfence
 void* dynamic_shared();
 bool in_shared(const char* address);
 
 // Memory is read or written by an emulated instruction, which no compiler has instrumented.
-void read_memory(void* to, const void* from, size_t size, Place place);
-void check_read(const void* address, size_t size, Place place);
-void check_write(void* address, size_t size, Place place);
-void check_atomic(void* address, size_t size, Place place);
+void read_memory(void* to, const void* from, size_t size, Site site);
+void check_read(const void* address, size_t size, Site site);
+void check_write(void* address, size_t size, Site site);
+void check_atomic(void* address, size_t size, Site site);
 
 // cp.async: the destination is NaN until the thread waits for the group the copy belongs to.
-void copy_async(void* to, const void* from, size_t size, size_t source_size, Place place);
+void copy_async(void* to, const void* from, size_t size, size_t source_size, Site site);
 void copy_async_commit();
 void copy_async_wait(int pending_groups);
 

@@ -111,7 +111,7 @@ static pthread_t launching;
 static volatile sig_atomic_t interrupted;
 static stack_t stack_before;
 static char signal_stack[64 << 10];
-static const Place* touching;  // what an emulated instruction reads or writes
+static const Site* touching;  // what an emulated instruction reads or writes
 
 static char* interrupted_address(void* context) {
     auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
@@ -122,14 +122,14 @@ static char* interrupted_address(void* context) {
 #endif
 }
 
-static Place place_of(void* context) {
+static Site site_of(void* context) {
     if (touching) return *touching;
     char* address = interrupted_address(context);
     // In a function of another library: the line of the last operation is the nearest known.
-    return in_library(address) ? here(address + 1) : current->place;
+    return in_library(address) ? here(address + 1) : current->site;
 }
 
-void fail_outside(char* address, Place place) {
+void fail_outside(char* address, Site site) {
     const Region* nearest = nullptr;
     size_t distance = 1 << 20;
     auto gap = [&](const Region& region) {
@@ -140,13 +140,13 @@ void fail_outside(char* address, Place place) {
         if (size_t(gap(region)) < distance) nearest = &region, distance = gap(region);
     }
     Span span = dynamic_span();
-    if (in_stacks(address)) fail(place, "stack overflow: more than %zu KiB", STACK >> 10);
-    if (address < (char*)(64 << 10)) fail(place, "access through a null pointer (%p)", address);
+    if (in_stacks(address)) fail(site, "stack overflow: more than %zu KiB", STACK >> 10);
+    if (address < (char*)(64 << 10)) fail(site, "access through a null pointer (%p)", address);
     if (address >= dynamic - PAGE && address < dynamic + DYNAMIC + PAGE)
-        fail(place, "access to byte %td of dynamic shared memory, which has %zu bytes",
+        fail(site, "access to byte %td of dynamic shared memory, which has %zu bytes",
              address - span.begin, dynamic_size);
-    if (!nearest) fail(place, "access to %p, which is no memory", address);
-    fail(place, "access to byte %td of argument %d, which has %td bytes", address - nearest->begin,
+    if (!nearest) fail(site, "access to %p, which is no memory", address);
+    fail(site, "access to byte %td of argument %d, which has %td bytes", address - nearest->begin,
          nearest->argument, nearest->end - nearest->begin);
 }
 
@@ -155,14 +155,14 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
         release_faults();  // it happens again, for whoever was asked before
         return;
     }
-    Place place = place_of(context);
+    Site site = site_of(context);
     touching = nullptr;
-    if (signal == SIGFPE) fail(place, "integer division by zero");
-    fail_outside((char*)info->si_addr, place);
+    if (signal == SIGFPE) fail(site, "integer division by zero");
+    fail_outside((char*)info->si_addr, site);
 }
 
 void stop_if_interrupted() {
-    if (interrupted) fail(current->place, "interrupted");
+    if (interrupted) fail(current->site, "interrupted");
 }
 
 // Ctrl-C, or a test's time limit. A kernel that never ends would keep Python from seeing it.
@@ -204,16 +204,16 @@ void release_faults() {
     sigaltstack(&stack_before, nullptr);
 }
 
-void touch(const void* address, size_t size, Place place) {
+void touch(const void* address, size_t size, Site site) {
     auto* bytes = static_cast<const volatile char*>(address);
-    touching = &place;
+    touching = &site;
     (void)bytes[0];
     (void)bytes[size - 1];
     touching = nullptr;
 }
 
-void read_memory(void* to, const void* from, size_t size, Place place) {
-    check_read(from, size, place);
+void read_memory(void* to, const void* from, size_t size, Site site) {
+    check_read(from, size, site);
     memcpy(to, from, size);
 }
 

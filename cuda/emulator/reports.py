@@ -32,9 +32,9 @@ def with_lines(text: str, library: Path) -> str:
 def _line(address: str, library: Path) -> str | None:
     command = ["addr2line", "--exe", str(library), "--inlines", address]
     frames = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    places = [match for match in map(_FRAME.match, frames.splitlines()) if match]
-    places = [place for place in places if not place[1].startswith("?")]
-    foreign = [place for place in places if Path(place[1]).resolve().parent != _OWN]
-    for place in foreign or places:
-        return f"{Path(place[1]).name}:{place[2]}"
+    lines = [match for match in map(_FRAME.match, frames.splitlines()) if match]
+    lines = [line for line in lines if not line[1].startswith("?")]
+    foreign = [line for line in lines if Path(line[1]).resolve().parent != _OWN]
+    for line in foreign or lines:
+        return f"{Path(line[1]).name}:{line[2]}"
     return None

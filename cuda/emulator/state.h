@@ -15,7 +15,7 @@ struct AsyncCopy {
     const void* from;
     size_t size, source_size;
     int group;
-    Place place;
+    Site site;
 };
 
 struct Thread {
@@ -24,7 +24,7 @@ struct Thread {
     State state;
     // What it waits in.
     const char* operation;
-    Place place;
+    Site site;
     Evaluate evaluate;
     unsigned mask;
     void* operands;
@@ -64,7 +64,7 @@ extern bool checking;
 unsigned block_number();
 void abandon() __attribute__((noreturn));  // back to where the launch began
 void describe(const char* format, ...) __attribute__((format(printf, 1, 2)));
-const char* text(Place place, char (&buffer)[256]);
+const char* text(Site site, char (&buffer)[256]);
 
 // memory.cpp
 constexpr size_t STACK = 256 << 10;
@@ -74,8 +74,8 @@ void poison();  // shared memory, before each block
 void catch_faults();
 void release_faults();
 void stop_if_interrupted();
-void touch(const void* address, size_t size, Place place);  // fault, if at all, at `place`
-[[noreturn]] void fail_outside(char* address, Place place);
+void touch(const void* address, size_t size, Site site);  // fault, if at all, at `site`
+[[noreturn]] void fail_outside(char* address, Site site);
 bool in_stacks(const char* address);
 bool in_library(const char* address);
 struct Span {
@@ -92,6 +92,6 @@ void check_block();
 void check_barrier();
 void check_sync_warp(unsigned first_thread, unsigned mask);
 void check_fence();
-void check_in_flight(void* address, size_t size, Place place);
+void check_in_flight(void* address, size_t size, Site site);
 
 }  // namespace emulator

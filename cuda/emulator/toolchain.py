@@ -158,17 +158,17 @@ class Toolchain:
 
 def cuda_headers() -> Path | None:
     """The folder of cuda_fp16.h: from NVIDIA's wheels or an installed toolkit; None without."""
-    places = [Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "include"]
+    folders = [Path(os.environ.get("CUDA_PATH", "/usr/local/cuda")) / "include"]
     try:
         runtime = importlib.metadata.distribution("nvidia-cuda-runtime")
-        places.insert(0, Path(str(runtime.locate_file("nvidia/cu13/include"))))
+        folders.insert(0, Path(str(runtime.locate_file("nvidia/cu13/include"))))
     except importlib.metadata.PackageNotFoundError:
         pass
     needed = (
         *("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h", "vector_types.h"),
         *("nv/target", "crt/host_defines.h"),
     )
-    for place in places:
-        if all((place / name).exists() for name in needed):
-            return place
+    for folder in folders:
+        if all((folder / name).exists() for name in needed):
+            return folder
     return None

@@ -24,8 +24,8 @@ from gptmanager.errors import ConfigError
 from gptmanager.executor.device_executor import DeviceExecutor
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.memory.device_kv_pool import DeviceKvPool
-from gptmanager.memory.host_memory import free_memory_bytes
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions, Model, load_model
 

@@ -5,7 +5,7 @@ while it waits for the other. Numba's default layer where there is no OpenMP, wo
 aborts the process when two managers use it from two threads. So the bodies are handed to the
 OpenMP runtime that torch has loaded: no pool of ours, no library that could be missing, and any
 number of managers. The interpreter lock is kept meanwhile, as bodies never need it: handing it
-over costs up to 5 ms beside a busy host thread. It decides nothing about the work itself.
+over costs up to 5 ms beside a busy thread of the host. It decides nothing about the work itself.
 """
 
 from __future__ import annotations

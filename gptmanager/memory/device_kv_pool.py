@@ -1,6 +1,7 @@
 """`DeviceKvPool`: a `KvPool` on a device, whose blocks are copied by a kernel on its stream.
 
-Host blocks lie in pinned memory, which the kernel reads and writes where it is. Nothing waits.
+Blocks from `num_blocks` on lie in pinned memory. The kernel reads and writes it where it is, and
+nothing waits.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class DeviceKvPool(KvPool):
 
     def _copy_together(self, copies: list[Copy]) -> None:
         """Copies that do not depend on each other, by where they come from and go to."""
-        by_place: dict[tuple[bool, bool], list[Copy]] = {}
+        by_ends: dict[tuple[bool, bool], list[Copy]] = {}
         size = self.num_blocks
         for source, destination, num_tokens in copies:
-            places = source >= size, destination >= size
-            own = source - size if places[0] else source
-            to = destination - size if places[1] else destination
-            by_place.setdefault(places, []).append((own, to, num_tokens))
-        for (from_host, to_host), own_copies in by_place.items():
+            ends = source >= size, destination >= size
+            own = source - size if ends[0] else source
+            to = destination - size if ends[1] else destination
+            by_ends.setdefault(ends, []).append((own, to, num_tokens))
+        for (from_host, to_host), own_copies in by_ends.items():
             numbers = as_tensor(own_copies, self.values.device)
             both = zip(self._pages(from_host), self._pages(to_host), strict=True)
             for from_pages, to_pages in both:

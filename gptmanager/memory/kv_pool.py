@@ -22,7 +22,7 @@ class KvPool:
     values do, and `keys` shows them transposed; CUDA kernels read whole tokens. `contiguous`: that,
     and the values of a block right behind its keys, so that both are views of one tensor.
 
-    `num_host_blocks` more lie in host memory, with the ids from `num_blocks` on: they are copied
+    `num_host_blocks` more lie in CPU memory, with the ids from `num_blocks` on: they are copied
     to and from, and never computed with.
     """
 
@@ -87,8 +87,8 @@ class KvPool:
         """Keys `[layers, kv_heads, head_dim, tokens]` and values of a block of either kind."""
         if block < self.num_blocks:
             return self.keys[:, block], self.values[:, block]
-        place = block - self.num_blocks
-        return self._host_keys[:, place], self._host_values[:, place]
+        index = block - self.num_blocks
+        return self._host_keys[:, index], self._host_values[:, index]
 
     @property
     def nbytes(self) -> int:

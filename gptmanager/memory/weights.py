@@ -1,35 +1,34 @@
 """`Weights`: a model's parameters, in storage that is owned here and filled by tensor name.
 
 Decides how a tensor reaches its storage: whole, or as rows of a fused parameter, transposed or
-not, converted to the storage's dtype while it is copied. The storage never moves, so whoever holds
-a parameter sees weights that are loaded later. Knows nothing of models: `Place`s tell which
+not, converted to the storage's dtype while it is copied. The storage never moves: a parameter that
+somebody holds has the values that are loaded later. Knows nothing of models: `Place`s tell which
 tensor belongs where.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
 from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import check_file, read_object, shown, shown_path, told
-from gptmanager.memory.host_memory import free_memory_bytes
+from gptmanager.memory.checkpoint_files import told
+from gptmanager.memory.cpu_memory import free_memory_bytes
+from gptmanager.memory.tensor_sources import (
+    FLOATS,
+    StateDict,
+    TensorInfo,
+    TensorSource,
+    tensor_name,
+)
 
-_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _MIN_PIECE_BYTES = 1 << 20
-_MAX_TENSORS = 200_000  # of 10,000 layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,126 +47,6 @@ class Place:
     transposed: bool = False
     twin: bool = False
     scale: bool = False
-
-
-class TensorInfo(NamedTuple):
-    """What is known of a tensor before it is read; `dtype` as torch names it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class TensorSource(Protocol):
-    """Named tensors to load from."""
-
-    def describe(self) -> Mapping[str, TensorInfo]: ...
-
-    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in slices along its first dimension: (first index, slice), all in order.
-
-        A slice is valid until the next one is asked for: it may lie in a mapped file.
-        """
-        ...
-
-
-class StateDict:
-    """Tensors that are in memory already. One that is none, or has no values: `ConfigError`."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"tensor {shown(name)}: a name is needed that is a str")
-            if not isinstance(tensor, Tensor):
-                raise ConfigError(
-                    f"{_name(name)}: a torch.Tensor is needed, got {type(tensor).__name__}"
-                )
-            if tensor.is_meta or tensor.layout is not torch.strided:
-                raise ConfigError(
-                    f"{_name(name)}: a dense tensor with values is needed, got one of layout "
-                    f"{tensor.layout} on {tensor.device}"
-                )
-        self._tensors = tensors
-
-    def describe(self) -> Mapping[str, TensorInfo]:
-        return {
-            name: TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._tensors.items()
-        }
-
-    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self._tensors[name]
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class SafetensorsFolder:
-    """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
-
-    Files are memory-mapped. A page that was read stays resident as long as its mapping does, so
-    the mapping is renewed whenever `max_bytes` were read through it.
-    `ConfigError`: no safetensors, a broken file, a tensor in two files or not where the index says.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._tensors: dict[str, TensorInfo] = {}
-        self._files: dict[str, Path] = {}
-        self._mapped: Path | None = None
-        self._mapping: Any = None
-        self._bytes_read = 0
-        index = _read_index(folder)
-        names = {_SINGLE} if index is None else set(index.values())
-        for file in sorted(folder / name for name in names):
-            self._add_file(file)
-        for tensor, name in (index or {}).items():
-            if self._files.get(tensor) != folder / name:
-                raise ConfigError(f"{_INDEX}: tensor {_name(tensor)} is not in {name}")
-
-    def describe(self) -> Mapping[str, TensorInfo]:
-        return self._tensors
-
-    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        shape, dtype = self._tensors[name]
-        if not shape:
-            yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
-            return
-        row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
-        step = max(1, max_bytes // row_bytes)
-        for start in range(0, shape[0], step):
-            mapping = self._map(self._files[name], max_bytes)
-            piece = mapping.get_slice(name)[start : start + step]
-            self._bytes_read += piece.nbytes
-            yield start, piece
-            del piece, mapping  # or the old mapping would outlive the opening of the next
-
-    def close(self) -> None:
-        """Drop the mapping; reading opens one again."""
-        self._mapped = self._mapping = None
-
-    def _map(self, file: Path, max_bytes: int) -> Any:
-        if self._mapped != file or self._bytes_read >= max_bytes:
-            self.close()
-            self._mapping, self._mapped, self._bytes_read = _open(file), file, 0
-        return self._mapping
-
-    def _add_file(self, file: Path) -> None:
-        handle = _open(file)
-        names = handle.keys()
-        if len(self._tensors) + len(names) > _MAX_TENSORS:
-            raise ConfigError(
-                f"{shown_path(file)} holds {len(names)} tensors: a checkpoint may have "
-                f"{_MAX_TENSORS} in all"
-            )
-        for name in names:
-            if name in self._files:
-                other = self._files[name].name
-                raise ConfigError(f"tensor {_name(name)} is in two files: {other} and {file.name}")
-            header = handle.get_slice(name)
-            dtype = header.get_dtype()
-            self._files[name] = file
-            self._tensors[name] = TensorInfo(
-                tuple(header.get_shape()), _SAFETENSORS_DTYPES.get(dtype, dtype)
-            )
 
 
 class _Progress(tqdm):  # type: ignore[type-arg]
@@ -324,49 +203,13 @@ def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:
         raise ConfigError(
             f"tensor {name} has shape {list(found.shape)}, the config asks for {wanted}"
         )
-    if found.dtype not in _SAFETENSORS_DTYPES.values():
-        needed = ", ".join(_SAFETENSORS_DTYPES.values())
+    if found.dtype not in FLOATS.values():
+        needed = ", ".join(FLOATS.values())
         raise ConfigError(f"tensor {name} has dtype {found.dtype}; needed is one of {needed}")
-
-
-def _open(file: Path) -> Any:
-    check_file(file)
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"{shown_path(file)} cannot be read as safetensors: {told(error)}"
-        ) from error
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensor name -> file name; None: the checkpoint is a single file."""
-    if os.path.lexists(folder / _SINGLE):
-        return None
-    file = folder / _INDEX
-    if not os.path.lexists(file):
-        text = f"{shown_path(folder)} holds neither {_SINGLE} nor {_INDEX}"
-        pickles = sorted(file.name for file in folder.glob("*.bin"))
-        if pickles:
-            text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"
-        raise ConfigError(text)
-    index = read_object(file).get("weight_map")
-    if not isinstance(index, dict):
-        raise ConfigError(f"{shown_path(file)}: weight_map = {shown(index)}: an object is needed")
-    for name in index.values():
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            text = f"weight_map names {shown(name)}, a file of the folder is needed"
-            raise ConfigError(f"{shown_path(file)}: {text}")
-    return index
 
 
 def _refuse(what: str, names: Collection[str]) -> None:
     if names:
-        first = ", ".join(_name(name) for name in sorted(names)[:8])
+        first = ", ".join(tensor_name(name) for name in sorted(names)[:8])
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise ConfigError(f"{what}: {first}{more}")
-
-
-def _name(tensor: str) -> str:
-    """As it is, unless it is no name that a checkpoint of ours could have."""
-    return tensor if tensor.isprintable() and len(tensor) <= 200 else shown(tensor)

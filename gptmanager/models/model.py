@@ -20,7 +20,8 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint_files import read_object, shown
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.memory.weights import SafetensorsFolder, StateDict, Weights
+from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
+from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.families import FAMILIES

@@ -1,4 +1,4 @@
-"""How much memory the host has to give."""
+"""How much memory is free for the CPU."""
 
 from __future__ import annotations
 
