@@ -6,8 +6,11 @@ Decides nothing about the model: what it needs beside the public contract is a t
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -15,7 +18,6 @@ from typing import Any, TypeVar, Union, overload
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from gptmanager import GptManager, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.arguments import at_least
@@ -24,6 +26,8 @@ from gptmanager.callbacks.generation import Generation
 from gptmanager.callbacks.request_queue import RequestQueue
 from gptmanager.callbacks.text_stream import TextStream
 from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.progress import ProgressBars
 
 _PATIENCE_S = 1.0  # what takes longer shows a progress bar
 _REFRESH_S = 0.2
@@ -86,9 +90,10 @@ def generate(
     `num_return_sequences`: in place of each completion a list of so many, sampled one by one, or
     the best beams.
 
-    `progress`: a bar on the standard error output once it takes over a second; None: if that is
-    a terminal. An interrupt (Ctrl-C) aborts the manager and leaves no thread behind. Raises
-    ConfigError as `GptManager` does, and the first error that a prompt is answered with.
+    `progress`: a bar on the standard error output once it takes over a second, and a line in place
+    of the bar where that is no terminal; None: only if it is one. An interrupt (Ctrl-C) aborts the
+    manager and leaves no thread behind. Raises ConfigError as `GptManager` does, and the first
+    error that a prompt is answered with.
 
         from gptmanager.callbacks import generate
         print(generate("examples/tiny_llama", "Once upon a time", 40))
@@ -109,7 +114,8 @@ def generate(
         else decoder.encode(prompt).ids
         for prompt in batch
     ]
-    generated = _run(model, prompt_ids, max_new_tokens, optional_params, progress, sampling)
+    with closing(ProgressBars(LiveRegion(sys.stderr), _PATIENCE_S, wanted=progress)) as bars:
+        generated = _run(model, prompt_ids, max_new_tokens, optional_params, bars, sampling)
     completions: list[Any] = []
     for prompt, ids, outputs in zip(batch, prompt_ids, generated, strict=True):
         if decoder is not None and isinstance(prompt, str):
@@ -123,11 +129,13 @@ def _run(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     optional_params: OptionalParams | None,
-    progress: bool | None,
+    bars: ProgressBars,
     sampling: Mapping[str, Any],
 ) -> list[list[Any]]:
     """What was generated for each prompt: the token ids of each of its texts."""
     params = optional_params or OptionalParams()
+    if params.on_progress is None:
+        params = replace(params, on_progress=bars.tell)
     defaults = _token_defaults(model)
     # leaving on an exception, an interrupt included, aborts the manager
     with (
@@ -151,7 +159,7 @@ def _run(
     ):
         queue.attach(manager)
         generations = [queue.submit(ids, max_new_tokens, **sampling) for ids in prompts]
-        _wait_for_all(generations, progress)
+        _wait_for_all(generations, bars)
     return [[*map(list, generation.result().generated_ids)] for generation in generations]
 
 
@@ -161,46 +169,31 @@ def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
     return max(width, count) if isinstance(width, int) else width
 
 
-def _wait_for_all(generations: Sequence[Generation], progress: bool | None) -> None:
+def _wait_for_all(generations: Sequence[Generation], bars: ProgressBars) -> None:
     """Returns when all are done; raises the first error, naming the prompt."""
-    done: SimpleQueue[int] = SimpleQueue()
+    ended: SimpleQueue[int] = SimpleQueue()
     for index, generation in enumerate(generations):
-        generation.add_done_callback(partial(_put, done, index))
-    num_tokens = 0
+        generation.add_done_callback(partial(_put, ended, index))
+    num_done = num_tokens = 0
     start = time.monotonic()
-    with _ProgressBar(
-        total=len(generations),
-        unit="prompt",
-        delay=_PATIENCE_S,
-        miniters=0,
-        leave=False,
-        disable=None if progress is None else not progress,
-    ) as bar:
-        for _ in generations:
-            index = _next(done, bar)
-            error = generations[index].exception()
-            if error is not None:
-                raise _naming_prompt(error, index) from error
-            num_tokens += sum(map(len, generations[index].result().generated_ids))
-            rate = num_tokens / (time.monotonic() - start)
-            bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-            bar.update()
-
-
-def _next(done: SimpleQueue[int], bar: _ProgressBar) -> int:
     while True:
+        rate = num_tokens / max(time.monotonic() - start, 1e-9)
+        bars.tell("prompts", num_done, len(generations), f"{rate:.0f} tokens/s")
+        if num_done == len(generations):
+            return
         try:
-            return done.get(timeout=_REFRESH_S)
+            index = ended.get(timeout=_REFRESH_S)
         except Empty:
-            bar.update(0)  # it shows itself once its delay is over
+            continue
+        error = generations[index].exception()
+        if error is not None:
+            raise _naming_prompt(error, index) from error
+        num_done += 1
+        num_tokens += sum(map(len, generations[index].result().generated_ids))
 
 
-def _put(done: SimpleQueue[int], index: int, _: object) -> None:
-    done.put(index)
-
-
-class _ProgressBar(tqdm):  # type: ignore[type-arg]
-    monitor_interval = 0  # tqdm's monitor is a thread that would stay behind
+def _put(ended: SimpleQueue[int], index: int, _: object) -> None:
+    ended.put(index)
 
 
 def _naming_prompt(error: BaseException, index: int) -> BaseException:

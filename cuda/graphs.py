@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from gptmanager.config import ProgressCallback
 from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Layout, Staging
 
@@ -41,10 +41,18 @@ class GenerationGraphs:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, _Graph] = {}
 
-    def record(self, inputs: Callable[[int], Arrays], step: Step) -> None:
-        """Record `step` for each size, of which `inputs` gives arrays that touch nothing."""
+    def record(
+        self,
+        inputs: Callable[[int], Arrays],
+        step: Step,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        """Record `step` for each size, of which `inputs` gives arrays that touch nothing.
+
+        `on_progress`: is told "CUDA graphs", how many are recorded, and how many will be.
+        """
         sizes = self._sizes[::-1]  # the largest first: the others find its memory
-        for size in tqdm(sizes, desc="CUDA graphs", delay=1.0, disable=None):
+        for number, size in enumerate(sizes, start=1):
             arrays = inputs(size)
             layout = Layout(arrays)
             memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
@@ -52,6 +60,8 @@ class GenerationGraphs:
             views = layout.views(memory)
             replay, result = self._stream.capture(functools.partial(step, views))
             self._graphs[size] = _Graph(memory, layout, views, replay, result)
+            if on_progress is not None:
+                on_progress("CUDA graphs", number, len(sizes))
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest recorded size of at least so many rows."""

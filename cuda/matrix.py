@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
+from rich.progress import track
 
 from gptmanager.cuda import (
     activations,
@@ -123,7 +123,7 @@ def write(page: Path, rows: list[Row]) -> None:
 
 def main(arguments: list[str]) -> int:
     choices = list(whole_matrix())
-    rows = list(compile_all(tqdm(choices, desc="compile", unit="kernel")))
+    rows = list(compile_all(track(choices, "compile", transient=True)))
     if arguments:
         write(Path(arguments[0]), rows)
     spilling = [row for row in rows if row.spills]

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
+from rich.progress import track
 
 from gptmanager import KvCacheConfig, OptionalParams, SchedulerConfig
 from gptmanager.bench import SMALL_LLAMA, Figures, Load, random_llama, run_manager
@@ -37,7 +37,7 @@ def sweep(load: Load, name: str, values: tuple[int, ...]) -> dict[int, Figures]:
     source = (SMALL_LLAMA, random_llama(SMALL_LLAMA, load.seed))
     requests = load.requests(SMALL_LLAMA["vocab_size"])
     best: dict[int, Figures] = {}
-    for value in tqdm(values * ROUNDS, desc=name, unit="run", leave=False):
+    for value in track(values * ROUNDS, name, transient=True):
         figures = run_manager(source, requests, replace(MANY, **{name: value}), SchedulerConfig())
         if value not in best or figures.seconds < best[value].seconds:
             best[value] = figures

@@ -2,7 +2,7 @@
 
 A byte-level BPE tokenizer is trained first, then the model; both are written as a Hugging Face
 folder. Then every task is measured on prompts that were held out of the training. Needs torch,
-transformers and tqdm; no download, no GPU.
+transformers and rich; no download, no GPU.
 
     python examples/train_tiny_llama.py --output examples/tiny_llama
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 from random import Random
 
 import torch
+from rich.progress import Progress, track
 from tiny_corpus import TASKS, documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import get_cosine_schedule_with_warmup as cosine_schedule
 
@@ -137,17 +137,18 @@ def train(
     model: LlamaForCausalLM, data: Iterator[dict[str, Tensor]], steps: int, learning_rate: float
 ) -> None:
     pairs = [(o, cosine_schedule(o, steps // 30, steps)) for o in optimizers(model, learning_rate)]
-    progress = tqdm(islice(data, steps), total=steps, desc="training", unit="step", mininterval=1)
-    for batch in progress:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    with Progress(*Progress.get_default_columns(), "{task.fields[loss]}") as progress:
+        task = progress.add_task("training", total=steps, loss="")
+        for batch in islice(data, steps):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, schedule in pairs:
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+            progress.update(task, advance=1, loss=f"loss {loss.item():.3f}")
 
 
 @torch.inference_mode()
@@ -160,7 +161,7 @@ def measure(
         islice(documents(random, held_out=True), size),
         key=lambda document: len(document.completions[0]),
     )
-    for start in tqdm(range(0, size, 50), desc="measuring", unit="batch"):
+    for start in track(range(0, size, 50), "measuring"):
         group = sample[start : start + 50]
         prompts = [document.prompt for document in group]
         inputs = tokenizer(prompts, padding=True, return_tensors="pt")

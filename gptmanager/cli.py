@@ -6,6 +6,7 @@ Lists the commands, and decides how each of them may end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 
 from gptmanager import __version__, bench, picture, replay, run, simulator
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
-from gptmanager.run.live_view import LiveView
+from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.streams import flushed, open_closed_streams, tell
 
@@ -50,12 +51,14 @@ def _call(arguments: Sequence[str] | None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    options.view = LiveView(sys.stderr, quiet=options.json)
-    _start_log(options.view, options.verbose)
+    options.region = LiveRegion(sys.stderr)
+    _start_log(options.region, options.verbose)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        code: int = options.command(options)
+        with contextlib.ExitStack() as stack:
+            stack.callback(options.region.clear)  # before anything is told
+            code: int = options.command(options)
         return code
     except BrokenPipeError:  # whoever read has gone; nobody can be told
         return 1
@@ -89,16 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start_log(view: LiveView, is_verbose: bool) -> None:
-    handler = logging.StreamHandler(view)
+def _start_log(region: LiveRegion, is_verbose: bool) -> None:
+    handler = logging.StreamHandler(region)
     if not is_verbose:  # a refused request is shown with its error anyway
         handler.addFilter(lambda record: not record.msg.startswith("Cannot process new request"))
-    handler.setFormatter(_PrintableFormatter("%(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, handlers=[handler])
-
-
-class _PrintableFormatter(logging.Formatter):
-    """Requests and recordings say what they like, and a log says it too."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable_lines(super().format(record))

@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 DEVICE = re.compile(r"cpu|cuda(:\d+)?|emulator")  # a device's name
+ProgressCallback = Callable[[str, int, int], None]  # kind of work, how much is done, of how much
 
 
 class ModelType(IntEnum):
@@ -197,6 +198,7 @@ class OptionalParams:
     black_box_iterations: int = 64
     black_box_bytes: int = 64 << 20
     black_box_path: str | os.PathLike[str] | None = None
+    on_progress: ProgressCallback | None = None
     device_ids: list[int] | None = None
     decoding_mode: str | None = None
     decoding_config: Any = None

@@ -1,4 +1,4 @@
-"""What a terminal would show: as much of one as `gptmanager.run.live_view` uses."""
+"""What a terminal would show: as much of one as the commands use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Screen:
         self.lied_about = lied_about
         self.cells: list[list[str]] = [[]]
         self.line = self.column = 0
-        self.wraps = True
+        self.wraps = self.shows_cursor = True
         self.styles: list[str] = []
 
     @property
@@ -37,11 +37,13 @@ class Screen:
         if command == "A":
             self.line -= int(argument or 1)
             assert self.line >= 0, "above the top"
-        elif command == "J":
-            del self.cells[self.line + 1 :]
-            del self.cells[self.line][self.column :]
+        elif command == "K":
+            assert argument == "2"
+            self.cells[self.line] = []
         elif command in "hl" and argument == "?7":
             self.wraps = command == "h"
+        elif command in "hl" and argument == "?25":
+            self.shows_cursor = command == "h"
         elif command == "m":
             self.styles.append(argument)
         else:

@@ -116,8 +116,8 @@ def test_the_command_prints_a_table(folder, capsys):
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert "output len                  3:3" in lines
-    assert "output tokens                           9" in lines
+    assert "output len                    3:3" in lines
+    assert "output tokens                             9" in lines
     assert "  gptmanager" in lines and "  transformers" in lines
     assert [line.split()[0] for line in err.splitlines()] == ["gptmanager", "transformers"] * 2
 

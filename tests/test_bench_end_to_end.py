@@ -23,9 +23,10 @@ from gptmanager.bench.pressure import Pressure
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.scale import CPU_SCALE
 from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
-from gptmanager.bench.table import end_to_end_lines
+from gptmanager.bench.table import end_to_end_parts
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.errors import ConfigError
+from gptmanager.terminal.tables import lines
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = replace(
@@ -134,15 +135,16 @@ def test_what_a_report_is_of(report):
 
 
 def test_the_table(report):
-    lines = list(end_to_end_lines(report))
-    blocks = [line[1:] for line in lines if line.startswith("\n")]
+    told = lines(end_to_end_parts(report))
+    blocks = [line for before, line in zip(told, told[1:], strict=False) if not before]
+    blocks = [line for line in blocks if line.isalpha()]
     assert blocks == ["check", "steps", "load", "transformers", "saturated", "pressure"]
-    assert any(line.startswith("  right: logits differ") for line in lines)
-    assert any(line.startswith("  3 x 24") for line in lines)
-    assert any(line.startswith("  5, streaming") for line in lines)
-    assert any(line.startswith("  3 requests: gptmanager ") for line in lines)
-    assert any(line.startswith("  5 x 6/4 ") for line in lines)
-    assert all(len(line) < 180 for line in lines)
+    assert any(line.startswith("  right: logits differ") for line in told)
+    assert any(line.startswith("  3 x 24") for line in told)
+    assert any(line.startswith("  5, streaming") for line in told)
+    assert any(line.startswith("  3 requests: gptmanager ") for line in told)
+    assert any(line.startswith("  5 x 6/4 ") for line in told)
+    assert all(len(line) < 180 for line in told)
 
 
 def test_random_weights_and_parts(monkeypatch):
@@ -168,7 +170,7 @@ def test_no_time_left(folder):
     skipped = [name for name in end_to_end.PARTS if report[name] == SKIPPED]
     assert skipped == ["steps", "load", "transformers", "saturated", "pressure"]
     assert report["notes"] == [f"{name}: no time left, skipped" for name in skipped]
-    assert "  skipped: no time left" in end_to_end_lines(report)
+    assert "  skipped: no time left" in lines(end_to_end_parts(report))
 
 
 def test_time_ends_within_the_steps(folder):
@@ -190,7 +192,7 @@ def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
     assert report["check"] == {"status": "failed", "note": "OSError: disk gone"}
     assert report["load"][0]["status"] == "ok"
     assert report["notes"] == ["check: failed: disk gone"]
-    assert "  failed: OSError: disk gone" in end_to_end_lines(report)
+    assert "  failed: OSError: disk gone" in lines(end_to_end_parts(report))
 
 
 def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
@@ -212,9 +214,9 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
         speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
         assert row["ratio"] == pytest.approx(speed, abs=1e-3)
         assert [step["batch"] for step in row["steps"]] == [1, 3]
-    lines = list(end_to_end_lines(report))
-    assert "\nablations" in lines and any(line.startswith("  no graphs ") for line in lines)
-    assert any(line.startswith("  a manager of 8, deterministic=True ") for line in lines)
+    told = lines(end_to_end_parts(report))
+    assert "ablations" in told and any(line.startswith("  no graphs ") for line in told)
+    assert any(line.startswith("  a manager of 8, deterministic=True ") for line in told)
 
 
 def test_a_card_that_is_not_there(monkeypatch):
@@ -231,7 +233,7 @@ def test_interrupted(folder):
     options = EndToEndOptions("cpu", folder, SMALL, quick=True)
     report = bench_end_to_end(options, on_part=interrupt)
     assert report["interrupted"] and report["check"]["status"] == "ok" and "load" not in report
-    assert "note: interrupted" in end_to_end_lines(report)
+    assert "note: interrupted" in lines(end_to_end_parts(report))
 
 
 def test_a_peer_that_is_not_installed(folder, monkeypatch):
@@ -249,7 +251,7 @@ def test_a_peer_that_takes_too_long(folder, monkeypatch):
     tokens = sum(n for _, n in uniform_requests(5, (3, 12), (3, 12), 96)[:3])
     assert peer["transformers"] == pytest.approx(tokens / 1e-9)
     assert peer["note"] == "0 of 3 requests done after 1e-09 s: at most this fast"
-    assert any("at most this fast" in line for line in end_to_end_lines(report))
+    assert any("at most this fast" in line for line in lines(end_to_end_parts(report)))
 
 
 @OF_TORCH

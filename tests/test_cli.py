@@ -378,6 +378,37 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
     assert outcome.err.endswith(f"\n{prog}: error: unrecognized arguments: --nope\n")
 
 
+STEERING = "x\x1b[31m\x07\u202e\udc80"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([STEERING], "invalid choice: "),
+        (["replay", "x.jsonl", f"--{STEERING}"], "unrecognized arguments: --x�[31m��"),
+        (["replay", STEERING], "x�[31m��"),
+        (["replay", "x.jsonl", "--scheduler", f"{STEERING}:make"], "x.jsonl"),
+        (["picture", STEERING, "--output", "y.html"], "x�[31m��"),
+        (["simulate", "--policies", STEERING], "is none of"),
+        (["simulate", "--cost", STEERING], "--cost x�[31m��"),
+        (["bench", "--model", STEERING], "is no folder"),
+        (["bench", "e2e", "--device", "cpu", "--only", STEERING], "--only x�[31m��"),
+        (["run", "--model", ".", "--requests", STEERING], "config.json"),
+    ],
+)
+def test_what_arguments_hold_cannot_steer_the_terminal(call, arguments, told):
+    outcome = call(*arguments)
+    assert outcome.code == 2 and told in outcome.err
+    assert all(line.isprintable() for line in outcome.err.splitlines())
+
+
+def test_names_of_files_cannot_steer_the_terminal(call, model, tmp_path):
+    requests = write_requests(tmp_path / "\x1b[31mred", "")
+    outcome = call("run", "--model", model, "--requests", requests)
+    assert outcome.code == 0 and "/�[31mred holds no requests" in outcome.err
+    assert all(line.isprintable() for line in outcome.err.splitlines())
+
+
 def test_a_file_of_requests_that_is_not_there(call, model):
     outcome = call("run", "--model", model, "--requests", "nowhere.jsonl")
     assert outcome.code == 2
@@ -635,6 +666,37 @@ def test_an_interrupt_ends_a_run_and_keeps_its_results(model, tmp_path, environm
     assert [result["request_id"] for result in read_lines(out)] == [1]
 
 
+def test_an_interrupt_on_a_terminal_leaves_it_as_it_was(model, tmp_path, environment):
+    # Given a run on a terminal, which draws
+    master, slave = pty.openpty()
+    path = slow_requests(tmp_path / "requests.jsonl")
+    with subprocess.Popen(
+        command("run", "--model", model, "--requests", path, "--pace", 0.3),
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+    ) as process:
+        os.close(slave)
+        seen = b""
+        while b" running " not in seen:
+            seen += os.read(master, 65536)
+
+        # When it is interrupted
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while piece := os.read(master, 65536):
+                seen += piece
+    os.close(master)
+
+    # Then nothing that ran stays, and lines wrap again
+    assert process.returncode == 130
+    screen = Screen(80)
+    screen.feed(seen.decode())
+    assert screen.wraps and screen.shows_cursor and screen.column == 0
+    assert not any(" running " in line for line in screen.lines)
+    assert screen.lines[-2:] == ["gptmanager: interrupted", ""]
+
+
 def test_a_reader_that_leaves_early(model, tmp_path, environment):
     requests = write_requests(tmp_path / "requests.jsonl", {"prompt": "a", "max_new_tokens": 1})
     with subprocess.Popen(
@@ -648,6 +710,11 @@ def test_a_reader_that_leaves_early(model, tmp_path, environment):
         told = process.stderr.read()
     assert process.returncode == 1
     assert "request 1 leaves" in told and "Error" not in told
+
+
+def test_the_library_draws_nothing(environment):
+    code = "import gptmanager.callbacks, sys; sys.exit('rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
 def test_closed_streams_are_nobody_s_error(environment):

@@ -25,9 +25,12 @@ config                    what a host configures, and the enums of the contract 
 terminal/                 what commands share: arguments, and texts that a terminal may show
     printable             texts from anywhere, as a terminal may show them (no torch)
     streams               standard streams that are closed, full, or read by nobody (no torch)
+    live_region           the last lines of a terminal, redrawn in place (no torch)
+    progress              bars for what takes long (no torch)
+    tables                reports of lines and tables (no torch)
+    report                a command's report, for people or as JSON (no torch)
     arguments             what a word on the command line must be (no torch)
     options               options that several commands have (no torch)
-    report                a command's report, for people or as JSON (no torch)
 request/                  what is known of a request before it runs
     post_processor        the logits post-processor of a request (no torch)
     input_rows            rows of numbers that a request brought, known by their digest
@@ -244,6 +247,7 @@ simulator/                the real loop under a virtual clock, without a model
     figures               what a simulated run came to
     simulation            a schedule without a model
     comparison            several simulated policies, side by side
+    report                what simulate tells, for people and as JSON
     command               simulate, on the command line
 picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfetto trace
     trace                 what became of each request in each iteration (no torch)

@@ -17,14 +17,12 @@ import time
 import pytest
 from screen import Screen
 
-from gptmanager.run.live_view import (
-    LiveView,
-    Progress,
-    RunningRow,
-    columns,
-    printable,
-)
-from gptmanager.terminal.report import report_lines
+from gptmanager.run.live_view import LiveView, Progress, RunningRow
+from gptmanager.terminal.live_region import LiveRegion
+from gptmanager.terminal.printable import printable
+from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.report import report_table
+from gptmanager.terminal.tables import lines
 
 
 class Terminal:
@@ -92,7 +90,7 @@ HEADER = "request tokens state      text"
 def test_requests_join_speak_and_leave_in_place(terminal):
     # Given a view of two requests
     shown = terminal(80)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     first, second = row(1, "Once upon"), row(12, "17 + 25 =")
     view.draw([first, second], progress())
     assert shown.lines[:3] == [
@@ -108,7 +106,7 @@ def test_requests_join_speak_and_leave_in_place(terminal):
     assert shown.lines[1:] == [
         "      1      7 running    Once upon a time",
         "     12      3 running    17 + 25 = 42",
-        "[....................]   0/10 requests   5 tokens/s   batch 2   KV cache 50%",
+        f"{'━' * 20}   0/10 requests   5 tokens/s   batch 2   KV cache 50%",
     ]
     view.leave(second, "END_ID", " 42", progress())
     view.draw([first], progress(done=5))
@@ -119,34 +117,34 @@ def test_requests_join_speak_and_leave_in_place(terminal):
         "     12      3 END_ID     17 + 25 = 42",
         "      1      7 running    Once upon a time",
     ]
-    assert shown.lines[3].startswith("[##########..........]   5/10 requests")
+    assert "━   5/10 requests" in shown.lines[3]
     view.close()
     assert shown.lines == [HEADER, "     12      3 END_ID     17 + 25 = 42"]
 
 
 def test_what_was_asked_is_dim(terminal):
     shown = terminal(80)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     view.draw([row(1, "Once upon", " a time")], progress())
-    assert shown.lines and set(shown.screen.styles) == {"2", "0"}
+    assert shown.lines and {"2", "0"} <= set(shown.screen.styles)
 
 
 def test_no_color(terminal, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     shown = terminal(80)
-    LiveView(shown.stream).draw([row(1, "Once upon", " a time")], progress())
+    LiveView(LiveRegion(shown.stream)).draw([row(1, "Once upon", " a time")], progress())
     assert len(shown.lines) == 3 and not shown.screen.styles
 
 
 def test_long_texts_show_their_end(terminal):
     shown = terminal(60)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     long = row(1, "p" * 100, "0123456789" * 10)
     short = row(2, "p" * 100, "0123456789")
     view.draw([long, short], progress())
     end = ("0123456789" * 10)[-33:]
-    assert shown.lines[1] == "      1    100 running    …" + end[1:]
-    assert shown.lines[2] == "      2     10 running    …" + "p" * 22 + "0123456789"
+    assert shown.lines[1] == "      1    100 running    …" + end
+    assert shown.lines[2] == "      2     10 running    …" + "p" * 23 + "0123456789"
     view.close()
 
 
@@ -154,23 +152,22 @@ def test_long_texts_show_their_end(terminal):
 @pytest.mark.parametrize("text", ["abc " * 60, "日本語" * 60, "🙂 é" * 60, "e\u0301" * 100])
 def test_nothing_is_left_behind_at_any_width(terminal, width, text):
     shown = terminal(width)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     rows = [row(i, text, text[:i], i) for i in range(5)]
     for _ in range(4):
         view.draw(rows, progress())
     drawn = shown.lines
 
-    # no line has wrapped: a line of the screen for each that was drawn
-    header_lines = -(-len(HEADER) // width)
-    assert len(drawn) == header_lines + 5 + 1
+    # no line has wrapped: a line of the screen for the header, each row and the counts
+    assert len(drawn) == 1 + 5 + 1
     view.close()
-    assert len(shown.lines) == header_lines
+    assert len(shown.lines) == 1
 
 
 def test_a_terminal_that_counts_otherwise_cuts_off(terminal):
     # Given a terminal that draws some letter wider than Unicode says
     shown = terminal(40, lied_about="é")
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     for _ in range(3):
         view.draw([row(1, "é" * 100)], progress())
     assert len(shown.lines) == 3
@@ -178,14 +175,14 @@ def test_a_terminal_that_counts_otherwise_cuts_off(terminal):
 
 def test_a_narrow_terminal_leaves_out_the_counts(terminal):
     shown = terminal(30)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     view.draw([row(123, "Once upon", " a time")], progress(done=3))
     assert shown.lines[-2:] == ["    123 Once upon a time", "3/10 requests   0 tokens/s"]
 
 
 def test_a_small_terminal_shows_some_of_the_requests(terminal):
     shown = terminal(60, 9)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     rows = [row(i, "Once") for i in range(30)]
     for _ in range(2):
         view.draw(rows, progress())
@@ -195,14 +192,14 @@ def test_a_small_terminal_shows_some_of_the_requests(terminal):
 
 def test_many_requests_on_a_tall_terminal(terminal):
     shown = terminal(60, 100)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     view.draw([row(i, "Once") for i in range(30)], progress())
     assert shown.lines[-2].strip() == "and 14 more"
 
 
 def test_texts_that_no_row_shows_are_not_decoded(terminal):
     decoded = []
-    view = LiveView(terminal(60, 9).stream)
+    view = LiveView(LiveRegion(terminal(60, 9).stream))
     rows = [RunningRow(str(i), "", lambda tokens: decoded.append(1) or "") for i in range(30)]
     for each in rows:
         each.add([1])
@@ -212,7 +209,7 @@ def test_texts_that_no_row_shows_are_not_decoded(terminal):
 
 def test_a_failure_is_told_beside_the_prompt(terminal):
     shown = terminal(80)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     view.leave(row(3, "Once"), "ERROR", "InvalidRequestError: no", progress(), failed=True)
     view.draw([], progress(done=1))
     assert shown.lines[1] == "      3      0 ERROR      Once  InvalidRequestError: no"
@@ -220,9 +217,10 @@ def test_a_failure_is_told_beside_the_prompt(terminal):
 
 def test_log_records_go_above_the_running_requests(terminal):
     shown = terminal(80)
-    view = LiveView(shown.stream)
+    region = LiveRegion(shown.stream)
+    view = LiveView(region)
     logger = logging.Logger("anything")
-    logger.addHandler(logging.StreamHandler(view))
+    logger.addHandler(logging.StreamHandler(region))
     logger.warning("before")
     view.draw([row(1, "Once upon")], progress())
 
@@ -241,11 +239,12 @@ def test_log_records_go_above_the_running_requests(terminal):
 
 def test_writers_in_many_threads_do_not_tear_the_drawing(terminal):
     shown = terminal(80, 30)
-    view = LiveView(shown.stream)
+    region = LiveRegion(shown.stream)
+    view = LiveView(region)
 
     def write(name):
         for index in range(20):
-            view.write(f"{name} {index}\n")
+            region.write(f"{name} {index}\n")
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -261,10 +260,105 @@ def test_writers_in_many_threads_do_not_tear_the_drawing(terminal):
 def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     shown = terminal(80)
-    view = LiveView(shown.stream)
+    view = LiveView(LiveRegion(shown.stream))
     view.join(row(1, "Once"), progress())
     view.draw([row(1, "Once")], progress())
     assert unstamped(shown.lines) == ["request 1 joins: Once"]
+
+
+def test_what_is_above_is_folded_below_itself(terminal):
+    shown = terminal(60)
+    view = LiveView(LiveRegion(shown.stream))
+    view.leave(row(3, "p" * 30, num_tokens=7), "LENGTH", "t" * 10, progress())
+    view.draw([row(4, "Once")], progress(done=1))
+    assert shown.lines[1:4] == [
+        "      3      7 LENGTH     " + "p" * 30 + "tttt",
+        " " * 26 + "t" * 6,
+        "      4      0 joined     Once",
+    ]
+
+
+def test_the_cursor_is_never_hidden_behind_a_command_that_is_killed(terminal):
+    shown = terminal(80)
+    LiveView(LiveRegion(shown.stream)).draw([row(1, "Once")], progress())
+    assert shown.lines and shown.screen.shows_cursor
+
+
+NASTY = "[red]x[/red] :smile: \x1b[31m\x07\u202e\udc80 https://a.b 'c' 1"
+TAMED = "[red]x[/red] :smile: �[31m�� https://a.b 'c' 1"
+
+
+def test_texts_are_data(terminal):
+    # Given a text with markup, codes of a terminal, and what is no character
+    shown = terminal(120)
+    region = LiveRegion(shown.stream)
+    view = LiveView(region)
+    view.leave(row(3, NASTY), "ERROR", NASTY, progress(), failed=True)
+    view.draw([row(4, NASTY)], progress(done=1))
+    region.write(f"WARNING {NASTY}\n")
+    ProgressBars(region, 0).tell(NASTY, 1, 2, "a note")
+
+    # Then it stands there as it is, but for what steers: the screen knows no other codes
+    assert shown.lines[1:3] == [
+        f"      3      0 ERROR      {TAMED}  {TAMED}",
+        f"WARNING {TAMED}",
+    ]
+    assert shown.lines[3].startswith(TAMED) and shown.lines[3].endswith(" 50% -:--:-- a note")
+
+
+# Progress ----------------------------------------------------------------------------------------
+
+
+def test_bars_come_when_something_takes_long_and_go_when_it_is_done(terminal, monkeypatch):
+    # Given work that is told of at some times
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    shown = terminal(80)
+    bars = ProgressBars(LiveRegion(shown.stream))
+
+    def told(seconds, *what):
+        now[0] = 100.0 + seconds
+        bars.tell(*what)
+        return shown.lines
+
+    assert told(0, "weights", 0, 200) == []
+    assert told(0.9, "weights", 20, 200) == []
+    assert told(1.1, "weights", 50, 200)[0].startswith("weights ") and " 25% " in shown.lines[0]
+    # it is not drawn more often than one sees
+    assert " 25% " in told(1.11, "weights", 80, 200)[0]
+    # what begins later has its own patience
+    assert len(told(1.5, "graphs", 0, 9)) == 1
+    assert [line.split()[0] for line in told(2.6, "graphs", 3, 9)] == ["weights", "graphs"]
+    assert [line.split()[0] for line in told(2.7, "weights", 200, 200)] == ["graphs"]
+    assert told(2.8, "graphs", 9, 9) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"), [(None, ""), (False, ""), (True, "prompts: 2 of 2, fast\n")]
+)
+def test_bars_on_a_pipe(wanted, told):
+    pipe = io.StringIO()
+    bars = ProgressBars(LiveRegion(pipe), 0, wanted=wanted)
+    for done in range(3):
+        bars.tell("prompts", done, 2, "fast")
+    bars.close()
+    assert pipe.getvalue() == told
+
+
+def test_a_stream_that_is_closed_shows_nothing():
+    region = LiveRegion(None)
+    region.write("anything")
+    ProgressBars(region, 0).tell("work", 1, 2)
+    region.clear()
+
+
+def test_colors_that_are_forced_on_a_pipe_draw_nothing(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pipe = io.StringIO()
+    view = LiveView(LiveRegion(pipe))
+    view.draw([row(1, "Once")], progress())
+    view.close()
+    assert pipe.getvalue() == ""
 
 
 # On a pipe ---------------------------------------------------------------------------------------
@@ -272,7 +366,7 @@ def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
 
 def test_a_log_has_a_line_for_each_event():
     pipe = io.StringIO()
-    view = LiveView(pipe)
+    view = LiveView(LiveRegion(pipe))
     view.note("loading model")
     view.join(row(1, "Once\nupon"), progress())
     view.draw([row(1, "Once upon")], progress())
@@ -290,7 +384,7 @@ def test_a_log_has_a_line_for_each_event():
 
 def test_a_log_of_a_long_run_has_the_counts_now_and_then():
     pipe = io.StringIO()
-    view = LiveView(pipe)
+    view = LiveView(LiveRegion(pipe))
     for seconds in (1.0, 9.0, 10.5, 11.0, 19.0, 21.0):
         counts = {"done": 3, "output_tokens": 100, "batch_size": 4, "kv_use": 0.25}
         view.draw([], Progress(total=10, started=time.monotonic() - seconds, **counts))
@@ -304,16 +398,17 @@ def test_a_log_of_a_long_run_has_the_counts_now_and_then():
 def test_a_quiet_view_tells_failures_only(terminal, is_terminal):
     shown = terminal(80)
     pipe = io.StringIO()
-    view = LiveView(shown.stream if is_terminal else pipe, quiet=True)
+    region = LiveRegion(shown.stream if is_terminal else pipe)
+    view = LiveView(region, quiet=True)
     view.note("loading model")
     view.join(row(1, "Once"), progress())
     view.draw([row(1, "Once")], progress())
     view.leave(row(1, "Once"), "END_ID", " upon", progress())
     view.leave(row(2, "Once"), "ERROR", "InvalidRequestError: no", progress(), failed=True)
-    view.write("WARNING something\n")
+    region.write("WARNING something\n")
     view.close()
-    lines = shown.lines if is_terminal else pipe.getvalue().splitlines()
-    assert lines == ["request 2: InvalidRequestError: no", "WARNING something"]
+    told = shown.lines if is_terminal else pipe.getvalue().splitlines()
+    assert told == ["request 2: InvalidRequestError: no", "WARNING something"]
 
 
 # Characters --------------------------------------------------------------------------------------
@@ -336,13 +431,6 @@ def test_nothing_steers_the_terminal(text, shown):
     assert printable(text).isprintable()
 
 
-@pytest.mark.parametrize(
-    ("text", "width"), [("", 0), ("abc", 3), ("日本", 4), ("é", 1), ("e\u0301", 1), ("🙂", 2)]
-)
-def test_columns(text, width):
-    assert columns(text) == width
-
-
 # The report --------------------------------------------------------------------------------------
 
 
@@ -358,7 +446,7 @@ def test_a_report_has_aligned_numbers_with_their_units():
         "versions": {"torch": "2.13", "numpy": "2"},
         "engines": {"ours": {"every_run": [1.0, 2000.5]}},
     }
-    assert list(report_lines(report)) == [
+    assert lines([report_table(report)]) == [
         "requests                            1,600",
         "seconds                             7.811 s",
         "output tokens per second             44.8",

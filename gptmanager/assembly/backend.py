@@ -36,7 +36,7 @@ def place(params: OptionalParams) -> Backend:
     if kind == "cpu":
         return CpuBackend(params.deterministic)
     stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(params.device or "")
-    return DeviceBackend(stream, params.deterministic, params.cuda_graphs)
+    return DeviceBackend(stream, params)
 
 
 class Backend(ABC):
@@ -59,6 +59,7 @@ class Backend(ABC):
                 attention_window=params.kv_cache_config.max_attention_window,
                 sink=params.kv_cache_config.sink_token_length or 0,
                 kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
+                on_progress=params.on_progress,
             )
         if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
             _refuse_for_models(params)
@@ -111,11 +112,12 @@ class DeviceBackend(Backend):
 
     stream: Stream
 
-    def __init__(self, stream: Stream, deterministic: bool, cuda_graphs: bool = True) -> None:
+    def __init__(self, stream: Stream, params: OptionalParams) -> None:
         self.device = stream.device
-        self.kernels = CudaKernels(stream.launcher, deterministic=deterministic)
+        self.kernels = CudaKernels(stream.launcher, deterministic=params.deterministic)
         self.stream = stream
-        self._cuda_graphs = cuda_graphs
+        self._cuda_graphs = params.cuda_graphs
+        self._on_progress = params.on_progress
 
     def load(self, source: Any, params: OptionalParams) -> Model:
         model = super().load(source, params)
@@ -151,6 +153,7 @@ class DeviceBackend(Backend):
             attention_window=sizes.window,
             max_beam_width=max_beam_width,
             graph_sizes=ladder(max_batch_size * max_beam_width) if self._cuda_graphs else (),
+            on_progress=self._on_progress,
             **options,
         )
 

@@ -57,6 +57,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     _check_sink(params.kv_cache_config)
     _check_lookup(params)
     _check_paths(params)
+    _check_progress(params)
     _check_batched(params)
     _check_modes(params)
     _settle_device(params)
@@ -121,6 +122,11 @@ def _check_paths(params: OptionalParams) -> None:
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
+
+
+def _check_progress(params: OptionalParams) -> None:
+    if params.on_progress is not None and not callable(params.on_progress):
+        raise ConfigError(f"OptionalParams.on_progress = {params.on_progress!r} is not callable")
 
 
 def _check_batched(params: OptionalParams) -> None:

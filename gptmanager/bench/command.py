@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gptmanager.bench.gpu_commands import add_gpu_commands
+from gptmanager.bench.engine import Figures
+from gptmanager.bench.gpu_commands import add_gpu_commands, teller
 from gptmanager.bench.load import Load
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.terminal.arguments import positive, span
@@ -18,6 +19,7 @@ from gptmanager.terminal.options import (
     optional_params,
     scheduler_config,
 )
+from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.report import print_report
 
 _HELP = """\
@@ -62,16 +64,26 @@ def add_command(commands: Any) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    bars = ProgressBars(options.region, patience_s=0)
+
+    def ran(name: str, figures: Figures) -> None:
+        options.region.write(f"{name:12} {figures.tokens_per_second:10,.1f} output tokens/s\n")
+
+    params = optional_params(options)
+    params.on_progress = bars.tell
     report = bench(
         BenchOptions(
             model=options.model,
             load=Load(options.num_requests, options.prompt_len, options.output_len),
             repeats=options.repeats,
             peer=options.peer,
-            params=optional_params(options),
+            params=params,
             scheduler=scheduler_config(options),
             model_type=model_type(options),
-        )
+        ),
+        on_start=teller(bars, "runs"),
+        on_run=ran,
     )
+    bars.close()
     print_report(report, as_json=options.json)
     return 0

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from gptmanager.bench.dense_reference import compare, why_not
 from gptmanager.bench.device_trace import watch
@@ -39,7 +38,7 @@ from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE, Scale
 from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
 from gptmanager.bench.timing import Budget, ClockTimer, DeviceTimer
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
-from gptmanager.config import KvCacheConfig, OptionalParams
+from gptmanager.config import KvCacheConfig, OptionalParams, ProgressCallback
 from gptmanager.errors import ConfigError
 
 PARTS = ("check", "steps", "load", "transformers", "saturated", "pressure")
@@ -77,24 +76,28 @@ class EndToEndOptions:
 def bench_end_to_end(
     options: EndToEndOptions,
     *,
+    on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
     on_part: Callable[[str, Any], None] = lambda name, result: None,
     on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
+    on_progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Any]:
     """The report. ConfigError without a GPU, where `device` asks for one, and for unknown parts.
 
     A part that fails is told and the others run. Interrupted, the report is of the parts until
     then and has `interrupted`. `on_report` gets the one so far after each part: whoever is killed
-    has that.
+    has that. `on_start` gets the name of each part before it, its number from 0, and how many there
+    are; `on_progress`: as in OptionalParams, for each manager.
     """
     for word in options.only:
         if word not in PARTS:
             raise ConfigError(f"--only {word}: there is no such part; there are {', '.join(PARTS)}")
     if options.device not in _ON_CPU:
         find_gpu("--device cpu runs a small model on the CPU")
-    run = _Run(options, Budget(None if options.minutes is None else 60 * options.minutes, clock))
+    budget = Budget(None if options.minutes is None else 60 * options.minutes, clock)
+    run = _Run(options, budget, on_progress)
     with _current(run.device):
-        return _report(run, on_part, on_report)
+        return _report(run, on_start, on_part, on_report)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -110,6 +113,7 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _report(
     run: _Run,
+    on_start: Callable[[str, int, int], None],
     on_part: Callable[[str, Any], None],
     on_report: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def _report(
         on_report({**report, "seconds": round(run.budget.used, 1), "notes": run.notes})
 
     try:
-        run.all_parts(report, part_done)
+        run.all_parts(report, on_start, part_done)
     except KeyboardInterrupt:
         report["interrupted"] = True
         run.notes.append("interrupted")
@@ -135,6 +139,7 @@ def _report(
 class _Run:
     options: EndToEndOptions
     budget: Budget
+    on_progress: ProgressCallback | None = None
     notes: list[str] = field(default_factory=list)
     managers: list[dict[str, Any]] = field(default_factory=list)  # what each took to be made
     session: Session | None = None
@@ -147,7 +152,12 @@ class _Run:
         self.scale = self.options.scale or own
         self.log = IterationLog()
 
-    def all_parts(self, report: dict[str, Any], on_part: Callable[[str, Any], None]) -> None:
+    def all_parts(
+        self,
+        report: dict[str, Any],
+        on_start: Callable[[str, int, int], None],
+        on_part: Callable[[str, Any], None],
+    ) -> None:
         started = self.budget.used
         self.source, self.config, self.weights = self._model()
         report["construction"] = {
@@ -182,11 +192,10 @@ class _Run:
             "saturated": self.saturated,
             "pressure": self.pressure,
         }
-        with tqdm(names, unit="part", leave=False, disable=None) as bar:
-            for name in bar:
-                bar.set_description(name)
-                report[name] = self._part(name, parts[name])
-                on_part(name, report[name])
+        for number, name in enumerate(names):
+            on_start(name, number, len(names))
+            report[name] = self._part(name, parts[name])
+            on_part(name, report[name])
 
     def _part(self, name: str, work: Callable[[], Any]) -> Any:
         if self.budget.is_spent:
@@ -350,6 +359,7 @@ class _Run:
             device=self.options.device,
             dtype=self._dtype,
             black_box_iterations=0,
+            on_progress=self.on_progress,
             **self.changes,
         )
 

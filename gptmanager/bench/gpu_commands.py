@@ -14,7 +14,7 @@ from gptmanager.bench.end_to_end import PARTS, EndToEndOptions, bench_end_to_end
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
-from gptmanager.bench.table import end_to_end_lines, kernel_lines
+from gptmanager.bench.table import end_to_end_parts, kernel_parts
 from gptmanager.errors import GptManagerError
 from gptmanager.terminal.arguments import (
     device,
@@ -32,6 +32,8 @@ from gptmanager.terminal.options import (
     add_model,
     add_parser,
 )
+from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.tables import Part, show
 
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
@@ -124,6 +126,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> int:
+    bars = ProgressBars(options.region, patience_s=0)
     report = bench_kernels(
         KernelOptions(
             only=options.only,
@@ -133,9 +136,11 @@ def _kernels(options: argparse.Namespace) -> int:
             command=tuple(command_line()),
         ),
         on_report=_keeping(options),
+        on_start=teller(bars, "cases"),
     )
+    bars.close()
     bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
-    return _tell(options, report, kernel_lines(report), is_right=not bad)
+    return _tell(options, report, kernel_parts(report), is_right=not bad)
 
 
 def _end_to_end(options: argparse.Namespace) -> int:
@@ -153,6 +158,7 @@ def _end_to_end(options: argparse.Namespace) -> int:
         given["max_num_tokens"] = max(scale.max_num_tokens, longest)
     if "requests" in given:
         given["peer_requests"] = min(scale.peer_requests, options.requests)
+    bars = ProgressBars(options.region, patience_s=0)
     report = bench_end_to_end(
         EndToEndOptions(
             device=options.device,
@@ -168,21 +174,36 @@ def _end_to_end(options: argparse.Namespace) -> int:
             command=tuple(command_line()),
         ),
         on_report=_keeping(options),
+        on_start=teller(bars, "parts"),
+        on_progress=bars.tell,
     )
+    bars.close()
     parts = [report[name] for name in (*PARTS, "ablations") if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
-    return _tell(options, report, end_to_end_lines(report), is_right=not bad)
+    return _tell(options, report, end_to_end_parts(report), is_right=not bad)
 
 
 def _tell(
-    options: argparse.Namespace, report: Mapping[str, Any], lines: Iterable[str], *, is_right: bool
+    options: argparse.Namespace, report: Mapping[str, Any], parts: Iterable[Part], *, is_right: bool
 ) -> int:
     _keeping(options)(report)
-    print(orjson.dumps(report).decode() if options.json else "\n".join(lines))
+    if options.json:
+        print(orjson.dumps(report).decode())
+    else:
+        show(parts)
     if report.get("interrupted"):
         sys.stdout.flush()
         raise KeyboardInterrupt
     return 0 if is_right else 1
+
+
+def teller(bars: ProgressBars, what: str) -> Callable[[str, int, int], None]:
+    """An `on_start` callback that shows which of them runs."""
+
+    def tell(name: str, number: int, count: int) -> None:
+        bars.tell(what, number, count, f"{name}, {number + 1} of {count}")
+
+    return tell
 
 
 def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]:

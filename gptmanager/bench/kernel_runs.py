@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from gptmanager.bench.cases import OURS, Absent, Bed, Case, Contender, Goal, Planned, Prepared
 from gptmanager.bench.roofline import Ceilings
@@ -64,15 +63,18 @@ def run_cases(
     rounds: int,
     budget: Budget,
     peers: Sequence[str] | None = None,
+    on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
 ) -> Iterator[CaseResult]:
-    """Each case's result, as soon as there is one. `peers`: beginnings of names; None: all."""
-    with tqdm(cases, unit="case", leave=False, disable=None) as bar:
-        for number, case in enumerate(bar):
-            bar.set_description(f"{case.part}, {case.name}")
-            if budget.is_spent:
-                yield CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
-                continue
-            yield _run_case(case, bed, timer, rounds, budget.share(len(cases) - number), peers)
+    """Each case's result, as soon as there is one. `peers`: beginnings of names; None: all.
+
+    `on_start` gets the name of each case before it, its number from 0, and how many there are.
+    """
+    for number, case in enumerate(cases):
+        on_start(f"{case.part}, {case.name}", number, len(cases))
+        if budget.is_spent:
+            yield CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
+            continue
+        yield _run_case(case, bed, timer, rounds, budget.share(len(cases) - number), peers)
 
 
 def _run_case(

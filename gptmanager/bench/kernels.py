@@ -57,11 +57,12 @@ def bench_kernels(
     *,
     on_result: Callable[[CaseResult], None] = lambda result: None,
     on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
+    on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
 ) -> dict[str, Any]:
     """The report; ConfigError without a GPU, and for an `only` that nothing has.
 
     Interrupted, the report is of what was measured until then and has `interrupted`. `on_report`
-    gets the one so far after each case: whoever is killed has that.
+    gets the one so far after each case: whoever is killed has that. `on_start`: as of `run_cases`.
     """
     cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
     if ground is None:
@@ -88,7 +89,13 @@ def bench_kernels(
 
     try:
         for result in run_cases(
-            cases, bed, ground.timer, rounds=rounds, budget=budget, peers=options.peers
+            cases,
+            bed,
+            ground.timer,
+            rounds=rounds,
+            budget=budget,
+            peers=options.peers,
+            on_start=on_start,
         ):
             results.append(result)
             on_result(result)

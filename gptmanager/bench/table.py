@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gptmanager.terminal.tables import Part, table
+
+_WIDTHS = (22, 9, 7, 5, 7, 6, 6, 6)  # columns, so that the tables of all cases line up
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
 _DEVICE = {"driver_version": "driver", "driver_cuda": "for CUDA", "clock": "clock up to"}
 _NOTE = 70  # characters; the report has all
@@ -13,35 +16,29 @@ _LONG_S = 2.0  # a first use that is told
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 
-def kernel_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """A block a part, a line an engine; ours first."""
-    yield from header_lines(report)
+def kernel_parts(report: Mapping[str, Any]) -> Iterator[Part]:
+    """A block a part, a table a case, a line an engine; ours first."""
+    yield from _header(report)
+    yield table(_HEAD, widths=_WIDTHS)
     rows = report["kernels"]
-    table: list[tuple[str, ...]] = [_HEAD]
-    places: list[tuple[int, str]] = []
     part = ""
     for row in rows:
         if row["part"] != part:
             part = row["part"]
-            places.append((len(table), f"\n{part.replace('_', ' ')}"))
-        places.append((len(table), _case_line(row)))
-        table += [
+            yield f"\n{part.replace('_', ' ')}"
+        goals = " ".join(_told(goal) for goal in row["goals"])
+        yield f"  {row['case']}    {goals}".rstrip()
+        engines = [
             _engine_cells(name, engine)
             for name, engine in row["engines"].items()
             if engine["status"] != "absent"  # the notes say why
         ]
-    lines = list(aligned(table))
-    yield lines[0]
-    for number, line in enumerate(lines[1:], start=1):
-        for place, text in places:
-            if place == number:
-                yield text
-        yield line
-    yield from _summary(rows)
-    yield from notes(report)
+        yield table([""] * len(_HEAD), engines, widths=_WIDTHS)
+    yield _summary(rows)
+    yield from _notes(report)
 
 
-def header_lines(report: Mapping[str, Any]) -> Iterator[str]:
+def _header(report: Mapping[str, Any]) -> Iterator[str]:
     device, versions = report["device"], report["versions"]
     details = [f"{device[key]:g} GiB" for key in ("memory_gib",) if key in device]
     details += [f"{text} {device[key]}" for key, text in _DEVICE.items() if key in device]
@@ -60,26 +57,9 @@ def header_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
-def notes(report: Mapping[str, Any]) -> Iterator[str]:
+def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     for note in report.get("notes", ()):
         yield f"note: {note}"
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The first column and the last to the left, the others to the right."""
-    table = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [
-            cell.ljust(width) if place in (0, len(row) - 1) else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
-def _case_line(row: Mapping[str, Any]) -> str:
-    goals = " ".join(_told(goal) for goal in row["goals"])
-    return f"  {row['case']}    {goals}".rstrip()
 
 
 def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
@@ -109,7 +89,7 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     ours = [row["engines"]["gptmanager"]["status"] for row in rows]
     goals = [goal["met"] for row in rows for goal in row["goals"]]
     counts = ", ".join(
@@ -117,27 +97,26 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for status in ("ok", "wrong", "failed", "skipped")
         if status in ours
     )
-    yield ""
-    yield f"{len(rows)} cases: {counts}; {sum(goals)} of {len(goals)} goals met"
+    return f"\n{len(rows)} cases: {counts}; {sum(goals)} of {len(goals)} goals met"
 
 
-def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
+def end_to_end_parts(report: Mapping[str, Any]) -> Iterator[Part]:
     """A block a part, in the order in which they ran."""
-    yield from header_lines(report)
+    yield from _header(report)
     model = report["model"]
     yield (
         f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
         f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
     )
     yield from _construction_lines(report)
-    for name, lines in (
-        ("check", _check_lines),
-        ("steps", _step_lines),
-        ("load", _load_lines),
-        ("ablations", _ablation_lines),
-        ("transformers", _peer_lines),
-        ("saturated", _load_lines),
-        ("pressure", _pressure_lines),
+    for name, parts in (
+        ("check", _check_parts),
+        ("steps", _step_parts),
+        ("load", _load_parts),
+        ("ablations", _ablation_parts),
+        ("transformers", _peer_parts),
+        ("saturated", _load_parts),
+        ("pressure", _pressure_parts),
     ):
         if name not in report:
             continue
@@ -146,9 +125,9 @@ def end_to_end_lines(report: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(part, Mapping) and part["status"] in ("skipped", "failed"):
             yield f"  {part['status']}: {part['note']}"
         else:
-            yield from lines(part)
+            yield from parts(part)
     yield ""
-    yield from notes(report)
+    yield from _notes(report)
 
 
 def _construction_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -164,7 +143,7 @@ def _construction_lines(report: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _check_lines(part: Mapping[str, Any]) -> Iterator[str]:
+def _check_parts(part: Mapping[str, Any]) -> Iterator[str]:
     word = "right" if part["status"] == "ok" else "WRONG"
     yield (
         f"  {word}: logits differ from a dense reference by {part['error']:.2g} of the largest, "
@@ -172,10 +151,9 @@ def _check_lines(part: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _step_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [
-        ("  batch x context", "ms", "+-", "floor ms", "x floor", "tokens/s", "")
-    ]
+def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    head = ("  batch x context", "ms", "+-", "floor ms", "x floor", "tokens/s", "")
+    rows: list[tuple[str, ...]] = []
     for row in part:
         if "trace" in row:
             continue
@@ -189,7 +167,7 @@ def _step_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             floor = (f"{row['floor_ms']:.2f}", f"{row['times_floor']:.2f}")
         figures = (f"{row['median_ms']:.2f}", f"{(high - low) / 2:.2f}", *floor)
         rows.append((name, *figures, f"{row['tokens_per_second']:,.0f}", _goal(row)))
-    yield from aligned(rows)
+    yield table(head, rows)
     for trace in (row["trace"] for row in part if "trace" in row):
         if trace["status"] != "ok":
             yield f"  GPU not watched: {trace['note']}"
@@ -202,10 +180,11 @@ def _step_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"  of a step of {trace['batch']} x {trace['context']}: {parts}"
 
 
-def _load_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
     waits = ("first p50/p99 ms", "token p50/p99 ms")
     speed = ("  requests", "tokens in/out", "s", "out tok/s", "% roof")
-    rows: list[tuple[str, ...]] = [(*speed, *waits, "batch", "pauses", "host ms", "")]
+    head = (*speed, *waits, "batch", "pauses", "host ms", "")
+    rows: list[tuple[str, ...]] = []
     for row in part:
         times = [
             "/".join(f"{row[key].get(cut, 0):,.1f}" for cut in ("p50", "p99"))
@@ -222,11 +201,12 @@ def _load_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]), host)
         name += ", streaming" if row["streaming"] else ""
         rows.append((f"  {name}", *figures, share, *times, *counts, _goal(row)))
-    yield from aligned(rows)
+    yield table(head, rows)
 
 
-def _ablation_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [("  manager", "s", "out tok/s", "x plain", "steps")]
+def _ablation_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    head = ("  manager", "s", "out tok/s", "x plain", "steps")
+    rows: list[tuple[str, ...]] = []
     for row in part:
         steps = ", ".join(
             f"{it['batch']} x {it['context']}: {it['median_ms']:.2f} ms"
@@ -237,10 +217,10 @@ def _ablation_lines(part: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         rows.append(
             (f"  {row['name']}", f"{row['seconds']:.2f}", speed, f"{row['ratio']:.2f}", steps)
         )
-    yield from aligned(rows)
+    yield table(head, rows)
 
 
-def _peer_lines(part: Mapping[str, Any]) -> Iterator[str]:
+def _peer_parts(part: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"  {part['requests']} requests: gptmanager {part['gptmanager']:,.0f} output tokens/s, "
         f"transformers {part['transformers']:,.0f}: {part['ratio']:.2f} x  {_goal(part)}"
@@ -249,17 +229,18 @@ def _peer_lines(part: Mapping[str, Any]) -> Iterator[str]:
         yield f"  transformers: {part['note']}"
 
 
-def _pressure_lines(part: Mapping[str, Any]) -> Iterator[str]:
+def _pressure_parts(part: Mapping[str, Any]) -> Iterator[Part]:
     yield (
         f"  {part['requests']} requests that may get long and end early, "
         f"KV cache of {part['kv_cache_tokens']:,} tokens"
     )
-    rows: list[tuple[str, ...]] = [("  policy", "s", "out tok/s", "batch", "pauses", "")]
+    head = ("  policy", "s", "out tok/s", "batch", "pauses")
+    rows: list[tuple[str, ...]] = []
     for name, row in part["policies"].items():
         speed = f"{row['output_tokens_per_second']:,.0f}"
         counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]))
-        rows.append((f"  {name}", f"{row['seconds']:.2f}", speed, *counts, ""))
-    yield from aligned(rows)
+        rows.append((f"  {name}", f"{row['seconds']:.2f}", speed, *counts))
+    yield table(head, rows, left=(0,))
     yield f"  max_utilization is {part['ratio']:.2f} times as fast  {_goal(part)}"
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.load import SMALL_LLAMA, Load, Request, random_llama, read_config
@@ -38,8 +36,17 @@ class BenchOptions:
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
 
 
-def bench(options: BenchOptions) -> dict[str, Any]:
-    """Run the load on each engine; ConfigError if it does not fit the model."""
+def bench(
+    options: BenchOptions,
+    *,
+    on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
+    on_run: Callable[[str, Figures], None] = lambda name, figures: None,
+) -> dict[str, Any]:
+    """Run the load on each engine; ConfigError if it does not fit the model.
+
+    `on_start` gets the name of the engine before each run, the run's number from 0, and how many
+    there are; `on_run` its figures after it.
+    """
     source = options.model or (SMALL_LLAMA, random_llama(SMALL_LLAMA, options.load.seed))
     config = source[0] if isinstance(source, tuple) else read_config(source)
     requests = options.load.requests(config["vocab_size"])
@@ -54,12 +61,11 @@ def bench(options: BenchOptions) -> dict[str, Any]:
         engines["transformers"] = lambda: peer.run(requests)
     runs: dict[str, list[Figures]] = {name: [] for name in engines}
     rounds = [name for _ in range(options.repeats) for name in engines]
-    with tqdm(rounds, unit="run", leave=False, disable=None) as bar:
-        for name in bar:
-            bar.set_description(name)
-            runs[name].append(engines[name]())
-            speed = runs[name][-1].tokens_per_second
-            bar.write(f"{name:12} {speed:10,.1f} output tokens/s", file=sys.stderr)
+    for number, name in enumerate(rounds):
+        on_start(name, number, len(rounds))
+        figures = engines[name]()
+        runs[name].append(figures)
+        on_run(name, figures)
     return _report(options, config, requests, runs)
 
 

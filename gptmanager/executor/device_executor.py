@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.config import ProgressCallback
 from gptmanager.cuda.downloads import Arrivals
 from gptmanager.cuda.graphs import GenerationGraphs
 from gptmanager.cuda.streams import Stream
@@ -48,6 +49,7 @@ class DeviceExecutor(TorchExecutor):
         num_slots: int,
         max_beam_width: int = 1,
         graph_sizes: Sequence[int] = (),
+        on_progress: ProgressCallback | None = None,
         **options: Any,
     ) -> None:
         self._stream = stream
@@ -67,7 +69,9 @@ class DeviceExecutor(TorchExecutor):
                 with torch.inference_mode():
                     # a recording of the emulator runs it again, and would hold its owner
                     own = weakref.proxy(self)
-                    self._graphs.record(self._idle_arrays, lambda tensors: own._step(tensors))
+                    self._graphs.record(
+                        self._idle_arrays, lambda tensors: own._step(tensors), on_progress
+                    )
             stream.synchronize()
 
     def forward(self, schedule: Schedule) -> TorchStep:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.cpu_memory import free_memory_bytes
@@ -47,10 +47,6 @@ class Place:
     transposed: bool = False
     twin: bool = False
     scale: bool = False
-
-
-class _Progress(tqdm):  # type: ignore[type-arg]
-    monitor_interval = 0  # tqdm's monitor is a thread that would stay behind
 
 
 class Weights:
@@ -93,10 +89,17 @@ class Weights:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._storage.values())
 
-    def load(self, tensors: TensorSource | Mapping[str, Tensor], *, partial: bool = False) -> None:
+    def load(
+        self,
+        tensors: TensorSource | Mapping[str, Tensor],
+        *,
+        partial: bool = False,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
         """Copy tensors into their storage, converting the dtype; the storage stays where it is.
 
         `partial`: tensors may be missing once all were loaded; what they fill is left as it is.
+        `on_progress`: is told "weights", the bytes that are copied, and those that will be.
         `ConfigError` names the tensors that are missing, unknown, double, misshapen, not of a
         floating dtype, the bytes that there is no memory for (nothing is allocated or copied then),
         or the tensor that is not equal to its twin.
@@ -115,7 +118,7 @@ class Weights:
         if not (partial and self.version):
             for name in scales:
                 self._storage[name].fill_(1)
-        self._copy_all(source, names)
+        self._copy_all(source, names, on_progress)
         self.version += 1
 
     def _allocate(self, scales: Collection[str]) -> None:
@@ -135,22 +138,24 @@ class Weights:
                 f"no memory for weights of {needed} bytes in {self._dtype}: {told(error)}"
             ) from error
 
-    def _copy_all(self, source: TensorSource, names: Mapping[str, str]) -> None:
+    def _copy_all(
+        self,
+        source: TensorSource,
+        names: Mapping[str, str],
+        on_progress: ProgressCallback | None,
+    ) -> None:
         # twins are compared, so what they are compared with must be there
         order = sorted(names, key=lambda name: self._places[name].twin)
         total = sum(self._region(self._places[name]).nbytes for name in names)
         max_bytes = max(_MIN_PIECE_BYTES, self.nbytes // 16)
-        with (
-            torch.no_grad(),
-            # drawn only for loads of more than a second, on a terminal
-            _Progress(
-                total=total, desc="weights", unit="B", unit_scale=True, delay=1.0, disable=None
-            ) as progress,
-        ):
+        done = 0
+        with torch.no_grad():
             for name in order:
                 for start, piece in source.pieces(names[name], max_bytes):
                     self._copy(names[name], self._places[name], start, piece)
-                    progress.update(piece.numel() * self._dtype.itemsize)
+                    done += piece.numel() * self._dtype.itemsize
+                    if on_progress is not None:
+                        on_progress("weights", done, total)
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
         """The places' names -> the names as given."""

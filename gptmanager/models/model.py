@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.reference import Ints, Kernels
@@ -96,6 +97,7 @@ def load_model(
     attention_window: int | None = None,
     sink: int = 0,
     kv_cache_dtype: torch.dtype | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
@@ -103,7 +105,7 @@ def load_model(
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
     `attention_window`: no layer sees more than so many positions back, its own included, but for
     the first `sink`, which are always seen. `kv_cache_dtype`: of the pages that it will be given:
-    float8_e4m3fn, or None: any other.
+    float8_e4m3fn, or None: any other. `on_progress`: as in `OptionalParams`.
     `ConfigError` names the config field or the tensor that cannot be used. At the peak the
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
     mapped files.
@@ -135,7 +137,7 @@ def load_model(
         dtype=spec.dtype,
         device=device,
     )
-    weights.load(tensors)
+    weights.load(tensors, on_progress=on_progress)
     tensors.close()
     return CheckpointModel(spec, weights, kernels, device)
 

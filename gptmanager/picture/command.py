@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from gptmanager.errors import ConfigError
 from gptmanager.picture.chrome_trace import chrome_trace
@@ -19,6 +16,7 @@ from gptmanager.recorder.recording import located, read_recording
 from gptmanager.terminal.arguments import check_distinct
 from gptmanager.terminal.options import add_parser
 from gptmanager.terminal.printable import printable
+from gptmanager.terminal.progress import ProgressBars
 
 _HELP = """\
 Draw the schedule of a recorded run.
@@ -79,10 +77,10 @@ def _picture(options: argparse.Namespace) -> int:
             "--chrome-trace": options.chrome_trace,
         }
     )
-    steps = tqdm(total=3, unit="step", leave=False, desc="reading", delay=1.0, disable=None)
+    bars = ProgressBars(options.region)
+    bars.tell("steps", 0, 3, "reading")
     recording = read_recording(options.recording)
-    steps.update()
-    steps.set_description("following")
+    bars.tell("steps", 1, 3, "following")
     with located(str(options.recording)):
         trace = trace_of(recording)
     if options.iterations is not None:
@@ -91,12 +89,11 @@ def _picture(options: argparse.Namespace) -> int:
         trace = trace.without_idle()
     if not trace.columns:
         raise ConfigError(f"{options.recording} has no iteration to draw")
-    steps.update()
-    steps.set_description("drawing")
+    bars.tell("steps", 2, 3, "drawing")
     written = _write(options, trace)
-    steps.close()
+    bars.close()
     for path, size in written:
-        print(f"{_text(path)}  {size / 1024:.0f} KiB")
+        print(f"{printable(str(path))}  {size / 1024:.0f} KiB")
     return 0
 
 
@@ -105,7 +102,7 @@ def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
     contents: list[tuple[Path, bytes]] = []
     output: Path | None = options.output
     if output is not None:
-        title = _text(options.title or options.recording.name)
+        title = printable(options.title or options.recording.name)
         is_svg = options.svg or output.suffix == ".svg"
         text = draw(trace, title) if is_svg else page(trace, title)
         contents.append((output, text.encode()))
@@ -117,8 +114,3 @@ def _write(options: argparse.Namespace, trace: Trace) -> list[tuple[Path, int]]:
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
     return [(path, len(content)) for path, content in contents]
-
-
-def _text(name: str | Path) -> str:
-    """As UTF-8 and a terminal have it; the name of a file may be any bytes."""
-    return printable(os.fsencode(name).decode(errors="replace"))

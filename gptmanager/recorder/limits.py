@@ -41,6 +41,7 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
         recording_path=None,
         black_box_path=None,
         logits_post_processor_batched=None,
+        on_progress=None,
     )
     checked_optional_params(params)
     sizes = blueprint.sizes

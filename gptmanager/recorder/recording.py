@@ -292,7 +292,11 @@ def _of_no_code(params: OptionalParams) -> OptionalParams:
     decides how a loop schedules.
     """
     return replace(
-        params, logits_post_processor_batched=None, recording_path=None, black_box_path=None
+        params,
+        logits_post_processor_batched=None,
+        on_progress=None,
+        recording_path=None,
+        black_box_path=None,
     )
 
 

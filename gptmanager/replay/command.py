@@ -7,18 +7,18 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
-from tqdm import tqdm
 
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay.replaying import replay
 from gptmanager.terminal.options import add_json, add_parser, add_scheduler, add_verbose
 from gptmanager.terminal.printable import printable_lines
+from gptmanager.terminal.progress import ProgressBars
 
 _HELP = """\
 Run a recording again without its model and compare every schedule.
@@ -47,18 +47,19 @@ def add_command(commands: Any) -> None:
 
 def _replay(options: argparse.Namespace) -> int:
     recording = read_recording(options.recording)
+    bars = ProgressBars(options.region)
+
+    def track(iterations: Iterable[Any]) -> Iterator[Any]:
+        for number, iteration in enumerate(iterations):
+            bars.tell("iterations", number, len(recording.iterations))
+            yield iteration
+
     report = replay(
         recording,
         create_scheduler=imported(options.scheduler) if options.scheduler else None,
-        track=lambda iterations: tqdm(
-            iterations,
-            total=len(recording.iterations),
-            unit="iteration",
-            leave=False,
-            delay=1.0,
-            disable=None,
-        ),  # fmt: skip
+        track=track,
     )
+    bars.close()
     divergence = report.divergence
     if options.json:
         plain = None if divergence is None else divergence.plain()

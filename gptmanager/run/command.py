@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gptmanager.run.live_view import LiveView
 from gptmanager.run.serving import RunOptions, serve_file
 from gptmanager.terminal.arguments import check_distinct, positive, seconds
 from gptmanager.terminal.options import (
@@ -17,6 +18,7 @@ from gptmanager.terminal.options import (
     optional_params,
     scheduler_config,
 )
+from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.report import print_report
 from gptmanager.terminal.streams import tell
 
@@ -74,6 +76,8 @@ def _run(options: argparse.Namespace) -> int:
     check_distinct({"--requests": requests, **written})
     params = optional_params(options)
     params.recording_path = options.record
+    if not options.json:
+        params.on_progress = ProgressBars(options.region).tell
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
     served = serve_file(
         RunOptions(
@@ -87,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
             scheduler=scheduler_config(options),
             model_type=model_type(options),
         ),
-        options.view,
+        LiveView(options.region, quiet=options.json),
     )
     print_report(served.summary, as_json=options.json)
     for loss in served.losses:

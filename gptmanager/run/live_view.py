@@ -6,22 +6,28 @@ event. Decides nothing about requests.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-import unicodedata
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
 
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable
 
 _MAX_ROWS = 16  # of running requests on a terminal
 _MAX_BAR = 20
+_GAP = "   "  # between counts
 _LOG_EVERY_S = 10.0  # counts, where nothing is redrawn
-_NARROW = 60  # columns below which a running row shows only its id and its text
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+_NARROW = 60  # columns below which a row shows only its id and its text
+_NAME, _TOKENS, _STATE = 7, 6, 10  # columns
+
+_HEADER = [Text(name, "dim", no_wrap=True) for name in ("request", "tokens", "state", "text")]
 
 
 @dataclass(slots=True)
@@ -74,155 +80,118 @@ class Progress:
 
 
 class LiveView:
-    """Draws on `stream`; `quiet` leaves nothing of it but what failed.
+    """Draws in `region`; `quiet` leaves nothing of it but what failed."""
 
-    Is a stream itself, for log handlers: what any thread writes on it goes above the running rows.
-    """
-
-    def __init__(self, stream: TextIO, *, quiet: bool = False) -> None:
+    def __init__(self, region: LiveRegion, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self._stream = stream
-        self._redraws = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._has_style = self._redraws and not os.environ.get("NO_COLOR")
-        self._lock = threading.Lock()
-        self._above = ""  # goes out with the next drawing
-        self._lines: list[str] = []  # what the next drawing replaces
+        self._region = region
+        self._ended: list[Sequence[str | Text]] = []  # shown above the next drawing
         self._has_header = False
         self._next_log = _LOG_EVERY_S
 
     # Events --------------------------------------------------------------------------------
 
-    def write(self, text: str) -> None:
-        with self._lock:
-            self._above += text
-            self._show(self._lines)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
     def note(self, text: str) -> None:
         if not self.quiet:
-            self.write(text + "\n")
+            self._region.write(text + "\n")
 
     def join(self, row: RunningRow, progress: Progress) -> None:
-        if not self._redraws:
-            self.note(_stamp(progress, f"request {row.name} joins: {printable(row.prompt)}"))
+        if not self._region.can_draw:
+            self._log(progress, f"request {row.name} joins: {printable(row.prompt)}")
 
     def leave(
         self, row: RunningRow, why: str, text: str, progress: Progress, *, failed: bool = False
     ) -> None:
         """A request has ended; on a terminal its whole text stays above the running ones."""
         if failed and self.quiet:
-            self.write(f"request {row.name}: {printable(text)}\n")
-        elif not self._redraws:
+            self._region.write(f"request {row.name}: {printable(text)}\n")
+        elif not self._region.can_draw:
             unit = "token" if row.num_tokens == 1 else "tokens"
             how = f"leaves after {row.num_tokens} {unit}, {why}:"
-            self.note(_stamp(progress, f"request {row.name} {how} {printable(text)}"))
+            self._log(progress, f"request {row.name} {how} {printable(text)}")
         elif not self.quiet:
-            start = self._header() + f"{row.name:>7} {row.num_tokens:>6} {why:<10} "
-            gap = "  " if failed else ""
-            line = start + self._dimmed(printable(row.prompt), gap + printable(text)) + "\n"
-            with self._lock:
-                self._above += line
+            said = _said(row.prompt, ("  " if failed else "") + text)
+            self._ended.append((row.name, str(row.num_tokens), why, said))
 
     def draw(self, rows: Sequence[RunningRow], progress: Progress) -> None:
         """The running requests and the counts, in place of the last drawing."""
         if self.quiet:
             return
-        if not self._redraws:
+        if not self._region.can_draw:
             if progress.seconds >= self._next_log:
                 self._next_log = progress.seconds + _LOG_EVERY_S
-                self.note(_stamp(progress, ", ".join(progress.counts)))
+                self._log(progress, ", ".join(progress.counts))
             return
-        width, height = self._size()
+        width, height = self._region.size()
         num_rows = max(0, min(len(rows), _MAX_ROWS, height - 4))
-        header = self._header()
-        lines = [self._running(row, width) for row in rows[:num_rows]]
+        room = width - (_NAME + 1 if width < _NARROW else _NAME + _TOKENS + _STATE + 3)
+        running = (
+            (row.name, str(row.num_tokens), "running" if row.num_tokens else "joined",
+             _end(_said(row.prompt, row.text), room))
+            for row in rows[:num_rows]
+        )  # fmt: skip
+        drawing: list[RenderableType] = [_table(running, width)]
         if num_rows < len(rows):
-            lines.append(f"{'':15}and {len(rows) - num_rows} more"[: width - 1])
-        lines.append(_status(progress, width - 1))
-        with self._lock:
-            self._above += header
-            self._show(lines)
+            drawing.append(Text(f"{'':15}and {len(rows) - num_rows} more", no_wrap=True))
+        drawing.append(_status(progress, width))
+        self._region.draw(Group(*drawing), above=self._above(width))
 
     def close(self) -> None:
         """Nothing of what runs stays behind."""
-        with self._lock:
-            self._show([])
+        if self._ended:
+            self._region.draw("", above=self._above(self._region.size()[0]))
+        self._region.clear()
 
     # Drawing -------------------------------------------------------------------------------
 
-    def _show(self, lines: list[str]) -> None:
-        """One write, so that nothing flickers and nothing tears. Caller holds the lock."""
-        up = f"\x1b[{len(self._lines)}A\r\x1b[J" if self._lines else ""
-        drawing = "".join(line + "\n" for line in lines)
-        # should a terminal count columns otherwise, it cuts a line off instead of wrapping it
-        drawing = f"{_NO_WRAP}{drawing}{_WRAP}" if drawing else ""
-        if up or drawing or self._above:
-            self._stream.write(up + self._above + drawing)
-            self._stream.flush()
-        self._above = ""
-        self._lines = lines
+    def _log(self, progress: Progress, text: str) -> None:
+        self.note(f"{progress.seconds:8.2f} s  {text}")
 
-    def _header(self) -> str:
-        """The table's header, the first time that something stands below it."""
-        if self._has_header:
-            return ""
-        self._has_header = True
-        return self._dimmed(f"{'request':>7} {'tokens':>6} {'state':<10} text", "\n")
-
-    def _running(self, row: RunningRow, width: int) -> str:
-        start = f"{row.name:>7} "
-        if width >= _NARROW:
-            start += f"{row.num_tokens:>6} {'running' if row.num_tokens else 'joined':<10} "
-        prompt, text = printable(row.prompt), printable(row.text)
-        room = width - 1 - columns(start)
-        cut = _fitting(prompt + text, room)
-        if cut:
-            cut = _fitting(prompt + text, room - 1)
-            start += "\N{HORIZONTAL ELLIPSIS}"
-        return start + self._dimmed(prompt[cut:], text[max(0, cut - len(prompt)) :])
-
-    def _dimmed(self, dim: str, plain: str) -> str:
-        return f"{_DIM}{dim}{_PLAIN}{plain}" if self._has_style and dim else dim + plain
-
-    def _size(self) -> tuple[int, int]:
-        try:
-            size = os.get_terminal_size(self._stream.fileno())
-        except OSError:
-            return 80, 24
-        return size.columns or 80, size.lines or 24  # some pseudo-terminals say 0
+    def _above(self, width: int) -> list[RenderableType]:
+        """Requests that have ended since the last drawing, below a header the first time."""
+        rows, self._ended = self._ended, []
+        if not self._has_header:
+            self._has_header = True
+            rows.insert(0, _HEADER)
+        return [_table([row], width) for row in rows]
 
 
-def columns(text: str) -> int:
-    """How many columns of a terminal a text takes."""
-    return len(text) if text.isascii() else sum(map(_width, text))
+def _table(rows: Iterable[Sequence[str | Text]], width: int) -> Table:
+    """Running rows and ended ones have the same columns; on a narrow terminal names and texts."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(justify="right", width=_NAME, no_wrap=True)
+    if width >= _NARROW:
+        table.add_column(justify="right", width=_TOKENS, no_wrap=True)
+        table.add_column(width=_STATE, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, tokens, state, said in rows:
+        table.add_row(*((name, tokens, state, said) if width >= _NARROW else (name, said)))
+    return table
 
 
-def _width(character: str) -> int:
-    if unicodedata.category(character) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+def _said(prompt: str, text: str) -> Text:
+    return Text.assemble((printable(prompt), "dim"), printable(text))
 
 
-def _fitting(text: str, room: int) -> int:
-    """From which index on the rest of `text` takes at most `room` columns."""
-    used = 0
-    for index in range(len(text) - 1, -1, -1):
-        used += _width(text[index])
-        if used > room:
-            return index + 1
-    return 0
+def _end(text: Text, room: int) -> Text:
+    """As much of its end as takes `room` columns of the terminal."""
+    if cell_len(text.plain) <= room:
+        return text
+    first = max(0, len(text) - 2 * room)  # a letter and its accent take one column
+    cut = bisect_left(
+        range(first, len(text)), 1 - room, key=lambda index: -cell_len(text.plain[index:])
+    )
+    return Text("\N{HORIZONTAL ELLIPSIS}") + text[first + cut :]
 
 
-def _status(progress: Progress, room: int) -> str:
-    text = "   ".join(progress.counts)
-    size = min(_MAX_BAR, room - len(text) - 5)
+def _status(progress: Progress, width: int) -> RenderableType:
+    counts = progress.counts
+    while len(counts) > 1 and len(_GAP.join(counts)) > width:
+        counts.pop()
+    text = Text(_GAP.join(counts), no_wrap=True)
+    size = min(_MAX_BAR, width - len(text) - len(_GAP))
     if size < 4:
-        return text[:room]
-    filled = size * progress.done // max(progress.total, 1)
-    return f"[{'#' * filled}{'.' * (size - filled)}]   {text}"
-
-
-def _stamp(progress: Progress, text: str) -> str:
-    return f"{progress.seconds:8.2f} s  {text}"
+        return text
+    status = Table.grid(padding=(0, len(_GAP), 0, 0))
+    status.add_row(ProgressBar(max(progress.total, 1), progress.done, width=size), text)
+    return status

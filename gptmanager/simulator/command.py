@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import orjson
-from tqdm import tqdm
 
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.config import CapacitySchedulerPolicy
@@ -18,11 +18,11 @@ from gptmanager.errors import ConfigError, GptManagerError
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Recording, located, read_recording
 from gptmanager.replay.command import imported
-from gptmanager.simulator.comparison import Machine, hypothetical, plain, table, variant
+from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel, fit
 from gptmanager.simulator.figures import Figures
-from gptmanager.simulator.host_queue import HostQueue
 from gptmanager.simulator.load import Load, RecordedLoad, SyntheticLoad
+from gptmanager.simulator.report import Comparison
 from gptmanager.simulator.simulation import simulate
 from gptmanager.terminal.arguments import check_distinct, natural, positive, rate, span, writable
 from gptmanager.terminal.options import (
@@ -32,7 +32,9 @@ from gptmanager.terminal.options import (
     add_scheduler,
     add_verbose,
 )
-from gptmanager.terminal.printable import printable_lines
+from gptmanager.terminal.printable import printable
+from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.tables import show
 
 _HELP = """\
 Run a load through the real scheduler and block accounting under a virtual clock, once for each
@@ -133,14 +135,39 @@ def _simulate(options: argparse.Namespace) -> int:
             blueprint, policy, machine, imported(options.scheduler)
         )
     started = time.perf_counter()
-    figures = {
-        name: _simulate_one(name, column, load, cost, options.record, len(columns))
-        for name, column in columns.items()
-    }
+    bars, figures = ProgressBars(options.region), {}
+    for name, column in columns.items():
+        path = _record_path(options.record, name) if len(columns) > 1 else options.record
+        on_progress = _teller(bars, printable(name), len(load.arrivals))
+        figures[name] = _simulate_one(column, load, cost, path, on_progress)
+    bars.close()
     taken = time.perf_counter() - started
     queue = load.queue if isinstance(load, RecordedLoad) else None
-    _print_figures(options.json, figures, cost, taken, recording, queue)
+    comparison = Comparison(figures, cost, taken, recording, queue)
+    if options.json:
+        print(orjson.dumps(comparison.plain()).decode())
+    else:
+        show(comparison.parts())
     return 0
+
+
+def _record_path(record: Path | None, name: str) -> Path | None:
+    """One of several runs is recorded to a file of its own."""
+    if record is None:
+        return None
+    return record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
+
+
+def _teller(bars: ProgressBars, name: str, total: int) -> Callable[[int], None]:
+    """A callback that is told how many more requests have ended."""
+    ended = 0
+
+    def tell(more: int) -> None:
+        nonlocal ended
+        ended += more
+        bars.tell(name, ended, total)
+
+    return tell
 
 
 def _synthetic(options: argparse.Namespace) -> SyntheticLoad:
@@ -164,20 +191,19 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _simulate_one(
-    name: str, blueprint: Blueprint, load: Load, cost: CostModel, record: Path | None, count: int
+    blueprint: Blueprint,
+    load: Load,
+    cost: CostModel,
+    path: Path | None,
+    on_progress: Callable[[int], object],
 ) -> Figures:
-    path = record
-    if record is not None and count > 1:
-        path = record.with_name(f"{record.stem}.{name.rpartition(':')[2]}{record.suffix}")
+    """`path`: where the simulated run is recorded."""
     recorder = None if path is None else Recorder(path)
-    place: AbstractContextManager[None] = nullcontext()
+    where: AbstractContextManager[None] = nullcontext()
     if isinstance(load, RecordedLoad) and blueprint.scheduler.create_scheduler is None:
-        place = located("the recorded load")
-    bar = tqdm(
-        total=len(load.arrivals), desc=name, unit="request", leave=False, delay=1.0, disable=None
-    )
-    with place, bar:
-        figures = simulate(blueprint, load, cost, recorder=recorder, on_progress=bar.update)
+        where = located("the recorded load")
+    with where:
+        figures = simulate(blueprint, load, cost, recorder=recorder, on_progress=on_progress)
     if recorder is not None and recorder.error:
         raise GptManagerError(f"--record {path}: {recorder.error}")
     return figures
@@ -200,43 +226,6 @@ def _cost(options: argparse.Namespace, recording: Recording | None) -> CostModel
         raise ConfigError(f"--cost {options.cost}: {error.strerror}") from error
     except (orjson.JSONDecodeError, TypeError) as error:
         raise ConfigError(f"--cost {options.cost}: {error}") from error
-
-
-def _print_figures(
-    as_json: bool,
-    figures: dict[str, Figures],
-    cost: CostModel,
-    taken: float,
-    recording: Recording | None,
-    queue: HostQueue | None,
-) -> None:
-    recorded = None if recording is None else recording.duration_s
-    if as_json:
-        result = {
-            "cost": dataclasses.asdict(cost),
-            "policies": {name: plain(column) for name, column in figures.items()},
-            "recorded_makespan_s": recorded,
-            "wall_s": taken,
-            "held_back": None if queue is None else queue.num_held,
-            "longest_held_back_s": None if queue is None else queue.longest_s,
-        }
-        print(orjson.dumps(result).decode())
-        return
-    steps = sum(column.request_steps for column in figures.values())
-    numbers = "  ".join(f"{name} {value:.3g}" for name, value in dataclasses.asdict(cost).items())
-    print(table(figures))
-    for name, column in figures.items():
-        if column.failed:
-            print(printable_lines(f"\n{name}: the first that failed: {column.first_error}"))
-    print(f"\nseconds of a step: {numbers}")
-    if recorded is not None:
-        print(f"the recorded run took {recorded:.3f} s")
-    if queue is not None and queue.num_held:
-        print(
-            f"{queue.num_held:,} of {len(queue.arrivals):,} requests had waited for room there: "
-            f"they come up to {queue.longest_s:.3f} s before Get returned them (--arrivals time)"
-        )
-    print(f"{steps:,} request-steps simulated in {taken:.1f} s ({steps / taken:,.0f} a second)")
 
 
 def _policies(text: str) -> list[CapacitySchedulerPolicy]:

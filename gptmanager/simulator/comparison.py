@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rich.table import Table
+
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import size
@@ -21,6 +23,7 @@ from gptmanager.config import (
 )
 from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.load import VOCAB_SIZE
+from gptmanager.terminal import tables
 from gptmanager.testing import ScriptedSpec
 
 _DEFAULT_KV_TOKENS = 1 << 18
@@ -125,18 +128,14 @@ def _sized(
 
 def table(columns: Mapping[str, Figures]) -> str:
     """A line a figure, a column a policy."""
-    shown = {name: _shown(figures) for name, figures in columns.items()}
-    labels = list(next(iter(shown.values())))
-    lines = [["", *shown]] + [[label, *(values[label] for values in shown.values())]
-                              for label in labels]  # fmt: skip
-    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0])]
-            + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(tables.lines([figures_table(columns)]))
+
+
+def figures_table(columns: Mapping[str, Figures]) -> Table:
+    """The same for `terminal.tables`."""
+    shown = [_shown(figures) for figures in columns.values()]
+    rows = [(label, *(column[label] for column in shown)) for label in shown[0]]
+    return tables.table(("", *columns), rows, left=(0,))
 
 
 def _shown(figures: Figures) -> dict[str, str]:

@@ -14,6 +14,7 @@ from gptmanager.config import (
     SchedulerConfig,
 )
 from gptmanager.terminal.arguments import folder, positive, threads
+from gptmanager.terminal.live_region import LiveRegion
 
 POLICIES = tuple(policy.name.lower() for policy in CapacitySchedulerPolicy)
 _BATCHING = {kind.name.lower().removesuffix("_batching"): kind for kind in ModelType}
@@ -28,7 +29,8 @@ def add_parser(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    parser.set_defaults(command=call, parser=parser)
+    nothing = LiveRegion(None)  # draws nothing; whoever calls `call` may put its own there
+    parser.set_defaults(command=call, parser=parser, region=nothing)
     return parser
 
 

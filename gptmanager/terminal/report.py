@@ -7,30 +7,40 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
+from rich.table import Table
+
+from gptmanager.terminal.tables import show, table
+
+_NAMES = 26  # columns, so that short reports look like long ones
 
 
 def print_report(report: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(orjson.dumps(report).decode())
-    else:
-        gap = "\n" if sys.stdout.isatty() else ""  # below the live view
-        print(gap + "\n".join(report_lines(report)))
+        return
+    if sys.stdout.isatty():  # below the live view
+        print()
+    show([report_table(report)])
 
 
-def report_lines(report: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """A name and a value a line, for people; what has parts of its own follows, indented."""
+def report_table(report: Mapping[str, Any]) -> Table:
+    """A name and a value a line; what has parts of its own follows, indented."""
+    return table(("", ""), _rows(report), widths=(_NAMES,))
+
+
+def _rows(report: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
     for name, value in report.items():
         label = indent + name.replace("_", " ").replace("kv", "KV").removesuffix(" ms")
         if name.endswith("_ms"):
             cuts = "  ".join(f"{cut} {number:9,.2f} ms" for cut, number in value.items())
-            yield f"{label:28}{cuts or 'nothing to measure'}"
+            yield label, cuts or "nothing to measure"
         elif isinstance(value, Mapping) and any(
-            isinstance(v, (list, dict)) for v in value.values()
+            isinstance(inner, (list, dict)) for inner in value.values()
         ):
-            yield label
-            yield from report_lines(value, indent + "  ")
+            yield label, ""
+            yield from _rows(value, indent + "  ")
         else:
-            yield f"{label:28}{_value(name, value)}"
+            yield label, _value(name, value)
 
 
 def _value(name: str, value: Any) -> str:

@@ -138,7 +138,7 @@ def separate(monkeypatch):
             return place(params)
         SeparateDevice().__enter__()  # until the manager's thread ends
         streams.append(SeparateStream())
-        return DeviceBackend(streams[-1], params.deterministic, params.cuda_graphs)
+        return DeviceBackend(streams[-1], params)
 
     def compile_apart(*given):
         kernel = compile_for_cpu(*given)

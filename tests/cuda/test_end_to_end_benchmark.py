@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from test_bench_end_to_end import SMALL
 
 from gptmanager.bench import EndToEndOptions, bench_end_to_end
-from gptmanager.bench.table import end_to_end_lines
+from gptmanager.bench.table import end_to_end_parts
+from gptmanager.terminal.tables import lines
 
 CONFIG = {**LLAMA, "num_hidden_layers": 1}
 SCALE = replace(SMALL, requests=2, lengths=(2, 4), batches=(2,), contexts=(12,), max_batch_size=2)
@@ -39,7 +40,7 @@ def test_all_that_a_manager_does_on_a_gpu(device, folder, dtype):
     assert report["check"]["status"] == "ok" and report["notes"] == []
     steps, load = report["steps"], report["load"]
     assert steps[0]["status"] == load[0]["status"] == "ok"
-    assert list(end_to_end_lines(report))
+    assert lines(end_to_end_parts(report))
     if device == "cuda":
         trace = steps[-1]["trace"]  # so few steps may be over before it begins
         assert trace["status"] == "ok" or trace["note"].endswith("nothing ran on the device")

@@ -14,7 +14,7 @@ from bench_ground import TINY, FakeTimer, ground
 from separate_device import DEVICE, SeparateStream, pin_in
 
 from gptmanager import cli
-from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, command, kernels
+from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, gpu_commands, kernels
 from gptmanager.bench.attention_peers import torch_varlen
 from gptmanager.bench.cases import OURS, Absent, Bed, Case, Goal, Planned, Prepared, largest_error
 from gptmanager.bench.kernel_runs import report as kernel_report
@@ -24,11 +24,12 @@ from gptmanager.bench.machine import find_gpu
 from gptmanager.bench.paged_rows import attention_flops, paged_rows
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.sampling_cases import refused_share
-from gptmanager.bench.table import kernel_lines
+from gptmanager.bench.table import kernel_parts
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
 from gptmanager.request.llm_request import SamplingParams
+from gptmanager.terminal.tables import lines
 
 
 class SpoilingLauncher(EmulatorLauncher):
@@ -107,15 +108,15 @@ def test_what_a_report_is_of(report):
 
 
 def test_the_table(report):
-    lines = list(kernel_lines(report))
-    assert "host time of a launch: graph 9.0 us" in lines
-    assert any(line.startswith(f"    {OURS}  ") and "2,000.0" in line for line in lines)
-    assert any(line.startswith(f"    {OURS}  ") and " plan " in line for line in lines)
-    assert any("[<= 1.2 x 3 x 40: goal met]" in line for line in lines)
-    assert lines.index("\nnorms") < lines.index("\nsampling")
-    assert all(len(line) < 180 for line in lines)
+    told = lines(kernel_parts(report))
+    assert "host time of a launch: graph 9.0 us" in told
+    assert any(line.startswith(f"    {OURS}  ") and "2,000.0" in line for line in told)
+    assert any(line.startswith(f"    {OURS}  ") and " plan " in line for line in told)
+    assert any("[<= 1.2 x 3 x 40: goal met]" in line for line in told)
+    assert told.index("norms") < told.index("sampling")
+    assert all(len(line) < 180 for line in told)
     count = len(report["kernels"])
-    assert any(line.startswith(f"{count} cases: {count} ok; ") for line in lines)
+    assert any(line.startswith(f"{count} cases: {count} ok; ") for line in told)
 
 
 def test_a_fast_wrong_kernel_is_wrong(toolchain):
@@ -127,7 +128,7 @@ def test_a_fast_wrong_kernel_is_wrong(toolchain):
         assert ours["status"] == "wrong" and ours["error"] > row["tolerance"]
         assert not any(goal["met"] for goal in row["goals"])
         assert not any("times_ours" in it for it in row["engines"].values())
-    assert any("WRONG: error" in line for line in kernel_lines(report))
+    assert any("WRONG: error" in line for line in lines(kernel_parts(report)))
 
 
 def test_selection(launcher):
@@ -150,7 +151,7 @@ def test_the_time_limit_skips_what_is_left(launcher):
     assert statuses == sorted(statuses)
     note = f"time limit of 5 minutes: {statuses.count('skipped')} cases skipped"
     assert note in report["notes"]
-    assert any("skipped" in line for line in kernel_lines(report))
+    assert any("skipped" in line for line in lines(kernel_parts(report)))
 
 
 def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_path):
@@ -162,7 +163,7 @@ def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_pa
             raise SystemExit
 
     monkeypatch.setattr(
-        command,
+        gpu_commands,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(
             options, ground(launcher), on_result=killed, **hooks
@@ -403,7 +404,7 @@ def test_an_older_torch_is_told(monkeypatch):
 
 def test_the_command(launcher, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        command,
+        gpu_commands,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(options, ground(launcher), **hooks),
     )
@@ -421,7 +422,7 @@ def test_the_command(launcher, monkeypatch, capsys, tmp_path):
 
 def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsys):
     monkeypatch.setattr(
-        command,
+        gpu_commands,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(options, ground(SpoilingLauncher()), **hooks),
     )
@@ -434,7 +435,7 @@ def test_an_interrupted_command_prints_what_it_has(launcher, monkeypatch, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        command,
+        gpu_commands,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(
             options, ground(launcher), on_result=interrupt, **hooks

@@ -1,0 +1,57 @@
+"""What `gptmanager simulate` tells: for people, and as JSON values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gptmanager.recorder.recording import Recording
+from gptmanager.simulator.comparison import figures_table, plain
+from gptmanager.simulator.cost_model import CostModel
+from gptmanager.simulator.figures import Figures
+from gptmanager.simulator.host_queue import HostQueue
+from gptmanager.terminal.tables import Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """`wall_s`: what the simulation took. `recording` and `queue`: of a recorded load."""
+
+    figures: Mapping[str, Figures]  # by the name of its column
+    cost: CostModel
+    wall_s: float
+    recording: Recording | None
+    queue: HostQueue | None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "cost": dataclasses.asdict(self.cost),
+            "policies": {name: plain(it) for name, it in self.figures.items()},
+            "recorded_makespan_s": None if self.recording is None else self.recording.duration_s,
+            "wall_s": self.wall_s,
+            "held_back": None if self.queue is None else self.queue.num_held,
+            "longest_held_back_s": None if self.queue is None else self.queue.longest_s,
+        }
+
+    def parts(self) -> Iterator[Part]:
+        """For people."""
+        yield figures_table(self.figures)
+        for name, it in self.figures.items():
+            if it.failed:
+                yield f"\n{name}: the first that failed: {it.first_error}"
+        numbers = dataclasses.asdict(self.cost).items()
+        yield "\nseconds of a step: " + "  ".join(f"{name} {s:.3g}" for name, s in numbers)
+        if self.recording is not None:
+            yield f"the recorded run took {self.recording.duration_s:.3f} s"
+        queue = self.queue
+        if queue is not None and queue.num_held:
+            yield (
+                f"{queue.num_held:,} of {len(queue.arrivals):,} requests had waited for room "
+                f"there: they come up to {queue.longest_s:.3f} s before Get returned them "
+                "(--arrivals time)"
+            )
+        steps = sum(it.request_steps for it in self.figures.values())
+        each = f"{steps / self.wall_s:,.0f} a second"
+        yield f"{steps:,} request-steps simulated in {self.wall_s:.1f} s ({each})"

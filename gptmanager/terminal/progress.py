@@ -1,0 +1,85 @@
+"""`ProgressBars`: how far work is, on terminals, and only for what takes long."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import TYPE_CHECKING
+
+from gptmanager.terminal.live_region import LiveRegion, console
+from gptmanager.terminal.printable import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+PATIENCE_S = 1.0  # what takes longer shows a bar
+_REFRESH_S = 0.1
+
+
+class ProgressBars:
+    """A bar in `region` for each kind of work that is told of, from `patience_s` seconds on.
+
+    Draws when it is told something, on the thread that tells it: nothing disturbs what is timed.
+    `wanted` True: where nothing can be drawn, a line when the work is done; False: never anything.
+    """
+
+    def __init__(
+        self, region: LiveRegion, patience_s: float = PATIENCE_S, *, wanted: bool | None = None
+    ) -> None:
+        self._region = region
+        self._patience_s = patience_s
+        self._wanted = wanted
+        self._begun: dict[str, float] = {}  # kind of work -> when it was first told of
+        self._bars: dict[str, TaskID] = {}
+        self._progress: Progress | None = None
+        self._drawn_at = 0.0
+
+    def tell(self, what: str, done: int, total: int, note: str = "") -> None:
+        """`done` of `total` is done of the work called `what`; its bar goes when all is."""
+        if self._wanted is False or not (self._region.can_draw or self._wanted):
+            return
+        now = time.monotonic()
+        shows_at = self._begun.setdefault(what, now) + self._patience_s
+        if done >= total:
+            del self._begun[what]
+            self._end(what)
+            if now >= shows_at and not self._region.can_draw:
+                self._region.write(f"{what}: {done} of {total}, {note}\n")
+        elif self._region.can_draw and now >= max(shows_at, self._drawn_at + _REFRESH_S):
+            self._drawn_at = now
+            self._draw(what, done, total, note)
+
+    def close(self) -> None:
+        """No bar stays."""
+        for what in list(self._bars):
+            self._end(what)
+
+    def _draw(self, what: str, done: int, total: int, note: str) -> None:
+        progress = self._progress = self._progress or _made()
+        if what not in self._bars:
+            self._bars[what] = progress.add_task(printable(what), total=total, note="")
+        progress.update(self._bars[what], completed=done, note=printable(note))
+        self._region.draw(progress)
+
+    def _end(self, what: str) -> None:
+        bar = self._bars.pop(what, None)
+        if bar is not None and self._progress is not None:
+            self._progress.remove_task(bar)
+            if self._bars:
+                self._region.draw(self._progress)
+            else:
+                self._region.clear()
+
+
+def _made() -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%", markup=False),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console(io.StringIO()),  # the region draws
+        auto_refresh=False,
+    )

@@ -1,0 +1,69 @@
+"""Reports of lines and tables. rich lays tables out; texts are data, and nothing is cut off.
+
+A table is as wide as its cells. Where a terminal is narrower, it wraps the lines.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gptmanager.terminal.live_region import can_draw
+from gptmanager.terminal.printable import printable, printable_lines
+
+Part = str | Table
+_LOUD = ("WRONG", "FAILED", "MISSED")
+_ENDLESS = 1 << 20  # columns
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    left: Collection[int] = (0, -1),
+    widths: Sequence[int] = (),
+) -> Table:
+    """Figures to the right; to the `left` the columns that hold text, the last one is -1.
+
+    `widths`: at least so many columns of the terminal, so that several tables line up.
+    """
+    drawn = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(head), header_style=""
+    )
+    for index, name in enumerate(head):
+        drawn.add_column(
+            Text.assemble((printable(name), "bold")),
+            justify="left" if index in left or index - len(head) in left else "right",
+            min_width=widths[index] if index < len(widths) else None,
+            no_wrap=True,
+        )
+    for row in rows:
+        drawn.add_row(*(_text(printable(cell)) for cell in row))
+    return drawn
+
+
+def lines(parts: Iterable[Part], *, styled: bool = False) -> list[str]:
+    """As a file gets them; `styled`: as a terminal does."""
+    console = Console(width=_ENDLESS, color_system="standard" if styled else None)
+    with console.capture() as capture:
+        for part in parts:
+            drawing = _text(printable_lines(part)) if isinstance(part, str) else part
+            console.print(drawing, soft_wrap=isinstance(part, str))
+    return [line.rstrip() for line in capture.get().split("\n")[:-1]]
+
+
+def show(parts: Iterable[Part]) -> None:
+    """On the standard output."""
+    styled = can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
+    print("\n".join(lines(parts, styled=styled)))
+
+
+def _text(text: str) -> Text:
+    drawn = Text(text)
+    drawn.highlight_words(_LOUD, "bold red")
+    return drawn
