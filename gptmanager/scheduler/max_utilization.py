@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 from gptmanager.arguments import at_least
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.capacity import KvCapacityScheduler
+from gptmanager.scheduler.pausing_walk import PausingWalk, Room
 from gptmanager.scheduler.reuse_delay import reuse_delay
-from gptmanager.scheduler.start_headroom import StartHeadroom, is_started
-from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
+from gptmanager.scheduler.start_headroom import StartHeadroom
+from gptmanager.scheduler.waiting import Wait, Waits
 
-_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
@@ -78,76 +78,22 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         self, active_requests: RequestList, waits: Waits | None = None
     ) -> tuple[RequestList, RequestList]:
         """The decision; `waits` is told of those that it leaves out."""
-        kv_cache_manager = self.kv_cache_manager
-        kv_cache_manager.start_scheduling()
-        needed_one_step = kv_cache_manager.get_needed_blocks_one_step
-        has_free_blocks = kv_cache_manager.scheduling_has_free_blocks
-        max_num_requests, lookahead = self.max_num_requests, self.two_step_lookahead
-        headroom = self._headroom()
-        pages = AdapterPages(self.peft_cache_manager)
-        delay = reuse_delay(kv_cache_manager, active_requests)
+        self.kv_cache_manager.start_scheduling()
+        delay = reuse_delay(self.kv_cache_manager, active_requests)
         walk = self.schedulable(active_requests)
         fitting, blocks = self._generating_first(walk)
-        paused: RequestList = []
         if waits is None and self._rest_fits(walk, len(fitting), blocks):
             rest = walk[len(fitting) :]
-            return fitting + (rest if delay is None else delay.undelayed(rest)), paused
-        preempting: LlmRequest | None = None  # whom others have been paused for
-        misfits: list[tuple[LlmRequest, Wait, RequestList]] = []
-        position = len(fitting)
-        while position < len(walk):
-            request = walk[position]
-            if delay is not None and delay.delays(request):
-                if waits is not None and request is not preempting:  # that meets its own record
-                    waits.put(request, delay.wait(request, active_requests))
-                position += 1
-                continue
-            needed = needed_one_step(request, lookahead)
-            # `blocks` alone was found free before, and since then only more became free
-            fits = len(fitting) < max_num_requests and (
-                not needed or has_free_blocks(blocks + needed)
-            )
-            if (
-                headroom is not None
-                and fitting
-                and request is not preempting
-                and not is_started(request)
-                and not (fits and headroom.suffices(request, needed, fitting, blocks))
-            ):
-                started = _started_behind(walk, position)
-                if request.pause_count or not started:
-                    if waits is not None:
-                        beside = headroom.blocks_beside(request, fitting)
-                        wait = self._lacking(needed, blocks, beside, fitting)
-                        waits.end(request, wait, [*fitting, *started], walk)
-                    walk[position:] = started
-                    continue
-            if fits and (request.lora_task_id is None or pages.take(request.lora_task_id)):
-                fitting.append(request)
-                if delay is not None and request.state is _CONTEXT_INIT:
-                    kv_cache_manager.scheduling_add_sequence(request)
-                blocks += needed
-                position += 1
-            else:
-                preempting = request
-                if waits is not None:
-                    wait = self._lacking(needed, blocks, 0, fitting)
-                    if fits:
-                        wait = pages.wait(request.lora_task_id, fitting)
-                    misfits.append((request, wait, [*walk]))
-                self._make_room(walk, position, paused)
-        if waits is not None:
-            _tell_of_misfits(misfits, fitting, waits)
-        return fitting, paused
-
-    def _lacking(self, needed: int, taken_blocks: int, beside: int, taken: RequestList) -> Wait:
-        """The wait of one that needs more than `taken`, with `taken_blocks`, leave: a place, or
-        blocks, of which so many must stay free `beside`.
-        """
-        if len(taken) >= self.max_num_requests:
-            return full(taken, self.max_num_requests)
-        free = self.kv_cache_manager.scheduling_num_free_blocks
-        return Wait(WaitReason.KV_BLOCKS, needed, free, taken_blocks + beside, *counted(taken))
+            return fitting + (rest if delay is None else delay.undelayed(rest)), []
+        room = Room(
+            self.kv_cache_manager,
+            AdapterPages(self.peft_cache_manager),
+            self._headroom(),
+            self.max_num_requests,
+            self.two_step_lookahead,
+        )
+        pausing = PausingWalk(walk, room, delay, self.max_pauses, waits)
+        return pausing.decide(fitting, blocks)
 
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
         """The generating requests at the head of `walk`, and their blocks, if all of them fit.
@@ -190,58 +136,3 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     def _headroom(self) -> StartHeadroom | None:
         blocks, steps = self.resume_headroom_blocks, self.start_headroom_steps
         return StartHeadroom(self.kv_cache_manager, blocks, steps) if blocks or steps else None
-
-    def _make_room(self, walk: RequestList, position: int, paused: RequestList) -> None:
-        """Cut `walk` short because the request at `position` does not fit; pause a victim if any.
-
-        The victim, or without one the misfit, leaves the walk with all behind it but those that
-        `max_pauses` spared.
-        """
-        cut, spared = self._find_victim(walk, position)
-        if cut is None:
-            cut = position
-        else:
-            victim = walk[cut]
-            paused.append(victim)
-            self.kv_cache_manager.scheduling_remove_sequence(victim.request_id)
-        walk[cut:] = spared
-
-    def _find_victim(self, walk: RequestList, position: int) -> tuple[int | None, RequestList]:
-        """The victim's place in `walk` at or behind `position`, and the spared ones behind it."""
-        max_pauses = self.max_pauses
-        exempt: list[int] = []
-        for place in range(len(walk) - 1, position - 1, -1):
-            request = walk[place]
-            if request.state is _CONTEXT_INIT and not request.context_current_position:
-                continue  # as `is_started` would say, but sooner: most of a long list waits
-            if is_started(request):
-                if max_pauses is None or request.pause_count < max_pauses:
-                    return place, [walk[other] for other in reversed(exempt)]
-                exempt.append(place)
-        if exempt and exempt[-1] == position:
-            return exempt[0], []
-        return None, [walk[place] for place in reversed(exempt)]
-
-
-def _tell_of_misfits(
-    misfits: list[tuple[LlmRequest, Wait, RequestList]], fitting: RequestList, waits: Waits
-) -> None:
-    """Those that did not fit, each with the walk that it stood in, in the order of the walk.
-
-    One that others are paused for may be among the fitting in the end, and does not wait itself.
-    """
-    for request, wait, _ in reversed(misfits):
-        if request not in fitting:
-            waits.put(request, wait)
-    for request, wait, walk in reversed(misfits):
-        waits.all_but(fitting, walk, wait.of_those_behind(request.request_id))
-
-
-def _started_behind(walk: RequestList, position: int) -> RequestList:
-    """Started requests of lower rank than the one at `position`; most of a long list waits."""
-    return [
-        request
-        for request in walk[position + 1 :]
-        if (request.context_current_position or request.state is not _CONTEXT_INIT)
-        and is_started(request)
-    ]

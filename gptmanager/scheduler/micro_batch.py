@@ -15,14 +15,22 @@ from gptmanager.arguments import at_least, flag
 from gptmanager.config import ContextChunkingPolicy
 from gptmanager.errors import ConfigError, SchedulerError
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.scheduler.chunk_sizes import (
+    UNLIMITED,
+    check_policy,
+    credit_of,
+    first_credit,
+    serve_in_order,
+    share_equally,
+    share_units,
+    trim_drafts,
+)
 from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
-
-_UNLIMITED = 1 << 62  # in requests or tokens
 
 
 class _Scan(NamedTuple):
@@ -80,7 +88,7 @@ class MicroBatchScheduler:
         self.reuse_credit_rule = reuse_credit_rule
         self.mixed_beam_widths = flag("mixed_beam_widths", mixed_beam_widths)
         if context_chunking_policy is not None:
-            _check_policy(context_chunking_policy, chunk_unit, max_context_length)
+            check_policy(context_chunking_policy, chunk_unit, max_context_length)
 
     def schedule(
         self, fitting_requests: RequestList, inflight_request_ids: Set[int]
@@ -149,7 +157,7 @@ class MicroBatchScheduler:
         in_rounds = policy is ContextChunkingPolicy.EQUAL_PROGRESS
         for request in scan.chunked:
             remaining = request.context_remaining_length
-            credit = 0 if policy is ContextChunkingPolicy.FORCE_CHUNK else _credit(request)
+            credit = 0 if policy is ContextChunkingPolicy.FORCE_CHUNK else credit_of(request)
             least = min(remaining - credit, self.chunk_unit)
             if in_rounds and self.reuse_credit_rule == "prefix":
                 least = max(0, min(remaining, self.chunk_unit) - credit)
@@ -172,20 +180,21 @@ class MicroBatchScheduler:
 
         Sizes are multiples of `unit`, or all that remains of a context; 0: not in this step.
         """
-        _check_policy(policy, unit, max_context_length)
-        room = _UNLIMITED if capacity is None else capacity
-        longest = _UNLIMITED if max_context_length is None else max_context_length
+        check_policy(policy, unit, max_context_length)
+        room = UNLIMITED if capacity is None else capacity
+        longest = UNLIMITED if max_context_length is None else max_context_length
+        prefix = self.reuse_credit_rule == "prefix"
         if policy is ContextChunkingPolicy.EQUAL_PROGRESS:
-            self._share_equally(requests, room, unit, longest)
+            share_equally(requests, room, unit, longest, prefix)
         elif policy is ContextChunkingPolicy.FORCE_CHUNK:
-            _share_units(requests, room, unit)
+            share_units(requests, room, unit)
         else:
-            self._serve_in_order(requests, room, unit, longest)
-        self._trim_drafts(requests, room, unit, longest)
+            serve_in_order(requests, room, unit, longest, prefix)
+        trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
     def _scan(self, requests: RequestList) -> _Scan:
         encoder_init, context_init, in_progress, to_complete = self._open_states()
-        limit = _UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
+        limit = UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
         if chunking and context_init and len(requests) <= self.max_batch_size:
             # contexts that may be cut are charged later: what is left to look at one by one?
@@ -261,7 +270,7 @@ class MicroBatchScheduler:
             request.prompt_len
             - request.context_current_position
             + request.num_draft_tokens
-            - (request.estimated_reusable_tokens and _first_credit(request))
+            - (request.estimated_reusable_tokens and first_credit(request))
             for request in contexts
         ]
         if longest is not None and max(costs) > longest:
@@ -275,102 +284,11 @@ class MicroBatchScheduler:
                 request.context_chunk_size = size
         return False
 
-    def _share_equally(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
-        """Rounds of one unit each. Who cannot grow once never can again, and leaves the rounds."""
-        prefix = self.reuse_credit_rule == "prefix"
-        sizes = [0] * len(requests)
-        lengths = [r.prompt_len - r.context_current_position for r in requests]
-        credits = [r.estimated_reusable_tokens and _credit(r) for r in requests]
-        growing = list(range(len(requests)))
-        size = charged = 0  # all that grow are equally large
-        while growing and charged < room:
-            grown, next_size = [], size + unit
-            for index in growing:
-                remaining, credit = lengths[index], credits[index]
-                larger = next_size if next_size < remaining else remaining
-                cost = larger - size
-                if credit and prefix:
-                    cost = max(0, larger - credit) - max(0, size - credit)
-                elif credit:
-                    cost = min(larger, remaining - credit) - min(size, remaining - credit)
-                if charged + cost <= room and size < larger <= longest:
-                    sizes[index] = larger
-                    charged += cost
-                    grown.append(index)
-            growing, size = grown, next_size
-        for request, size in zip(requests, sizes, strict=True):
-            if request.context_chunk_size != size:
-                request.context_chunk_size = size
-
-    def _serve_in_order(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
-        """Each in order takes what it can; what rounding down leaves goes to the next."""
-        prefix = self.reuse_credit_rule == "prefix"
-        for request in requests:
-            remaining = request.prompt_len - request.context_current_position
-            credit = _credit(request) if request.estimated_reusable_tokens else 0
-            cost = remaining - credit
-            size = remaining if cost <= room else room
-            if prefix:
-                if size > credit + longest:
-                    size = credit + longest
-            elif min(size, cost) > longest:
-                size = longest
-            if size < remaining:
-                size -= size % unit
-            if request.context_chunk_size != size:  # most that wait keep their 0
-                request.context_chunk_size = size
-            room -= size if size < cost else cost
-
-    def _trim_drafts(self, requests: RequestList, room: int, unit: int, longest: int) -> None:
-        """Drafts behind a last chunk must not open a unit, nor pass a limit."""
-        if not any(request.num_draft_tokens for request in requests):
-            return
-        for request in requests:
-            cost = request.context_remaining_length - _credit(request)
-            room -= min(request.context_chunk_size or 0, cost)
-        for request in requests:
-            num_drafts = request.num_draft_tokens
-            if num_drafts and request.is_last_context_chunk:
-                size = request.context_chunk_size or 0
-                space = max(0, min(-size % unit, longest - size, room))
-                request.num_draft_tokens = kept = min(num_drafts, space)
-                room -= space if self.draft_rule == "reserve" else kept
-
-
-def _share_units(requests: RequestList, room: int, unit: int) -> None:
-    """One unit each, or nothing; reusable tokens give no credit here."""
-    for request in requests:
-        size = min(request.context_remaining_length, unit)
-        request.context_chunk_size = size = size if size <= room else 0
-        room -= size
-
 
 def _lacking_tokens(needed: int, limit: int, left: int, taken: RequestList) -> Wait:
     """The wait of one that needs more tokens than those taken leave of `limit`."""
     return Wait(WaitReason.TOKEN_BUDGET, needed, limit, limit - left, *counted(taken))
 
 
-def _first_credit(request: LlmRequest) -> int:
-    """Reusable tokens of a context whose first chunk is still to come."""
-    if not request.is_first_context_chunk:
-        return 0
-    return min(request.estimated_reusable_tokens, request.context_remaining_length)
-
-
-def _credit(request: LlmRequest) -> int:
-    """Tokens at the beginning of the context that need no computation, while nothing of it ran."""
-    if request.context_current_position:
-        return 0
-    return min(request.estimated_reusable_tokens, request.prompt_len)
-
-
 def _limit(name: str, value: int | None) -> int | None:
     return None if value is None else at_least(1, name, value)
-
-
-def _check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:
-    if not isinstance(policy, ContextChunkingPolicy):
-        raise ConfigError(f"context_chunking_policy = {policy!r} is not a ContextChunkingPolicy")
-    at_least(1, "chunk_unit", unit)
-    if policy is ContextChunkingPolicy.FORCE_CHUNK and longest is not None and longest < unit:
-        raise ConfigError(f"chunk_unit = {unit} exceeds max_context_length = {longest}")

@@ -1,0 +1,107 @@
+"""How contexts share the tokens of a step: `context_chunk_size`, then the drafts at their ends.
+
+Each function writes what it decides into the requests. `room`: tokens that are left, `unit`: what
+sizes are multiples of, `longest`: the most tokens of one context. `prefix`: reusable tokens make
+the beginning of a context free, instead of moving its chunk on.
+"""
+
+from __future__ import annotations
+
+from gptmanager.arguments import at_least
+from gptmanager.config import ContextChunkingPolicy
+from gptmanager.errors import ConfigError
+from gptmanager.request.llm_request import LlmRequest, RequestList
+
+UNLIMITED = 1 << 62  # in requests or tokens
+
+
+def share_equally(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
+    """Rounds of one unit each. Who cannot grow once never can again, and leaves the rounds."""
+    sizes = [0] * len(requests)
+    lengths = [r.prompt_len - r.context_current_position for r in requests]
+    credits = [r.estimated_reusable_tokens and credit_of(r) for r in requests]
+    growing = list(range(len(requests)))
+    size = charged = 0  # all that grow are equally large
+    while growing and charged < room:
+        grown, next_size = [], size + unit
+        for index in growing:
+            remaining, credit = lengths[index], credits[index]
+            larger = next_size if next_size < remaining else remaining
+            cost = larger - size
+            if credit and prefix:
+                cost = max(0, larger - credit) - max(0, size - credit)
+            elif credit:
+                cost = min(larger, remaining - credit) - min(size, remaining - credit)
+            if charged + cost <= room and size < larger <= longest:
+                sizes[index] = larger
+                charged += cost
+                grown.append(index)
+        growing, size = grown, next_size
+    for request, size in zip(requests, sizes, strict=True):
+        if request.context_chunk_size != size:
+            request.context_chunk_size = size
+
+
+def serve_in_order(requests: RequestList, room: int, unit: int, longest: int, prefix: bool) -> None:
+    """Each in order takes what it can; what rounding down leaves goes to the next."""
+    for request in requests:
+        remaining = request.prompt_len - request.context_current_position
+        credit = credit_of(request) if request.estimated_reusable_tokens else 0
+        cost = remaining - credit
+        size = remaining if cost <= room else room
+        if prefix:
+            if size > credit + longest:
+                size = credit + longest
+        elif min(size, cost) > longest:
+            size = longest
+        if size < remaining:
+            size -= size % unit
+        if request.context_chunk_size != size:  # most that wait keep their 0
+            request.context_chunk_size = size
+        room -= size if size < cost else cost
+
+
+def share_units(requests: RequestList, room: int, unit: int) -> None:
+    """One unit each, or nothing; reusable tokens give no credit here."""
+    for request in requests:
+        size = min(request.context_remaining_length, unit)
+        request.context_chunk_size = size = size if size <= room else 0
+        room -= size
+
+
+def trim_drafts(requests: RequestList, room: int, unit: int, longest: int, reserves: bool) -> None:
+    """Drafts behind a last chunk must not open a unit, nor pass a limit."""
+    if not any(request.num_draft_tokens for request in requests):
+        return
+    for request in requests:
+        cost = request.context_remaining_length - credit_of(request)
+        room -= min(request.context_chunk_size or 0, cost)
+    for request in requests:
+        num_drafts = request.num_draft_tokens
+        if num_drafts and request.is_last_context_chunk:
+            size = request.context_chunk_size or 0
+            space = max(0, min(-size % unit, longest - size, room))
+            request.num_draft_tokens = kept = min(num_drafts, space)
+            room -= space if reserves else kept
+
+
+def first_credit(request: LlmRequest) -> int:
+    """Reusable tokens of a context whose first chunk is still to come."""
+    if not request.is_first_context_chunk:
+        return 0
+    return min(request.estimated_reusable_tokens, request.context_remaining_length)
+
+
+def credit_of(request: LlmRequest) -> int:
+    """Tokens at the beginning of the context that need no computation, while nothing of it ran."""
+    if request.context_current_position:
+        return 0
+    return min(request.estimated_reusable_tokens, request.prompt_len)
+
+
+def check_policy(policy: ContextChunkingPolicy, unit: int, longest: int | None) -> None:
+    if not isinstance(policy, ContextChunkingPolicy):
+        raise ConfigError(f"context_chunking_policy = {policy!r} is not a ContextChunkingPolicy")
+    at_least(1, "chunk_unit", unit)
+    if policy is ContextChunkingPolicy.FORCE_CHUNK and longest is not None and longest < unit:
+        raise ConfigError(f"chunk_unit = {unit} exceeds max_context_length = {longest}")
