@@ -31,7 +31,7 @@ class Memory:
 
 
 class DraftCounts(NamedTuple):
-    """Guessed tokens since the start, and how many of them were right."""
+    """Draft tokens since the start, and how many of them were accepted."""
 
     drafted: int = 0
     accepted: int = 0

@@ -140,8 +140,8 @@ class CallbackHost:
     def answer_deposed(self, error: BaseException, timeout: float | None = None) -> bool:
         """As `answer_all`, on another thread than the loop's, which is deposed.
 
-        With a `timeout` nothing of the host's is looked at but SendResponse. False: one that is
-        under way does not return within so many seconds.
+        With a `timeout` of the host's code only SendResponse is called. False: a call of it that
+        is under way does not return within `timeout` seconds.
         """
         waited_s = 0.0
         while self.timers.send.started_ns:

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 class OwedFinals:
     """The ids under which a final response is due. Safe from any thread.
 
-    An id counts as often as Get returned it: whoever comes under an id that is taken gets a final
-    response of its own.
+    An id counts as often as Get returned it: each request gets a final response of its own.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The system's clocks, whatever becomes of the module `time`.
+"""The system's clocks, whatever a host does to the module `time`.
 
-A host may freeze `time.monotonic`, turn it back or break it, on purpose or not. A private instance
-of the built-in module keeps deadlines, waits and statistics out of that.
+It may freeze `time.monotonic`, turn it back or break it. A private instance of the built-in module
+keeps deadlines, waits and statistics right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Latch`: an event that is set once, without a lock between two lines of Python.
 
-A signal handler runs between two lines of the thread that it interrupts. Were a lock held there,
-as in a `threading.Event` or a `Condition`, a handler that waits for another thread could wait for
-ever.
+A signal handler runs between two lines of the thread that it interrupts. A `threading.Event` or a
+`Condition` may hold a lock there. Then a handler that waits for another thread could wait for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Latch:
             gate = threading.Lock()
             gate.acquire()
             self._gates[gate] = None
-            if not self.is_set:  # else whoever set it may not have seen the gate
+            if not self.is_set:  # else the thread that set it may not have seen the gate
                 gate.acquire(timeout=-1 if timeout is None else timeout)
             self._gates.pop(gate, None)
         return self.is_set

@@ -1,4 +1,4 @@
-"""The life of a manager, how it says that it is well, and what it says at a bad end."""
+"""The states of a manager, its health, and the error that it ends with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Inbox`: what other threads want of the loop: a turn, an answer, word of an idle turn.
 
-Any thread may call at any time, a signal handler within another call too: nothing is locked between
-two lines of Python, every step is one operation of a built-in container.
+Any thread may call at any time, and a signal handler in the middle of another call. So nothing is
+locked between two lines of Python: every step is one operation of a built-in container.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Question(Generic[_T]):
         self._error: BaseException | None = None
 
     def settle(self, loop: Any) -> None:
-        """Find the answer; called by whoever took the question out of the inbox."""
+        """Find the answer; for the thread that took the question out of the inbox."""
         try:
             self._answer = self._function(loop)
         except BaseException as error:  # noqa: B036 - raised in the asker's line
@@ -51,8 +51,8 @@ class Question(Generic[_T]):
 class Inbox:
     """`turn` counts the turns of the loop begun, `idle_turn` is the last that found nothing.
 
-    `is_to_end`: what has come in is to be finished; `is_to_abort`: it is not even that. Neither is
-    taken back.
+    `is_to_end`: the loop finishes what has come in, and ends. `is_to_abort`: it ends now. Neither
+    is taken back.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,9 @@ class Inbox:
         self.idle_turn = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._questions: deque[Question[Any]] = deque()
-        self._idle_waits: dict[Latch, int] = {}  # who waits for an idle turn, from which on
+        self._idle_waits: dict[
+            Latch, int
+        ] = {}  # waits for an idle turn, with the first that counts
         self._is_closed = False
 
     # From any thread -------------------------------------------------------------------------

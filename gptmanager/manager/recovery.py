@@ -1,7 +1,7 @@
-"""`Recovery`: what becomes of a manager whose iteration raised.
+"""`Recovery`: whether a loop goes on after an iteration that raised.
 
-Decides between going on and giving up: the requests that ran end with an error, the accounts of
-memory are proven, and only if they do not hold, or it happens again and again, does the loop end.
+The requests that ran end with an error. Then the accounts of memory are proven. The loop ends only
+if they do not hold, or if it happens too often in a row.
 """
 
 from __future__ import annotations

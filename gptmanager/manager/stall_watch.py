@@ -1,4 +1,4 @@
-"""`Progress`: when a step last ended, and who waits although none does.
+"""`Progress`: when a step last ended, and whether requests wait although none runs.
 
 Written by the loop thread, read from any. Decides only when a manager counts as stuck.
 """

@@ -1,9 +1,8 @@
-"""The black box: the last iterations of a loop as objects, to be written when it fails.
+"""The black box: the last iterations of a loop as objects. They are written when the loop fails.
 
-A recording may begin in the middle only where the state of the loop is known. So the state is
-copied from time to time, intakes and results are kept since the last copy but one, and schedules,
-which follow from them, only of the last iterations; fewer of all where they would take more bytes
-than they may. Knows nothing of who fills it.
+A recording can begin in the middle only where the state of the loop is known. So the box copies the
+state from time to time. It keeps all intakes and results since the last copy but one. Schedules
+follow from these: it keeps only the last ones. It keeps less of all where the bytes are few.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gptmanager.recorder.sizes import (
 from gptmanager.recorder.values import to_json
 from gptmanager.step import Schedule
 
-# the state of the loop is copied so seldom that the copies cost so much CPU time a turn of the loop
+# CPU time that copies of the state may cost, spread over the turns between them
 _STATE_NS_PER_TURN = 2000
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # turns
 
@@ -36,9 +35,9 @@ _MIN_SEGMENT, _MAX_SEGMENT = 256, 1 << 14  # turns
 class BlackBox:
     """Keeps the schedules of the last `keep` turns of `loop`, and what leads to them.
 
-    Fewer where `max_bytes` do not hold them: a quarter is for schedules, the rest for at most two
-    segments, of which the older one is dropped first. Nothing is kept while a state alone takes
-    more. `is_new`: the loop has not iterated yet.
+    A quarter of `max_bytes` is for schedules: it keeps fewer if they need more. The rest is for at
+    most two segments: it drops the older one first. While a state alone takes more, it keeps
+    nothing. `is_new`: the loop has not iterated yet.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class BlackBox:
             oldest.schedule, oldest.kept = None, False
 
     def _begin_segment(self) -> None:
-        started = thread_time_ns()  # of a stop by a debugger nothing is to be seen here
+        started = thread_time_ns()  # does not count the time that a debugger stops the process
         state: LoopState = self._loop.state()
         if state.pending is not None:
             state = state._replace(pending=kept_schedule(state.pending))
@@ -152,7 +151,7 @@ class BlackBox:
 class _Segment:
     """Turns in a row, and the state of the loop before the first of them; None: a new loop's.
 
-    `max_bytes` have room for two of them, or for one whose state is large.
+    `max_bytes` hold two segments, or one whose state is large.
     """
 
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:

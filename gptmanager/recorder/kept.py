@@ -1,8 +1,8 @@
-"""What a black box keeps of what passes: all that a replay reads, and no more.
+"""What a black box keeps of each turn: all that a replay reads, and no more.
 
-Of requests there are copies, so that it is no matter what a host writes over later, or of which
-larger array it gave a part. Numbers for the executor stand as their digest, processors as their
-name, errors as their text: what they hold would live as long as the black box.
+It copies requests: a host may write over its arrays later, or give a part of a larger array. Of
+numbers for the executor it keeps the digest, of processors the name, of errors the text: what these
+hold would live as long as the black box.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
 
 
 class Keeper:
-    """Knows how wide the numbers are that a request may bring for the executor."""
+    """Copies intakes. It reads rows as admission does, so it knows how wide they must be."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         self._vocab_size = vocab_size

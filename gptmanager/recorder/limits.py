@@ -1,7 +1,6 @@
-"""What the numbers of a recording may be, so that no few bytes of it ask for a day or a terabyte.
+"""What the numbers of a recording may be: a few bytes must not ask for a day or a terabyte.
 
-They are far above those of any machine. Decides nothing about whether a schedule is right: a replay
-does.
+The bounds are far above the numbers of any machine. Whether a schedule is right a replay decides.
 """
 
 from __future__ import annotations

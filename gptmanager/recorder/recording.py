@@ -31,8 +31,8 @@ FORMAT = "gptmanager.recording"
 VERSION = 3
 
 _LONGEST_LINE = 1 << 30  # bytes
-_UNFOLDED = 1 << 20  # numbers that a few bytes may stand for in all, and
-_UNFOLDED_PER_BYTE = 16  # so many more for each byte of the file
+# numbers that a few bytes may stand for in all: these, and more for each byte of the file
+_UNFOLDED, _UNFOLDED_PER_BYTE = 1 << 20, 16
 
 
 class End(NamedTuple):
@@ -74,9 +74,9 @@ class Iteration:
     `index` counts them from the start of the run. `num_active`: before the intake was taken in.
     `schedule` None: nobody ran, or, with `kept` False, it was not kept. `result` belongs to the
     schedule with the iteration number `result_of`: under run-ahead that of an earlier turn. `ends`
-    None: not recorded, as in a black box. `idle_turns`: turns before it, since
-    the last one that had something to do; nothing was active, and Get returned nothing. None: not
-    recorded. `recovered`: it raised, and this is the loop that went on; None: it did not.
+    None: not recorded, as in a black box. `idle_turns`: turns without work since the iteration
+    before; None: not recorded. `recovered`: the state after an iteration that raised; None: it did
+    not raise.
     """
 
     index: int
@@ -165,8 +165,8 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
 def read_recording(path: str | os.PathLike[str]) -> Recording:
     """Read a recording whole. Raises RecordingError naming the line that is wrong.
 
-    A last line that is cut off, by a crash, is left out with a warning. Whoever wrote the file,
-    reading it does nothing else: nothing of it is run, and no name in it is looked up.
+    A last line that a crash has cut off is left out, with a warning. Anybody may have written the
+    file: nothing of it is run, and no name in it is looked up.
     """
     try:
         with _open(path) as file:
@@ -207,19 +207,19 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
-    """What goes wrong in here is for what a recording says: the error tells `place`.
+def located(where: str) -> Iterator[None]:
+    """What goes wrong within is the recording's fault: a RecordingError that tells `where`.
 
-    It comes from anybody, so that nothing is sure but the types of its values.
+    The recording may come from anybody: only the types of its values are sure.
     """
     try:
         yield
     except MemoryError as error:
-        raise RecordingError(f"{place}: it needs more memory than there is") from error
+        raise RecordingError(f"{where}: it needs more memory than there is") from error
     except (GptManagerError, ArithmeticError, AssertionError, AttributeError, LookupError,
             RuntimeError, StopIteration, TypeError, ValueError) as error:  # fmt: skip
         what = error if isinstance(error, GptManagerError) else response_text(error)
-        raise RecordingError(f"{place}: {what}") from error
+        raise RecordingError(f"{where}: {what}") from error
 
 
 def _open(path: str | os.PathLike[str]) -> IO[bytes]:

@@ -267,12 +267,12 @@ def _made(kind: Any, readers: Mapping[str, _Read], given: Mapping[str, Any]) -> 
         raise RecordingError(str(error)) from error
 
 
-def _at(place: str | int, reader: _Read, data: Any) -> Any:
+def _at(where: str | int, reader: _Read, data: Any) -> Any:
     """An error says where it is."""
     try:
         return reader(data)
     except RecordingError as error:
-        raise RecordingError(f"{place}: {error}") from error.__cause__
+        raise RecordingError(f"{where}: {error}") from error.__cause__
 
 
 def _fits(data: Any, columns: list[type]) -> bool:

@@ -23,7 +23,7 @@ def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] 
         pairs = [(f"{path}.{n}", getattr(recorded, n), getattr(replayed, n)) for n in names]
     elif isinstance(recorded, (list, tuple)) and isinstance(replayed, (list, tuple)):
         both = itertools.zip_longest(recorded, replayed, fillvalue="nothing")
-        pairs = [(f"{path}[{place}]", *items) for place, items in enumerate(both)]
+        pairs = [(f"{path}[{index}]", *items) for index, items in enumerate(both)]
     found = (difference(one, other, inner) for inner, one, other in pairs)
     return next((item for item in found if item is not None), (path, recorded, replayed))
 
