@@ -113,6 +113,15 @@ def test_the_diagram_of_the_loop_has_the_words_and_the_order_of_iterate():
     assert words == order
 
 
+def test_the_phases_of_the_statistics_are_those_of_the_loop():
+    phases = {name for name, call in vars(TokenLoop).items() if hasattr(call, "__wrapped__")}
+    schema = json.loads((ROOT / "gptmanager" / "statistics.schema.json").read_text())
+    latency = schema["properties"]["gptmanager"]["properties"]["iteration_latency_us"]
+    (row,) = (row for row in rows(page("statistics.md")) if row[0] == "iteration_latency_us")
+    assert phases | {"total"} == latency["properties"].keys() == set(re.findall(r"`(\w+)`", row[1]))
+    assert phases <= set(re.findall(r"\w+", page("loop.md").split("```")[1]))
+
+
 def test_the_loop_is_about_25_lines():
     tree = ast.parse((ROOT / "gptmanager" / "loop" / "token_loop.py").read_text(encoding="utf-8"))
     (iterate,) = (n for n in ast.walk(tree) if getattr(n, "name", None) == "iterate")
