@@ -1,4 +1,4 @@
-"""`Arrivals`: tensors of a device on their way to the host.
+"""`Downloads`: tensors of a device on their way to the CPU.
 
 Nothing waits for them before they are due. Knows nothing of what they mean.
 """
@@ -16,14 +16,14 @@ _NUM_BUFFERS = 4  # more than steps are under way
 MOST_BYTES = 1 << 28  # of a tensor brought by pinned memory, which torch does not give back
 
 
-class Arrival(NamedTuple):
-    """Tensors on the host that are to be read once `copied` has come."""
+class Download(NamedTuple):
+    """Tensors in pinned memory, which may be read when `copied` has come."""
 
     tensors: tuple[Tensor | None, ...]
     copied: Event
 
 
-class Arrivals:
+class Downloads:
     """`num_bytes`: of what a step brings as a rule, for which memory is kept."""
 
     def __init__(self, stream: Stream, num_bytes: int) -> None:
@@ -31,26 +31,26 @@ class Arrivals:
         self._buffers = [(stream.staging(num_bytes), stream.event()) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
 
-    def send(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Enqueue the ways of the tensors, of 4 bytes an element; None stays None.
+    def send(self, tensors: Sequence[Tensor | None]) -> Download:
+        """Enqueue copies of the tensors, of 4 bytes an element; None stays None.
 
-        They lie there until so many more have been sent as steps may be under way, and are
-        overwritten then. What was brought since the last call arrives with them.
+        The memory is written to again after as many calls as steps may be under way. What `bring`
+        has enqueued since the last call is there with them.
         """
         memory, copied = self._buffers[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if num_bytes > len(memory):
             memory = self._stream.staging(num_bytes)
-        arriving: list[Tensor | None] = []
+        copies: list[Tensor | None] = []
         start = 0
         for tensor in tensors:
-            arriving.append(None)
+            copies.append(None)
             if tensor is not None:
-                arriving[-1] = _copied(tensor, memory[start : start + tensor.nbytes])
+                copies[-1] = _copied(tensor, memory[start : start + tensor.nbytes])
                 start += tensor.nbytes
         copied.record()
-        return Arrival(tuple(arriving), copied)
+        return Download(tuple(copies), copied)
 
     def bring(self, tensor: Tensor) -> Tensor:
         """The tensor in memory of its own, there with the next `send`; a huge one at once."""

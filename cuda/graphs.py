@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gptmanager.config import ProgressCallback
 from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Layout, Staging
+from gptmanager.cuda.uploads import Array, Layout, Uploads
 
-Arrays = Mapping[str, np.ndarray]
-Step = Callable[[Mapping[str, Tensor]], Tensor]
+Arrays = Sequence[Array]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
     memory: Tensor  # the inputs
     layout: Layout
-    inputs: Mapping[str, Tensor]  # in that memory
+    inputs: Tensors  # in that memory
     replay: Callable[[], None]
     result: Tensor
 
@@ -35,16 +34,16 @@ class _Graph:
 class GenerationGraphs:
     """`sizes`: numbers of rows, for which the arrays of a step are always equally large."""
 
-    def __init__(self, stream: Stream, staging: Staging, sizes: Sequence[int]) -> None:
+    def __init__(self, stream: Stream, uploads: Uploads, sizes: Sequence[int]) -> None:
         self._stream = stream
-        self._staging = staging
+        self._uploads = uploads
         self._sizes = sorted(sizes)
         self._graphs: dict[int, _Graph] = {}
 
     def record(
         self,
         inputs: Callable[[int], Arrays],
-        step: Step,
+        step: Callable[[Tensors], Tensor],
         on_progress: ProgressCallback | None = None,
     ) -> None:
         """Record `step` for each size, of which `inputs` gives arrays that touch nothing.
@@ -56,7 +55,7 @@ class GenerationGraphs:
             arrays = inputs(size)
             layout = Layout(arrays)
             memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._stream.device)
-            self._staging.fill(memory, layout, arrays)
+            self._uploads.fill(memory, layout, arrays)
             views = layout.views(memory)
             replay, result = self._stream.capture(functools.partial(step, views))
             self._graphs[size] = _Graph(memory, layout, views, replay, result)
@@ -65,14 +64,14 @@ class GenerationGraphs:
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest recorded size of at least so many rows."""
-        place = bisect_left(self._sizes, num_rows)
-        size = self._sizes[place] if place < len(self._sizes) else None
+        index = bisect_left(self._sizes, num_rows)
+        size = self._sizes[index] if index < len(self._sizes) else None
         return size if size in self._graphs else None
 
-    def run(self, size: int, arrays: Arrays) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def run(self, size: int, arrays: Arrays) -> tuple[Tensor, Tensors]:
         """The result for arrays of that size, and these on the device; both until the next run."""
         graph = self._graphs[size]
-        self._staging.fill(graph.memory, graph.layout, arrays)
+        self._uploads.fill(graph.memory, graph.layout, arrays)
         graph.replay()
         return graph.result, graph.inputs
 

@@ -27,6 +27,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.decoding.guided import Grammar
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import read_recording
@@ -98,7 +99,7 @@ def text(tokenizer, host, request_id):
 def allowed(processor, history, end_id=END_ID, vocab_size=END_ID + 1, prompt_len=2, handle=None):
     """The tokens that may follow `history`, which begins with the prompt."""
     processor.compiled.exception()  # wait
-    processing = PostProcessing(num_slots=3)
+    processing = PostProcessing(Lines(3))
     handle = handle or RequestProcessor(processor)
     params = SamplingParams(end_id=end_id)
     processing.start(SequenceStart(1, (), prompt_len, params, handle))

@@ -91,7 +91,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     launch                where kernels run: a GPU, or the emulator
     streams               where work is enqueued: a CUDA stream, or the emulator
     uploads               arrays of a step, to the device in one copy
-    downloads             tensors of a device on their way to the host
+    downloads             tensors of a device on their way to the CPU
     graphs                generation steps, recorded and run again
     paged_kernels         what the kernels over pages take: heads, dtypes
     norms                 residual add, RMSNorm, LayerNorm
@@ -131,6 +131,7 @@ decoding/                 from logits to tokens, and to the end of an output
     deferred              a value that is worked out only if it is written (no torch)
     stop_words            where an output ends
     drafting              tokens guessed ahead
+    lines                 which line of a table belongs to which beam
     rows                  what a step gives to logits post-processors
     stream_watch          who works on another stream than the model's
     logits                who is called for which rows, and what becomes of one that fails
@@ -145,20 +146,23 @@ decoding/                 from logits to tokens, and to the end of an output
     choice                the best token of a row, or a drawn one
     sampling              one token from each row
     device_sampling       rows that a device can choose alone
-    rejection             a guess that was sampled, accepted or replaced
+    rejection             a draft that was sampled, accepted or replaced
     beam_search           beams and their parents
     parallel_sampling     several texts of one prompt
     beam_state            beams as data, and back
 executor/                 one step on a device: input arrays, the network, the choice of tokens
-    prompt_embeddings     the own embeddings of those that run, by slot
+    prompt_embeddings     the own embeddings of those that run, by line
     gathered_logits       what an executor keeps of its logits, by slot
-    packed_rows           a batch as the host knows it, padded or cut (no torch)
+    packed_rows           a batch as the CPU knows it, padded or cut (no torch)
     sequence_tables       tokens and blocks of each sequence, by line, and what a device has of them
     step_in_flight        a step under way: what belongs to which row
+    runner                packed rows to logits, on the CPU
+    device_runner         the same, enqueued on a device
+    out_of_memory         a batch that does not fit, in parts
+    drawn_drafts          drafts that a host has drawn, accepted or replaced
     token_chooser         from the logits of a step to its tokens
     device_chooser        the same choice, enqueued on a device
     torch_executor        one step, in torch
-    device_executor       one step, enqueued on a device
 loop/                     `iterate()`, and the requests that it iterates over
     active_request        a request from its admission to its final response
     admission             whether a request can be taken at all

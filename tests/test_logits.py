@@ -21,6 +21,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.rows import ModelStream
 from gptmanager.errors import ConfigError
@@ -448,16 +449,16 @@ def test_no_schedule_shows(data, policy, chunked, reuse, run_ahead, blocks):
 def test_what_has_ended_is_let_go_of():
     """Neither a slot nor a step keeps a processor, and a step without any pays one `if`."""
     spy = Spy()
-    processing = PostProcessing(num_slots=2)
+    processing = PostProcessing(Lines(2))
     handle = RequestProcessor(spy)
     processing.start(SequenceStart(1, (4, 5), 2, SamplingParams(), handle))
     step = torch.zeros(1, VOCAB_SIZE), [3], np.array([1]), np.array([2])
     tokens = np.full((2, 9), 4, dtype=np.int32)
     processing.run(*step, tokens)
-    assert processing.is_on and spy.lengths[3] == [2]
+    assert processing.sequences and spy.lengths[3] == [2]
     handle.end()
     processing.run(*step, tokens)
-    assert not processing.is_on and spy.lengths[3] == [2] and handle.post_processor is None
+    assert not processing.sequences and spy.lengths[3] == [2] and handle.post_processor is None
 
 
 # Shared by several requests -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from gptmanager.callbacks import (
 )
 from gptmanager.cuda import compiler, emulator
 from gptmanager.decoding.kernel_signature import difference, with_signature
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.raw_kernel import _Session
 from gptmanager.decoding.rows import ProcessedSequence, Rows
@@ -50,7 +51,7 @@ def raise_one(source=SOURCE, **more):
 
 def sequences(processor, bounds, chance):
     """A `PostProcessing` in which some slots have their parameters, and a step's arguments."""
-    processing = PostProcessing(num_slots=NUM_SLOTS)
+    processing = PostProcessing(Lines(NUM_SLOTS))
     tokens = chance.integers(0, 300, (NUM_SLOTS, MAX_SEQ_LEN)).astype(np.int32)
     slots = chance.permutation(NUM_SLOTS)[: len(bounds)]
     prompt_lens = chance.integers(1, 5, len(bounds))

@@ -26,11 +26,12 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.assembly.backend import CpuBackend, StepOptions
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import size
-from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.decoding.lines import Lines
 from gptmanager.kernels import CpuKernels
 from gptmanager.memory import KvPool
 from gptmanager.models import load_model
@@ -89,22 +90,9 @@ class Schedule:
         params = checked_optional_params(self.params)
         sizes = size(params, self.config, network.spec, self.model_type)
         blueprint = Blueprint(params, self.config, sizes, VOCAB_SIZE, model_type=self.model_type)
-        spec = network.spec
-        pool = KvPool(
-            spec.num_layers,
-            sizes.num_blocks,
-            sizes.tokens_per_block,
-            spec.num_kv_heads,
-            spec.head_dim,
-            contiguous=sizes.contiguous,
-        )
-        executor = TorchExecutor(
-            network,
-            pool,
-            num_slots=blueprint.num_slots,
-            max_seq_len=sizes.max_seq_len,
-            fused=self.model_type is not ModelType.INFLIGHT_BATCHING,
-        )
+        fused = self.model_type is not ModelType.INFLIGHT_BATCHING
+        options = StepOptions(Lines(blueprint.num_slots), fused=fused)
+        executor = CpuBackend(deterministic=True).executor(network, sizes, options)
         return build_loop(blueprint, host, executor, phase_times=PhaseTimes(lambda: 0))
 
 

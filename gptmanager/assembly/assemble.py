@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
-from gptmanager.assembly.backend import place
+from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.sizing import Sizes, size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.cuda.streams import Stream
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.torch_executor import TorchExecutor
@@ -58,16 +60,12 @@ def assemble(
         max_beam_width=max_beam_width,
         hidden_size=getattr(model.spec, "hidden_size", 0),
     )
+    lines = Lines(blueprint.num_slots, max_beam_width)
     with _memory_for_steps(params, sizes):
-        executor = backend.executor(
-            model,
-            sizes,
-            num_slots=blueprint.num_slots,
-            max_batch_size=params.max_batch_size,
-            max_beam_width=max_beam_width,
-            fused=model_type is not ModelType.INFLIGHT_BATCHING,
-            processing=_processing(blueprint, processor_timer, backend.stream),
-        )
+        processing = _processing(lines, params, processor_timer, backend.stream)
+        fused = model_type is not ModelType.INFLIGHT_BATCHING
+        options = StepOptions(lines, params.max_batch_size, fused, processing)
+        executor = backend.executor(model, sizes, options)
     return Assembly(
         blueprint,
         executor,
@@ -76,15 +74,15 @@ def assemble(
     )
 
 
-def _processing(blueprint: Blueprint, timer: CallbackTimer, stream: Any) -> PostProcessing:
-    params = blueprint.params
+def _processing(
+    lines: Lines, params: OptionalParams, timer: CallbackTimer, stream: Stream | None
+) -> PostProcessing:
     return PostProcessing(
+        lines,
         batched=params.logits_post_processor_batched,
         budget_s=params.logits_post_processor_budget_s,
         watches_streams=params.check_logits_post_processor_streams,
         timer=timer,
-        num_slots=blueprint.num_slots,
-        max_beam_width=blueprint.max_beam_width,
         stream=stream,
     )
 

@@ -5,23 +5,34 @@ Decides kernels, dtypes and memory by the device alone. Knows nothing of schedul
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gptmanager.assembly.sizing import Room, Sizes
 from gptmanager.config import OptionalParams
+from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.graphs import ladder
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream, Stream
+from gptmanager.cuda.uploads import Uploads
+from gptmanager.decoding.device_sampling import DeviceSampler
+from gptmanager.decoding.lines import Lines
+from gptmanager.decoding.logits import PostProcessing
+from gptmanager.decoding.sampling import Sampler
 from gptmanager.errors import ConfigError
-from gptmanager.executor.device_executor import DeviceExecutor
+from gptmanager.executor.device_chooser import DeviceChooser
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.gathered_logits import GatheredLogits
+from gptmanager.executor.runner import CpuRunner
+from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
+from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.memory.cpu_memory import free_memory_bytes
@@ -37,6 +48,16 @@ def place(params: OptionalParams) -> Backend:
         return CpuBackend(params.deterministic)
     stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(params.device or "")
     return DeviceBackend(stream, params)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How steps run. `fused`: as of `TorchExecutor`; `processing` None: no post-processors."""
+
+    lines: Lines
+    max_batch_size: int = 1
+    fused: bool = True
+    processing: PostProcessing | None = None
 
 
 class Backend(ABC):
@@ -75,10 +96,8 @@ class Backend(ABC):
         """Memory for the KV cache, beside the model and what its largest step needs."""
 
     @abstractmethod
-    def executor(
-        self, model: Model, sizes: Sizes, *, max_batch_size: int, **options: Any
-    ) -> TorchExecutor:
-        """With a KV cache of these sizes; `options` as of `TorchExecutor`."""
+    def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
+        """With a KV cache of these sizes."""
 
 
 class CpuBackend(Backend):
@@ -91,15 +110,21 @@ class CpuBackend(Backend):
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         return Room(free_memory_bytes())
 
-    def executor(
-        self, model: Model, sizes: Sizes, *, max_batch_size: int, **options: Any
-    ) -> TorchExecutor:
+    def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
+        shape, num_host_blocks = _shape(model.spec, sizes)
+        pool = KvPool(*shape, num_host_blocks=num_host_blocks, contiguous=sizes.contiguous)
+        lines = options.lines
+        tables = SequenceTables(lines.count, sizes.max_seq_len, _blocks_per_sequence(sizes))
+        gathered = GatheredLogits(lines.num_slots)
+        sampler = Sampler(lines.count, model.spec.vocab_size, tables.tokens)
+        processing = options.processing or PostProcessing(lines)
         executor = TorchExecutor(
-            model,
-            _pool(KvPool, model.spec, sizes, contiguous=sizes.contiguous),
-            max_seq_len=sizes.max_seq_len,
+            *(model, pool, lines, tables),
+            CpuRunner(model, pool, tables),
+            TokenChooser(lines, tables, sampler, gathered, processing),
+            gathered,
             attention_window=sizes.window,
-            **options,
+            fused=options.fused,
         )
         _reserve(model, sizes.max_seq_len)  # last: it is filled, and the others may not fit
         return executor
@@ -135,27 +160,52 @@ class DeviceBackend(Backend):
         free = self.stream.free_bytes() - peak - beside
         return Room(free, self._dtype(model), shared=self.device.type == "cpu")
 
-    def executor(
-        self,
-        model: Model,
-        sizes: Sizes,
-        *,
-        max_batch_size: int,
-        max_beam_width: int = 1,
-        **options: Any,
-    ) -> DeviceExecutor:
+    def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
         self._reserve(model, sizes.max_seq_len)
-        return DeviceExecutor(
+        rows = options.max_batch_size * options.lines.max_beam_width
+        parts = self._parts(model, sizes, options, ladder(rows) if self._cuda_graphs else ())
+        return TorchExecutor(
             model,
-            self._pool(model, sizes),
-            stream=self.stream,
-            max_seq_len=sizes.max_seq_len,
+            parts.pool,
+            options.lines,
+            parts.tables,
+            parts.runner,
+            parts.chooser,
+            parts.gathered,
             attention_window=sizes.window,
-            max_beam_width=max_beam_width,
-            graph_sizes=ladder(max_batch_size * max_beam_width) if self._cuda_graphs else (),
-            on_progress=self._on_progress,
-            **options,
+            fused=options.fused,
         )
+
+    def _parts(
+        self, model: Model, sizes: Sizes, options: StepOptions, graph_sizes: Sequence[int]
+    ) -> _DeviceParts:
+        """What runs steps; all that they keep on the device is allocated here."""
+        lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
+        pool = self._pool(model, sizes)
+        uploads = Uploads(stream)
+        downloads = Downloads(stream, 8 * lines.count)  # of a line a token and its log probability
+        gathered = GatheredLogits(lines.num_slots)
+        processing = options.processing or PostProcessing(lines, stream=stream)
+        with stream:
+            tables = DeviceTables(
+                lines.count, sizes.max_seq_len, _blocks_per_sequence(sizes), stream.device
+            )
+            sampler = DeviceSampler(
+                *(lines.count, vocab_size, tables.tokens, stream.launcher, stream.device)
+            )
+            chooser = DeviceChooser(
+                *(lines, tables, sampler, gathered, processing),
+                uploads=uploads,
+                downloads=downloads,
+            )
+            runner = DeviceRunner(
+                *(model, pool, tables, stream, uploads, downloads),
+                graph_sizes=graph_sizes,
+                has_beams=lines.max_beam_width > 1,
+                on_progress=self._on_progress,
+            )
+            stream.synchronize()
+        return _DeviceParts(pool, tables, runner, chooser, gathered)
 
     def _reserve(self, model: Model, num_positions: int) -> None:
         _reserve(model, num_positions)
@@ -163,36 +213,42 @@ class DeviceBackend(Backend):
 
     def _try(self, model: Model, params: OptionalParams, max_beam_width: int) -> None:
         longest = _longest(model, params)
-        size = params.kv_cache_config.tokens_per_block
-        executor = DeviceExecutor(
-            model,
-            self._pool(model, Sizes(1, size, longest, longest - 1, False, False, longest)),
-            stream=self.stream,
-            num_slots=1,
-            max_seq_len=longest,
-        )
-        executor.run_largest(params.max_num_tokens, params.max_batch_size * max_beam_width)
+        block = params.kv_cache_config.tokens_per_block
+        sizes = Sizes(1, block, longest, longest - 1, False, False, longest)
+        runner = self._parts(model, sizes, StepOptions(Lines(1)), ()).runner
+        runner.run_largest(params.max_num_tokens, params.max_batch_size * max_beam_width)
 
     def _pool(self, model: Model, sizes: Sizes) -> KvPool:
-        where = {"dtype": self._dtype(model), "device": self.device}
-        make = functools.partial(DeviceKvPool, self.stream.launcher)
-        return _pool(make, model.spec, sizes, **where)
+        shape, num_host_blocks = _shape(model.spec, sizes)
+        return DeviceKvPool(
+            self.stream.launcher,
+            *shape,
+            num_host_blocks=num_host_blocks,
+            dtype=self._dtype(model),
+            device=self.device,
+        )
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)
         return getattr(model.spec, "kv_cache_dtype", None) or own
 
 
-def _pool(make: Callable[..., KvPool], spec: Dimensions, sizes: Sizes, **options: Any) -> KvPool:
-    return make(
-        spec.num_layers,
-        sizes.num_blocks,
-        sizes.tokens_per_block,
-        spec.num_kv_heads,
-        spec.head_dim,
-        num_host_blocks=sizes.num_host_blocks,
-        **options,
-    )
+class _DeviceParts(NamedTuple):
+    pool: KvPool
+    tables: DeviceTables
+    runner: DeviceRunner
+    chooser: DeviceChooser
+    gathered: GatheredLogits
+
+
+def _shape(spec: Dimensions, sizes: Sizes) -> tuple[tuple[int, int, int, int, int], int]:
+    """What a `KvPool` is made of, and its blocks in the CPU's memory."""
+    blocks = sizes.num_blocks, sizes.tokens_per_block
+    return (spec.num_layers, *blocks, spec.num_kv_heads, spec.head_dim), sizes.num_host_blocks
+
+
+def _blocks_per_sequence(sizes: Sizes) -> int:
+    return -(-sizes.max_seq_len // sizes.tokens_per_block)
 
 
 def _longest(model: Model, params: OptionalParams) -> int:

@@ -11,7 +11,7 @@ that asks for none of this is not touched. It knows addresses and records, nothi
     n-grams     -inf for each token that would complete n tokens which the history holds already
     min_length  -inf for end_id before its first permitted position
 
-Counts come from the history, not from a table of slots by vocabulary: what a step reads is as long
+Counts come from the history, not from a table of lines by vocabulary: what a step reads is as long
 as the text, nothing has to follow pauses, rewinds and beams, and a kernel may do the same.
 """
 
@@ -85,7 +85,7 @@ def _ban_ngrams(x: int, size: int, n: int, history: int, length: int) -> None:
 
 @loop
 def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, seen: int) -> None:
-    """One row in place. `history` int32 `[length]`; `p` a record of `sampling.SLOT`."""
+    """One row in place. `history` int32 `[length]`; `p` a record of `sampling.LINE`."""
     for i in range(p.num_biases):
         token = get_int(p.bias_ids, i)
         put(x, token, get(x, token) + get(p.bias_values, i))

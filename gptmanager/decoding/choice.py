@@ -67,7 +67,7 @@ def _load_or_nothing(x: int, i: int, size: int) -> Any:
 def find_best(x: int, size: int) -> tuple[int, Single]:
     """The best token, the lowest id on a tie, and its logit.
 
-    NOT_FINITE in its place if one is NaN or +inf, NO_TOKEN if all are -inf.
+    NOT_FINITE instead if one is NaN or +inf, NO_TOKEN if all are -inf.
     """
     top, start, marks = NOTHING, 0, splat(ZERO)
     for block in range(0, size, BLOCK):
@@ -127,10 +127,10 @@ def _gather(x: int, size: int, low: Single, high: Single, found: int) -> int:
 
 
 @loop
-def _largest(values: int, count: int, place: int) -> Single:
-    """The `place`-th largest of few values, which are changed."""
+def _largest(values: int, count: int, rank: int) -> Single:
+    """The `rank`-th largest of few values, which are changed."""
     best = 0
-    for _ in range(place):
+    for _ in range(rank):
         best = 0
         for i in range(1, count):
             if get(values, i) > get(values, best):
@@ -243,9 +243,9 @@ def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
 @loop
 def _uniform(seed: Any, position: int, draw: int) -> Any:
     """As `random_numbers.uniform`."""
-    place, zero = np.uint64(position), np.uint64(0)
+    counter, zero = np.uint64(position), np.uint64(0)
     words = _rounds(
-        place & LOW_32, place >> HALF, np.uint64(draw), zero, seed & LOW_32, seed >> HALF
+        counter & LOW_32, counter >> HALF, np.uint64(draw), zero, seed & LOW_32, seed >> HALF
     )
     return _to_unit(words[0], words[1])
 
@@ -286,7 +286,7 @@ def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction:
 
 @loop
 def draw_token(p: Any, position: int, total: float, weights: int, sums: int, size: int) -> int:
-    """From weights whose sum is `total`; `p` a record of `sampling.SLOT`.
+    """From weights whose sum is `total`; `p` a record of `sampling.LINE`.
 
     Whether the mass above a token is p already is compared from below and in single precision, as
     in transformers.

@@ -21,7 +21,7 @@ import torch
 from gptmanager.cuda import token_masks
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Staging, Upload
+from gptmanager.cuda.uploads import Upload, Uploads
 from gptmanager.decoding.grammar_matcher import fault_of, new_matcher, new_tokenizer
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
@@ -99,10 +99,10 @@ class GuidedDecoding(RowProcessor):
         """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`."""
         return self._grammar("lark", grammar)
 
-    def open(self, num_slots: int, stream: Stream | None) -> RowSession:
+    def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         if stream is None:
             return _Session(self.vocab_size, self.end_ids)
-        upload = Staging(stream, num_buffers=_NUM_BUFFERS).upload
+        upload = Uploads(stream, _NUM_BUFFERS).upload
         return _Session(self.vocab_size, self.end_ids, (stream.launcher, upload))
 
     def _grammar(self, kind: str, text: str) -> Grammar:
@@ -172,10 +172,10 @@ class _Progress:
         if count == self.num_tokens or self.ended_at is not None:
             return
         tokens = generated[self.num_tokens :].tolist()
-        for place, token in enumerate(tokens, start=self.num_tokens):
+        for index, token in enumerate(tokens):
             if token in end_ids:
-                self.ended_at = place + 1
-                tokens = tokens[: place - self.num_tokens]
+                self.ended_at = self.num_tokens + index + 1
+                tokens = tokens[:index]
                 break
         taken = self.matcher.try_consume_tokens(tokens)
         self.num_tokens += taken
@@ -249,20 +249,20 @@ class _Session(RowSession):
         masks = self._masks_for(rows)
         progresses: list[_Progress | None] = []
         lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
-        for place, sequence in enumerate(rows.sequences):
+        for index, sequence in enumerate(rows.sequences):
             progress = None
             try:
-                history = rows.tokens[lines[place], sequence.orig_prompt_len : lengths[place]]
+                history = rows.tokens[lines[index], sequence.orig_prompt_len : lengths[index]]
                 progress = self._followed(sequence, history)
-                self._compute(masks, place, sequence.end_id, progress)
+                self._compute(masks, index, sequence.end_id, progress)
             except BaseException as error:  # noqa: B036 - a panic of llguidance, too
-                errors[place] = error
-                masks[place] = 0
+                errors[index] = error
+                masks[index] = 0
             progresses.append(progress)
         if self._apply(masks, rows) > len(errors):
             self._find_empty(masks, progresses, errors)
-        for place in _dead_beams(errors, rows.sequences) if errors else ():
-            del errors[place]
+        for index in _dead_beams(errors, rows.sequences) if errors else ():
+            del errors[index]
         return errors
 
     def _apply(self, masks: Words, rows: Rows) -> int:
@@ -270,8 +270,8 @@ class _Session(RowSession):
         if self._there is None:
             return mask_logits(rows.logits, rows.index, masks)
         launcher, upload = self._there
-        sent = upload({"index": rows.index.astype(np.int32), "masks": masks})
-        token_masks.mask_logits(launcher, rows.logits, sent["index"], sent["masks"])
+        index, sent = upload((rows.index.astype(np.int32), masks))
+        token_masks.mask_logits(launcher, rows.logits, index, sent)
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
@@ -283,25 +283,25 @@ class _Session(RowSession):
             self._address = self._masks.ctypes.data
         return self._masks[:count]
 
-    def _compute(self, masks: Words, place: int, end_id: int, progress: _Progress) -> None:
+    def _compute(self, masks: Words, index: int, end_id: int, progress: _Progress) -> None:
         """The mask of one row; the tokenizer's words, and none behind them but for the end.
 
         `end_id` may come where the text is complete, and nothing behind it.
         """
         width = masks.shape[1]
         if width > self._num_words:
-            masks[place, self._num_words :] = 0
+            masks[index, self._num_words :] = 0
         if progress.ended_at is not None:
-            masks[place] = 0
+            masks[index] = 0
             for token in self._end_ids if end_id < 0 else (end_id,):
-                _set_bit(masks[place], token, True)
+                _set_bit(masks[index], token, True)
             return
-        address = self._address + place * width * 4
+        address = self._address + index * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
         if progress.matcher.is_error():  # the mask permits an end, which is none of the grammar
             raise _dead_end(progress)
         if end_id >= 0 and end_id not in self._end_ids:
-            _set_bit(masks[place], end_id, progress.matcher.is_accepting())
+            _set_bit(masks[index], end_id, progress.matcher.is_accepting())
 
     def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
         kept, end_id = sequence.request.kept, sequence.end_id
@@ -322,10 +322,10 @@ class _Session(RowSession):
         errors: dict[int, BaseException],
     ) -> None:
         """The rows in which nothing may come, though nothing has failed yet."""
-        for place in np.flatnonzero(~masks.any(axis=1)).tolist():
-            progress = progresses[place]
-            if place not in errors and progress is not None:
-                errors[place] = _dead_end(progress)
+        for index in np.flatnonzero(~masks.any(axis=1)).tolist():
+            progress = progresses[index]
+            if index not in errors and progress is not None:
+                errors[index] = _dead_end(progress)
 
 
 def _set_bit(mask: Words, token: int, may_come: bool) -> None:
@@ -346,14 +346,14 @@ def _started(bound: Grammar) -> _Progress:
 def _dead_beams(
     errors: Mapping[int, BaseException], sequences: Sequence[ProcessedSequence]
 ) -> list[int]:
-    """Places where a search holds a beam of no probability, whose text may be anything.
+    """Rows where a search holds a beam of no probability, whose text may be anything.
 
     A search pads its beams with such where the grammar permits too few texts.
     """
     return [
-        place
-        for place, error in errors.items()
-        if sequences[place].is_searched and isinstance(error, RequestError)
+        index
+        for index, error in errors.items()
+        if sequences[index].is_searched and isinstance(error, RequestError)
     ]
 
 

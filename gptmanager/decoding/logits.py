@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.streams import Stream
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.rows import (
     Errors,
     Ints,
@@ -44,30 +45,29 @@ class PostProcessing:
 
     `batched` serves sequences without their own. A call that takes longer than `budget_s` seconds
     is named in the log, the 1st, 2nd, 4th, 8th ... time. `stream`: of the device of the logits;
-    None: they are on the CPU. `watches_streams`: one that works on
-    another stream than the model's ends its requests, at the price of waiting for the device.
+    None: they are on the CPU. `watches_streams`: one that works on another stream than the model's
+    ends its requests, at the price of waiting for the device. `sequences`, by slot, is empty where
+    no sequence has a processor.
     """
 
     def __init__(
         self,
+        lines: Lines,
         *,
         batched: Any = None,
         budget_s: float | None = None,
         timer: CallbackTimer | None = None,
-        num_slots: int = 0,
-        max_beam_width: int = 1,
         stream: Stream | None = None,
         watches_streams: bool = False,
     ) -> None:
         self._batched = batched
         self._budget_s = budget_s
         self._timer = timer or CallbackTimer("LogitsPostProcessor")
-        self._max_beam_width = max_beam_width
-        self._num_lines = num_slots * max_beam_width
+        self._lines = lines
         self._stream = stream
         device = torch.device("cpu") if stream is None else stream.device
         self._watch = StreamWatch(device) if watches_streams else None
-        self._sequences: dict[int, ProcessedSequence] = {}
+        self.sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
         prepare = getattr(batched, "prepare", None)
@@ -75,15 +75,11 @@ class PostProcessing:
             where = "cpu" if stream is None else stream.name
             prepare(where).result()  # what is wrong with it is wrong with the manager
 
-    @property
-    def is_on(self) -> bool:
-        return bool(self._sequences)
-
     def serves(self, slots: Ints) -> bool:
         """One of these slots has a processor."""
-        if self._sequences:
+        if self.sequences:
             self._forget_ended()
-        return any(slot in self._sequences for slot in slots.tolist())
+        return any(slot in self.sequences for slot in slots.tolist())
 
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot, and what was there is gone."""
@@ -91,13 +87,13 @@ class PostProcessing:
         if request is None and self._batched is not None:
             request = RequestProcessor(self._batched)
         if request is None or request.post_processor is None:
-            self._sequences.pop(start.slot, None)
+            self.sequences.pop(start.slot, None)
             return
-        sequence = self._sequences[start.slot] = ProcessedSequence(start, request)
+        sequence = self.sequences[start.slot] = ProcessedSequence(start, request)
         if isinstance(sequence.shared, RowProcessor):
             try:
-                first = start.slot * self._max_beam_width
-                for line in range(first, first + start.beam_width):
+                for beam in range(start.beam_width):
+                    line = self._lines.of(start.slot, beam)
                     self._session(sequence.shared).load(line, sequence.bound)
             except BaseException as error:  # noqa: B036 - the loop outlives any callback
                 sequence.error = error
@@ -124,10 +120,9 @@ class PostProcessing:
         stream = ModelStream(logits.device)
         step = _Step(logits, bounds, lines, lengths, tokens, stream, {}, token_tensor)
         slots = lines if len(bounds) == len(lines) + 1 else lines[list(bounds[:-1])]
-        if self._max_beam_width > 1:
-            slots = slots // self._max_beam_width
+        slots = self._lines.slot_of(slots)
         for index, slot in enumerate(slots.tolist()):
-            sequence = self._sequences.get(slot)
+            sequence = self.sequences.get(slot)
             if sequence is not None and not sequence.has_ended:
                 sequence.request_id = request_ids[index]
                 step.sequences[index] = sequence
@@ -179,12 +174,12 @@ class PostProcessing:
             answers = self._call(call, step.logits)
             if answers is not None and len(answers) != len(members):
                 raise _WrongAnswer(f"{len(answers)} values for {len(members)} requests")
-        for place, index in enumerate(members):
+        for member, index in enumerate(members):
             if answers is not None and step.sequences[index].error is None:
                 with self._guarded([step.sequences[index]], shared):
-                    if isinstance(answers[place], BaseException):
-                        raise answers[place]
-                    step.replace(views[place], answers[place])
+                    if isinstance(answers[member], BaseException):
+                        raise answers[member]
+                    step.replace(views[member], answers[member])
             step.forget_changes(index)
 
     def _run_rows(self, step: _Step, members: list[int], shared: Any) -> None:
@@ -194,8 +189,8 @@ class PostProcessing:
         with self._guarded(sequences, shared):
             session = self._session(shared)
             errors = self._call(lambda: session.process(rows), step.logits)
-        for place, error in errors.items():
-            sequences[place].error = self._told(error, shared)
+        for index, error in errors.items():
+            sequences[index].error = self._told(error, shared)
 
     def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
         if self._watch is None:
@@ -208,7 +203,7 @@ class PostProcessing:
     def _session(self, shared: RowProcessor) -> RowSession:
         session = self._sessions.get(shared)
         if session is None:
-            session = self._sessions[shared] = shared.open(self._num_lines, self._stream)
+            session = self._sessions[shared] = shared.open(self._lines.count, self._stream)
         return session
 
     def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> _Guard:
@@ -256,8 +251,8 @@ class PostProcessing:
         return CallbackError(f"{text} raised {response_text(error)}")
 
     def _forget_ended(self) -> None:
-        sequences = self._sequences.items()
-        self._sequences = {slot: one for slot, one in sequences if not one.has_ended}
+        sequences = self.sequences.items()
+        self.sequences = {slot: one for slot, one in sequences if not one.has_ended}
 
 
 class _Guard:
@@ -315,41 +310,41 @@ class _Step:
     def rows(self, members: list[int]) -> Rows:
         """All beams of the rows `members`, ascending."""
         sequences = [self.sequences[row] for row in members]
-        places, lines, lengths = members, self.lines, self.lengths
+        beams, lines, lengths = members, self.lines, self.lengths
         if len(self.bounds) < len(lines) + 1:
-            pairs = [(row, place) for row in members for place in self.places(row)]
+            pairs = [(row, beam) for row in members for beam in self.beams_of(row)]
             sequences = [self.sequences[row] for row, _ in pairs]
-            places = [place for _, place in pairs]
-        index = np.array(places, dtype=np.int64)
-        if len(places) < len(lines):
+            beams = [beam for _, beam in pairs]
+        index = np.array(beams, dtype=np.int64)
+        if len(beams) < len(lines):
             lines, lengths = lines[index], lengths[index]
         histories = self.token_tensor
         if histories is None:
             histories = torch.from_numpy(self.tokens)
         return Rows(self.logits, index, sequences, lines, lengths, self.tokens, histories)
 
-    def view(self, index: int) -> Tensor:
+    def beams_of(self, row: int) -> range:
+        """Which of the S are the beams of a row; one after the context, whatever comes."""
+        return range(self.bounds[row], self.bounds[row + 1])
+
+    def view(self, row: int) -> Tensor:
         """The logits of one row as hosts see them, `[1, beam, vocab]`."""
-        places = self.places(index)
-        return self.logits[places.start : places.stop][None]
+        beams = self.beams_of(row)
+        return self.logits[beams.start : beams.stop][None]
 
-    def places(self, index: int) -> range:
-        """Where the beams of a row lie among the S; one after the context, whatever comes."""
-        return range(self.bounds[index], self.bounds[index + 1])
+    def beams(self, row: int) -> list[list[int]]:
+        beams = self.beams_of(row)
+        lines = self.lines[beams.start : beams.stop]
+        return self.sequences[row].beams(self.tokens, lines, int(self.lengths[beams.start]))
 
-    def beams(self, index: int) -> list[list[int]]:
-        places = self.places(index)
-        lines = self.lines[places.start : places.stop]
-        return self.sequences[index].beams(self.tokens, lines, int(self.lengths[places.start]))
-
-    def forget_changes(self, index: int) -> None:
-        """A processor that added to the history, or took from it, has spoilt it."""
-        history = self.sequences[index].history
-        if len(history) != self.lengths[self.bounds[index]]:
+    def forget_changes(self, row: int) -> None:
+        """A history that a processor has added to, or taken from, is void."""
+        history = self.sequences[row].history
+        if len(history) != self.lengths[self.bounds[row]]:
             history.clear()
 
     def replace(self, given: Tensor, answer: Any) -> None:
-        """Take the logits that a processor returned in the place of those it was given."""
+        """Take the logits that a processor returned instead of those it was given."""
         if answer is None or answer is given:
             return
         if not isinstance(answer, Tensor):

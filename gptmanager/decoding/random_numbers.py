@@ -43,10 +43,10 @@ def uniform(seeds: Words, positions: Ints, draw: int = 0) -> Floats:
     `seeds` uint64 `[n]`; `positions` int64 `[n]`, not negative; `draw` tells apart the numbers
     that one token needs. They are the upper bits of the first two words.
     """
-    places = positions.astype(np.uint64)
-    zeros = np.zeros_like(places)
+    counters = positions.astype(np.uint64)
+    zeros = np.zeros_like(counters)
     words = rounds(
-        *(places & LOW_32, places >> HALF, zeros + np.uint64(draw), zeros),
+        *(counters & LOW_32, counters >> HALF, zeros + np.uint64(draw), zeros),
         *(seeds & LOW_32, seeds >> HALF),
     )
     return np.asarray(to_unit(words[0], words[1]))

@@ -24,7 +24,7 @@ from gptmanager.cuda import emulator
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Layout, Staging
+from gptmanager.cuda.uploads import Layout, Uploads
 from gptmanager.decoding.kernel_signature import PARAMETERS, difference, with_signature
 from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
@@ -114,12 +114,12 @@ class RawKernelLogitsPostProcessor(RowProcessor):
             threading.Thread(target=work, name=f"compile {self.name}", daemon=True).start()
         return future
 
-    def open(self, num_slots: int, stream: Stream | None) -> RowSession:
+    def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         launch = self.prepare("cpu" if stream is None else stream.name).result()
         size = self.params_dtype.itemsize
         if stream is None:
-            return _Session(launch, self.block, _Memory(num_slots, size))
-        return _Session(launch, self.block, _DeviceMemory(num_slots, size, stream))
+            return _Session(launch, self.block, _Memory(num_lines, size))
+        return _Session(launch, self.block, _DeviceMemory(num_lines, size, stream))
 
     def _compile(self, device: str, future: Future[Launch]) -> None:
         source = with_signature(self.source, self.kernel_name)
@@ -159,9 +159,9 @@ class BoundKernel(BoundProcessor):
 
 
 class _Session(RowSession):
-    """Parameters by slot, and the numbers of a step's rows, in device memory that never moves.
+    """Parameters by line, and the numbers of a step's rows, in device memory that never moves.
 
-    `launch` allocates nothing, reads nothing on the host and waits for nothing. It can be recorded
+    `launch` allocates nothing, reads nothing on the CPU and waits for nothing. It can be recorded
     in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
     """
 
@@ -170,8 +170,8 @@ class _Session(RowSession):
         self._block = block
         self._memory = memory
 
-    def load(self, slot: int, bound: BoundKernel) -> None:
-        self._memory.write_params(slot, bound.record.tobytes())
+    def load(self, line: int, bound: BoundKernel) -> None:
+        self._memory.write_params(line, bound.record.tobytes())
 
     def process(self, rows: Rows) -> Errors:
         self.update(rows)
@@ -195,25 +195,25 @@ class _Session(RowSession):
 
     def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
         """For the rows of the last `update`, with the tensors that it was for."""
-        index, slots, lengths, prompt_lengths = self._memory.numbers.unbind()
+        index, lines, lengths, prompt_lengths = self._memory.numbers.unbind()
         arguments = (
-            *(logits, index, slots, self._memory.params, lengths, prompt_lengths, tokens),
+            *(logits, index, lines, self._memory.params, lengths, prompt_lengths, tokens),
             *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
         )
         self._launch((num_blocks,), (self._block,), arguments)
 
 
 class _Memory:
-    """What a launch reads beside the logits: `params` uint8 `[num_slots, size]`, and `numbers`
-    int32 `[4, num_slots]` of the rows of a step.
+    """What a launch reads beside the logits: `params` uint8 `[num_lines, size]`, and `numbers`
+    int32 `[4, num_lines]` of the rows of a step.
     """
 
-    def __init__(self, num_slots: int, size: int, device: torch.device | str = "cpu") -> None:
-        self.params = torch.zeros((num_slots, size), dtype=torch.uint8, device=device)
-        self.numbers = torch.zeros((4, num_slots), dtype=torch.int32, device=device)
+    def __init__(self, num_lines: int, size: int, device: torch.device | str = "cpu") -> None:
+        self.params = torch.zeros((num_lines, size), dtype=torch.uint8, device=device)
+        self.numbers = torch.zeros((4, num_lines), dtype=torch.int32, device=device)
 
-    def write_params(self, slot: int, raw: bytes) -> None:
-        self.params[slot].numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
+    def write_params(self, line: int, raw: bytes) -> None:
+        self.params[line].numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
 
     def write_numbers(self, numbers: npt.NDArray[np.int64]) -> None:
         """`[4, rows]`, for the first rows."""
@@ -223,12 +223,12 @@ class _Memory:
 class _DeviceMemory(_Memory):
     """The same on a device, where nothing waits for what is written."""
 
-    def __init__(self, num_slots: int, size: int, stream: Stream) -> None:
-        super().__init__(num_slots, size, stream.device)
-        self._staging = Staging(stream, _NUM_BUFFERS)
+    def __init__(self, num_lines: int, size: int, stream: Stream) -> None:
+        super().__init__(num_lines, size, stream.device)
+        self._uploads = Uploads(stream, _NUM_BUFFERS)
 
-    def write_params(self, slot: int, raw: bytes) -> None:
-        self._write(self.params[slot], np.frombuffer(raw, dtype=np.uint8))
+    def write_params(self, line: int, raw: bytes) -> None:
+        self._write(self.params[line], np.frombuffer(raw, dtype=np.uint8))
 
     def write_numbers(self, numbers: npt.NDArray[np.int64]) -> None:
         whole = np.zeros(self.numbers.shape, dtype=np.int32)
@@ -236,8 +236,7 @@ class _DeviceMemory(_Memory):
         self._write(self.numbers.view(-1).view(torch.uint8), whole)
 
     def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
-        arrays = {"whole": array}
-        self._staging.fill(memory, Layout(arrays), arrays)
+        self._uploads.fill(memory, Layout([array]), [array])
 
 
 def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
@@ -255,12 +254,12 @@ def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str], dev
 
 def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
-        logits, rows, slots, params, lengths, prompt_lengths, tokens, *sizes = arguments
+        logits, rows, lines, params, lengths, prompt_lengths, tokens, *sizes = arguments
         records = params.numpy().view(params_dtype)[:, 0]
-        rows, slots, lengths, prompt_lengths = (
-            numbers.numpy()[: grid[0]] for numbers in (rows, slots, lengths, prompt_lengths)
+        rows, lines, lengths, prompt_lengths = (
+            numbers.numpy()[: grid[0]] for numbers in (rows, lines, lengths, prompt_lengths)
         )
-        arrays = logits.numpy(), rows, slots, records, lengths, prompt_lengths, tokens.numpy()
+        arrays = logits.numpy(), rows, lines, records, lengths, prompt_lengths, tokens.numpy()
         twin(*arrays, *map(int, sizes))
 
     return launch

@@ -1,6 +1,6 @@
-"""A guess that was itself sampled: accepted or replaced, so that the output keeps its distribution.
+"""A draft that was itself sampled: accepted or replaced, so that the output keeps its distribution.
 
-Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a guess drawn from q is accepted
+Speculative sampling (Leviathan et al. 2023; Chen et al. 2023): a draft drawn from q is accepted
 with probability min(1, p / q); otherwise the token is drawn from max(p - q, 0), normalized. It
 knows distributions, nothing of rows and requests.
 """
@@ -40,30 +40,30 @@ def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Flo
     return normalized
 
 
-def verify_guess(p: Floats, q: Floats, guess: int, accept: float, replace: float) -> int:
-    """`guess` if it is accepted, else another token. `accept`, `replace`: numbers in [0, 1)."""
-    if accept * q[guess] < p[guess]:
-        return guess
+def verify_draft(p: Floats, q: Floats, draft: int, accept: float, replace: float) -> int:
+    """`draft` if it is accepted, else another token. `accept`, `replace`: numbers in [0, 1)."""
+    if accept * q[draft] < p[draft]:
+        return draft
     rest = np.maximum(p - q, 0.0)
     cumulative = np.cumsum(rest if rest.any() else p)  # p = q but for rounding
     total = cumulative[-1]
     return int(np.searchsorted(cumulative, min(replace * total, np.nextafter(total, 0)), "right"))
 
 
-def sample_guess(
+def sample_draft(
     log_probs: npt.NDArray[np.float32],
     draft_logits: npt.NDArray[np.float32],
-    guess: int,
+    draft: int,
     params: SamplingParams,
     position: int,
 ) -> int:
-    """The token at `position`, for which `guess` was drawn from softmax(`draft_logits`).
+    """The token at `position`, for which `draft` was drawn from softmax(`draft_logits`).
 
-    Of these some may be -inf, but not that of `guess`.
+    Of these some may be -inf, but not that of `draft`.
     """
     q: Floats = np.exp(draft_logits.astype(np.float64) - draft_logits.max())
     seeds = np.array([params.seed & (2**64 - 1)], dtype=np.uint64)
     where = np.array([position], dtype=np.int64)
     accept = float(uniform(seeds, where, ACCEPTANCE_DRAW)[0])
     replace = float(uniform(seeds, where, REPLACEMENT_DRAW)[0])
-    return verify_guess(truncated(log_probs, params), q / q.sum(), guess, accept, replace)
+    return verify_draft(truncated(log_probs, params), q / q.sum(), draft, accept, replace)

@@ -67,7 +67,7 @@ class ModelStream:
 
 
 class ProcessedSequence:
-    """A sequence in a slot whose logits somebody processes.
+    """A sequence whose logits somebody processes.
 
     `shared`: what its rows of a step are called by: its own callable, or what it shares.
     """
@@ -123,7 +123,7 @@ class Rows:
     token_tensor: Tensor
 
 
-Errors = Mapping[int, BaseException]  # by place in `Rows.index`
+Errors = Mapping[int, BaseException]  # by index in `Rows.index`
 
 
 class RowSession(ABC):

@@ -2,7 +2,7 @@
 
 The order on the logits is fixed: embedding bias, penalties, bad words, n-grams and min_length
 (`adjustments`), then temperature, top-k, top-p and min-p (`choice`). This module keeps the
-parameters by slot and hands rows to threads. It knows nothing of requests, stop words, or the
+parameters by line and hands rows to threads. It knows nothing of requests, stop words, or the
 network; logits post-processors have run before.
 
 A row's token depends on its own logits, parameters, history, seed and position, bit for bit: each
@@ -47,7 +47,7 @@ from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingPara
 
 Ints = npt.NDArray[np.int64]
 
-SLOT = np.dtype(
+LINE = np.dtype(
     [
         ("seed", np.uint64),
         ("prompt_len", np.int64),  # tokens that the host sent
@@ -85,8 +85,8 @@ class SampleTask(ctypes.Structure):
     """
 
     _fields_ = task_fields(
-        "logits slots positions params histories tokens log_probs seen weights"
-        " num_slots vocab_size history_size weights_size"
+        "logits lines positions params histories tokens log_probs seen weights"
+        " num_lines vocab_size history_size weights_size"
     )
 
 
@@ -131,17 +131,17 @@ def _choose(t: Any, p: Any, row: int, x: int, weights: int) -> None:
 def sample_rows(address: int) -> None:
     """One row after another, each adjusted in place, then its token chosen."""
     t = task_at(address, _TASK)
-    params = carray(pointer_to(t.params), t.num_slots, SLOT)
+    params = carray(pointer_to(t.params), t.num_lines, LINE)
     thread = claim(address, NEXT_THREAD)
     seen = t.seen + 4 * thread * t.vocab_size
     weights = t.weights + 4 * thread * t.weights_size
     row = claim(address, NEXT_PART)
     while row < t.num_parts:
-        slot = get_long(t.slots, row)
-        p = params[slot]
+        line = get_long(t.lines, row)
+        p = params[line]
         x = t.logits + 4 * row * t.vocab_size
         if p.adjusts:
-            history = t.histories + 4 * slot * t.history_size
+            history = t.histories + 4 * line * t.history_size
             position = get_long(t.positions, row)
             length = min(position, t.history_size)
             adjust(x, t.vocab_size, p, history, length, position, seen)
@@ -151,7 +151,7 @@ def sample_rows(address: int) -> None:
 
 
 class Sampler:
-    """Sampling parameters by slot, and the choice of tokens for any set of slots.
+    """Sampling parameters by line, and the choice of tokens for any set of lines.
 
     As in transformers, top_k keeps all that tie with the k-th best, top_p the shortest ranking
     whose mass reaches p in single precision, min_p is a share of the best token's probability, and
@@ -160,20 +160,20 @@ class Sampler:
     Odd logits harm their own row only. NOT_FINITE stands for the token of a row that holds NaN or
     +inf, NO_TOKEN for that of one of nothing but -inf.
 
-    `histories` int32 `[num_slots, length]`: the tokens of each slot; penalties, bad words and
+    `histories` int32 `[num_lines, length]`: the tokens of each line; penalties, bad words and
     n-grams read those before the position that is chosen.
     """
 
     def __init__(
         self,
-        num_slots: int,
+        num_lines: int,
         vocab_size: int,
         histories: npt.NDArray[np.int32] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self._histories = np.zeros((num_slots, 0), np.int32) if histories is None else histories
-        self._params: npt.NDArray[np.void] = np.zeros(num_slots, dtype=SLOT)
-        self._lists: list[tuple[np.ndarray, ...]] = [()] * num_slots  # what `_params` points to
+        self._histories = np.zeros((num_lines, 0), np.int32) if histories is None else histories
+        self._params: npt.NDArray[np.void] = np.zeros(num_lines, dtype=LINE)
+        self._lists: list[tuple[np.ndarray, ...]] = [()] * num_lines  # what `_params` points to
         self._team = Team()
         self._body = compiled(sample_rows)
         self._weights_size = padded(vocab_size) + padded(vocab_size) // BLOCK
@@ -182,12 +182,12 @@ class Sampler:
 
     def load(
         self,
-        slot: int,
+        line: int,
         params: SamplingParams,
         orig_prompt_len: int,
         output_config: OutputConfig = NO_EXTRAS,
     ) -> None:
-        """The sequence in `slot` is sampled by `params`, which are valid, from now on.
+        """The sequence in `line` is sampled by `params`, which are valid, from now on.
 
         `orig_prompt_len`: tokens that the host sent; min_length and the penalties of generated
         tokens count from there.
@@ -200,8 +200,8 @@ class Sampler:
             or params.presence_penalty != 0
             or params.frequency_penalty != 0
         )
-        lists = self._load_lists(slot, params)
-        self._params[slot] = (  # in the order of SLOT
+        lists = self._load_lists(line, params)
+        self._params[line] = (  # in the order of LINE
             params.seed & (2**64 - 1),
             orig_prompt_len,
             params.top_k if params.top_k < self.vocab_size else 0,
@@ -225,14 +225,14 @@ class Sampler:
             output_config.normalized,
         )
 
-    def _load_lists(self, slot: int, params: SamplingParams) -> tuple[int, ...]:
+    def _load_lists(self, line: int, params: SamplingParams) -> tuple[int, ...]:
         """Addresses and lengths, all 0 where there is nothing."""
         words = [word for word in params.bad_words if word]
         ids, values = split_bias(params.embedding_bias)
         if not (words or len(ids)):
-            self._lists[slot] = ()
+            self._lists[line] = ()
             return (0,) * 6
-        lists = self._lists[slot] = (
+        lists = self._lists[line] = (
             ids,
             values,
             np.array([token for word in words for token in word], dtype=np.int32),
@@ -244,35 +244,35 @@ class Sampler:
     def sample(
         self,
         logits: Tensor,
-        slots: Ints,
+        lines: Ints,
         positions: Ints,
         log_probs: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.int32]:
         """The next token of each of S rows, int32 `[S]`.
 
-        `logits` float32 `[S, vocab_size]` on the CPU, may be changed; `slots` int64 `[S]`;
+        `logits` float32 `[S, vocab_size]` on the CPU, may be changed; `lines` int64 `[S]`;
         `positions` int64 `[S]`: the absolute position of the token to be chosen. `log_probs`
-        float32 `[S]` is written to in rows whose slot wants that. ValueError for other logits.
+        float32 `[S]` is written to in rows whose line wants that. ValueError for other logits.
         """
-        tokens = np.empty(len(slots), dtype=np.int32)
+        tokens = np.empty(len(lines), dtype=np.int32)
         if log_probs is None:
-            log_probs = np.empty(len(slots), dtype=np.float32)
-        self._run(logits, slots, positions, tokens, log_probs)
+            log_probs = np.empty(len(lines), dtype=np.float32)
+        self._run(logits, lines, positions, tokens, log_probs)
         return tokens
 
-    def adjusts(self, slots: Ints) -> bool:
-        """The choice for one of these slots depends on its tokens before it, or on how many."""
-        return bool(self._params["adjusts"][slots].any())
+    def adjusts(self, lines: Ints) -> bool:
+        """The choice for one of these lines depends on its tokens before it, or on how many."""
+        return bool(self._params["adjusts"][lines].any())
 
-    def log_probs(self, logits: Tensor, slots: Ints, positions: Ints) -> Tensor:
+    def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
         """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
 
         The log-softmax after adjustments and temperature. NaN throughout a row that holds NaN or
         +inf; one of nothing but -inf stays that.
         """
-        logits = self._run(logits, slots, positions, None, None)
+        logits = self._run(logits, lines, positions, None, None)
         best = logits.amax(dim=1)
-        logits /= torch.from_numpy(self._params["temperature"][slots])[:, None]
+        logits /= torch.from_numpy(self._params["temperature"][lines])[:, None]
         logits.clamp_(max=torch.finfo(torch.float32).max)  # an infinite quotient
         scores = torch.log_softmax(logits, dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         scores[~(best < torch.inf)] = torch.nan
@@ -281,27 +281,27 @@ class Sampler:
     def _run(
         self,
         logits: Tensor,
-        slots: Ints,
+        lines: Ints,
         positions: Ints,
         tokens: npt.NDArray[np.int32] | None,
         log_probs: npt.NDArray[np.float32] | None,
     ) -> Tensor:
         """Fill `tokens` and `log_probs`, None: only adjust. Returns the logits, changed."""
         given = (logits.dtype, tuple(logits.shape), logits.device.type)
-        expected = (torch.float32, (len(slots), self.vocab_size), "cpu")
+        expected = (torch.float32, (len(lines), self.vocab_size), "cpu")
         if given != expected:
             raise ValueError(f"logits are {given}, expected {expected}")
-        rows = len(slots)
+        rows = len(lines)
         logits = logits.contiguous()
         if not rows:
             return logits
-        slots, positions = _longs(slots), _longs(positions)
+        lines, positions = _longs(lines), _longs(positions)
         num_threads = min(self._team.max_size, rows) if logits.numel() > _SMALL else 1
         self._make_room(num_threads)
         task = SampleTask(
             num_parts=rows,
             logits=logits.data_ptr(),
-            slots=slots.ctypes.data,
+            lines=lines.ctypes.data,
             positions=positions.ctypes.data,
             params=self._params.ctypes.data,
             histories=self._histories.ctypes.data,
@@ -309,7 +309,7 @@ class Sampler:
             log_probs=0 if log_probs is None else log_probs.ctypes.data,
             seen=self._seen.ctypes.data,
             weights=self._weights.ctypes.data,
-            num_slots=len(self._params),
+            num_lines=len(self._params),
             vocab_size=self.vocab_size,
             history_size=self._histories.shape[1],
             weights_size=self._weights_size,

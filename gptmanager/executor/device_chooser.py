@@ -1,145 +1,160 @@
 """`DeviceChooser`: the `TokenChooser` of a device, that nothing waits for before the result.
 
-Decides what of a step's choice stays on the device and what travels to the host; kernels choose.
+Decides what of a step's choice stays on the device and what travels to the CPU; kernels choose.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.downloads import Arrival, Arrivals
-from gptmanager.cuda.uploads import Staging
+from gptmanager.cuda.downloads import Download, Downloads
+from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.sequence_tables import DeviceTables
-from gptmanager.executor.step_in_flight import TorchStep, candidates, settle
+from gptmanager.executor.step_in_flight import (
+    ChoiceInputs,
+    ChosenTokens,
+    PendingTokens,
+    SamplingRows,
+    StepInFlight,
+    candidates,
+)
 from gptmanager.executor.token_chooser import TokenChooser
-from gptmanager.step import Extras, SequenceStart
+from gptmanager.step import BeamCandidates, SequenceStart
 
 
-class _Arriving(NamedTuple):
-    """A step's choice on its way to the host, and the logits that its rows want.
+class _Downloading(NamedTuple):
+    """A step's choice on its way to the CPU, and the logits that its rows want.
 
-    Of its sequences those `is_single` have one beam; `starts`: what had started in their lines
-    when it left. `counts` `[rows]`: candidates of each beam, 0: none is searched.
+    Of its S those `is_single` have one beam; `starts`: what had started in their lines when it
+    left. `counts` `[rows]`: candidates of each beam, 0: none is searched. `failed`: by row.
     """
 
-    arrival: Arrival
+    download: Download
+    rows: SamplingRows
     is_single: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    failed: Mapping[int, BaseException]
     logits: tuple[tuple[int, Tensor], ...]  # by row
 
 
 class DeviceChooser(TokenChooser):
     """Enqueues choices, whose tokens are the next inputs on the device.
 
-    A step with guesses of which one can be verified only when the one before it is known is left
-    to the host: those for rows with a logits post-processor, and those that a host has drawn.
+    A step with drafts of which one can be verified only when the one before it is known is left
+    to the CPU: those for rows with a logits post-processor, and those that a host has drawn.
     """
+
+    _tables: DeviceTables
+    _sampler: DeviceSampler
 
     def __init__(
         self,
+        lines: Lines,
         tables: DeviceTables,
         sampler: DeviceSampler,
-        max_beam_width: int,
-        outputs: GatheredLogits,
+        gathered: GatheredLogits,
         processing: PostProcessing,
         *,
-        staging: Staging,
-        arrivals: Arrivals,
+        uploads: Uploads,
+        downloads: Downloads,
     ) -> None:
-        super().__init__(tables, sampler, max_beam_width, outputs, processing)
-        self._device_tables = tables
-        self._device_sampler = sampler
-        self._staging = staging
-        self._arrivals = arrivals
-        self._num_starts = np.zeros(len(tables.tokens), dtype=np.int64)
+        super().__init__(lines, tables, sampler, gathered, processing)
+        self._uploads = uploads
+        self._downloads = downloads
+        self._num_starts = np.zeros(lines.count, dtype=np.int64)
 
     def load(self, start: SequenceStart) -> None:
         super().load(start)
-        self._num_starts[start.slot * self.max_beam_width] += 1
+        self._num_starts[self._lines.of(start.slot)] += 1
 
-    def choose(self, step: TorchStep) -> None:
-        counts = self._num_candidates[step.slots]
-        if self._depends_on_order(step) or counts.max(initial=0) > MAX_CONTINUATIONS:
-            self._choose_on_host(step)
-            return
-        logits = self._outputs.generation_logits(
-            step.slots, step.firsts, step.logits, self._arrivals.bring
-        )
+    def choose(self, step: StepInFlight) -> PendingTokens:
+        rows = step.rows
+        counts = self._num_candidates[rows.slots]
+        depends_on_order = bool(rows.drafts) and self._depends_on_order(rows)
+        if depends_on_order or counts.max(initial=0) > MAX_CONTINUATIONS:
+            return self._choose_on_cpu(step)
+        raw: tuple[tuple[int, Tensor], ...] = ()
+        if self._gathered.any_generation:
+            raw = self._gathered.generation_logits(
+                rows.slots, rows.firsts, step.logits, self._downloads.bring
+            )
         with torch.inference_mode():
-            self._prepare(step)
-            choice, is_single = self._enqueue(step, counts)
-            arrival = self._arrivals.send(choice[1:])  # inputs stay
-        starts = self._num_starts[step.lines]
-        step.arrival = _Arriving(arrival, is_single, starts, counts, logits)
-        self._forget_drawn(step)
-
-    def receive(self, step: TorchStep) -> None:
-        arriving: _Arriving | None
-        arriving, step.arrival = step.arrival, None
-        if arriving is None:
-            return
-        arriving.arrival.copied.synchronize()
-        tokens, log_probs, *best = (
-            None if tensor is None else tensor.numpy() for tensor in arriving.arrival.tensors
+            rows, logits, failed = self._prepare(rows, step.logits)
+            choice, is_single = self._enqueue(rows, logits, step.inputs, counts)
+            download = self._downloads.send(choice[1:])  # inputs stay
+        if self._drawn.by_slot:
+            self._drawn.forget(rows)
+        starts = self._num_starts[rows.lines]
+        return functools.partial(
+            self._receive, _Downloading(download, rows, is_single, starts, counts, failed, raw)
         )
-        assert tokens is not None
-        values = settle(step, tokens, log_probs)
-        logits = tuple((row, own.clone()) for row, own in arriving.logits)
-        if values is not None or logits or step.context_logits:
-            step.extras = Extras(values, logits, step.context_logits)
-        if not arriving.is_single.all():
-            step.beams = candidates(step, arriving.counts, tokens, log_probs, *best)
-        # another sequence may have started in a line meanwhile
-        table = self._tables.tokens
-        own = arriving.is_single & (arriving.starts == self._num_starts[step.lines])
-        own &= step.positions < table.shape[1]
-        table[step.lines[own], step.positions[own]] = np.maximum(tokens[own], 0)
 
-    def _enqueue(self, step: TorchStep, counts: np.ndarray) -> tuple[Choice, np.ndarray]:
+    def _enqueue(
+        self, rows: SamplingRows, logits: Tensor, inputs: ChoiceInputs | None, counts: np.ndarray
+    ) -> tuple[Choice, np.ndarray]:
         """Choose for all S, `counts[row]` candidates; which belong to requests of one beam."""
-        tables, upload = self._device_tables, self._staging.upload
+        tables, upload = self._tables, self._uploads.upload
         tables.flush(upload)  # the histories of beams that part here
-        is_single, most = np.ones(len(step.lines), dtype=np.bool_), 0
-        places = step.places
-        if places is None:
-            arrays = {
-                "lines": step.lines.astype(np.int32),
-                "positions": step.positions,
-                "cells": tables.cells(step.lines, step.positions),
-            }
-            if self.max_beam_width > 1:
-                widths = np.array([row.beam_width for row in step.rows], dtype=np.int64)
-                num_beams = np.diff(step.firsts)
-                widths = widths.repeat(num_beams)
-                is_single = widths == 1
-                arrays["cells"][~is_single] = tables.tokens.size  # a fork will bring them
-                arrays["counts"] = counts.repeat(num_beams)
+        is_single, most = np.ones(len(rows.lines), dtype=np.bool_), 0
+        if inputs is None:
+            cells = tables.cells(rows.lines, rows.positions)
+            arrays = [rows.lines.astype(np.int32), rows.positions, cells]
+            if self._lines.max_beam_width > 1:
+                num_beams = np.diff(rows.firsts)
+                widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
+                is_single = widths.repeat(num_beams) == 1
+                cells[~is_single] = tables.tokens.size  # a fork will bring them
                 most = int(counts.max(initial=0))
-            places = upload(arrays)
-        choice = self._device_sampler.enqueue(
-            step.logits, places, step.lines, tables.token_tensor, upload, most
+                arrays.append(counts.repeat(num_beams))
+            inputs = ChoiceInputs(*upload(arrays))
+        choice = self._sampler.enqueue(
+            *(logits, rows.lines, inputs.lines, inputs.positions, inputs.counts, most),
+            *(tables.token_tensor, upload),
         )
-        # behind a wrong guess they are overwritten before anything reads them
-        tables.token_cells.index_copy_(0, places["cells"], choice.inputs)
+        # behind a wrong draft they are overwritten before anything reads them
+        tables.token_cells.index_copy_(0, inputs.cells, choice.inputs)
         return choice, is_single
 
-    def _choose_on_host(self, step: TorchStep) -> None:
+    def _receive(self, downloading: _Downloading) -> ChosenTokens:
+        """Wait for what was chosen."""
+        download, rows, is_single, starts, counts, failed, logits = downloading
+        download.copied.synchronize()
+        tokens, log_probs, *best = (
+            None if tensor is None else tensor.numpy() for tensor in download.tensors
+        )
+        assert tokens is not None
+        found, num_right, values = self._by_row(rows, tokens, log_probs)
+        beams: tuple[BeamCandidates, ...] = ()
+        if not is_single.all():
+            beams = candidates(rows, counts, tokens, log_probs, *best)
+        # another sequence may have started in a line meanwhile
+        table = self._tables.tokens
+        own = is_single & (starts == self._num_starts[rows.lines])
+        own &= rows.positions < table.shape[1]
+        table[rows.lines[own], rows.positions[own]] = np.maximum(tokens[own], 0)
+        raw = tuple((row, pinned.clone()) for row, pinned in logits)
+        return ChosenTokens(found, num_right, values, beams, failed, raw)
+
+    def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:
         """Wait for the logits; the tokens go back to the device."""
-        super().choose(step)
-        tables = self._device_tables
-        tables.flush(self._staging.upload)
-        cells = tables.cells(step.lines, step.positions)
+        pending = super().choose(step)
+        tables, upload, rows = self._tables, self._uploads.upload, step.rows
+        tables.flush(upload)
+        cells = tables.cells(rows.lines, rows.positions)
         fits = cells < tables.tokens.size
-        tokens = tables.tokens[step.lines[fits], step.positions[fits]]
-        sent = self._staging.upload({"cells": cells[fits], "tokens": tokens})
-        tables.token_cells.index_copy_(0, sent["cells"], sent["tokens"])
+        tokens = tables.tokens[rows.lines[fits], rows.positions[fits]]
+        tables.token_cells.index_copy_(0, *upload((cells[fits], tokens)))
         if step.context_logits:
-            self._arrivals.send(()).copied.synchronize()
+            self._downloads.send(()).copied.synchronize()
+        return pending

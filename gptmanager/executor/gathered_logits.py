@@ -1,8 +1,7 @@
 """`GatheredLogits`: what an executor must keep of its logits, by slot, besides the tokens.
 
 Decides which rows of a step's logits are brought to the CPU; raw, as the model gave them. It knows
-slots and rows of schedules, nothing of requests and responses, nor of how logits travel. Only those
-who ask pay; a step in which nobody does costs a look at a flag.
+slots and rows of schedules, nothing of requests and responses, nor of how logits travel.
 """
 
 from __future__ import annotations
@@ -22,20 +21,24 @@ Bring = Callable[[Tensor], Tensor]  # logits to the CPU, at once or later
 class ContextPart(NamedTuple):
     """Tokens of a context row whose logits are wanted: so many from absolute position `first`."""
 
-    place: int  # of the row in the batch
+    number: int  # of the row in the batch
     row: Row
     first: int
     num_tokens: int
 
 
 class GatheredLogits:
-    """What each slot's sequence wants, since its start."""
+    """What each slot's sequence wants, since its start.
+
+    `any_context`, `any_generation`, `any_log_probs`: whether one of them wants such; where none
+    does, nothing must be asked.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._context_end = np.zeros(num_slots, dtype=np.int64)  # 0: no context logits
         self._generation = np.zeros(num_slots, dtype=np.bool_)
         self._log_probs = np.zeros(num_slots, dtype=np.bool_)
-        self._any_context = self._any_generation = self._any_log_probs = False
+        self.any_context = self.any_generation = self.any_log_probs = False
 
     def load(self, starts: Sequence[SequenceStart]) -> None:
         for start in starts:
@@ -43,18 +46,17 @@ class GatheredLogits:
             self._context_end[slot] = start.orig_prompt_len if output_config.context_logits else 0
             self._generation[slot] = output_config.generation_logits
             self._log_probs[slot] = output_config.log_probs
-        if starts:
-            self._any_context = bool(self._context_end.any())
-            self._any_generation = bool(self._generation.any())
-            self._any_log_probs = bool(self._log_probs.any())
+        self.any_context = bool(self._context_end.any())
+        self.any_generation = bool(self._generation.any())
+        self.any_log_probs = bool(self._log_probs.any())
 
     def context_parts(self, context_rows: Sequence[Row]) -> list[ContextPart]:
         """The tokens of these rows whose logits are wanted."""
         parts = []
-        for place, row in enumerate(context_rows if self._any_context else ()):
+        for number, row in enumerate(context_rows):
             end = min(row.position + row.num_tokens, int(self._context_end[row.slot]))
             if end > row.position:
-                parts.append(ContextPart(place, row, row.position, end - row.position))
+                parts.append(ContextPart(number, row, row.position, end - row.position))
         return parts
 
     def generation_logits(
@@ -62,11 +64,9 @@ class GatheredLogits:
     ) -> tuple[tuple[int, Tensor], ...]:
         """(row, its logits `[n, vocab]` on the CPU) for each row that wants them.
 
-        Row r's are `logits[firsts[r] : firsts[r + 1]]`; rows side by side are brought as one. To be
-        called before anything changes the logits.
+        Row r's are `logits[firsts[r] : firsts[r + 1]]`; rows side by side are brought as one. Must
+        be called before anything changes the logits.
         """
-        if not self._any_generation:
-            return ()
         rows = np.flatnonzero(self._generation[slots])
         found: list[tuple[int, Tensor]] = []
         for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows.size else ():
@@ -75,19 +75,15 @@ class GatheredLogits:
             found += zip(run.tolist(), pieces, strict=True)
         return tuple(found)
 
-    def log_probs(self, slots: np.ndarray, count: int) -> np.ndarray | None:
-        """Room for `count` log probabilities, None if none of these slots wants any."""
-        if not (self._any_log_probs and self._log_probs[slots].any()):
-            return None
-        return np.zeros(count, dtype=np.float32)
+    def wants_log_probs(self, slots: np.ndarray) -> bool:
+        """Whether a sequence in one of these slots does."""
+        return bool(self._log_probs[slots].any())
 
 
 def split_context(
     logits: Tensor, parts: Sequence[ContextPart], bring: Bring
 ) -> tuple[Tensor, tuple[ContextLogits, ...]]:
     """The logits that are sampled from, and those of the context behind them, brought."""
-    if not parts:
-        return logits, ()
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(

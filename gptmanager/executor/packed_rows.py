@@ -1,4 +1,4 @@
-"""`PackedRows`: a batch as the host knows it, and the batches that it can be padded or cut to.
+"""`PackedRows`: a batch as the CPU knows it, and the batches that it can be padded or cut to.
 
 Pure arithmetic of rows and positions. Knows no tensor, and nothing of schedules.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class PackedRows(NamedTuple):
-    """A batch as the host knows it, R sequences of T tokens.
+    """A batch as the CPU knows it, R sequences of T tokens.
 
     int64 but for `row_starts` `[R + 1]` and `kv_lengths` `[R]`, int32: `lines` `[R]`, `positions`
     and `token_lines` `[T]`, `sample_index` and `sample_rows` `[S]`, as in `Batch`.
@@ -57,7 +57,7 @@ def padded(rows: PackedRows, num_rows: int) -> PackedRows:
 
 
 def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
-    """Two batches that do the same one after the other, each with its places among the samples.
+    """Two batches that do the same one after the other, each with the samples that are its own.
 
     Of one row only the tokens are cut in two; () of one with a single token.
     """
@@ -71,15 +71,15 @@ def halves(rows: PackedRows) -> tuple[tuple[PackedRows, np.ndarray], ...]:
     if num_tokens < 2:
         return ()
     cut, whole = num_tokens // 2, slice(0, 1)
-    first, places = _part(rows, whole, 0, cut)
+    first, samples = _part(rows, whole, 0, cut)
     shorter = first._replace(kv_lengths=rows.kv_lengths - np.int32(num_tokens - cut))
-    return (shorter, places), _part(rows, whole, cut, num_tokens)
+    return (shorter, samples), _part(rows, whole, cut, num_tokens)
 
 
 def _part(rows: PackedRows, own: slice, first: int, last: int) -> tuple[PackedRows, np.ndarray]:
     """The packed tokens `first` to `last` (excluded), of the rows `own`."""
     ends = np.clip(rows.row_starts[own.start : own.stop + 1] - first, 0, last - first)
-    places = np.flatnonzero((rows.sample_index >= first) & (rows.sample_index < last))
+    samples = np.flatnonzero((rows.sample_index >= first) & (rows.sample_index < last))
     tokens = slice(first, last)
     part = PackedRows(
         lines=rows.lines[own],
@@ -87,8 +87,8 @@ def _part(rows: PackedRows, own: slice, first: int, last: int) -> tuple[PackedRo
         kv_lengths=rows.kv_lengths[own],
         positions=rows.positions[tokens],
         token_lines=rows.token_lines[tokens],
-        sample_index=rows.sample_index[places] - first,
-        sample_rows=rows.sample_rows[places] - own.start,
+        sample_index=rows.sample_index[samples] - first,
+        sample_rows=rows.sample_rows[samples] - own.start,
         num_context_rows=min(max(rows.num_context_rows - own.start, 0), own.stop - own.start),
     )
-    return part, places
+    return part, samples

@@ -1,50 +1,55 @@
 """`PromptEmbeddings`: the tables of the sequences that run, and which packed tokens they embed.
 
-Knows lines of the token table and token ids, nothing of requests. A step without virtual tokens
-pays a look at a dictionary.
+Knows lines of the token table and token ids, nothing of requests.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from gptmanager.request.input_rows import HostRows
 
 
+class Embedded(NamedTuple):
+    """Packed tokens that are virtual: their indices int64 `[n]`, and float32 `[n, hidden]`."""
+
+    tokens: npt.NDArray[np.int64]
+    embeddings: npt.NDArray[np.float32]
+
+
 class PromptEmbeddings:
-    """Tables by line. Token id `vocab_size` + i of a line's sequence is row i of its table."""
+    """Token id `vocab_size` + i of a sequence is row i of its line's table.
+
+    `tables`, by line, is empty while no sequence has virtual tokens: then nothing must be asked.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._tables: dict[int, np.ndarray] = {}
+        self.tables: dict[int, npt.NDArray[np.float32]] = {}
 
     def load(self, line: int, prompt_table: HostRows | None) -> None:
         """A sequence starts, whose context runs in `line`."""
         table = None if prompt_table is None else prompt_table.numbers
         if table is not None:
-            self._tables[line] = table
-        elif self._tables:
-            self._tables.pop(line, None)
+            self.tables[line] = table
+        elif self.tables:
+            self.tables.pop(line, None)
 
     def take(
-        self, token_ids: np.ndarray, token_lines: np.ndarray
-    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Places int64 `[n]` of virtual tokens, and their embeddings `[n, hidden]`; if there are.
-
-        `token_ids` int64 `[T]` become ids of the vocabulary there.
-        """
-        if not self._tables:
-            return None, None
-        places = np.flatnonzero(token_ids >= self._vocab_size)
-        if not places.size:
-            return None, None
-        rows, lines = token_ids[places] - self._vocab_size, token_lines[places]
-        token_ids[places] = 0
-        width = next(iter(self._tables.values())).shape[1]
-        embeddings = np.empty((len(places), width), dtype=np.float32)
+        self, token_ids: npt.NDArray[np.int64], token_lines: npt.NDArray[np.int64]
+    ) -> Embedded | None:
+        """What of `token_ids` `[T]` is virtual, if any; they become ids of the vocabulary there."""
+        index = np.flatnonzero(token_ids >= self._vocab_size)
+        if not index.size:
+            return None
+        rows, lines = token_ids[index] - self._vocab_size, token_lines[index]
+        token_ids[index] = 0
+        width = next(iter(self.tables.values())).shape[1]
+        embeddings = np.empty((len(index), width), dtype=np.float32)
         for line in np.unique(lines).tolist():
             mine = lines == line
-            embeddings[mine] = self._tables[line][rows[mine]]
-        return torch.from_numpy(places), torch.from_numpy(embeddings)
+            embeddings[mine] = self.tables[line][rows[mine]]
+        return Embedded(index, embeddings)

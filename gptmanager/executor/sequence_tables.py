@@ -1,6 +1,6 @@
 """`SequenceTables`: the tokens and the blocks of each started sequence, a line for each beam.
 
-A host's arrays, and what of them a device must have. Knows nothing of schedules and models.
+Arrays on the CPU, and what of them a device must have. Knows nothing of schedules and models.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import numpy.typing as npt
 import torch
 
 from gptmanager.cuda.uploads import Upload
+
+Ints = npt.NDArray[np.int64]
+Written = tuple[int, npt.NDArray[np.int32]]  # values, and the cell of the first
 
 
 class SequenceTables:
@@ -40,15 +43,15 @@ class SequenceTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the host."""
+        """Bytes of CPU memory."""
         return self.tokens.nbytes + self.blocks.nbytes
 
 
 class DeviceTables(SequenceTables):
     """Tables with a copy on a device, which has what was written when `flush` has run.
 
-    What a step on the device chooses it writes to its own copy, and the host's gets it later. The
-    last element of `token_cells`, all of the device's tokens, belongs to nobody.
+    What a step on the device chooses it writes to its own copy; the CPU's gets it later. The last
+    element of `token_cells`, all of the device's tokens, belongs to nobody.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class DeviceTables(SequenceTables):
         self.token_cells = torch.zeros(self.tokens.size + 1, dtype=torch.int32, device=device)
         self.token_tensor = self.token_cells[:-1].view(self.tokens.shape)
         self.block_tensor = torch.zeros(self.blocks.shape, dtype=torch.int32, device=device)
-        self._written: dict[str, list[tuple[int, npt.NDArray[np.int32]]]] = {}
+        self._written_tokens: list[Written] = []
+        self._written_blocks: list[Written] = []
         self._forks: list[tuple[int, Sequence[int]]] = []
 
     @property
@@ -67,49 +71,55 @@ class DeviceTables(SequenceTables):
 
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
         super().write_tokens(line, first, tokens)
-        self._note("tokens", line * self.tokens.shape[1] + first, tokens)
+        cell = line * self.tokens.shape[1] + first
+        self._written_tokens.append((cell, np.array(tokens, dtype=np.int32)))
 
     def write_blocks(self, line: int, first: int, block_ids: Sequence[int]) -> None:
         super().write_blocks(line, first, block_ids)
-        self._note("blocks", line * self.blocks.shape[1] + first, block_ids)
+        cell = line * self.blocks.shape[1] + first
+        self._written_blocks.append((cell, np.array(block_ids, dtype=np.int32)))
 
     def fork(self, first_line: int, parents: Sequence[int], position: int) -> None:
         super().fork(first_line, parents, position)
         self._forks.append((first_line, parents))
 
-    def cells(
-        self, lines: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def cells(self, lines: Ints, positions: Ints) -> Ints:
         """Where in `token_cells` these positions are; behind a line's end nobody's."""
         width = self.tokens.shape[1]
         return np.where(positions < width, lines * width + positions, self.tokens.size)
 
     def flush(self, upload: Upload) -> None:
         """Enqueue what the device's copy lacks: beams first, then what was written to them."""
-        if not (self._forks or self._written):
+        if not (self._forks or self._written_tokens or self._written_blocks):
             return
-        arrays = {}
-        if self._forks:  # of one sequence each
-            lines = [first + np.arange(len(parents)) for first, parents in self._forks]
-            sources = [first + np.array(parents) for first, parents in self._forks]
-            arrays = {"lines": np.concatenate(lines), "sources": np.concatenate(sources)}
-            self._forks.clear()
-        for name, pieces in self._written.items():
-            arrays[f"{name} places"] = np.concatenate(
-                [np.arange(start, start + len(values)) for start, values in pieces]
-            )
-            arrays[name] = np.concatenate([values for _, values in pieces])
-        self._written = {}
-        uploaded = upload(arrays)
-        if "lines" in uploaded:
-            rows = self.token_tensor.index_select(0, uploaded["sources"])
-            self.token_tensor.index_copy_(0, uploaded["lines"], rows)
-        cells = {"tokens": self.token_cells, "blocks": self.block_tensor.view(-1)}
-        for name, whole in cells.items():
-            if name in uploaded:
-                whole.index_copy_(0, uploaded[f"{name} places"], uploaded[name])
+        lines, sources = _joined_forks(self._forks)
+        token_cells, tokens = _joined(self._written_tokens)
+        block_cells, blocks = _joined(self._written_blocks)
+        self._forks, self._written_tokens, self._written_blocks = [], [], []
+        sent = upload((lines, sources, token_cells, tokens, block_cells, blocks))
+        if len(lines):
+            self.token_tensor.index_copy_(0, sent[0], self.token_tensor.index_select(0, sent[1]))
+        if len(tokens):
+            self.token_cells.index_copy_(0, sent[2], sent[3])
+        if len(blocks):
+            self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
 
-    def _note(self, name: str, start: int, values: Sequence[int]) -> None:
-        if len(values):
-            piece = np.array(values, dtype=np.int32)
-            self._written.setdefault(name, []).append((start, piece))
+
+_NO_CELLS, _NO_VALUES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+
+
+def _joined(written: Sequence[Written]) -> tuple[Ints, npt.NDArray[np.int32]]:
+    """All cells and their values."""
+    if not written:
+        return _NO_CELLS, _NO_VALUES
+    cells = [np.arange(first, first + len(values)) for first, values in written]
+    return np.concatenate(cells), np.concatenate([values for _, values in written])
+
+
+def _joined_forks(forks: Sequence[tuple[int, Sequence[int]]]) -> tuple[Ints, Ints]:
+    """Lines, and those that they go on from; each fork is of another sequence."""
+    if not forks:
+        return _NO_CELLS, _NO_CELLS
+    lines = [first + np.arange(len(parents)) for first, parents in forks]
+    sources = [first + np.array(parents) for first, parents in forks]
+    return np.concatenate(lines), np.concatenate(sources)

@@ -1,14 +1,15 @@
-"""`TorchStep`: a step under way, from its rows to what was chosen for them.
+"""`StepInFlight`: a step under way, from its rows to what was chosen for them.
 
-Knows which of the S choices belong to which row, and what they mean there: a token, a guess that is
+Knows which of the S choices belong to which row, and what they mean there: a token, a draft that is
 right, a beam's continuation. Knows nothing of how they are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,64 +19,106 @@ from gptmanager.step import (
     NOT_FINITE,
     BeamCandidates,
     ContextLogits,
-    Extras,
+    Drafts,
     Failure,
     Row,
     Schedule,
 )
 
 
+class SamplingRows(NamedTuple):
+    """The rows that yield a token, and the S choices that are made for them.
+
+    Row r is in slot `slots[r]`; its choices, one a beam or one a position, are `firsts[r]` to
+    `firsts[r + 1]` (excluded). Choice s is the token at `positions[s]` of the sequence in line
+    `lines[s]`. All int64. `drafts`: what the rows verify.
+    """
+
+    rows: tuple[Row, ...]
+    slots: np.ndarray
+    firsts: np.ndarray
+    lines: np.ndarray
+    positions: np.ndarray
+    drafts: tuple[Drafts, ...] = ()
+
+
+class ChoiceInputs(NamedTuple):
+    """S choices as a device knows them: where each token stands, in tensors `[S]`.
+
+    `lines` int32, `positions` int64; `cells` int64: of `DeviceTables.token_cells`. `counts` int32:
+    how many candidates a beam has; None: there are no beams.
+    """
+
+    lines: Tensor
+    positions: Tensor
+    cells: Tensor
+    counts: Tensor | None = None
+
+
+class ChosenTokens(NamedTuple):
+    """What was chosen for the rows of a step.
+
+    `tokens` int32 and `log_probs` float32 `[rows, n]`; `counts` int32 `[rows]`: how many of the n
+    count, None: all. `failed`, by row: what ended its logits post-processor. `generation_logits`:
+    rows that want them, each with float32 `[n, vocab]`.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray | None = None
+    log_probs: np.ndarray | None = None
+    beams: tuple[BeamCandidates, ...] = ()
+    failed: Mapping[int, BaseException] = MappingProxyType({})
+    generation_logits: tuple[tuple[int, Tensor], ...] = ()
+
+
+PendingTokens = Callable[[], ChosenTokens]  # waits for them; called once
+
+
 @dataclass(slots=True, eq=False)
-class TorchStep:
-    """A step under way."""
+class StepInFlight:
+    """A step under way. `logits` float32 `[S, vocab]`.
+
+    `inputs`: the S as the device knows them already. `out_of_memory`: requests with a row that
+    could not be run.
+    """
 
     schedule: Schedule
-    rows: tuple[Row, ...]  # those that yield a token
-    slots: np.ndarray  # [rows]
-    firsts: np.ndarray  # [rows + 1], where each row's beams or positions begin among the S
-    lines: np.ndarray  # [S], of the sequences
-    positions: np.ndarray  # [S], absolute positions of the tokens to choose
-    logits: Tensor  # float32 [S, vocab]
-    context_logits: tuple[ContextLogits, ...] = ()
-    tokens: np.ndarray | None = None  # int32 [rows, n]
-    counts: np.ndarray | None = None  # int32 [rows], None: all of them count
-    places: Mapping[str, Tensor] | None = None  # where the S are, if a device has been told already
-    arrival: Any = None  # of tokens that are on their way from a device
-    beams: tuple[BeamCandidates, ...] = ()
-    failed: Mapping[int, BaseException] = field(default_factory=dict)  # by sampling row
-    starved: tuple[Failure, ...] = ()  # what could not be run
-    extras: Extras | None = None
+    rows: SamplingRows
+    logits: Tensor
+    context_logits: tuple[ContextLogits, ...]
+    inputs: ChoiceInputs | None
+    out_of_memory: tuple[Failure, ...]
+    pending: PendingTokens | None = None  # once the step is sampled
 
 
-def settle(step: TorchStep, tokens: np.ndarray, log_probs: np.ndarray | None) -> np.ndarray | None:
-    """Give the step its tokens, of choices for all S; their log probabilities.
+def accepted(
+    rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Of choices `[S]` what `ChosenTokens` has: tokens, counts and log probabilities.
 
-    Of a row with guesses as many count as agree with what is chosen, and the choice behind them.
+    Of a row with drafts as many count as agree with what is chosen, and the choice behind them.
     """
-    heads = step.firsts[:-1]
-    if not step.schedule.drafts:
-        step.tokens = tokens[heads, None]
-        return None if log_probs is None else log_probs[heads, None]
-    guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
-    shape = len(step.rows), 1 + max((row.num_drafts for row in step.rows), default=0)
-    step.tokens = np.zeros(shape, dtype=np.int32)
-    step.counts = np.ones(len(step.rows), dtype=np.int32)
+    drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
+    shape = len(rows.rows), 1 + max((row.num_drafts for row in rows.rows), default=0)
+    found = np.zeros(shape, dtype=np.int32)
+    counts = np.ones(len(rows.rows), dtype=np.int32)
     values = None if log_probs is None else np.zeros(shape, dtype=np.float32)
-    for place, (row, first) in enumerate(zip(step.rows, heads.tolist(), strict=True)):
+    firsts = rows.firsts[:-1].tolist()
+    for index, (row, first) in enumerate(zip(rows.rows, firsts, strict=True)):
         count = 1
-        for guess in guesses[row.slot][: row.num_drafts] if row.num_drafts else ():
-            if guess != tokens[first + count - 1]:
+        for draft in drafts[row.slot][: row.num_drafts] if row.num_drafts else ():
+            if draft != tokens[first + count - 1]:
                 break
             count += 1
-        step.tokens[place, :count] = tokens[first : first + count]
-        step.counts[place] = count
+        found[index, :count] = tokens[first : first + count]
+        counts[index] = count
         if values is not None and log_probs is not None:
-            values[place, :count] = log_probs[first : first + count]
-    return values
+            values[index, :count] = log_probs[first : first + count]
+    return found, counts, values
 
 
 def candidates(
-    step: TorchStep,
+    rows: SamplingRows,
     counts: np.ndarray,
     tokens: np.ndarray,
     log_probs: np.ndarray | None,
@@ -91,11 +134,11 @@ def candidates(
     found = []
     if log_probs is None:
         log_probs = np.zeros(len(tokens), dtype=np.float32)
-    for place, row in enumerate(step.rows):
+    for index, row in enumerate(rows.rows):
         if row.beam_width == 1:
             continue
-        own = slice(step.firsts[place], step.firsts[place + 1])
-        count = counts[place]
+        own = slice(rows.firsts[index], rows.firsts[index + 1])
+        count = counts[index]
         if not count:
             parts = tokens[own, None], log_probs[own, None]
         elif (tokens[own] == NOT_FINITE).any():
@@ -108,21 +151,23 @@ def candidates(
     return tuple(found)
 
 
-def part_of(step: TorchStep, places: np.ndarray, offset: int) -> TorchStep:
-    """The rows `places` alone; of those with guesses, the position `offset`."""
+def part_of(
+    rows: SamplingRows, logits: Tensor, chosen: np.ndarray, offset: int
+) -> tuple[SamplingRows, Tensor]:
+    """The rows `chosen` alone, with their logits; of those with drafts, the position `offset`."""
     pieces = []
-    for place in places:
-        first, end = step.firsts[place] + offset, step.firsts[place + 1]
-        if step.rows[place].num_drafts:
+    for index in chosen:
+        first, end = rows.firsts[index] + offset, rows.firsts[index + 1]
+        if rows.rows[index].num_drafts:
             end = first + 1
         pieces.append(np.arange(first, end))
-    index = np.concatenate(pieces)
-    return TorchStep(
-        step.schedule,
-        tuple(step.rows[place] for place in places),
-        step.slots[places],
+    whole = np.concatenate(pieces)
+    part = SamplingRows(
+        tuple(rows.rows[index] for index in chosen),
+        rows.slots[chosen],
         np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))),
-        step.lines[index],
-        step.positions[index],
-        step.logits[torch.from_numpy(index)],
+        rows.lines[whole],
+        rows.positions[whole],
+        rows.drafts,
     )
+    return part, logits[torch.from_numpy(whole)]

@@ -1,248 +1,263 @@
 """`TokenChooser`: from the logits of a step to its tokens, and to what else was asked for.
 
-Decides in which order a step's logits are processed, searched, sampled and compared with guesses;
+Decides in which order a step's logits are processed, searched, sampled and compared with drafts;
 how each of these is done is told elsewhere in this package's neighbors. Knows no model and no KV
 cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.random_numbers import derive_seed
-from gptmanager.decoding.rejection import sample_guess
 from gptmanager.decoding.sampling import Sampler
+from gptmanager.executor.drawn_drafts import DrawnDrafts, replace_rejected
 from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.sequence_tables import SequenceTables
-from gptmanager.executor.step_in_flight import TorchStep, candidates, part_of, settle
-from gptmanager.request.llm_request import SamplingParams
-from gptmanager.step import NOT_FINITE, Extras, SequenceStart
+from gptmanager.executor.step_in_flight import (
+    ChosenTokens,
+    PendingTokens,
+    SamplingRows,
+    StepInFlight,
+    accepted,
+    candidates,
+    part_of,
+)
+from gptmanager.step import NOT_FINITE, BeamCandidates, SequenceStart
 
-DrawnGuesses = tuple[SamplingParams, np.ndarray]  # by what, and the logits `[n, vocab]`
+
+class Prepared(NamedTuple):
+    """Rows and logits `[S, vocab]` behind the logits post-processors; `failed` of these, by row."""
+
+    rows: SamplingRows
+    logits: Tensor
+    failed: Mapping[int, BaseException]
+
+
+class _Picked(NamedTuple):
+    """Tokens and log probabilities of all S; candidates of the rows with several beams."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray | None
+    beams: tuple[BeamCandidates, ...] = ()
 
 
 class TokenChooser:
-    """Chooses for slots of up to `max_beam_width` beams, whose histories lie in `tables`.
+    """Chooses for sequences whose histories lie in `tables`; a chosen token is written to them.
 
-    Line `slot * max_beam_width + beam` of its tokens belongs to a beam; a chosen token is written
-    to it. Logits post-processors get the logits where they are, all else has them on the CPU.
+    Logits post-processors get the logits where they are, all else has them on the CPU.
     """
 
     def __init__(
         self,
+        lines: Lines,
         tables: SequenceTables,
         sampler: Sampler,
-        max_beam_width: int,
-        outputs: GatheredLogits,
+        gathered: GatheredLogits,
         processing: PostProcessing,
     ) -> None:
-        self.max_beam_width = max_beam_width
+        self._lines = lines
         self._tables = tables
         self._sampler = sampler
-        self._outputs = outputs
+        self._gathered = gathered
         self._processing = processing
-        self._drawn: dict[int, DrawnGuesses] = {}  # by slot
+        self._drawn = DrawnDrafts(sampler)
         self._sampled: set[int] = set()  # slots whose beams are not searched
-        num_slots = len(tables.tokens) // max_beam_width
-        self._num_candidates = np.zeros(num_slots, dtype=np.int32)  # 0: no beams are searched
+        # of each slot; 0: no beams are searched
+        self._num_candidates = np.zeros(lines.num_slots, dtype=np.int32)
 
     def load(self, start: SequenceStart) -> None:
         """A sequence starts."""
-        first = start.slot * self.max_beam_width
         for beam in range(start.beam_width):
             sampling = start.sampling
             if start.sampled and beam:
                 sampling = replace(sampling, seed=derive_seed(sampling.seed, beam))
-            self._sampler.load(first + beam, sampling, start.orig_prompt_len, start.output_config)
+            line = self._lines.of(start.slot, beam)
+            self._sampler.load(line, sampling, start.orig_prompt_len, start.output_config)
         if start.sampled or start.slot in self._sampled:
             (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
         is_searched = start.beam_width > 1 and not start.sampled
         most = min(start.num_candidates, self._sampler.vocab_size)
         self._num_candidates[start.slot] = most if is_searched else 0
         self._processing.start(start)
-        if start.draft_logits is not None and start.draft_logits.numbers is not None:
-            self._drawn[start.slot] = start.sampling, start.draft_logits.numbers
-        elif self._drawn:
-            self._drawn.pop(start.slot, None)
+        self._drawn.load(start)
 
-    def choose(self, step: TorchStep) -> None:
+    def choose(self, step: StepInFlight) -> PendingTokens:
         """Tokens of each row, and what else its request wants."""
-        raw = self._outputs.generation_logits(step.slots, step.firsts, step.logits, lambda own: own)
-        raw = tuple((row, logits.to("cpu", copy=True)) for row, logits in raw)
+        rows = step.rows
+        raw: tuple[tuple[int, Tensor], ...] = ()
+        if self._gathered.any_generation:
+            raw = self._gathered.generation_logits(
+                rows.slots, rows.firsts, step.logits, lambda own: own.to("cpu", copy=True)
+            )
         with torch.inference_mode():
-            if self._depends_on_order(step):
-                log_probs = self._verify_in_order(step)
+            if rows.drafts and self._depends_on_order(rows):
+                chosen = self._verify_in_order(rows, step.logits)._replace(generation_logits=raw)
             else:
-                self._prepare(step)
-                log_probs = settle(step, *self._pick(step))
-        if raw or step.context_logits or log_probs is not None:
-            step.extras = Extras(log_probs, raw, step.context_logits)
-        self._forget_drawn(step)
+                rows, logits, failed = self._prepare(rows, step.logits)
+                picked = self._pick(rows, logits)
+                given = self._by_row(rows, picked.tokens, picked.log_probs)
+                chosen = ChosenTokens(*given, picked.beams, failed, raw)
+        if self._drawn.by_slot:
+            self._drawn.forget(rows)
+        return lambda: chosen
 
-    def receive(self, step: TorchStep) -> None:
-        """Wait for what was chosen, where it does not come at once."""
-
-    def _pick(self, step: TorchStep) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens and log probabilities of all S, behind the logits post-processors.
+    def _pick(self, rows: SamplingRows, logits: Tensor) -> _Picked:
+        """Choose for all S, behind the logits post-processors.
 
         The tokens are their sequences' next inputs, 0 where there is none; those behind a wrong
-        guess are overwritten.
+        draft are overwritten.
         """
-        log_probs = self._outputs.log_probs(step.slots, len(step.lines))
-        logits = step.logits.cpu()
-        if self.max_beam_width > 1 and any(row.beam_width > 1 for row in step.rows):
-            tokens = self._search(step, logits, log_probs)
+        log_probs = None
+        if self._gathered.any_log_probs and self._gathered.wants_log_probs(rows.slots):
+            log_probs = np.zeros(len(rows.lines), dtype=np.float32)
+        logits = logits.cpu()
+        if self._lines.max_beam_width > 1 and any(row.beam_width > 1 for row in rows.rows):
+            picked = self._search(rows, logits, log_probs)
         else:
-            tokens = self._sampler.sample(logits, step.lines, step.positions, log_probs)
+            tokens = self._sampler.sample(logits, rows.lines, rows.positions, log_probs)
+            picked = _Picked(tokens, log_probs)
         # the last position of a sequence needs no input after it
         table = self._tables.tokens
-        fits = step.positions < table.shape[1]
-        table[step.lines[fits], step.positions[fits]] = np.maximum(tokens[fits], 0)
-        return tokens, log_probs
+        fits = rows.positions < table.shape[1]
+        table[rows.lines[fits], rows.positions[fits]] = np.maximum(picked.tokens[fits], 0)
+        return picked
 
-    def _depends_on_order(self, step: TorchStep) -> bool:
-        """Whether a token can be chosen only when the one before it is known.
-
-        Penalties are no reason: guesses stand in the histories, and a choice behind a wrong one
-        does not count.
-        """
-        if not step.schedule.drafts:
-            return False
-        guessed = [row.slot for row in step.rows if row.num_drafts]
-        return not self._drawn.keys().isdisjoint(guessed) or (
-            self._processing.is_on and self._processing.serves(np.array(guessed, dtype=np.int64))
-        )
-
-    def _verify_in_order(self, step: TorchStep) -> np.ndarray | None:
-        """Choose one token after the other, as long as the guesses agree with what is chosen.
-
-        So each token is chosen once, with the history that it has without guesses.
-        """
-        num_drafts = np.array([row.num_drafts for row in step.rows])
-        guesses = {drafts.slot: drafts.tokens for drafts in step.schedule.drafts}
-        found = np.zeros((len(step.rows), 1 + num_drafts.max()), dtype=np.int32)
-        values = None if step.slots.size == 0 else self._outputs.log_probs(step.slots, found.size)
-        values = None if values is None else values.reshape(found.shape)
-        step.tokens, step.counts = found, np.ones(len(step.rows), dtype=np.int32)
-        places = np.arange(len(step.rows))
-        failed: dict[int, BaseException] = {}
-        for offset in range(found.shape[1]):
-            part = part_of(step, places, offset)
-            self._prepare(part)
-            drawn = self._drawn_guesses(part, offset) if self._drawn else []
-            tokens, log_probs = self._pick(part)
-            for place, (params, draft_logits), scores in drawn:
-                if tokens[place] < 0:
-                    continue
-                position = int(part.positions[place])
-                guess = guesses[int(part.lines[place]) // self.max_beam_width][offset]
-                token = sample_guess(scores, draft_logits, guess, params, position)
-                tokens[place] = self._tables.tokens[part.lines[place], position] = token
-                if log_probs is not None:
-                    log_probs[place] = scores[token]
-            found[places, offset] = tokens[part.firsts[:-1]]
-            if values is not None and log_probs is not None:
-                values[places, offset] = log_probs[part.firsts[:-1]]
-            failed |= {int(places[place]): error for place, error in part.failed.items()}
-            step.counts[places] = offset + 1
-            if not offset:
-                step.beams = part.beams
-            agree = [
-                num_drafts[place] > offset
-                and guesses[row.slot][offset] == found[place, offset]
-                and int(place) not in failed
-                for place, row in zip(places, part.rows, strict=True)
-            ]
-            places = places[agree]
-            if not places.size:
-                break
-        step.failed = failed
-        return values
-
-    def _prepare(self, step: TorchStep) -> None:
+    def _prepare(self, rows: SamplingRows, logits: Tensor) -> Prepared:
         """Let logits post-processors change the logits; then each sampled beam gets its own."""
-        if self._processing.is_on:
-            step.failed = self._processing.run(
-                step.logits,
-                [row.request_id for row in step.rows],
-                step.lines,
-                step.positions,
+        failed: Mapping[int, BaseException] = {}
+        if self._processing.sequences:
+            failed = self._processing.run(
+                logits,
+                [row.request_id for row in rows.rows],
+                rows.lines,
+                rows.positions,
                 self._tables.tokens,
-                step.firsts,
+                rows.firsts,
                 self._tables.token_tensor,
             )
-        if self._sampled and not self._sampled.isdisjoint(step.slots.tolist()):
-            self._spread(step)
+        if self._sampled and not self._sampled.isdisjoint(rows.slots.tolist()):
+            rows, logits = self._spread(rows, logits)
+        return Prepared(rows, logits, failed)
 
-    def _spread(self, step: TorchStep) -> None:
+    @staticmethod
+    def _by_row(
+        rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Of choices for all S tokens, counts and log probabilities as in `ChosenTokens`."""
+        if rows.drafts:
+            return accepted(rows, tokens, log_probs)
+        heads = rows.firsts[:-1]
+        return tokens[heads, None], None, None if log_probs is None else log_probs[heads, None]
+
+    # Several beams -----------------------------------------------------------------------------
+
+    def _spread(self, rows: SamplingRows, logits: Tensor) -> tuple[SamplingRows, Tensor]:
         """After the context each sampled beam gets a row, of the same logits and history."""
-        is_sampled = [row.slot in self._sampled for row in step.rows]
-        starts, pieces, end = step.firsts.tolist(), [], 0
-        copies = np.ones(len(step.lines), dtype=np.int64)
-        for place in np.flatnonzero(is_sampled).tolist():
-            first, width = starts[place], step.rows[place].beam_width
-            if width == 1 or starts[place + 1] > first + 1:
+        is_sampled = [row.slot in self._sampled for row in rows.rows]
+        starts, pieces, end = rows.firsts.tolist(), [], 0
+        copies = np.ones(len(rows.lines), dtype=np.int64)
+        for index in np.flatnonzero(is_sampled).tolist():
+            first, width = starts[index], rows.rows[index].beam_width
+            if width == 1 or starts[index + 1] > first + 1:
                 continue
-            pieces += [step.logits[end:first], step.logits[first : first + 1].expand(width, -1)]
+            pieces += [logits[end:first], logits[first : first + 1].expand(width, -1)]
             end, copies[first] = first + 1, width
-            self._tables.fork(int(step.lines[first]), [0] * width, int(step.positions[first]))
+            self._tables.fork(int(rows.lines[first]), [0] * width, int(rows.positions[first]))
         if not pieces:
-            return
-        step.logits = torch.cat([*pieces, step.logits[end:]])
+            return rows, logits
         firsts = np.concatenate(([0], np.cumsum(copies)))
         beams = np.arange(firsts[-1]) - firsts[:-1].repeat(copies)
-        step.lines = step.lines.repeat(copies) + beams
-        step.positions = step.positions.repeat(copies)
-        step.firsts = firsts[step.firsts]
+        spread = rows._replace(
+            firsts=firsts[rows.firsts],
+            lines=rows.lines.repeat(copies) + beams,
+            positions=rows.positions.repeat(copies),
+        )
+        return spread, torch.cat([*pieces, logits[end:]])
 
-    def _forget_drawn(self, step: TorchStep) -> None:
-        """A host's guesses follow the prompt alone."""
-        for row in step.rows if self._drawn else ():
-            self._drawn.pop(row.slot, None)
-
-    def _drawn_guesses(
-        self, part: TorchStep, offset: int
-    ) -> list[tuple[int, DrawnGuesses, np.ndarray]]:
-        """Sequences whose guess a host has drawn: place, from what, log probabilities."""
-        found = []
-        for row, first in zip(part.rows, part.firsts.tolist(), strict=False):
-            drawn = self._drawn.get(row.slot)
-            if drawn is not None and offset < row.num_drafts:
-                place, mine = first, slice(first, first + 1)
-                scores = self._sampler.log_probs(
-                    part.logits[mine].to("cpu", copy=True), part.lines[mine], part.positions[mine]
-                )
-                found.append((place, (drawn[0], drawn[1][offset]), scores[0].numpy()))
-        return found
-
-    def _search(self, step: TorchStep, logits: Tensor, log_probs: np.ndarray | None) -> np.ndarray:
+    def _search(self, rows: SamplingRows, logits: Tensor, log_probs: np.ndarray | None) -> _Picked:
         """Tokens of what is sampled, of a searched beam 0 or NOT_FINITE; candidates of all."""
-        counts = self._num_candidates[step.slots]
-        searched = counts.repeat(np.diff(step.firsts)) > 0
-        tokens = np.zeros(len(step.lines), dtype=np.int32)
-        values = np.zeros(len(step.lines), dtype=np.float32) if log_probs is None else log_probs
+        counts = self._num_candidates[rows.slots]
+        searched = counts.repeat(np.diff(rows.firsts)) > 0
+        tokens = np.zeros(len(rows.lines), dtype=np.int32)
+        values = np.zeros(len(rows.lines), dtype=np.float32) if log_probs is None else log_probs
         single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
         own = values[single]
         tokens[single] = self._sampler.sample(
-            logits[torch.from_numpy(single)], step.lines[single], step.positions[single], own
+            logits[torch.from_numpy(single)], rows.lines[single], rows.positions[single], own
         )
         values[single] = own
         scores = self._sampler.log_probs(
-            logits[torch.from_numpy(beams)], step.lines[beams], step.positions[beams]
+            logits[torch.from_numpy(beams)], rows.lines[beams], rows.positions[beams]
         )
         tokens[beams[torch.isnan(scores[:, 0]).numpy()]] = NOT_FINITE
         best = _best(scores, int(counts.max(initial=1)))
         most = best[0].shape[1]
-        best_tokens = np.zeros((len(step.lines), most), dtype=np.int32)
-        best_values = np.zeros((len(step.lines), most), dtype=np.float32)
+        best_tokens = np.zeros((len(rows.lines), most), dtype=np.int32)
+        best_values = np.zeros((len(rows.lines), most), dtype=np.float32)
         best_tokens[beams], best_values[beams] = best
-        step.beams = candidates(step, counts, tokens, values, best_tokens, best_values)
-        return tokens
+        found = candidates(rows, counts, tokens, values, best_tokens, best_values)
+        return _Picked(tokens, log_probs, found)
+
+    # Drafts of which each depends on the one before --------------------------------------------
+
+    def _depends_on_order(self, rows: SamplingRows) -> bool:
+        """Whether a token can be chosen only when the one before it is known.
+
+        Penalties are no reason: drafts stand in the histories, and a choice behind a wrong one
+        does not count.
+        """
+        drafted = [row.slot for row in rows.rows if row.num_drafts]
+        return not self._drawn.by_slot.keys().isdisjoint(drafted) or (
+            bool(self._processing.sequences)
+            and self._processing.serves(np.array(drafted, dtype=np.int64))
+        )
+
+    def _verify_in_order(self, rows: SamplingRows, logits: Tensor) -> ChosenTokens:
+        """Choose one token after the other, as long as the drafts agree with what is chosen.
+
+        So each token is chosen once, with the history that it has without drafts.
+        """
+        num_drafts = np.array([row.num_drafts for row in rows.rows])
+        drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
+        found = np.zeros((len(rows.rows), 1 + num_drafts.max()), dtype=np.int32)
+        values = None
+        counts = np.ones(len(rows.rows), dtype=np.int32)
+        beams: tuple[BeamCandidates, ...] = ()
+        failed: dict[int, BaseException] = {}
+        left = np.arange(len(rows.rows))
+        for offset in range(found.shape[1]):
+            part = self._prepare(*part_of(rows, logits, left, offset))
+            drawn = self._drawn.at(offset, part.rows, part.logits)
+            picked = self._pick(part.rows, part.logits)
+            replace_rejected(drawn, part.rows, *picked[:2], self._tables.tokens)
+            heads = part.rows.firsts[:-1]
+            found[left, offset] = picked.tokens[heads]
+            if picked.log_probs is not None:
+                values = np.zeros(found.shape, dtype=np.float32) if values is None else values
+                values[left, offset] = picked.log_probs[heads]
+            failed |= {int(left[index]): error for index, error in part.failed.items()}
+            counts[left] = offset + 1
+            if not offset:
+                beams = picked.beams
+            agree = [
+                num_drafts[index] > offset
+                and drafts[row.slot][offset] == found[index, offset]
+                and int(index) not in failed
+                for index, row in zip(left, part.rows.rows, strict=True)
+            ]
+            left = left[agree]
+            if not left.size:
+                break
+        return ChosenTokens(found, counts, values, beams, failed)
 
 
 def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -250,10 +265,10 @@ def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
     values, ids = (found.numpy() for found in log_probs.topk(min(count, log_probs.shape[1]), dim=1))
     rows, last = log_probs.numpy(), values[:, -1:]
     ties = ((rows >= last).sum(1) > ids.shape[1]) & (last[:, 0] > -np.inf)
-    for place in np.flatnonzero(ties):  # of equals any may have been found
-        row, lowest = rows[place], last[place]
+    for index in np.flatnonzero(ties):  # of equals any may have been found
+        row, lowest = rows[index], last[index]
         best = np.flatnonzero(row > lowest)
-        ids[place] = np.concatenate((best, np.flatnonzero(row == lowest)))[: ids.shape[1]]
-        values[place] = row[ids[place]]
+        ids[index] = np.concatenate((best, np.flatnonzero(row == lowest)))[: ids.shape[1]]
+        values[index] = row[ids[index]]
     order = np.lexsort((ids, -values))
     return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)

@@ -1,128 +1,115 @@
-"""`TorchExecutor`: one step of a model over the paged KV cache.
+"""`TorchExecutor`: one step of a model over the paged KV cache, on any device.
 
-Keeps what the device must know of each started sequence in preallocated arrays, a line for each
-beam that a slot may have; a step writes what changed and packs its rows. Decides nothing about who
-runs.
+What a device must know of each started sequence lies in preallocated tables; a step writes what
+changed, packs its rows, has them computed and has tokens chosen. Decides nothing about who runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from gptmanager.decoding.logits import PostProcessing
-from gptmanager.decoding.sampling import Sampler
-from gptmanager.errors import CapacityError, response_text
+from gptmanager.decoding.lines import Lines
+from gptmanager.errors import response_text
 from gptmanager.executor.gathered_logits import ContextPart, GatheredLogits, split_context
-from gptmanager.executor.packed_rows import PackedRows, halves, with_drafts
-from gptmanager.executor.prompt_embeddings import PromptEmbeddings
+from gptmanager.executor.out_of_memory import Cuts, failures, joined
+from gptmanager.executor.packed_rows import PackedRows, with_drafts
+from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import SequenceTables
-from gptmanager.executor.step_in_flight import TorchStep
+from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
 from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
-from gptmanager.lifecycle.log import logger
 from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
 from gptmanager.statistics import Memory
-from gptmanager.step import ContextLogits, Failure, Row, Schedule, StepResult
+from gptmanager.step import ContextLogits, Extras, Failure, Row, Schedule, StepResult
+
+Rows = tuple[Row, ...]
 
 
 class TorchExecutor:
-    """Runs schedules on a torch model; on the CPU every call has finished when it returns.
+    """Runs schedules on a torch model: `runner` computes, `chooser` chooses, both over `tables`.
 
-    `fused`: context and generation rows run in one pass of the model, otherwise in two. Line
-    `slot * max_beam_width + beam` of the arrays belongs to a beam.
+    `fused`: context and generation rows run in one pass of the model, otherwise in two. On the CPU
+    every call has finished when it returns; on a device nothing waits before `result`, but where
+    the chooser says so.
     """
 
     def __init__(
         self,
         model: Model,
         kv_pool: KvPool,
+        lines: Lines,
+        tables: SequenceTables,
+        runner: Runner,
+        chooser: TokenChooser,
+        gathered: GatheredLogits,
         *,
-        num_slots: int,
-        max_seq_len: int,
-        max_beam_width: int = 1,
         attention_window: AttentionWindow | None = None,
         fused: bool = True,
-        processing: PostProcessing | None = None,
     ) -> None:
         self.model = model
-        self.fused = fused
         self.kv_pool = kv_pool
-        self.max_beam_width = max_beam_width
+        self.fused = fused
+        self._lines = lines
+        self._tables = tables
+        self._runner = runner
+        self._chooser = chooser
+        self._gathered = gathered
         self._window = attention_window
-        num_lines = num_slots * max_beam_width
-        self._outputs = GatheredLogits(num_slots)
-        self._embeddings = PromptEmbeddings(model.spec.vocab_size)
-        blocks_per_sequence = -(-max_seq_len // kv_pool.tokens_per_block)
-        self._tables = self._new_tables(num_lines, max_seq_len, blocks_per_sequence)
-        self._chooser = self._new_chooser(processing or PostProcessing())
-        self._starved: dict[int, str] = {}  # by line, why
-        self._num_cuts = 0
+        self._cuts = Cuts(model.spec.vocab_size, kv_pool.keys.device)
         self._stalled_ns = 0
 
-    def forward(self, schedule: Schedule) -> TorchStep:
+    def forward(self, schedule: Schedule) -> StepInFlight:
+        """Compute the logits of the schedule's rows."""
         stall = _Stall()
-        self._starved.clear()  # of a step that raised
-        self._load(schedule)
-        if schedule.block_copies:
-            self.kv_pool.copy(schedule.block_copies)
-        finished = tuple(row for row in schedule.context_rows if row.samples)
-        rows = (*finished, *schedule.generation_rows)
-        lines, starts, counts = self._sequences(finished, schedule.generation_rows)
-        positions = starts + counts
-        with torch.inference_mode():
-            logits, context_logits = self._logits(schedule)
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
-        widths = np.ones(len(rows), dtype=np.int64)
-        if len(lines) > len(rows):
-            widths[len(finished) :] = [row.beam_width for row in schedule.generation_rows]
-        if schedule.drafts:
-            drafts = np.array([row.num_drafts for row in rows])
-            widths += drafts
-            lines, positions = with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
-        firsts = np.concatenate(([0], np.cumsum(widths)))
+        with self._runner.stream:
+            self._load(schedule)
+            if schedule.block_copies:
+                self.kv_pool.copy(schedule.block_copies)
+            with torch.inference_mode():
+                computed, context_logits = self._compute(schedule)
+        rows = self._sampling_rows(schedule)
         self._stalled_ns += stall.nanoseconds()
-        step = TorchStep(schedule, rows, slots, firsts, lines, positions, logits, context_logits)
-        step.starved = self._take_starved(schedule)
-        return step
+        lost = failures(self._lines, schedule, computed) if computed.lost else ()
+        return StepInFlight(schedule, rows, computed.logits, context_logits, computed.inputs, lost)
 
-    def sample(self, step: TorchStep) -> None:
+    def sample(self, step: StepInFlight) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
         stall = _Stall()
-        self._chooser.choose(step)
+        with self._runner.stream:
+            step.pending = self._chooser.choose(step)
         self._stalled_ns += stall.nanoseconds()
 
-    def result(self, step: TorchStep) -> StepResult:
-        self._chooser.receive(step)
-        if step.tokens is None:
+    def result(self, step: StepInFlight) -> StepResult:
+        """Wait for the tokens."""
+        if step.pending is None:
             raise RuntimeError("result() of a step that was not sampled")
-        counts = step.counts
-        failures: tuple[Failure, ...] = ()
-        if step.failed:
-            counts = np.ones(len(step.rows), dtype=np.int32) if counts is None else counts
-            counts[list(step.failed)] = 0
-            failures = tuple(
-                Failure(step.rows[place].request_id, error) for place, error in step.failed.items()
-            )
-        if step.starved:
-            lost = {failure.request_id for failure in step.starved}
-            counts = np.ones(len(step.rows), dtype=np.int32) if counts is None else counts
-            counts[[row.request_id in lost for row in step.rows]] = 0
-            failures += step.starved
+        with self._runner.stream:
+            chosen = step.pending()
+        rows, counts = step.rows.rows, chosen.counts
+        failed = (
+            *(Failure(rows[index].request_id, error) for index, error in chosen.failed.items()),
+            *step.out_of_memory,
+        )
+        if failed:
+            ids = {failure.request_id for failure in failed}
+            counts = np.ones(len(rows), dtype=np.int32) if counts is None else counts
+            counts[[row.request_id in ids for row in rows]] = 0
+        extras = None
+        if step.context_logits or chosen.generation_logits or chosen.log_probs is not None:
+            extras = Extras(chosen.log_probs, chosen.generation_logits, step.context_logits)
         return StepResult(
-            step.tokens,
+            chosen.tokens,
             monotonic(),
             counts,
-            step.beams,
-            failures,
-            stale=bool(step.starved),
-            extras=step.extras,
+            chosen.beams,
+            failed,
+            stale=bool(step.out_of_memory),
+            extras=extras,
         )
 
     def take_gil_wait_us(self) -> int:
@@ -137,102 +124,114 @@ class TorchExecutor:
     @property
     def memory(self) -> Memory:
         """Bytes of the tensors that it holds, the weights among them."""
-        pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
-        return Memory(cpu=self.model.nbytes + pages + self._tables.nbytes)
+        return self._runner.memory
 
-    def _new_chooser(self, processing: PostProcessing) -> TokenChooser:
-        sampler = Sampler(len(self._tables.tokens), self.model.spec.vocab_size, self._tables.tokens)
-        return TokenChooser(self._tables, sampler, self.max_beam_width, self._outputs, processing)
-
-    def _bring(self, logits: Tensor) -> Tensor:
-        """Logits that a host wants, on the CPU by the time of the step's result."""
-        return logits
-
-    def _new_tables(
-        self, num_lines: int, max_seq_len: int, blocks_per_sequence: int
-    ) -> SequenceTables:
-        return SequenceTables(num_lines, max_seq_len, blocks_per_sequence)
+    # What the schedule gave out ----------------------------------------------------------------
 
     def _load(self, schedule: Schedule) -> None:
-        """Bring the slots up to date with what the schedule gave out."""
-        width, tables = self.max_beam_width, self._tables
+        """Bring the tables up to date."""
+        lines, tables = self._lines, self._tables
         for start in schedule.starts:
-            tables.write_tokens(start.slot * width, 0, start.tokens)
+            line = lines.of(start.slot)
+            tables.write_tokens(line, 0, start.tokens)
             self._chooser.load(start)
-            self._embeddings.load(start.slot * width, start.prompt_table)
-        self._outputs.load(schedule.starts)
+            self._runner.load(line, start.prompt_table)
+        if schedule.starts:
+            self._gathered.load(schedule.starts)
         for fork in schedule.beam_forks:
-            first = fork.slot * width
-            tables.fork(first, fork.parents, fork.position)
+            tables.fork(lines.of(fork.slot), fork.parents, fork.position)
             for beam, token in enumerate(fork.tokens):
-                tables.write_tokens(first + beam, fork.position, (token,))
+                tables.write_tokens(lines.of(fork.slot, beam), fork.position, (token,))
         for drafts in schedule.drafts:
-            tables.write_tokens(drafts.slot * width, drafts.position, drafts.tokens)
+            tables.write_tokens(lines.of(drafts.slot), drafts.position, drafts.tokens)
         for append in schedule.block_appends:
-            tables.write_blocks(append.slot * width + append.beam, append.first, append.block_ids)
+            line = lines.of(append.slot, append.beam)
+            tables.write_blocks(line, append.first, append.block_ids)
 
-    def _logits(self, schedule: Schedule) -> tuple[Tensor, tuple[ContextLogits, ...]]:
+    # From rows to logits -----------------------------------------------------------------------
+
+    def _compute(self, schedule: Schedule) -> tuple[Computed, tuple[ContextLogits, ...]]:
         """Logits of the sequences that yield a token, and those of prompts that a host wants."""
+        results: list[Computed] = []
+        context_logits: tuple[ContextLogits, ...] = ()
+        for context, generation in self._batches(schedule):
+            parts: list[ContextPart] = []
+            if self._gathered.any_context:
+                parts = self._gathered.context_parts(context)
+            computed = self._run(self._pack(context, generation, parts))
+            if parts:
+                logits, brought = split_context(computed.logits, parts, self._runner.bring)
+                computed, context_logits = (
+                    computed._replace(logits=logits),
+                    context_logits + brought,
+                )
+            results.append(computed)
+        whole = results[0] if len(results) == 1 else joined(results)
+        return whole, context_logits
+
+    def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
+        """Context and generation rows that run at once."""
         context, generation = schedule.context_rows, schedule.generation_rows
-        context, early = self._run_early(context)
-        parts = self._outputs.context_parts(context)
+        if self._window is not None:
+            pieces = [piece for row in context for piece in _pieces(row, self._window)]
+            context = tuple(piece for piece, is_last in pieces if is_last)
+            yield from (((piece,), ()) for piece, is_last in pieces if not is_last)
         if self.fused or not (context and generation):
-            logits = self._run(self._pack(context, generation, parts))
-            logits, context_logits = split_context(logits, parts, self._bring)
-            return logits, early + context_logits
-        logits = self._run(self._pack(context, (), parts))
-        first, context_logits = split_context(logits, parts, self._bring)
-        second = self._run(self._pack((), generation))
-        return torch.cat([first, second]), early + context_logits
+            yield context, generation
+        else:
+            yield context, ()
+            yield (), generation
 
-    def _run_early(
-        self, context: tuple[Row, ...]
-    ) -> tuple[tuple[Row, ...], tuple[ContextLogits, ...]]:
-        """Run all but the ends of rows that are too long to run at once; the rows that are left.
+    def _run(self, rows: PackedRows) -> Computed:
+        """Logits of the sampled tokens of `rows`; of what does not fit into memory, in parts."""
+        try:
+            return self._runner.run(rows)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            reason = response_text(error)
+        # here the error is gone, and with it the tensors that its frames held
+        self._runner.relieve()
+        return self._cuts.run(rows, reason, self._run)
 
-        None writes over what its own tokens still see.
-        """
-        if self._window is None:
-            return context, ()
-        left: list[Row] = []
-        logits: tuple[ContextLogits, ...] = ()
-        for row in context:
-            *pieces, rest = self._window.pieces(row.position, row.position + row.num_tokens)
-            for first, end in pieces:
-                piece = row._replace(position=first, num_tokens=end - first, samples=False)
-                parts = self._outputs.context_parts((piece,))
-                computed = self._run(self._pack((piece,), (), parts))
-                logits += split_context(computed, parts, self._bring)[1]
-            left.append(row._replace(position=rest[0], num_tokens=rest[1] - rest[0]))
-        return tuple(left), logits
+    # From a schedule to arrays -----------------------------------------------------------------
 
-    def _sequences(
-        self, context: tuple[Row, ...], generation: tuple[Row, ...]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Line, first position and number of tokens of each sequence, int64 `[R]` each.
+    def _sampling_rows(self, schedule: Schedule) -> SamplingRows:
+        """The rows that yield a token, and where the tokens to choose stand."""
+        finished = tuple(row for row in schedule.context_rows if row.samples)
+        rows = (*finished, *schedule.generation_rows)
+        slots, lines, starts, counts = self._sequences(finished, schedule.generation_rows)
+        positions = starts + counts
+        widths = np.ones(len(rows), dtype=np.int64)
+        if len(lines) > len(rows):
+            widths[len(finished) :] = [row.beam_width for row in schedule.generation_rows]
+        if schedule.drafts:
+            drafts = np.array([row.num_drafts for row in rows])
+            widths += drafts
+            lines, positions = with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
+        firsts = np.concatenate(([0], np.cumsum(widths)))
+        return SamplingRows(rows, slots, firsts, lines, positions, schedule.drafts)
 
-        A context runs as one sequence, whatever comes of it; in generation each beam is one.
+    def _sequences(self, context: Rows, generation: Rows) -> tuple[np.ndarray, ...]:
+        """Slot of each row; line, first position and number of tokens of each sequence; int64.
+
+        A context runs as one sequence, whatever its beams will be; in generation each beam is one.
         """
         rows = (*context, *generation)
-        lines = np.array([row.slot for row in rows], dtype=np.int64) * self.max_beam_width
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.position for row in rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        if self.max_beam_width == 1:
-            return lines, starts, counts
+        if self._lines.max_beam_width == 1:
+            return slots, slots, starts, counts
         widths = np.array(
             [1] * len(context) + [row.beam_width for row in generation], dtype=np.int64
         )
-        firsts = np.cumsum(widths) - widths
-        beams = np.arange(widths.sum()) - np.repeat(firsts, widths)
-        return np.repeat(lines, widths) + beams, starts.repeat(widths), counts.repeat(widths)
+        beams = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
+        lines = self._lines.of(slots.repeat(widths), beams)
+        return slots, lines, starts.repeat(widths), counts.repeat(widths)
 
     def _pack(
-        self,
-        context: tuple[Row, ...],
-        generation: tuple[Row, ...],
-        parts: Sequence[ContextPart] = (),
+        self, context: Rows, generation: Rows, parts: Sequence[ContextPart] = ()
     ) -> PackedRows:
-        lines, starts, counts = self._sequences(context, generation)
+        _, lines, starts, counts = self._sequences(context, generation)
         ends = np.cumsum(counts)
         row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
         row_starts[1:] = ends
@@ -251,9 +250,9 @@ class TorchExecutor:
             of_sampled = np.array(drafts)[sample_rows]
             sample_rows, sample_index = with_drafts(sample_rows, sample_index, of_sampled)
         for part in parts:  # behind the rows that sample
-            first = ends[part.place] - counts[part.place] + part.first - part.row.position
+            first = ends[part.number] - counts[part.number] + part.first - part.row.position
             sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
-            sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.place))
+            sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.number))
         return PackedRows(
             lines,
             row_starts,
@@ -265,67 +264,16 @@ class TorchExecutor:
             len(context),
         )
 
-    def _run(self, rows: PackedRows) -> Tensor:
-        """Logits of the sampled tokens of `rows`; of what does not fit into memory at once, in
-        parts. NaN of what does not fit at all, whose lines are noted.
-        """
-        try:
-            return self._compute(rows)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            reason = response_text(error)
-        # here the error is gone, and with it the tensors that its frames held
-        self._relieve()
-        parts = halves(rows)
-        if not parts:
-            self._starved[int(rows.lines[0])] = reason
-            shape = len(rows.sample_index), self.model.spec.vocab_size
-            return torch.full(shape, torch.nan, device=self.kv_pool.keys.device)
-        self._num_cuts += 1
-        if self._num_cuts & (self._num_cuts - 1) == 0:
-            logger.warning(
-                "a batch of %d sequences and %d tokens does not fit into memory and runs in parts; "
-                "it is the %d. one (lower max_num_tokens or max_batch_size): %s",
-                *(len(rows.lines), rows.row_starts[-1], self._num_cuts, reason),
-            )
-        results = [(self._run(part), places) for part, places in parts]
-        order = np.concatenate([places for _, places in results])
-        logits = torch.cat([own for own, _ in results])
-        return logits[torch.from_numpy(np.argsort(order))]
 
-    def _compute(self, rows: PackedRows) -> Tensor:
-        return self.model.forward(self._batch(rows), self.kv_pool).float()
+def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
+    """What of a context can run at once, and whether it is the end of the row.
 
-    def _relieve(self) -> None:
-        """Give back memory that is held for later, where that is done."""
-
-    def _take_starved(self, schedule: Schedule) -> tuple[Failure, ...]:
-        """The requests of what could not be run since the last call."""
-        starved, self._starved = self._starved, {}
-        reasons = {line // self.max_beam_width: reason for line, reason in starved.items()}
-        rows = (*schedule.context_rows, *schedule.generation_rows) if reasons else ()
-        return tuple(
-            Failure(row.request_id, CapacityError(f"no memory for one token: {reasons[row.slot]}"))
-            for row in rows
-            if row.slot in reasons
-        )
-
-    def _batch(self, rows: PackedRows) -> Batch:
-        token_ids = self._tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
-        prompt_index, prompt_embeddings = self._embeddings.take(token_ids, rows.token_lines)
-        return Batch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(rows.positions),
-            row_starts=torch.from_numpy(rows.row_starts),
-            kv_lengths=torch.from_numpy(rows.kv_lengths),
-            slots=torch.from_numpy(rows.lines.astype(np.int32)),
-            block_tables=self._tables.block_tensor,
-            token_table=self._tables.token_tensor,
-            sample_index=torch.from_numpy(rows.sample_index),
-            sample_rows=torch.from_numpy(rows.sample_rows),
-            num_context_rows=rows.num_context_rows,
-            prompt_index=prompt_index,
-            prompt_embeddings=prompt_embeddings,
-        )
+    None writes over what its own tokens still see. Only the last runs with other rows.
+    """
+    *early, last = window.pieces(row.position, row.position + row.num_tokens)
+    for first, end in early:
+        yield row._replace(position=first, num_tokens=end - first, samples=False), False
+    yield row._replace(position=last[0], num_tokens=last[1] - last[0]), True
 
 
 class _Stall:

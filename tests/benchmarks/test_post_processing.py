@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import BannedTokens
+from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.request.llm_request import SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
@@ -50,7 +51,7 @@ class Steps:
     """Steps of `num_rows` sequences, each with a token that its processor permits."""
 
     def __init__(self, processor, num_rows):
-        self.processing = PostProcessing(num_slots=num_rows)
+        self.processing = PostProcessing(Lines(num_rows))
         self.num_rows = num_rows
         for slot in range(num_rows):
             handle = RequestProcessor(processor)

@@ -13,9 +13,10 @@ from gptmanager import InferenceRequest
 from gptmanager.assembly import backend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
-from gptmanager.cuda import downloads as arrivals
+from gptmanager.cuda import downloads
 from gptmanager.cuda.streams import DeviceStream
-from gptmanager.executor.device_executor import DeviceExecutor
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.torch_executor import TorchExecutor
 
 from_tokens = InferenceRequest.from_tokens
 
@@ -53,6 +54,8 @@ def watched(device, request, monkeypatch):
 
     def inside(method):
         def run(self, step):
+            if not isinstance(self._runner, DeviceRunner):
+                return method(self, step)
             with streams[-1].watch():
                 return method(self, step)
 
@@ -60,7 +63,7 @@ def watched(device, request, monkeypatch):
 
     monkeypatch.setattr(backend, "DeviceStream", make)
     for name in ("forward", "sample"):
-        monkeypatch.setattr(DeviceExecutor, name, inside(getattr(DeviceExecutor, name)))
+        monkeypatch.setattr(TorchExecutor, name, inside(getattr(TorchExecutor, name)))
     return streams
 
 
@@ -154,12 +157,12 @@ def test_a_search_too_wide_for_the_kernel_is_the_hosts(device, watched, monkeypa
 
 
 def test_huge_logits_are_waited_for(device, watched, monkeypatch):
-    monkeypatch.setattr(arrivals, "MOST_BYTES", 100)
+    monkeypatch.setattr(downloads, "MOST_BYTES", 100)
     check(device, watched, wanted, waits=True)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
-def test_nothing_waits_for_guesses(device, watched, run_ahead):
+def test_nothing_waits_for_drafts(device, watched, run_ahead):
     """Neither where penalties read them as history."""
 
     def requests():
@@ -176,14 +179,14 @@ def test_nothing_waits_for_guesses(device, watched, run_ahead):
     check(device, watched, requests, speculative_decoding_config=lookup, run_ahead=run_ahead)
 
 
-def guessed(*options):
-    """Requests whose guesses are right for a while, and one that has none and a processor."""
+def drafted(*options):
+    """Requests whose drafts are right for a while, and one that has none and a processor."""
     found = finals([from_tokens(i, prompt(i, 9), 10) for i in range(len(options))], "cpu")
-    guesses = [final.tensors["output_ids"][0, 0, 9:].tolist() for final in found]
+    drafts = [final.tensors["output_ids"][0, 0, 9:].tolist() for final in found]
 
     def requests():
         return [
-            from_tokens(i, prompt(i, 9), 10, draft_input_ids=[*guesses[i][1 : 2 + 2 * i], 5], **own)
+            from_tokens(i, prompt(i, 9), 10, draft_input_ids=[*drafts[i][1 : 2 + 2 * i], 5], **own)
             for i, own in enumerate(options)
         ] + [
             from_tokens(8, prompt(8, 9), 10, logits_post_processor=forbid),
@@ -193,17 +196,17 @@ def guessed(*options):
     return requests
 
 
-def test_guesses_of_a_host_beside_rows_of_other_kinds(device, watched):
-    requests = guessed({}, {"return_log_probs": True}, {"frequency_penalty": 0.1})
+def test_drafts_of_a_host_beside_rows_of_other_kinds(device, watched):
+    requests = drafted({}, {"return_log_probs": True}, {"frequency_penalty": 0.1})
     check(device, watched, requests, max_beam_width=2)
 
 
-def test_guesses_that_depend_on_one_another_are_verified_by_the_host(device, watched):
-    requests = guessed({"logits_post_processor": forbid}, {"return_context_logits": True})
+def test_drafts_that_depend_on_one_another_are_verified_by_the_host(device, watched):
+    requests = drafted({"logits_post_processor": forbid}, {"return_context_logits": True})
     check(device, watched, requests, waits=True, max_beam_width=2)
 
 
-def test_guesses_that_were_drawn_from_few_tokens(device, watched):
+def test_drafts_that_were_drawn_from_few_tokens(device, watched):
     """All others are -inf."""
 
     def requests():

@@ -21,16 +21,17 @@ from gptmanager import (
 )
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
+from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.graphs import GenerationGraphs, ladder
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.streams import DeviceStream, EmulatedStream
-from gptmanager.cuda.uploads import Staging
+from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding import device_sampling
 from gptmanager.decoding.device_sampling import DeviceSampler
 from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
 from gptmanager.errors import ConfigError
 from gptmanager.executor.device_chooser import DeviceChooser
-from gptmanager.executor.device_executor import DeviceExecutor
+from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
@@ -161,7 +162,7 @@ def test_beams(device):
     check_same(device, requests, max_beam_width=3, run_ahead=1)
 
 
-def test_guesses(device):
+def test_drafts(device):
     def requests():
         text = prompt(4, 12)
         return [from_tokens(i, text * 3 + text[: 4 + i], 12) for i in range(3)]
@@ -257,7 +258,7 @@ def test_virtual_tokens(device):
     check_same(device, requests, run_ahead=1)
 
 
-def test_virtual_tokens_are_not_guessed(device):
+def test_virtual_tokens_are_no_drafts(device):
     table = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     ban = np.where(np.arange(96) == 4, 0, -np.inf).astype(np.float32)
 
@@ -322,9 +323,9 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
         replays.append(size)
         return run(self, size, arrays)
 
-    def spy_on_choice(self, step, counts):
-        chosen.append(len(step.rows))
-        return enqueue(self, step, counts)
+    def spy_on_choice(self, rows, *rest):
+        chosen.append(len(rows.rows))
+        return enqueue(self, rows, *rest)
 
     monkeypatch.setattr(GenerationGraphs, "run", spy)
     monkeypatch.setattr(DeviceChooser, "_enqueue", spy_on_choice)
@@ -346,13 +347,13 @@ def test_which_steps_are_recorded_and_which_choose_on_the_device(device, monkeyp
 
 def test_a_recorded_step_takes_one_copy_to_the_device(device, monkeypatch):
     copies = []
-    fill = Staging.fill
+    fill = Uploads.fill
 
     def spy(self, *arguments):
         copies.append(1)
         fill(self, *arguments)
 
-    monkeypatch.setattr(Staging, "fill", spy)
+    monkeypatch.setattr(Uploads, "fill", spy)
     counts = []
     for num_tokens in (3, 6):
         copies.clear()
@@ -369,9 +370,9 @@ def test_the_ladder_has_a_step_for_each_batch_with_few_rows_of_padding():
         assert all(b - a <= 8 for a, b in zip(steps, steps[1:], strict=False))
 
 
-def test_tables_on_the_device_follow_those_of_the_host():
+def test_tables_on_the_device_follow_those_of_the_cpu():
     stream = EmulatedStream()
-    staging = Staging(stream)
+    uploads = Uploads(stream)
     tables = DeviceTables(4, 10, 3, stream.device)
     random = np.random.default_rng(0)
     for _ in range(200):
@@ -379,18 +380,18 @@ def test_tables_on_the_device_follow_those_of_the_host():
             line, first = random.integers(0, 4), random.integers(0, 8)
             tables.write_tokens(line, first, random.integers(1, 99, 10 - first).tolist())
             tables.write_blocks(line, first % 3, random.integers(1, 99, 1).tolist())
-        tables.flush(staging.upload)
+        tables.flush(uploads.upload)
         if random.random() < 0.3:
             tables.fork(1, random.integers(0, 3, 3).tolist(), 10)
             tables.write_tokens(2, 9, [5])
-            tables.flush(staging.upload)
+            tables.flush(uploads.upload)
         assert np.array_equal(tables.token_tensor.numpy(), tables.tokens)
         assert np.array_equal(tables.block_tensor.numpy(), tables.blocks)
     lines, positions = np.array([0, 3, 3]), np.array([2, 9, 10])
     assert tables.cells(lines, positions).tolist() == [2, 39, 40]  # 40: nobody's
 
 
-def test_a_staging_buffer_is_written_to_again_when_its_copy_has_run():
+def test_a_buffer_is_written_to_again_when_its_copy_has_run():
     class SlowEvent:
         waits = 0
 
@@ -402,17 +403,17 @@ def test_a_staging_buffer_is_written_to_again_when_its_copy_has_run():
 
     stream = EmulatedStream()
     stream.event = SlowEvent
-    staging = Staging(stream)
+    uploads = Uploads(stream)
     for i in range(50):
-        arrays = {
-            "a": np.arange(i, dtype=np.int32),
-            "b": np.full((2, i % 3), i, dtype=np.int64),
-            "c": np.zeros((0, 4), dtype=np.int32),
-        }
-        for name, tensor in staging.upload(arrays).items():
-            assert np.array_equal(tensor.numpy(), arrays[name])
+        arrays = [
+            np.arange(i, dtype=np.int32),
+            np.full((2, i % 3), i, dtype=np.int64),
+            np.zeros((0, 4), dtype=np.int32),
+        ]
+        for tensor, array in zip(uploads.upload(arrays), arrays, strict=True):
+            assert np.array_equal(tensor.numpy(), array)
     large = np.arange(100_000)
-    assert np.array_equal(staging.upload({"a": large})["a"].numpy(), large)
+    assert np.array_equal(uploads.upload([large])[0].numpy(), large)
     assert SlowEvent.waits == 51
 
 
@@ -424,8 +425,9 @@ def test_the_largest_step_runs_with_one_block(device):
         device=stream.device,
     )
     pool = KvPool(2, 1, 16, 1, 64, token_major=True, device=stream.device)
-    executor = DeviceExecutor(model, pool, stream=stream, num_slots=1, max_seq_len=160)
-    executor.run_largest(350, 4)
+    tables = DeviceTables(1, 160, 10, stream.device)
+    runner = DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
+    runner.run_largest(350, 4)
     stream.synchronize()
 
 

@@ -88,7 +88,7 @@ def test_beams():
     check_same("emulator", requests, max_beam_width=2)
 
 
-def test_guesses():
+def test_drafts():
     def requests():
         return [from_tokens(i, prompt(4, 12) * 3, 9) for i in range(2)]
 

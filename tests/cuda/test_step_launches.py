@@ -8,10 +8,13 @@ import torch
 from devices import LLAMA, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream
-from gptmanager.executor.device_executor import DeviceExecutor
+from gptmanager.cuda.uploads import Uploads
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 
@@ -59,12 +62,13 @@ def recorded_step(num_layers):
     )
     sizes = {"token_major": True, "device": stream.device, "dtype": torch.bfloat16}
     pool = KvPool(num_layers, 4, 16, 1, 64, **sizes)
-    options = {"num_slots": 2, "max_seq_len": 64, "graph_sizes": (2,)}
-    executor = DeviceExecutor(model, pool, stream=stream, **options)
-    inputs = executor._graphs._graphs[2].inputs
+    tables = DeviceTables(2, 64, 4, stream.device)
+    copies = Uploads(stream), Downloads(stream, 16)
+    runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
+    inputs = runner._graphs._graphs[2].inputs
     launches.names.clear()
     with torch.inference_mode(), launches:
-        executor._step(inputs)
+        runner._step(inputs)
     return Counter(launches.names)
 
 

@@ -1,0 +1,35 @@
+"""`Lines`: which line of the tables below `Schedule` belongs to which beam of which slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", int, Ints)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Tables with room for `max_beam_width` beams in each of `num_slots` slots.
+
+    A table over tokens, blocks or parameters has `count` lines. A sequence without beams has the
+    line of beam 0.
+    """
+
+    num_slots: int
+    max_beam_width: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.num_slots * self.max_beam_width
+
+    def of(self, slot: Numbers, beam: Numbers | int = 0) -> Numbers:
+        """The line of a beam; numbers or int64 arrays."""
+        return slot * self.max_beam_width + beam
+
+    def slot_of(self, line: Numbers) -> Numbers:
+        return line // self.max_beam_width

@@ -1,0 +1,230 @@
+"""`DeviceRunner`: packed rows enqueued on a device, as a recorded step where one fits.
+
+Decides what of a batch travels to the device, and what is there already.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.config import ProgressCallback
+from gptmanager.cuda.downloads import Downloads
+from gptmanager.cuda.graphs import GenerationGraphs
+from gptmanager.cuda.streams import Stream
+from gptmanager.cuda.uploads import Array, Uploads
+from gptmanager.executor.packed_rows import PackedRows, padded
+from gptmanager.executor.prompt_embeddings import PromptEmbeddings
+from gptmanager.executor.runner import Computed
+from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.executor.step_in_flight import ChoiceInputs
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.batch import Batch
+from gptmanager.models.model import Model, PlanningModel
+from gptmanager.request.input_rows import HostRows
+from gptmanager.statistics import Memory
+
+
+class BatchInputs(NamedTuple):
+    """A batch on the device, in the order in which its arrays travel; see `Batch`."""
+
+    cells: Tensor  # int64 [T], of `DeviceTables.token_cells`
+    positions: Tensor
+    row_starts: Tensor
+    kv_lengths: Tensor
+    lines: Tensor
+    sample_index: Tensor
+    sample_rows: Tensor
+
+
+_NUM_INPUTS = len(BatchInputs._fields)
+
+
+class DeviceRunner:
+    """Runs a model on `stream`, whose calls return before the work is done.
+
+    Generation steps of a `PlanningModel` are recorded at the start for the numbers of rows in
+    `graph_sizes`; a step of so many rows at most runs as a recording. `has_beams`: a line may be
+    that of a beam. `on_progress`: as of `GenerationGraphs.record`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv_pool: KvPool,
+        tables: DeviceTables,
+        stream: Stream,
+        uploads: Uploads,
+        downloads: Downloads,
+        *,
+        graph_sizes: Sequence[int] = (),
+        has_beams: bool = False,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self.stream = stream
+        self._model = model
+        self._kv_pool = kv_pool
+        self._tables = tables
+        self._uploads = uploads
+        self._downloads = downloads
+        self._has_beams = has_beams
+        self._embeddings = PromptEmbeddings(model.spec.vocab_size)
+        self._planning = model if isinstance(model, PlanningModel) else None
+        self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
+        if graph_sizes and self._plan(_idle_rows(1), fixed=True):
+            shape = (max(graph_sizes), model.spec.vocab_size)
+            self._graph_logits = torch.empty(shape, device=stream.device)
+            with torch.inference_mode():
+                # a recording of the emulator runs it again, and would hold its owner
+                own = weakref.proxy(self)
+                self._graphs.record(
+                    lambda size: own._fixed_arrays(_idle_rows(size)),
+                    lambda tensors: own._step(tensors),
+                    on_progress,
+                )
+
+    def load(self, line: int, prompt_table: HostRows | None) -> None:
+        self._embeddings.load(line, prompt_table)
+
+    def run(self, rows: PackedRows) -> Computed:
+        self._tables.flush(self._uploads.upload)
+        num_rows = len(rows.lines)
+        if rows.num_context_rows == 0 and len(rows.sample_index) == rows.row_starts[-1] == num_rows:
+            size = self._graphs.size_for(num_rows)
+            if size is not None:
+                return self._replay(rows, size)
+        return Computed(self._launch(rows))
+
+    def bring(self, logits: Tensor) -> Tensor:
+        return self._downloads.bring(logits)
+
+    def relieve(self) -> None:
+        self.stream.relieve()
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(
+            cpu=self._tables.nbytes,
+            gpu=self._model.nbytes + self._kv_pool.nbytes + self._tables.device_nbytes,
+            pinned=self._uploads.nbytes + self._downloads.nbytes + self._kv_pool.host_nbytes,
+        )
+
+    def run_largest(self, num_tokens: int, num_sampled: int) -> None:
+        """Run contexts of `num_tokens` tokens in all; what they write and read is block 0."""
+        longest = self._tables.tokens.shape[1]
+        counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
+        counts[-1] = num_tokens - counts[:-1].sum()
+        ends = np.cumsum(counts)
+        positions = np.arange(num_tokens) - np.repeat(ends - counts, counts)
+        sampled = np.arange(num_tokens - min(num_sampled, num_tokens), num_tokens)
+        rows = PackedRows(
+            lines=np.zeros(len(counts), dtype=np.int64),
+            row_starts=np.concatenate(([0], ends)).astype(np.int32),
+            kv_lengths=counts.astype(np.int32),
+            positions=positions,
+            token_lines=np.zeros(num_tokens, dtype=np.int64),
+            sample_index=sampled,
+            sample_rows=np.searchsorted(ends, sampled, side="right"),
+            num_context_rows=len(counts),
+        )
+        with self.stream, torch.inference_mode():
+            self._launch(rows)
+
+    # Launched kernel by kernel -----------------------------------------------------------------
+
+    def _launch(self, rows: PackedRows) -> Tensor:
+        batch = self._batch(self._uploads.upload(self._arrays(rows)), rows.num_context_rows)
+        if self._embeddings.tables:
+            batch = self._embed(batch, rows)
+        return self._model.forward(batch, self._kv_pool).float()
+
+    def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
+        """With the embeddings of virtual tokens, which stand in contexts alone."""
+        context = slice(0, int(rows.row_starts[rows.num_context_rows]))
+        lines, positions = rows.token_lines[context], rows.positions[context]
+        token_ids = self._tables.tokens[lines, positions].astype(np.int64)
+        embedded = self._embeddings.take(token_ids, lines)
+        if embedded is None:
+            return batch
+        index, embeddings = self._uploads.upload(embedded)
+        batch.token_ids.index_fill_(0, index, 0)
+        return replace(batch, prompt_index=index, prompt_embeddings=embeddings)
+
+    # Recorded ----------------------------------------------------------------------------------
+
+    def _replay(self, rows: PackedRows, size: int) -> Computed:
+        num_rows = len(rows.lines)
+        logits, tensors = self._graphs.run(size, self._fixed_arrays(padded(rows, size)))
+        if self._has_beams:  # the choice is for more than these lines, or for others
+            return Computed(logits[:num_rows])
+        positions, cells, *batch = tensors
+        lines = BatchInputs(*batch[:_NUM_INPUTS]).lines
+        inputs = ChoiceInputs(lines[:num_rows], positions[:num_rows], cells[:num_rows])
+        return Computed(logits[:num_rows], inputs)
+
+    def _step(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What is recorded: a step without context rows. All recordings share their logits, which
+        the copy widens to float32.
+        """
+        batch = replace(self._batch(tensors[2:], 0), all_sampled=True)
+        return self._graph_logits[: len(batch.slots)].copy_(
+            self._model.forward(batch, self._kv_pool)
+        )
+
+    def _fixed_arrays(self, rows: PackedRows) -> tuple[Array, ...]:
+        """Positions and cells of the choice that follows, and the batch: one copy brings all."""
+        positions = rows.positions + 1
+        cells = self._tables.cells(rows.token_lines, positions)
+        return (positions, cells, *self._arrays(rows, fixed=True))
+
+    # Both --------------------------------------------------------------------------------------
+
+    def _arrays(self, rows: PackedRows, fixed: bool = False) -> tuple[Array, ...]:
+        """What the device gets of a batch: `BatchInputs`, and what the model has planned."""
+        cells = self._tables.cells(rows.token_lines, rows.positions)
+        # padding reads nobody's cell: a sequence may begin with a virtual token
+        cells[rows.row_starts[-1] :] = self._tables.tokens.size
+        return (
+            cells,
+            rows.positions,
+            rows.row_starts,
+            rows.kv_lengths,
+            rows.lines.astype(np.int32),
+            rows.sample_index,
+            rows.sample_rows,
+            *self._plan(rows, fixed),
+        )
+
+    def _plan(self, rows: PackedRows, fixed: bool) -> tuple[Array, ...]:
+        if self._planning is None:
+            return ()
+        return self._planning.plan(rows.row_starts, rows.kv_lengths, rows.num_context_rows, fixed)
+
+    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
+        """Of the tensors of `_arrays`."""
+        inputs = BatchInputs(*tensors[:_NUM_INPUTS])
+        return Batch(
+            token_ids=self._tables.token_cells.index_select(0, inputs.cells).long(),
+            positions=inputs.positions,
+            row_starts=inputs.row_starts,
+            kv_lengths=inputs.kv_lengths,
+            slots=inputs.lines,
+            block_tables=self._tables.block_tensor,
+            token_table=self._tables.token_tensor,
+            sample_index=inputs.sample_index,
+            sample_rows=inputs.sample_rows,
+            num_context_rows=num_context_rows,
+            plan=tuple(tensors[_NUM_INPUTS:]),
+        )
+
+
+def _idle_rows(size: int) -> PackedRows:
+    """A batch of `size` rows, none of which has a token."""
+    none, ends = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int32)
+    return padded(PackedRows(none, ends, ends[:0], none, none, none, none, 0), size)

@@ -1,0 +1,64 @@
+"""`Cuts`: a batch that does not fit into memory, run in parts, and who ends if no part fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from gptmanager.decoding.lines import Lines
+from gptmanager.errors import CapacityError
+from gptmanager.executor.packed_rows import PackedRows, halves
+from gptmanager.executor.runner import Computed
+from gptmanager.lifecycle.log import logger
+from gptmanager.step import Failure, Schedule
+
+
+class Cuts:
+    """Cuts batches in two, and tells the log the 1st, 2nd, 4th, 8th ... time.
+
+    `vocab_size` and `device`: of the logits.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._count = 0
+
+    def run(self, rows: PackedRows, reason: str, run: Callable[[PackedRows], Computed]) -> Computed:
+        """What `run` computes of the parts, as if of the whole, which failed for `reason`.
+
+        NaN of a single token: there is no smaller part.
+        """
+        parts = halves(rows)
+        if not parts:
+            shape = len(rows.sample_index), self._vocab_size
+            nothing = torch.full(shape, torch.nan, device=self._device)
+            return Computed(nothing, lost=((int(rows.lines[0]), reason),))
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            logger.warning(
+                "a batch of %d sequences and %d tokens does not fit into memory and runs in parts; "
+                "it is the %d. one (lower max_num_tokens or max_batch_size): %s",
+                *(len(rows.lines), rows.row_starts[-1], self._count, reason),
+            )
+        whole = joined([run(part) for part, _ in parts])
+        order = np.argsort(np.concatenate([samples for _, samples in parts]))
+        return whole._replace(logits=whole.logits[torch.from_numpy(order)])
+
+
+def joined(results: Sequence[Computed]) -> Computed:
+    """What batches yield that ran one after the other."""
+    lost = tuple(line for computed in results for line in computed.lost)
+    return Computed(torch.cat([computed.logits for computed in results]), lost=lost)
+
+
+def failures(lines: Lines, schedule: Schedule, computed: Computed) -> tuple[Failure, ...]:
+    """The requests of what could not be run."""
+    reasons = {lines.slot_of(line): reason for line, reason in computed.lost}
+    return tuple(
+        Failure(row.request_id, CapacityError(f"no memory for one token: {reasons[row.slot]}"))
+        for row in (*schedule.context_rows, *schedule.generation_rows)
+        if row.slot in reasons
+    )
