@@ -46,11 +46,11 @@ template <class K> struct Work {
     int num_packed, group, num_heads;
     int first_position;  // of the row's first query
     int low, high;       // positions of the item's first and last query
-    int sink;            // so many first keys are seen besides
+    int sink;            // the number of first keys that are always seen
     size_t first_head;   // of its packed queries, in `queries` and `out`
     Pages<C, D> pages;
     const C* value_memory;
-    int rows[2][K::TOKENS];  // of a tile's tokens in the pages, -1 where nothing is to be read
+    int rows[2][K::TOKENS];  // of a tile's tokens in the pages, -1 where nothing is read
 
     __device__ int position(int packed) const {
         return first_position + min(packed, num_packed - 1) / group;
@@ -84,7 +84,7 @@ template <class K, class C = typename K::C>
 __device__ inline void copy_tokens(C* to, const Work<K>& work, int stage) {
     constexpr int D = K::D, VECTORS = D / WIDE<C>, COUNT = K::TOKENS * VECTORS;
     constexpr int PASSES = (COUNT + THREADS - 1) / THREADS;
-    // Some rows are read before the copies, which no reading can overtake: as many as fit.
+    // Rows are read before the copies, STEP at a time: no read can overtake a copy.
     constexpr int STEP = PASSES % 4 == 0 ? 4 : PASSES % 2 == 0 ? 2 : PASSES;
     const C *key_memory = work.pages.memory, *value_memory = work.value_memory;
 #pragma unroll 1

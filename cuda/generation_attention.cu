@@ -32,8 +32,8 @@ template <class T, int D, int TILES> struct WarpState {
     }
 };
 
-// `rows`: of the tile's tokens in the pages, a lane each; -1 where nothing is to be read, but zeros
-// are written. A tile behind the last is all of that, so that lanes never part.
+// `rows`: of the tile's tokens in the pages, a lane each; at -1 nothing is read, and zeros are
+// written. A tile behind the last has only -1, so that lanes never part.
 template <class C, int D>
 __device__ inline void copy_tile(C* keys, C* values, const C* key_memory, const C* value_memory,
                                  int rows) {
@@ -208,9 +208,9 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
     }
 }
 
-// Grid: (any, kv heads): blocks take items by turns, as many as run at once, so that those of a
-// recording that do nothing cost nothing. Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of the
-// cache.
+// Grid: (any, kv heads): blocks take items by turns, and all blocks run at once. So an item of a
+// recording that does nothing costs nothing. Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of
+// the cache.
 template <class T, int D, int TILES, class C = T>
 __global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generation_attention(
     T* out,                     // [tokens, heads, D]

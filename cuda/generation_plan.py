@@ -55,10 +55,9 @@ def plan_generation(
 ) -> GenerationPlan:
     """The items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
-    `window`: only the last `window` positions are seen, and the first `sink`. `stretch`:
-    tokens of an item at most, a multiple of STRETCH_UNIT; by default as many as fill the device. A
-    row's result depends on the stretch, by rounding: a fixed one makes it independent of the other
-    rows.
+    `window`: only the last `window` positions are seen, and the first `sink`. `stretch`: the most
+    tokens of an item, a multiple of STRETCH_UNIT; by default one that fills the device. A row's
+    result depends on the stretch, by rounding: a fixed one makes it independent of the other rows.
     """
     last = kv_lengths.astype(np.int64)
     first = np.zeros_like(last) if window is None else np.maximum(last - window, 0)
@@ -112,10 +111,10 @@ def max_num_items(
     window: int | None = None,
     sink: int = 0,
 ) -> int:
-    """So many items at most has `plan_generation` for so many rows, whatever their lengths."""
+    """The most items that `plan_generation` makes of this number of rows, of any lengths."""
     if not num_rows:
         return 0
-    # shorter than a row's share of the tokens may be its last item, its first one too where that
-    # begins at a window, and as many of its sink
+    # of a row these items may be shorter than a stretch: the last, the first behind a window, and
+    # the last of the sink
     shorter = 1 + (window is not None) + (window is not None and sink > 0)
     return max(1, num_multiprocessors * RESIDENT * _WAVES // num_kv_heads) + shorter * num_rows

@@ -50,7 +50,7 @@ class Kernels:
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """What the ops want to know of a step's rows besides: int32 arrays, for `begin`.
+        """What else the ops need to know of a step's rows: int32 arrays, for `begin`.
 
         `shapes`: of all layers, equal ones once. The numbers are those of the batch, in NumPy,
         before anything runs. The first `num_context_rows` rows may have several tokens. `fixed`:
@@ -145,7 +145,7 @@ class Kernels:
         their sines. Dimension i < N / 2 of a head turns with i + N / 2 (the "NeoX" form of HF's
         Llama); dimensions from N on stay. None: no rotation. `positions [T]` int64 index it.
         `q_norm [D]`, `k_norm [D]`: weights of an `rms_norm` of each head before rotation (Qwen3).
-        Returns `[T, H, D]` in the pages' dtype, beside float8 ones in qkv's (float32 on the CPU).
+        Returns `[T, H, D]` in the pages' dtype, for float8 pages in qkv's (on the CPU: float32).
         """
         keys, values, cache_scales = pages
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]

@@ -35,7 +35,7 @@ _MIN_PIECE_BYTES = 1 << 20
 class Place:
     """Where one tensor of a checkpoint goes.
 
-    Rows `first_row` and on of `parameter`, as many as `num_rows` says (None: all). `transposed`:
+    It fills `num_rows` rows of `parameter` from `first_row` on (None: all). `transposed`:
     the checkpoint holds the transpose. `twin`: another tensor fills this storage (tied
     embeddings); this one may be missing, and where it is present it must be equal. `scale`: one
     number for all of the rows, or one for each, kept as float32; it may be missing, which means 1.
@@ -124,8 +124,8 @@ class Weights:
     def _allocate(self, scales: Collection[str]) -> None:
         dtypes = {n: torch.float32 if n in scales else self._dtype for n in self._shapes}
         needed = sum(math.prod(shape) * dtypes[n].itemsize for n, shape in self._shapes.items())
-        on_host = torch.device(self._device).type == "cpu"
-        free = free_memory_bytes() if on_host else math.inf  # a device says itself what it has
+        on_cpu = torch.device(self._device).type == "cpu"
+        free = free_memory_bytes() if on_cpu else math.inf  # a device says itself what it has
         try:
             if needed > free:
                 raise MemoryError(f"{free} bytes are free")

@@ -103,8 +103,8 @@ def load_model(
 
     `kernels` None: those of the CPU; for `device` "cuda" a `CudaKernels` must be given.
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
-    `attention_window`: no layer sees more than so many positions back, its own included, but for
-    the first `sink`, which are always seen. `kv_cache_dtype`: of the pages that it will be given:
+    `attention_window`: how many positions a token sees at most in each layer, its own included.
+    The first `sink` positions are seen as well. `kv_cache_dtype`: of the pages that it will read:
     float8_e4m3fn, or None: any other. `on_progress`: as in `OptionalParams`.
     `ConfigError` names the config field or the tensor that cannot be used. At the peak the
     memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of

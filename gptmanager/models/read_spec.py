@@ -52,8 +52,8 @@ def read_spec(
     """The network that a `config.json` describes.
 
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`. It
-    bounds the positions, and decides once which of longrope's factors hold. `num_tensors`: so many
-    the checkpoint has, each layer several of them.
+    bounds the positions, and decides once which of longrope's factors hold. `num_tensors`:
+    how many tensors the checkpoint has. Each layer has several of them.
     """
     check_depth("config.json", config)
     name = config.get("model_type")
