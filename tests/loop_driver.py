@@ -7,9 +7,10 @@ from typing import Any
 
 from gptmanager.config import ContextChunkingPolicy, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.end_rule import EndRule
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.loop.admission import Limits
 from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.limits import Limits
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
@@ -52,7 +53,7 @@ def expected_beams(
     prompt: list[int], max_new_tokens: int, params: BeamParams, **ends: Any
 ) -> list[list[int]]:
     """The beams that a request finds alone, best first."""
-    search = BeamSearch(params, max_new_tokens, **ends)
+    search = BeamSearch(params, EndRule(max_new_tokens, **ends))
     texts: list[list[int]] = [[]]
     while not search.advance(
         candidates([next_token(prompt + text) for text in texts], search.num_candidates)

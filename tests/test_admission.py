@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
-from gptmanager.loop.admission import Limits, admit
+from gptmanager.loop.admission import admit
+from gptmanager.loop.limits import Limits
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.input_rows import token_bias
 from gptmanager.request.llm_request import OutputConfig
@@ -220,11 +221,11 @@ def test_what_changes_the_logits_is_read():
 
 def test_what_is_wanted_besides_tokens():
     assert not accept().has_extras
-    assert accept(return_log_probs=[True]).output_config == OutputConfig(log_probs=True)
-    assert accept(return_context_logits=1).output_config == OutputConfig(context_logits=True)
+    assert accept(return_log_probs=[True]).output.config == OutputConfig(log_probs=True)
+    assert accept(return_context_logits=1).output.config == OutputConfig(context_logits=True)
     flags = {"gather_context_logits": True, "gather_generation_logits": True}
     limits = dataclasses.replace(LIMITS, **flags, normalize_log_probs=False)
-    wanted = admit(request(return_generation_logits=False), limits, 0.0).output_config
+    wanted = admit(request(return_generation_logits=False), limits, 0.0).output.config
     assert wanted == OutputConfig(False, False, True, True)
 
 
@@ -274,11 +275,11 @@ def test_when_sampling_is_greedy(by_name, greedy):
 
 def test_defaults():
     admitted = accept()
-    assert admitted.end_id == -1 and admitted.pad_id == 0
+    assert admitted.end_rule.end_id == -1 and admitted.output.pad_id == 0
     assert admitted.sampling.top_k == 0 and admitted.sampling.top_p == 1.0
     assert admitted.sampling.seed == derive_seed(7, 1)
-    assert accept(end_id=5).pad_id == 5
-    assert accept(end_id=5, pad_id=9).pad_id == 9
+    assert accept(end_id=5).output.pad_id == 5
+    assert accept(end_id=5, pad_id=9).output.pad_id == 9
     assert accept(random_seed=np.uint64(2**64 - 1)).sampling.seed == 2**64 - 1
 
 
@@ -292,7 +293,7 @@ def test_word_lists_in_both_shapes():
     encoded = InferenceRequest.from_tokens(1, [1], 1, stop_words_list=words).stop_words_list
     assert encoded.tolist() == [[[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]]
     for shape in (encoded, encoded[0], torch.from_numpy(encoded)):
-        stop_words = accept_tensor(stop_words_list=shape).stop_words
+        stop_words = accept_tensor(stop_words_list=shape).end_rule.stop_words
         state = 0
         for token in (9, 5, 7):
             state, matched = stop_words.advance(state, token)
@@ -307,7 +308,7 @@ def accept_tensor(**tensors):
 
 
 def test_an_empty_word_list_stops_nothing():
-    assert accept(stop_words_list=np.zeros((1, 2, 0), dtype=np.int32)).stop_words is None
+    assert accept(stop_words_list=np.zeros((1, 2, 0), dtype=np.int32)).end_rule.stop_words is None
 
 
 def test_properties_and_aliases_set_the_same_tensors():
@@ -424,7 +425,7 @@ def test_the_dtype_that_is_named_is_the_hosts():
 @pytest.mark.parametrize("endless", [None, float("inf"), np.float32("inf")])
 def test_an_endless_deadline_is_none(endless):
     timed = InferenceRequest.from_tokens(1, [1], 2, deadline_s=endless, queue_timeout_s=endless)
-    assert not admit(timed, LIMITS, now=0.0).is_timed
+    assert not admit(timed, LIMITS, now=0.0).times.is_limited
     for name in ("deadline_s", "queue_timeout_s"):
         for wrong in (float("nan"), -float("inf")):
             with pytest.raises(InvalidRequestError, match=f"{name} = .* is not finite"):

@@ -16,6 +16,7 @@ from fuzz import FUZZ
 
 from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
@@ -65,9 +66,11 @@ def found_by_class(log_probs_after, width, max_new_tokens, words, len_penalty, e
     end_id = singles[-1][0] if singles else -1
     beam_search = BeamSearch(
         BeamParams(width, len_penalty, early_stopping),
-        max_new_tokens,
-        end_id=end_id,
-        stop_words=StopWords([word for word in words if word != [end_id]]),
+        EndRule(
+            max_new_tokens,
+            end_id=end_id,
+            stop_words=StopWords([word for word in words if word != [end_id]]),
+        ),
     )
     assert width <= beam_search.num_candidates <= width + len(words)
     texts = [()]
@@ -202,10 +205,10 @@ def test_six_ends_are_those_of_transformers(llama, early_stopping):
 
 def test_a_thousand_stop_words_bring_as_many_candidates_as_they_have_last_tokens():
     words = [[first, last] for first in range(100) for last in range(10)]
-    search = BeamSearch(BeamParams(4), 5, end_id=3, stop_words=StopWords([*words, []]))
+    search = BeamSearch(BeamParams(4), EndRule(5, end_id=3, stop_words=StopWords([*words, []])))
     assert search.num_candidates == 4 + 10
     words = [[token] for token in range(1000)]
-    search = BeamSearch(BeamParams(4), 5, end_id=2000, stop_words=StopWords(words))
+    search = BeamSearch(BeamParams(4), EndRule(5, end_id=2000, stop_words=StopWords(words)))
     assert search.num_candidates == 4 + 1001
 
 

@@ -21,6 +21,7 @@ from gptmanager import (
 )
 from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.step import BeamCandidates
@@ -85,7 +86,7 @@ def test_ids_and_scores_are_those_of_transformers(llama, width, len_penalty, ear
             output_scores=True,
         )
         params = BeamParams(width, len_penalty, early_stopping)
-        found = search(llama, prompt, BeamSearch(params, max_new_tokens, end_id=end_id))
+        found = search(llama, prompt, BeamSearch(params, EndRule(max_new_tokens, end_id=end_id)))
         assert len(found) == width
         for row, score, hypothesis in zip(
             peer.sequences.tolist(), peer.sequences_scores.tolist(), found, strict=True
@@ -103,7 +104,7 @@ def distribution(*probabilities):
 
 
 def test_the_end_is_no_output_and_counts_in_the_score():
-    beam_search = BeamSearch(BeamParams(2), 3, end_id=0)
+    beam_search = BeamSearch(BeamParams(2), EndRule(3, end_id=0))
     assert not beam_search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), beam_search))
     assert beam_search.parents == [0, 0] and beam_search.tokens == [1, 2]
     (ended,) = beam_search.ended
@@ -123,7 +124,7 @@ def test_the_end_is_no_output_and_counts_in_the_score():
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_word_ends_its_beam_alone(include):
     words = StopWords([[1, 2]])
-    beam_search = BeamSearch(BeamParams(2), 3, stop_words=words, include_stop=include)
+    beam_search = BeamSearch(BeamParams(2), EndRule(3, stop_words=words, include_stop=include))
     rows = distribution([0.1, 0.6, 0.3], [0.2, 0.2, 0.6])
     assert not beam_search.advance(candidates_of(rows[:1], beam_search))
     assert beam_search.tokens == [1, 2]
@@ -144,7 +145,7 @@ def tokens_of_node(node):
 
 
 def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
-    beam_search = BeamSearch(BeamParams(2), 9, end_id=0)
+    beam_search = BeamSearch(BeamParams(2), EndRule(9, end_id=0))
     beam_search.advance(candidates_of(distribution([0.1, 0.6, 0.3]), beam_search))
     beam_search.advance(
         candidates_of(distribution([0.9, 0.05, 0.05], [0.1, 0.1, 0.8]), beam_search)
@@ -156,7 +157,7 @@ def test_a_cut_off_search_ranks_its_live_beams_with_the_ended_ones():
 
 
 def test_a_vocabulary_smaller_than_the_beams_gives_what_there_is():
-    beam_search = BeamSearch(BeamParams(5), 2)
+    beam_search = BeamSearch(BeamParams(5), EndRule(2))
     assert not beam_search.advance(candidates_of(distribution([0.75, 0.25]), beam_search))
     assert len(beam_search.live) == 5
     rows = distribution(*[[0.75, 0.25]] * 5)
@@ -166,7 +167,7 @@ def test_a_vocabulary_smaller_than_the_beams_gives_what_there_is():
 
 
 def test_a_restart_forgets_everything():
-    beam_search = BeamSearch(BeamParams(2), 3, end_id=0)
+    beam_search = BeamSearch(BeamParams(2), EndRule(3, end_id=0))
     rows = distribution([0.5, 0.3, 0.2], [0.2, 0.2, 0.6])
     beam_search.advance(candidates_of(rows[:1], beam_search))
     beam_search.restart()
@@ -188,7 +189,7 @@ def test_what_was_stable_stays(width, vocab_size, max_new_tokens, early_stopping
     chance = np.random.default_rng(seed)
     words = StopWords([[1, 2], [2]]) if seed % 2 else None
     params = BeamParams(width, 1.0, early_stopping)
-    beam_search = BeamSearch(params, max_new_tokens, end_id=0, stop_words=words)
+    beam_search = BeamSearch(params, EndRule(max_new_tokens, end_id=0, stop_words=words))
     stable = []
     is_over = False
     while not is_over:
@@ -408,7 +409,7 @@ def change(row, text):
 
 
 def searched_with_change(model, prompt, width, max_new_tokens):
-    beam_search = BeamSearch(BeamParams(width), max_new_tokens)
+    beam_search = BeamSearch(BeamParams(width), EndRule(max_new_tokens))
     texts = [[]]
     while True:
         with torch.inference_mode():

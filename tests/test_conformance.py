@@ -293,6 +293,15 @@ class Ages(Planted):
         return output
 
 
+class Hurries(Planted):
+    """Writes into a piece of a request."""
+
+    def spoil(self, output, active, in_flight):
+        for request in active:
+            request.times.deadline = 1e9
+        return output
+
+
 class AllocatesItself(Planted):
     def spoil(self, output, active, in_flight):
         for request in output.context_requests:
@@ -371,6 +380,7 @@ PLANTED = [
     (Pauses, "never-pauses", r"LlmRequest\(.* is to be paused"),
     (Sorts, "list-untouched", r"it was given \[.*\], and \[.*\] is left of that"),
     (Ages, "requests-untouched", r"priority was 0.\d+ before the call and is 0.\d+ after it"),
+    (Hurries, "requests-untouched", r"times was TimesState\(.* and is TimesState\(.*1000000000.0"),
     (AllocatesItself, "memory-untouched", r"the blocks that requests hold are not those of before"),
     (Miscounts, "accounts", r"block \d+ counts 1 references, but 0 tables hold it"),
     (Rests, "progress", r"nobody has run for 8 iterations: .* needs \d+ blocks, \d+ of \d+ are"),

@@ -129,7 +129,8 @@ models/                   the network: packed inputs, decoder families as a tabl
     model                 what an executor runs, and how a checkpoint becomes that
 decoding/                 from logits to tokens, and to the end of an output
     deferred              a value that is worked out only if it is written (no torch)
-    stop_words            where an output ends
+    stop_words            the first of several words in a growing text
+    end_rule              where an output ends, for a text and for each beam
     drafting              tokens guessed ahead
     lines                 which line of a table belongs to which beam
     rows                  what a step gives to logits post-processors
@@ -164,14 +165,18 @@ executor/                 one step on a device: input arrays, the network, the c
     device_chooser        the same choice, enqueued on a device
     torch_executor        one step, in torch
 loop/                     `iterate()`, and the requests that it iterates over
+    output_options        how a request wants its output (no torch)
+    request_times         when what happened to a request (no torch)
     active_request        a request from its admission to its final response
+    limits                what one request may be, and whether its lengths fit (no torch)
+    sampling_inputs       how a request wants its tokens chosen
     admission             whether a request can be taken at all
     logits_faults         why a row has no token, in words (no torch)
     allocation            a decision with its blocks, frozen as a Schedule
     decision              who runs next: a scheduler is asked, and its answer checked
     active_state          an active request as data, and back
     loop_state            a token loop as data
-    outputs               log probabilities and logits, until they are sent
+    extras                log probabilities and logits, until they are sent
     beam_responses        the tensors of several beams
     responses             tokens as a host gets them
     request_table         the active requests: who comes in, and who ends
@@ -201,6 +206,7 @@ host/                     the host's four callbacks, called safely
     owed_finals           for which requests a final response is due
     read_request          one item that Get returned, read once
     receiver              what Get has returned, on its way to the next intake
+    cache_clears          whether the KV cache must forget what it holds
     retries               how long Get is left alone after it has failed
     preparation           logits post-processors on their way to being ready
     callback_host         the four callbacks, called safely

@@ -9,7 +9,8 @@ import torch
 from gptmanager import InferenceRequest, word_list
 from gptmanager.callbacks import AllowedTokens, BannedTokens, ForcedPrefix
 from gptmanager.errors import InvalidRequestError
-from gptmanager.loop.admission import Limits, admit
+from gptmanager.loop.admission import admit
+from gptmanager.loop.limits import Limits
 
 LIMITS = Limits(
     vocab_size=100,

@@ -19,7 +19,8 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.errors import InvalidRequestError
-from gptmanager.loop.admission import Limits, admit
+from gptmanager.loop.admission import admit
+from gptmanager.loop.limits import Limits
 from gptmanager.recorder import read_recording
 from gptmanager.recorder.values import to_json
 from gptmanager.replay import replay

@@ -30,9 +30,12 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
+from gptmanager.decoding.drafting import RequestDrafts
+from gptmanager.decoding.end_rule import EndRule, EndRuleState
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.kv_cache.block import BlockCopy
-from gptmanager.loop.active_state import RequestState
+from gptmanager.loop.active_state import ProgressState, RequestState
+from gptmanager.loop.request_times import RequestTimes
 from gptmanager.recorder import black_box
 from gptmanager.recorder.recording import FORMAT, Iteration, make_header, read_recording
 from gptmanager.recorder.requests import (
@@ -179,12 +182,16 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
         *("kv_cache", "num_slots", "window"),
         *("_free_slots", "_num_starts", "_num_schedules", "_paused"),
     }
-    derived = {"beam_width", "end_id", "has_extras", "lora_task_id", "encoder_len"}
+    derived = {"beam_width", "arrival_time", "has_extras", "lora_task_id", "encoder_len"}
     attributes = {name for cls in type(active).__mro__ for name in getattr(cls, "__slots__", ())}
-    renamed = {"_context_chunk_size": "context_chunk_size", "stop_words": "words"}
-    assert {renamed.get(name, name) for name in attributes - derived} == {
-        name for name in RequestState._fields if name != "beams"
+    assert {name.removeprefix("_") for name in attributes - derived} == {
+        *RequestState._fields, *ProgressState._fields,
+    } - {"beams", "progress"}  # fmt: skip
+    assert {"words" if name == "stop_words" else name for name in EndRule.__slots__} == {
+        *EndRuleState._fields
     }
+    assert active.times.state()._fields == RequestTimes.__slots__
+    assert set(active.drafts.state()._fields) == set(RequestDrafts.__slots__)
 
 
 # Files -------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.config import CapacitySchedulerPolicy, ContextChunkingPolicy
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache import KvCacheManager
-from gptmanager.loop.admission import Limits
 from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.limits import Limits
 from gptmanager.loop.responses import MakeFinal, final_tensors
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.scheduler import (

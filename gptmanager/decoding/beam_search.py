@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gptmanager.config import FinishReason
-from gptmanager.decoding.stop_words import StopWords
+from gptmanager.decoding.end_rule import End, EndRule
 from gptmanager.step import NO_TOKEN, NOT_FINITE, BeamCandidates
 
 _DEAD = float("-inf")
@@ -88,24 +88,13 @@ class BeamSearch:
     """The beams of one request, from the first generated token to the last.
 
     `parents[i]` is the beam whose KV cache beam i goes on from, `tokens[i]` its newest token; both
-    of the last `advance`. `max_new_tokens` are generated at most, a matched end included. `fault`:
-    NOT_FINITE, or NO_TOKEN if no beam goes on and none has ended; else 0. The search is over then.
+    of the last `advance`. `end_rule`: where each beam ends. `fault`: NOT_FINITE, or NO_TOKEN if no
+    beam goes on and none has ended; else 0. The search is over then.
     """
 
-    def __init__(
-        self,
-        params: BeamParams,
-        max_new_tokens: int,
-        *,
-        end_id: int = -1,
-        stop_words: StopWords | None = None,
-        include_stop: bool = False,
-    ) -> None:
+    def __init__(self, params: BeamParams, end_rule: EndRule) -> None:
         self.params = params
-        self.max_new_tokens = max_new_tokens
-        self.end_id = end_id
-        self.stop_words = stop_words
-        self.include_stop = include_stop
+        self.end_rule = end_rule
         self.restart()
 
     def restart(self) -> None:
@@ -126,10 +115,7 @@ class BeamSearch:
     @property
     def num_candidates(self) -> int:
         """Continuations that each beam must bring, if the vocabulary has so many."""
-        ends = set() if self.stop_words is None else set(self.stop_words.last_tokens)
-        if self.end_id >= 0:
-            ends.add(self.end_id)
-        return self.params.width + len(ends)
+        return self.params.width + self.end_rule.num_last_tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -167,9 +153,7 @@ class BeamSearch:
         if not nodes:
             return 0
         ends = [hypothesis.end for hypothesis in self.ended]
-        if self.stop_words is not None and not self.include_stop:
-            held, most = self.stop_words.held, self.max_new_tokens
-            ends += [node.length - held(node.stop_state, most - node.length) for node in self.live]
+        ends += [self.end_rule.shown(node.stop_state, node.length) for node in self.live]
         common = _common_length(nodes)
         return min([common, *ends])
 
@@ -185,7 +169,6 @@ class BeamSearch:
             self.fault = NOT_FINITE
             return True
         width = self.params.width
-        is_last = self.length + 1 >= self.max_new_tokens
         nodes: list[BeamNode] = []
         sums: list[float] = []
         parents: list[int] = []
@@ -194,19 +177,16 @@ class BeamSearch:
             if len(nodes) == width and rank >= width:
                 break
             node, end = self.extend(*continuation[1:])
-            reason, output_end = end or (FinishReason.LENGTH, node.length)
-            if end is not None or is_last:
+            if end is not None:
                 if rank < width and continuation.cum_log_prob > _DEAD:
-                    just_ended.append(
-                        self._hypothesis(node, continuation.cum_log_prob, reason, output_end)
-                    )
+                    just_ended.append(self._hypothesis(node, continuation.cum_log_prob, *end))
             elif len(nodes) < width:
                 nodes.append(node)
                 sums.append(continuation.cum_log_prob)
                 parents.append(continuation.beam)
         self.ended = sorted([*self.ended, *just_ended], key=lambda h: -h.score)[:width]
         self.length += 1
-        if is_last or not nodes:
+        if not nodes:
             self.live, self.cum_log_probs, self.parents = [], [], []
             return True
         while len(nodes) < width:  # a vocabulary too small for so many beams
@@ -231,23 +211,12 @@ class BeamSearch:
                 float(flat_sums[i]), int(beams[i]), int(flat_tokens[i]), float(log_probs.flat[i])
             )
 
-    def extend(
-        self, beam: int, token: int, log_prob: float
-    ) -> tuple[BeamNode, tuple[FinishReason, int] | None]:
+    def extend(self, beam: int, token: int, log_prob: float) -> tuple[BeamNode, End | None]:
         """The node of `token` behind a beam; if it ends there, why, and where its output ends."""
         parent = self.live[beam] if self.live else None
-        stop_state, matched = 0, 0
-        if self.stop_words is not None:
-            before = 0 if parent is None else parent.stop_state
-            stop_state, matched = self.stop_words.advance(before, token)
-        node = BeamNode(parent, beam, token, log_prob, stop_state)
-        if token == self.end_id:
-            return node, (FinishReason.END_ID, node.length - (not self.include_stop))
-        if matched:
-            kept = 0 if self.include_stop else matched
-            # a word may begin in the prompt, which is not the search's to cut
-            return node, (FinishReason.STOP_WORDS, max(0, node.length - kept))
-        return node, None
+        before = 0 if parent is None else parent.stop_state
+        stop_state, end = self.end_rule.find(before, token, self.length + 1)
+        return BeamNode(parent, beam, token, log_prob, stop_state), end
 
     def _hypothesis(
         self, node: BeamNode, cum_log_prob: float, reason: FinishReason, end: int
@@ -272,7 +241,7 @@ class BeamSearch:
             return True
         length = self.length
         if params.early_stopping != 0 and params.len_penalty > 0:
-            length = self.max_new_tokens
+            length = self.end_rule.max_new_tokens
         best_possible = self._score(max(self.cum_log_probs), length)
         return best_possible <= self.ended[-1].score
 

@@ -1,7 +1,7 @@
-"""Tokens guessed ahead of the network, which then computes several positions in one step.
+"""Draft tokens: proposed ahead of the network, which then computes several positions in one step.
 
-Decides what to guess from a request's own tokens, and how much; knows nothing of whether a guess
-was right but what it is told. A wrong guess costs computing, never a different output.
+Decides what to propose from a request's own tokens, and how much; knows nothing of whether a draft
+was right but what it is told. A wrong draft costs computing, never a different output.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gptmanager.config import PromptLookup
+from gptmanager.request.input_rows import HostRows
 
 _LONGEST_REST = 32  # steps
-_START = 4  # tokens guessed first; doubled when all were right
+_START = 4  # tokens proposed first; doubled when all were right
 
 
 class DrafterState(NamedTuple):
-    """What became of the guesses so far; see `Drafter`. Its n-grams follow from the tokens."""
+    """What became of the drafts so far; see `Drafter`. Its n-grams follow from the tokens."""
 
     length: int
     wrong: int
@@ -25,24 +26,24 @@ class DrafterState(NamedTuple):
 
 
 class Drafter:
-    """The guesses of one request by prompt lookup (see `config.PromptLookup`).
+    """The drafts of one request by prompt lookup (see `config.PromptLookup`).
 
-    How many tokens are guessed follows what became of the last ones: twice as many after a guess
-    that was right to its end, else one more than were right. A guess that was all wrong is
+    How many tokens are proposed follows what became of the last ones: twice as many after a draft
+    that was right to its end, else one more than were right. A draft that was all wrong is
     followed by a rest, the longer the more often, so that text without repeats costs little.
-    Virtual tokens, ids from `vocab_size` on, are looked up but never guessed: none is ever chosen.
+    Virtual tokens, ids from `vocab_size` on, are looked up but never proposed: none is ever chosen.
     """
 
-    __slots__ = ("_config", "_length", "_places", "_rest", "_seen", "_vocab_size", "_wrong")
+    __slots__ = ("_config", "_length", "_found", "_rest", "_seen", "_vocab_size", "_wrong")
 
     def __init__(self, config: PromptLookup, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._length = min(_START, config.max_draft_tokens)
-        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> what followed it begins here
-        self._seen = 0  # tokens whose n-grams are in `_places`
-        self._wrong = 0  # guesses in a row that were all wrong
-        self._rest = 0  # steps without a guess that are left
+        self._found: dict[tuple[int, ...], int] = {}  # n-gram -> index of what followed it
+        self._seen = 0  # tokens whose n-grams are in `_found`
+        self._wrong = 0  # drafts in a row that were all wrong
+        self._rest = 0  # steps without a draft that are left
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """At most `limit` tokens that may follow `tokens`, which only ever grow."""
@@ -55,9 +56,9 @@ class Drafter:
             return []
         config, end = self._config, len(tokens)
         for size in range(min(config.max_ngram, end - 1), config.min_ngram - 1, -1):
-            place = self._places.get(tuple(tokens[end - size :]))
-            if place is not None:
-                continued = _continued(tokens, place, limit)
+            index = self._found.get(tuple(tokens[end - size :]))
+            if index is not None:
+                continued = _continued(tokens, index, limit)
                 return list(itertools.takewhile(lambda i: i < self._vocab_size, continued))
         return []
 
@@ -65,18 +66,18 @@ class Drafter:
         return DrafterState(self._length, self._wrong, self._rest)
 
     def restore(self, state: DrafterState) -> None:
-        """Raises ValueError for what no guesses lead to."""
+        """Raises ValueError for what no drafts lead to."""
         longest = self._config.max_draft_tokens
         if (
             not 0 <= state.length <= longest
             or state.wrong < 0
             or not 0 <= state.rest <= _LONGEST_REST
         ):
-            raise ValueError(f"no guesses lead to {state}")
+            raise ValueError(f"no drafts lead to {state}")
         self._length, self._wrong, self._rest = state
 
     def learn_result(self, num_drafts: int, num_accepted: int) -> None:
-        """So many of the last guess were right."""
+        """`num_accepted` of the last draft's `num_drafts` tokens were right."""
         if num_accepted:
             self._wrong = 0
             grown = 2 * num_drafts if num_accepted == num_drafts else num_accepted + 1
@@ -88,16 +89,50 @@ class Drafter:
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """N-grams that something follows; those that end the text are what is looked up."""
-        places, config = self._places, self._config
+        found, config = self._found, self._config
         for end in range(max(self._seen, config.min_ngram), len(tokens)):
             for size in range(config.min_ngram, min(config.max_ngram, end) + 1):
-                places[tuple(tokens[end - size : end])] = end
+                found[tuple(tokens[end - size : end])] = end
         self._seen = max(self._seen, len(tokens))
 
 
-def _continued(tokens: Sequence[int], place: int, count: int) -> list[int]:
-    """`count` tokens from `place` on; behind the end the copy itself is copied, as in LZ77."""
-    copy = list(tokens[place : place + count])
+class DraftsState(NamedTuple):
+    """See `RequestDrafts`."""
+
+    tokens: tuple[int, ...]
+    logits: HostRows | None
+    drafter: DrafterState | None
+
+
+class RequestDrafts:
+    """The drafts of one request: its host's, behind the prompt, or those of its drafter.
+
+    `tokens`: those to run next. `logits`: what a host's drafts were drawn from.
+    """
+
+    __slots__ = ("drafter", "logits", "tokens")
+
+    def __init__(
+        self,
+        tokens: tuple[int, ...] = (),
+        logits: HostRows | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.logits = logits
+        self.drafter = drafter
+
+    def state(self) -> DraftsState:
+        return DraftsState(
+            self.tokens,
+            None if self.logits is None else self.logits.without_numbers(),
+            None if self.drafter is None else self.drafter.state(),
+        )
+
+
+def _continued(tokens: Sequence[int], start: int, count: int) -> list[int]:
+    """`count` tokens from `start` on; behind the end the copy itself is copied, as in LZ77."""
+    copy = list(tokens[start : start + count])
     for index in range(count - len(copy)):
         copy.append(copy[index])
     return copy

@@ -13,8 +13,8 @@ from gptmanager.step import BeamCandidates
 class ParallelSampling(BeamSearch):
     """Each beam has one candidate a step, the token that was drawn for it.
 
-    A text that has ended keeps its place, and what is drawn behind its end is forgotten, until all
-    have ended. Results stand in the order of the texts.
+    A text that has ended stays, and what is drawn behind its end is forgotten, until all have
+    ended. Results stand in the order of the texts.
     """
 
     def restart(self) -> None:
@@ -35,7 +35,6 @@ class ParallelSampling(BeamSearch):
     def _advance(self, candidates: BeamCandidates) -> bool:
         width, is_first = self.params.width, not self.live
         totals = self.cum_log_probs or [0.0] * width
-        is_last = self.length + 1 >= self.max_new_tokens
         nodes: list[BeamNode] = []
         for beam in range(width):
             (token,), (log_prob,) = candidates.tokens[beam], candidates.log_probs[beam]
@@ -47,10 +46,8 @@ class ParallelSampling(BeamSearch):
             node, end = self.extend(parent, token, log_prob)
             nodes.append(node)
             totals[beam] += log_prob
-            if beam not in self.done and (end is not None or is_last):
-                reason, output_end = end or (FinishReason.LENGTH, node.length)
-                total = totals[beam]
-                self.done[beam] = Hypothesis(node, total, total, reason, output_end)
+            if beam not in self.done and end is not None:
+                self.done[beam] = Hypothesis(node, totals[beam], totals[beam], *end)
         self.parents = [0] * width if is_first else list(range(width))
         self.live, self.cum_log_probs = nodes, totals
         self.ended = list(self.done.values())

@@ -8,123 +8,116 @@ from typing import Any, NamedTuple
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.beam_state import BeamState, beam_state, restore_beams
 from gptmanager.decoding.deferred import beginning
-from gptmanager.decoding.drafting import Drafter, DrafterState
-from gptmanager.decoding.stop_words import StopWords
+from gptmanager.decoding.drafting import Drafter, DraftsState, RequestDrafts
+from gptmanager.decoding.end_rule import EndRuleState, restored_end_rule
 from gptmanager.errors import InvalidRequestError
 from gptmanager.kv_cache.state import Salt
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.admission import Limits
+from gptmanager.loop.limits import Limits
+from gptmanager.loop.output_options import OutputOptions
+from gptmanager.loop.request_times import RequestTimes, TimesState
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import LlmRequestState, OutputConfig, SamplingParams
+from gptmanager.request.llm_request import LlmRequestState, SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
 
 
-class RequestState(NamedTuple):
-    """The attributes of an `ActiveRequest`, by their names. `words`: its stop words."""
+class ProgressState(NamedTuple):
+    """Attributes of an `ActiveRequest` that steps change, by their names."""
 
-    # how it was made
-    request_id: int
-    max_new_tokens: int
-    sampling: SamplingParams
-    is_streaming: bool
-    pad_id: int
-    include_stop: bool
-    exclude_input: bool
-    priority: float
-    arrival_time: float
-    retention_priority: int | None
-    processor: RequestProcessor | None
-    client_id: int | None
-    output_config: OutputConfig
-    drafts: tuple[int, ...]
-    # how far it has come
     state: LlmRequestState
     slot: int
     epoch: int
     prompt_len: int
     orig_prompt_len: int
     num_tokens: int
+    max_new_tokens: int
     context_current_position: int
     context_chunk_size: int | None
     estimated_reusable_tokens: int
     num_draft_tokens: int
     pause_count: int
-    num_drafted: int
-    num_accepted: int
     is_serial: bool
     stop_state: int
-    length_limit: int
     num_sent: int
-    deadline: float | None
-    queue_deadline: float | None
     cached_tokens: int
-    first_scheduled: float | None
-    first_token: float | None
-    last_token: float | None
-    # what is no attribute as it stands
-    prompt_table: HostRows | None
-    draft_logits: HostRows | None
+
+
+class RequestState(NamedTuple):
+    """An `ActiveRequest`, by the names of its attributes."""
+
+    request_id: int
     tokens: tuple[int, ...]
-    cache_salt: Salt
-    words: tuple[tuple[int, ...], ...] | None
+    sampling: SamplingParams
+    end_rule: EndRuleState
+    output: OutputOptions
+    times: TimesState
+    drafts: DraftsState
     beams: BeamParams | None
     search: BeamState | None
-    drafter: DrafterState | None
+    priority: float
+    cache_salt: Salt
+    retention_priority: int | None
+    processor: RequestProcessor | None
+    client_id: int | None
+    prompt_table: HostRows | None
+    progress: ProgressState
 
 
-_FIELDS = RequestState._fields
-_NUM_GIVEN = _FIELDS.index("state")
-_GIVEN = _FIELDS[:_NUM_GIVEN]
-_PROGRESS = _FIELDS[_NUM_GIVEN : _FIELDS.index("prompt_table")]
-_read = attrgetter(*_GIVEN, *_PROGRESS)
+_read_progress = attrgetter(*ProgressState._fields)
 
 
 def request_state(request: ActiveRequest) -> RequestState:
-    """As data, between two iterations."""
-    search, drafter, salt = request.search, request.drafter, request.cache_salt
-    if request.prompt_table is not None and isinstance(salt, tuple):
+    """As data, between two iterations; without the numbers of rows, which are many."""
+    search, salt, table = request.search, request.cache_salt, request.prompt_table
+    if table is not None and isinstance(salt, tuple):
         salt = salt[0]
-    words = request.stop_words
-    rest: tuple[Any, ...] = (
-        _digest(request.prompt_table),
-        _digest(request.draft_logits),
+    search_state: Any = None if search is None else beam_state(search)
+    return RequestState(
+        request.request_id,
         beginning(request.tokens),
-        salt,
-        None if words is None else words.words,
+        request.sampling.without_numbers(),
+        request.end_rule.state(),
+        request.output,
+        request.times.state(),
+        request.drafts.state(),
         None if search is None else search.params,
-        None if search is None else beam_state(search),
-        None if drafter is None else drafter.state(),
+        search_state,
+        request.priority,
+        salt,  # type: ignore[arg-type]
+        request.retention_priority,
+        request.processor,
+        request.client_id,
+        None if table is None else table.without_numbers(),
+        ProgressState(*_read_progress(request)),
     )
-    state = RequestState(*_read(request), *rest)
-    if state.sampling.embedding_bias is not None:
-        state = state._replace(sampling=state.sampling.without_numbers())
-    return state
-
-
-def _digest(rows: HostRows | None) -> HostRows | None:
-    """Not the numbers, which are many."""
-    return None if rows is None else rows.without_numbers()
 
 
 def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
     """Raises RequestError or ValueError for one that `limits` do not permit."""
     _check(state, limits)
     drafter = None
-    if state.drafter is not None and limits.lookup is not None:
+    if state.drafts.drafter is not None and limits.lookup is not None:
         drafter = Drafter(limits.lookup, limits.vocab_size)
-        drafter.restore(state.drafter)
+        drafter.restore(state.drafts.drafter)
     request = ActiveRequest(
-        **{name: getattr(state, name) for name in _GIVEN},
-        tokens=list(state.tokens),
-        prompt_table=state.prompt_table,
-        draft_logits=state.draft_logits,
-        cache_salt=state.cache_salt,
-        stop_words=None if state.words is None else StopWords(state.words),
+        state.request_id,
+        list(state.tokens),
+        state.sampling,
+        restored_end_rule(state.end_rule),
+        state.output,
+        RequestTimes(state.times.arrival),
+        RequestDrafts(state.drafts.tokens, state.drafts.logits, drafter),
         beams=state.beams,
-        drafter=drafter,
+        priority=state.priority,
+        cache_salt=state.cache_salt,
+        retention_priority=state.retention_priority,
+        processor=state.processor,
+        client_id=state.client_id,
+        prompt_table=state.prompt_table,
     )
-    for name in _PROGRESS:
-        setattr(request, name, getattr(state, name))
+    request.times.restore(state.times)
+    for name, value in zip(ProgressState._fields, state.progress, strict=True):
+        setattr(request, name, value)
     if request.search is not None and state.search is not None:
         restore_beams(request.search, state.search)
     return request
@@ -133,21 +126,21 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
 def _check(state: RequestState, limits: Limits) -> None:
     """What later steps take for granted, or take memory by."""
     length, width = len(state.tokens), 1 if state.beams is None else state.beams.width
-    longest = limits.max_seq_len
+    longest, progress, ends = limits.max_seq_len, state.progress, state.end_rule
     ordered = (
-        (0, state.num_sent, longest),
-        (1, state.orig_prompt_len, state.prompt_len, length, longest),
-        (state.prompt_len, state.num_tokens, longest),
-        (state.prompt_len, state.prompt_len + state.max_new_tokens, longest),
-        (0, state.context_current_position, state.prompt_len),
-        (0, state.num_draft_tokens, len(state.drafts)),
-        (0, state.stop_state, sum(map(len, state.words or ()))),
-        (state.orig_prompt_len, state.length_limit, longest),
+        (0, progress.num_sent, longest),
+        (1, progress.orig_prompt_len, progress.prompt_len, length, longest),
+        (progress.prompt_len, progress.num_tokens, longest),
+        (progress.prompt_len, progress.prompt_len + progress.max_new_tokens, longest),
+        (0, progress.context_current_position, progress.prompt_len),
+        (0, progress.num_draft_tokens, len(state.drafts.tokens)),
+        (0, progress.stop_state, sum(map(len, ends.words or ()))),
+        (0, ends.max_new_tokens, longest - progress.orig_prompt_len),
         (1, width, limits.max_beam_width),
-        (0, state.cached_tokens, longest),
-        (0, state.pause_count),
-        (0, state.epoch),
-        (-1, state.slot),
+        (0, progress.cached_tokens, longest),
+        (0, progress.pause_count),
+        (0, progress.epoch),
+        (-1, progress.slot),
     )
     for chain in ordered:
         if any(low > high for low, high in zip(chain, chain[1:], strict=False)):

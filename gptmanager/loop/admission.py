@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gptmanager.config import PromptLookup
 from gptmanager.decoding.beam_search import BeamParams
-from gptmanager.decoding.drafting import Drafter
-from gptmanager.decoding.random_numbers import derive_seed
+from gptmanager.decoding.drafting import Drafter, RequestDrafts
+from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.stop_words import StopWords
-from gptmanager.errors import CapacityError, InvalidRequestError
-from gptmanager.lifecycle.log import logger
+from gptmanager.errors import InvalidRequestError
 from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.limits import Limits, check_pool, fit_length
+from gptmanager.loop.output_options import OutputOptions
+from gptmanager.loop.request_times import RequestTimes
+from gptmanager.loop.sampling_inputs import read_sampling
 from gptmanager.request.inference_request import (
     PROPERTY_OF_TENSOR,
     TENSOR_ALIASES,
@@ -31,7 +32,6 @@ from gptmanager.request.llm_request import RETENTION_PRIORITIES, OutputConfig, S
 from gptmanager.request.post_processor import read_post_processor
 from gptmanager.request.read_tensors import (
     INT32,
-    read_bias,
     read_bool,
     read_float,
     read_int,
@@ -40,100 +40,67 @@ from gptmanager.request.read_tensors import (
     read_word_list,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one request may be, and how many may wait. Lengths in tokens.
-
-    `pool_limited`: it is the KV cache that bounds `max_seq_len`. `max_run_len` bounds prompt +
-    new tokens - 1 where a request may have to run its whole history as one context again (an
-    evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
-    how many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings
-    of prompts.
-    """
-
-    vocab_size: int
-    max_seq_len: int
-    max_input_len: int
-    num_blocks: int
-    tokens_per_block: int
-    pool_limited: bool = False
-    max_run_len: int | None = None
-    max_beam_width: int = 1
-    lookup: PromptLookup | None = None
-    takes_drafts: bool = True
-    exclude_input_in_output: bool = False
-    gather_context_logits: bool = False
-    gather_generation_logits: bool = False
-    normalize_log_probs: bool = True
-    hidden_size: int = 0
-    seed: int = 0
-    max_num_requests: int = 0
-    max_waiting: int | None = None
-
-
 # inputs whose support has not landed
 _LATER = ("position_ids", "lora_task_id", "lora_weights", "lora_config")
-_TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
-_SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
 
 
 def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveRequest:
     """Check a whole request; raises RequestError for the first thing that is wrong with it."""
+    tensors = _tensors_of(request)
+    prompt_table, num_virtual = _read_prompt_table(tensors, limits)
+    prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
+    max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
+    drafts, draft_logits = _read_drafts(tensors, len(prompt), limits)
+    max_new_tokens = fit_length(request.request_id, len(prompt), max_new_tokens, limits)
+    sampling = read_sampling(request.request_id, tensors, limits)
+    beams = _read_beams(tensors, sampling, limits)
+    if beams is not None:
+        check_pool(len(prompt), max_new_tokens, beams.width, limits)
+        if drafts:
+            raise InvalidRequestError(
+                f"draft_input_ids is refused with beam_width = {beams.width}: it follows one text"
+            )
+    drafter = None
+    if limits.lookup is not None and beams is None:
+        drafter = Drafter(limits.lookup, limits.vocab_size)
+    return ActiveRequest(
+        request.request_id,
+        prompt,
+        sampling,
+        _read_end_rule(tensors, limits, max_new_tokens, sampling.end_id),
+        _read_output_options(request, tensors, limits, sampling.end_id),
+        RequestTimes(
+            now,
+            _seconds("deadline_s", request.deadline_s),
+            _seconds("queue_timeout_s", request.queue_timeout_s),
+        ),
+        RequestDrafts(
+            drafts[: max_new_tokens - 1], None if sampling.greedy else draft_logits, drafter
+        ),
+        beams=beams,
+        priority=read_float("priority", request.priority, -math.inf),
+        cache_salt=_salt(request.cache_salt),
+        retention_priority=_retention_priority(request.retention_priority),
+        processor=read_post_processor(request.logits_post_processor),
+        client_id=_client_id(request.client_id),
+        prompt_table=prompt_table,
+    )
+
+
+def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
+    """Its tensors by their names; all that must be there are, and no other than there may be."""
     tensors = {TENSOR_ALIASES.get(name, name): value for name, value in request.tensors.items()}
-    for name in tensors:
+    for name, value in tensors.items():
         if name not in PROPERTY_OF_TENSOR:
             raise InvalidRequestError(f"Invalid tensor name: {name}")
-        if tensors[name] is None:
+        if value is None:
             raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
         if name in _LATER:
             raise InvalidRequestError(f"{name} is refused: its support has not landed yet")
     for name in ("input_ids", "request_output_len"):
         if name not in tensors:
             raise InvalidRequestError(f"Undefined tensor: {name}")
-    prompt_table, num_virtual = _read_prompt_table(tensors, limits)
-    prompt = read_token_ids("input_ids", tensors["input_ids"], limits.vocab_size + num_virtual)
-    max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
-    drafts, draft_logits = _read_drafts(tensors, len(prompt), limits)
-    max_new_tokens = _fit(request.request_id, len(prompt), max_new_tokens, limits)
-    sampling = _read_sampling(request.request_id, tensors, limits)
-    beams = _read_beams(tensors, sampling, limits)
-    if beams is not None:
-        _check_pool(len(prompt), max_new_tokens, beams.width, limits)
-        if drafts:
-            raise InvalidRequestError(
-                f"draft_input_ids is refused with beam_width = {beams.width}: it follows one text"
-            )
-    pad_default = max(sampling.end_id, 0)
-    return ActiveRequest(
-        request.request_id,
-        prompt,
-        max_new_tokens,
-        sampling,
-        is_streaming=read_bool("is_streaming", request.is_streaming),
-        pad_id=read_int("pad_id", tensors.get("pad_id", pad_default), *INT32),
-        stop_words=_read_stop_words(tensors, limits, sampling.end_id),
-        include_stop=read_bool("include_stop_in_output", tensors.get("include_stop_in_output", 0)),
-        exclude_input=limits.exclude_input_in_output,
-        deadline_s=_seconds("deadline_s", request.deadline_s),
-        queue_timeout_s=_seconds("queue_timeout_s", request.queue_timeout_s),
-        priority=read_float("priority", request.priority, -math.inf),
-        arrival_time=now,
-        cache_salt=_salt(request.cache_salt),
-        retention_priority=_retention_priority(request.retention_priority),
-        beams=beams,
-        processor=read_post_processor(request.logits_post_processor),
-        client_id=_client_id(request.client_id),
-        prompt_table=prompt_table,
-        drafts=drafts[: max_new_tokens - 1],
-        draft_logits=None if sampling.greedy else draft_logits,
-        drafter=(
-            None
-            if limits.lookup is None or beams is not None
-            else Drafter(limits.lookup, limits.vocab_size)
-        ),
-        output_config=_read_wanted(tensors, limits),
-    )
+    return tensors
 
 
 def _read_drafts(
@@ -168,126 +135,34 @@ def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> Hos
             f"draft_logits has {rows.count} rows, draft_input_ids {len(drafts)} tokens"
         )
     numbers = rows.numbers
-    for place, token in enumerate(drafts):
-        if numbers is not None and numbers[place, token] == -math.inf:
+    for index, token in enumerate(drafts):
+        if numbers is not None and numbers[index, token] == -math.inf:
             raise InvalidRequestError(
-                f"draft_logits[{place}, {token}] = -inf, but draft_input_ids[{place}] = {token}: "
+                f"draft_logits[{index}, {token}] = -inf, but draft_input_ids[{index}] = {token}: "
                 "a token that could not have been drawn"
             )
     return rows
 
 
-def _fit(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
-    """The number of new tokens that fit behind the prompt."""
-    if prompt_len == 0:
-        raise InvalidRequestError("input_ids is empty, expected at least 1 token")
-    if prompt_len > limits.max_input_len:
-        text = (
-            f"Prompt length ({prompt_len}) exceeds maximum input length ({limits.max_input_len})."
-        )
-        if limits.pool_limited and prompt_len >= limits.max_seq_len:
-            needed = -(-(prompt_len + 1) // limits.tokens_per_block)
-            blocks = f"KV cache blocks of {limits.tokens_per_block} tokens"
-            if needed > limits.num_blocks:
-                raise CapacityError(
-                    f"{text} It needs {needed} {blocks}, the cache has {limits.num_blocks}."
-                )
-            raise CapacityError(
-                f"{text} {limits.num_blocks} {blocks} are taken to hold {limits.max_seq_len} of "
-                "one request: (blocks - 1) x tokens_per_block + 1."
-            )
-        raise InvalidRequestError(text)
-    room = limits.max_seq_len - prompt_len
-    if max_new_tokens > room:
-        logger.warning(
-            "request %d: request_output_len = %d lowered to %d: prompt of %d tokens, "
-            "max_seq_len = %d",
-            *(request_id, max_new_tokens, room, prompt_len, limits.max_seq_len),
-        )
-        max_new_tokens = room
-    run_len = prompt_len + max_new_tokens - 1
-    if limits.max_run_len is not None and run_len > limits.max_run_len:
-        raise InvalidRequestError(
-            "Request sequence length is potentially greater than max input length: prompt + new "
-            f"tokens - 1 = {run_len}, limit {limits.max_run_len}. This cannot be run unless "
-            "context chunking is enabled or the GUARANTEED_NO_EVICT scheduling policy is used"
-        )
-    return max_new_tokens
-
-
-def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
-    end_id = read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1)
-    try:
-        return SamplingParams(
-            **_read_choice(request_id, tensors, limits),
-            **_read_adjustments(tensors, limits),
-            end_id=end_id,
-        )
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"Incorrect sampling config: {error}") from None
-
-
-def _read_choice(request_id: int, tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """How a token is drawn. A temperature is refused where float32 cannot hold it."""
-    temperature = read_float("temperature", tensors.get("temperature", 1.0), 0.0)
-    if temperature and not _TINY <= temperature <= _HUGE:
-        raise InvalidRequestError(
-            f"temperature = {temperature:g} must be 0 or within {_TINY:g}..{_HUGE:g}"
-        )
-    top_k = read_int("runtime_top_k", tensors.get("runtime_top_k", 0), 0, INT32[1])
-    top_p = read_float("runtime_top_p", tensors.get("runtime_top_p", 1.0), 0.0, 1.0)
-    min_p = read_float("runtime_min_p", tensors.get("runtime_min_p", 0.0), 0.0, 1.0)
-    asked = any(name in tensors for name in _SAMPLING_TENSORS)
-    greedy = not asked or top_k == 1 or top_p == 0.0 or temperature == 0.0
-    seed = (
-        read_int("random_seed", tensors["random_seed"], 0, 2**64 - 1)
-        if "random_seed" in tensors
-        else derive_seed(limits.seed, request_id)
-    )
-    return {
-        "greedy": greedy,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
-
-
-def _read_adjustments(tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """What changes the logits first. Penalties are refused where float32 cannot hold them."""
-    read: dict[str, Any] = {
-        "min_length": read_int("min_length", tensors.get("min_length", 0), 0, INT32[1]),
-        "no_repeat_ngram_size": read_int(
-            "noRepeatNgramSize", tensors.get("noRepeatNgramSize", 0), 0, INT32[1]
-        ),
-        "repetition_penalty": read_float(
-            "repetition_penalty", tensors.get("repetition_penalty", 1.0), _TINY, _HUGE
-        ),
-    }
-    for name in ("presence_penalty", "frequency_penalty"):
-        read[name] = read_float(name, tensors.get(name, 0.0), -_HUGE, _HUGE)
-    if "bad_words_list" in tensors:
-        words = read_word_list("bad_words_list", tensors["bad_words_list"], limits.vocab_size)
-        read["bad_words"] = tuple(map(tuple, words))
-    if "embedding_bias" in tensors:
-        read["embedding_bias"] = read_bias(
-            "embedding_bias", tensors["embedding_bias"], limits.vocab_size
-        )
-    return read
-
-
-def _read_wanted(tensors: dict[str, Any], limits: Limits) -> OutputConfig:
-    """What the request or the manager's options ask for besides tokens."""
+def _read_output_options(
+    request: InferenceRequest, tensors: dict[str, Any], limits: Limits, end_id: int
+) -> OutputOptions:
+    """What the request or the manager's options ask for."""
 
     def is_asked(name: str) -> bool:
         return read_bool(name, tensors.get(name, False))
 
-    return OutputConfig(
+    config = OutputConfig(
         log_probs=is_asked("return_log_probs"),
         normalized=limits.normalize_log_probs,
         generation_logits=is_asked("return_generation_logits") or limits.gather_generation_logits,
         context_logits=is_asked("return_context_logits") or limits.gather_context_logits,
+    )
+    return OutputOptions(
+        read_bool("is_streaming", request.is_streaming),
+        read_int("pad_id", tensors.get("pad_id", max(end_id, 0)), *INT32),
+        limits.exclude_input_in_output,
+        config,
     )
 
 
@@ -325,25 +200,16 @@ def _read_beams(
     return BeamParams(width, len_penalty, early_stopping, returned)
 
 
-def _check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
-    """Beams share the full blocks of the prompt; the rest each has for itself."""
-    size = limits.tokens_per_block
-    shared = prompt_len // size
-    needed = shared + (-(-(prompt_len + max_new_tokens) // size) - shared) * beam_width
-    if needed > limits.num_blocks:
-        raise CapacityError(
-            f"{beam_width} beams of {prompt_len} + {max_new_tokens} tokens need {needed} KV cache "
-            f"blocks of {size} tokens, the cache has {limits.num_blocks}"
-        )
-
-
-def _read_stop_words(tensors: dict[str, Any], limits: Limits, end_id: int) -> StopWords | None:
-    """Of words with `end_id` in them none can end a text: it has ended before, or by that."""
-    if "stop_words_list" not in tensors:
-        return None
-    words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
-    words = [word for word in words if end_id not in word]
-    return StopWords(words) if words else None
+def _read_end_rule(
+    tensors: dict[str, Any], limits: Limits, max_new_tokens: int, end_id: int
+) -> EndRule:
+    """Words with `end_id` in them cannot end a text: it has ended before, or by that."""
+    words = []
+    if "stop_words_list" in tensors:
+        words = read_word_list("stop_words_list", tensors["stop_words_list"], limits.vocab_size)
+        words = [word for word in words if end_id not in word]
+    include_stop = read_bool("include_stop_in_output", tensors.get("include_stop_in_output", 0))
+    return EndRule(max_new_tokens, end_id, StopWords(words) if words else None, include_stop)
 
 
 def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRows | None, int]:

@@ -165,8 +165,8 @@ class Allocator:
         request.slot = self._free_slots.pop()
         self._num_starts += 1
         request.epoch = self._num_starts
-        if request.first_scheduled is None:
-            request.first_scheduled = now
+        if request.times.first_scheduled is None:
+            request.times.first_scheduled = now
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         parts.starts.append(_sequence_start(request))
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # which runs the context
@@ -274,7 +274,7 @@ def _sequence_start(request: ActiveRequest) -> SequenceStart:
         request.wanted_from_start,
         request.prompt_table,
         request.beam_width,
-        request.draft_logits if request.drafts else None,
+        request.drafts.logits if request.drafts.tokens else None,
         search is not None and search.params.sampled,
         1 if search is None else search.num_candidates,
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptmanager.config import FinishReason
 from gptmanager.decoding.beam_search import BeamNode, BeamSearch
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.outputs import RequestOutputs
+from gptmanager.loop.extras import RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
 _NEVER = float("-inf")  # the log probability of a beam that there is not
@@ -48,7 +48,7 @@ def final_beams(request: ActiveRequest, reason: FinishReason) -> Beams:
     search = _search(request)
     found = search.hypotheses(None if search.is_over else reason)
     missing = search.num_results - len(found)  # a small vocabulary has no more
-    start = request.num_sent - request.orig_prompt_len if request.is_streaming else 0
+    start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0
     paths = [beam.node.path()[: beam.end] for beam in found]
     return Beams(
         start,
@@ -62,28 +62,28 @@ def beam_tokens(request: ActiveRequest, beams: Beams) -> list[NamedTensor]:
     """Tokens and lengths; and where they go on if the request streams, else behind the prompt."""
     rows = [[node.token for node in nodes] for nodes in beams.nodes]
     width = max(map(len, rows))
-    if not request.is_streaming:
-        first = request.orig_prompt_len if request.exclude_input else 0
+    if not request.output.is_streaming:
+        first = request.orig_prompt_len if request.output.exclude_input else 0
         prompt = request.tokens[first : request.orig_prompt_len]
         rows = [prompt + row for row in rows]
         width = request.length_limit - first
-    padded = [row + [request.pad_id] * (width - len(row)) for row in rows]
+    padded = [row + [request.output.pad_id] * (width - len(row)) for row in rows]
     tensors = [
         NamedTensor("output_ids", torch.tensor([padded], dtype=torch.int32)),
         NamedTensor("sequence_length", torch.tensor([[*map(len, rows)]], dtype=torch.int32)),
     ]
-    if request.is_streaming:
+    if request.output.is_streaming:
         tensors.append(NamedTensor("output_offset", torch.tensor([beams.start]).int()))
     return tensors
 
 
-def beam_extras(request: ActiveRequest, outputs: RequestOutputs, beams: Beams) -> list[NamedTensor]:
+def beam_extras(request: ActiveRequest, found: RequestExtras, beams: Beams) -> list[NamedTensor]:
     """What was asked for besides tokens; beams that are shorter than the longest end in zeros."""
     tensors = []
-    if request.output_config.generation_logits:
-        logits = _padded(beams.nodes, lambda nodes: outputs.beam_generation(nodes))
+    if request.output.config.generation_logits:
+        logits = _padded(beams.nodes, lambda nodes: found.beam_generation(nodes))
         tensors.append(NamedTensor("generation_logits", logits))
-    if request.output_config.log_probs:
+    if request.output.config.log_probs:
         log_probs = _padded(beams.nodes, _log_probs)
         tensors.append(NamedTensor("output_log_probs", log_probs))
         tensors.append(NamedTensor("cum_log_probs", torch.tensor([beams.cum_log_probs])))

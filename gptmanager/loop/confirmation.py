@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from gptmanager.config import FinishReason
+from gptmanager.decoding.end_rule import End
 from gptmanager.errors import LogitsError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.allocation import Allocator
@@ -17,8 +18,7 @@ from gptmanager.loop.request_table import RequestTable
 from gptmanager.statistics import DraftCounts
 from gptmanager.step import NOT_FINITE, BeamCandidates, Failure, Row, Schedule, StepResult
 
-End = tuple[FinishReason, int]  # why a request ends, and where its output does
-Finished = tuple[ActiveRequest, FinishReason, int]
+Finished = tuple[ActiveRequest, FinishReason, int]  # who ends, why, where its output does
 
 
 class Confirmation:
@@ -59,9 +59,10 @@ class Confirmation:
             candidates = next(beams) if row.beam_width > 1 else None
             if request is None or request.epoch != row.epoch or not count:
                 continue
-            if request.first_token is None:
-                request.first_token = result.now
-            request.last_token = result.now
+            times = request.times
+            if times.first_token is None:
+                times.first_token = result.now
+            times.last_token = result.now
             fault, end = 0, None
             if candidates is not None:
                 fault, end = _advance_beams(request, tokens[0], candidates)
@@ -70,13 +71,12 @@ class Confirmation:
             elif (token := tokens[0]) < 0:
                 fault = token
             else:
-                request.confirm_token(token)
-                end = request.find_end(token)
+                end = _confirm(request, token)
             if fault:
                 self._end_by_fault(request, fault, schedule)
             if end is not None:
                 finished.append((request, *end))
-            elif request.is_streaming and (not fault or candidates is None):
+            elif request.output.is_streaming and (not fault or candidates is None):
                 streaming.append(request)  # tokens before a fault are right
         return streaming, finished
 
@@ -90,8 +90,7 @@ class Confirmation:
         for token in tokens:
             if token < 0:
                 return token, None
-            request.confirm_token(token)
-            end = request.find_end(token)
+            end = _confirm(request, token)
             if end is not None:
                 return 0, end
         return 0, None
@@ -115,6 +114,15 @@ class Confirmation:
         self.num_logits_errors += isinstance(failure.error, LogitsError)
         self._table.host.fail(failure)
         self.failing.add(failure.request_id)
+
+
+def _confirm(request: ActiveRequest, token: int) -> End | None:
+    """The next token of a text; if the text ends with it, why, and where its output ends."""
+    tokens = request.tokens
+    tokens.append(token)
+    start = request.orig_prompt_len
+    request.stop_state, end = request.end_rule.find(request.stop_state, token, len(tokens) - start)
+    return None if end is None else (end[0], start + end[1])
 
 
 def _advance_beams(

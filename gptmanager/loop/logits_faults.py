@@ -12,7 +12,7 @@ from gptmanager.step import NOT_FINITE
 
 def fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
     """What ends a request whose next token is `fault`: NO_TOKEN or NOT_FINITE."""
-    number = len(request.tokens) - request.orig_prompt_len + (request.search is None)
+    number = request.num_output + (request.search is None)
     where = f"generated token {number} (iteration {iteration})"
     inputs = ", ".join(_changes(request)) or "none"
     if fault == NOT_FINITE:

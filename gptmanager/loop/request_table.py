@@ -22,10 +22,11 @@ from gptmanager.errors import (
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.active_state import request_state, restored_request
-from gptmanager.loop.admission import Limits, admit
+from gptmanager.loop.admission import admit
 from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.extras import HeldExtras
+from gptmanager.loop.limits import Limits
 from gptmanager.loop.loop_state import RequestTableState
-from gptmanager.loop.outputs import Outputs
 from gptmanager.loop.responses import MakeFinal, stream_one_token, stream_tokens
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
@@ -46,7 +47,7 @@ class RequestTable:
     def __init__(self, host: Host, allocator: Allocator, limits: Limits, final: MakeFinal) -> None:
         self.host = host
         self.limits = limits
-        self.extras = Outputs(limits.vocab_size)
+        self.extras = HeldExtras(limits.vocab_size)
         self.active: list[ActiveRequest] = []
         self.by_id: dict[int, ActiveRequest] = {}
         self.preparing: set[int] = set()
@@ -77,7 +78,7 @@ class RequestTable:
             self._end_failed(intake.failures)
         self._stopping.extend(sorted(intake.stops))
         self._stop()
-        for request in [r for r in self._timed.values() if r.is_overdue(intake.now)]:
+        for request in [r for r in self._timed.values() if r.times.is_overdue(intake.now)]:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
         if intake.ready:
             self._end_preparing_of(intake.ready)
@@ -115,7 +116,7 @@ class RequestTable:
         """So many may be active: those that have started, or the batch holds, and who may wait."""
         if self.limits.max_waiting is None:
             return math.inf
-        started = sum(request.first_scheduled is not None for request in self.active)
+        started = sum(request.times.first_scheduled is not None for request in self.active)
         return max(started, self.limits.max_num_requests) + self.limits.max_waiting
 
     def require_room(self, most_active: float) -> None:
@@ -151,7 +152,7 @@ class RequestTable:
         self.by_id[request_id] = request
         insert_by_priority(self.active, request)
         self.num_serial += request.is_serial
-        if request.is_timed:
+        if request.times.is_limited:
             self._timed[request_id] = request
         if request.processor is not None and request.state is _PREPARING:
             if request_id in intake.ready:
@@ -219,7 +220,7 @@ class RequestTable:
         for request in ended:
             self._forget(request)
         self._ending = None
-        self._timed = {r.request_id: r for r in self.active if r.is_timed}
+        self._timed = {r.request_id: r for r in self.active if r.times.is_limited}
         self.num_serial = sum(r.is_serial for r in self.active)
         self.preparing = {r.request_id for r in self.active if r.state is _PREPARING}
         self.by_id = {r.request_id: r for r in self.active}

@@ -20,11 +20,11 @@ from gptmanager.loop.beam_responses import (
     final_beams,
     stable_beams,
 )
-from gptmanager.loop.outputs import Outputs, RequestOutputs
+from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
 # the tensors of the final response to a request: why it ends, where its output does, its extras
-MakeFinal = Callable[[ActiveRequest, FinishReason, int, Outputs], list[NamedTensor]]
+MakeFinal = Callable[[ActiveRequest, FinishReason, int, HeldExtras], list[NamedTensor]]
 
 # the fields of `request_metrics`; times in seconds since Get returned the request, NaN: never
 REQUEST_METRICS = (
@@ -74,14 +74,14 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
     ]
 
 
-def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[NamedTensor]:
+def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[NamedTensor]:
     """The tokens of `request` that have not been sent, up to history position `end`."""
     beams = None if request.search is None else stable_beams(request, end)
     start, request.num_sent = request.num_sent, end
     tensors = _delta(request, start, end) if beams is None else beam_tokens(request, beams)
     if request.has_extras:
-        extras = _extras(request, outputs.of(request), start, end, beams)
-        if not request.output_config.context_logits or extras[0].tensor.shape[1]:
+        extras = _extras(request, held.of(request), start, end, beams)
+        if not request.output.config.context_logits or extras[0].tensor.shape[1]:
             tensors[2:2] = extras
         else:  # they have been sent
             tensors[2:2] = extras[1:]
@@ -89,7 +89,7 @@ def stream_tokens(request: ActiveRequest, end: int, outputs: Outputs) -> list[Na
 
 
 def final_tensors(
-    request: ActiveRequest, reason: FinishReason, output_end: int, outputs: Outputs
+    request: ActiveRequest, reason: FinishReason, output_end: int, held: HeldExtras
 ) -> list[NamedTensor]:
     """The final response; output is the history up to position `output_end`."""
     reasons, beams = [reason], None
@@ -97,14 +97,14 @@ def final_tensors(
     if request.search is not None:
         beams = final_beams(request, reason)
         tensors, reasons = beam_tokens(request, beams), beams.reasons
-    elif request.is_streaming:
+    elif request.output.is_streaming:
         start, output_end = request.num_sent, max(output_end, request.num_sent)
         tensors = _delta(request, start, output_end)
     else:
         tensors = _whole(request, output_end)
     extras = list(_NO_LOGITS)
     if request.has_extras:
-        found = _extras(request, outputs.of(request), start, output_end, beams)
+        found = _extras(request, held.of(request), start, output_end, beams)
         names = {name for name, _ in found}
         extras = [dummy for dummy in extras if dummy.name not in names] + found
         extras.sort(key=lambda tensor: _EXTRAS.index(tensor.name))
@@ -118,21 +118,21 @@ def final_tensors(
 
 
 def _extras(
-    request: ActiveRequest, outputs: RequestOutputs, start: int, end: int, beams: Beams | None
+    request: ActiveRequest, found: RequestExtras, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
     """What was asked for besides tokens, of the history positions `start` to `end`."""
-    output_config = request.output_config
+    config = request.output.config
     start, end = start - request.orig_prompt_len, end - request.orig_prompt_len
     tensors = []
-    if output_config.context_logits:
-        tensors.append(NamedTensor("context_logits", outputs.take_context()))
+    if config.context_logits:
+        tensors.append(NamedTensor("context_logits", found.take_context()))
     if beams is not None:
-        return tensors + beam_extras(request, outputs, beams)
-    if output_config.generation_logits:
-        tensors.append(NamedTensor("generation_logits", outputs.take_generation(start, end)))
-    if output_config.log_probs:
-        tensors.append(NamedTensor("output_log_probs", outputs.log_probs(start, end)))
-        tensors.append(NamedTensor("cum_log_probs", outputs.cum_log_probs(end)))
+        return tensors + beam_extras(request, found, beams)
+    if config.generation_logits:
+        tensors.append(NamedTensor("generation_logits", found.take_generation(start, end)))
+    if config.log_probs:
+        tensors.append(NamedTensor("output_log_probs", found.log_probs(start, end)))
+        tensors.append(NamedTensor("cum_log_probs", found.cum_log_probs(end)))
     return tensors
 
 
@@ -146,9 +146,11 @@ def _delta(request: ActiveRequest, start: int, end: int) -> list[NamedTensor]:
 
 
 def _whole(request: ActiveRequest, output_end: int) -> list[NamedTensor]:
-    start = request.orig_prompt_len if request.exclude_input else 0
+    start = request.orig_prompt_len if request.output.exclude_input else 0
     tokens = request.tokens[start:output_end]
-    output_ids = torch.full((1, 1, request.length_limit - start), request.pad_id, dtype=torch.int32)
+    output_ids = torch.full(
+        (1, 1, request.length_limit - start), request.output.pad_id, dtype=torch.int32
+    )
     output_ids[0, 0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     return [
         NamedTensor("output_ids", output_ids),
@@ -157,15 +159,15 @@ def _whole(request: ActiveRequest, output_end: int) -> list[NamedTensor]:
 
 
 def _metrics(request: ActiveRequest) -> torch.Tensor:
-    arrival = request.arrival_time
-    times = (request.first_scheduled, request.first_token, request.last_token)
+    times = request.times
+    since_arrival = (times.first_scheduled, times.first_token, times.last_token)
     return torch.tensor(
         [
-            *(math.nan if time is None else time - arrival for time in times),
+            *(math.nan if time is None else time - times.arrival for time in since_arrival),
             request.pause_count,
             request.cached_tokens,
             request.orig_prompt_len,
-            len(request.tokens) - request.orig_prompt_len,
+            request.num_output,
         ],
         dtype=torch.float64,
     )

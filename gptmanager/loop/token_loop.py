@@ -12,10 +12,10 @@ from typing import Any
 from gptmanager.errors import SchedulerError
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.admission import Limits
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.confirmation import Confirmation, Finished
 from gptmanager.loop.decision import blamed, decide
+from gptmanager.loop.limits import Limits
 from gptmanager.loop.loop_state import LoopState
 from gptmanager.loop.request_table import RequestTable
 from gptmanager.loop.responses import MakeFinal, final_tensors

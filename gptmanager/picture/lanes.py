@@ -163,6 +163,4 @@ def describe(trace: Trace, lane: Lane, span: Span) -> str:
         if last_token > from_token:
             tokens = f"tokens {from_token} to {last_token}"
         return f"{who}: generation, yields {tokens}"
-    if span.phase is Phase.WAITING:
-        return f"{who}: waiting {span.why}"
-    return f"{who}: {span.phase.value}, waits {span.why}"
+    return f"{who}: {span.phase.value}; {span.why}" if span.why else f"{who}: {span.phase.value}"

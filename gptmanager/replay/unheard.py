@@ -10,12 +10,12 @@ import torch
 from gptmanager.config import FinishReason
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.beam_responses import final_beams
-from gptmanager.loop.outputs import Outputs
+from gptmanager.loop.extras import HeldExtras
 from gptmanager.request.inference_request import NamedTensor
 
 
 def finish_reasons(
-    request: ActiveRequest, reason: FinishReason, end: int, extras: Outputs
+    request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
 ) -> list[NamedTensor]:
     """Of a final response only `finish_reasons` is made."""
     reasons = [reason]

@@ -86,6 +86,11 @@ class OutputConfig(NamedTuple):
     generation_logits: bool = False
     context_logits: bool = False
 
+    @property
+    def asks(self) -> bool:
+        """Anything at all."""
+        return self.log_probs or self.generation_logits or self.context_logits
+
 
 NO_EXTRAS = OutputConfig()
 
@@ -282,7 +287,7 @@ class LlmRequest:
             self.state = _TO_COMPLETE
 
     def launch_drafts(self, num_accepted: int) -> None:
-        """So many guessed tokens of the last launch were right: they are launched as well."""
+        """`num_accepted` drafts of the last launch were right: they are launched as well."""
         for _ in range(num_accepted):
             self.launch_token()
 

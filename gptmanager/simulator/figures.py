@@ -96,7 +96,7 @@ class Tally:
         num_tokens = len(request.tokens) - request.orig_prompt_len
         self._output_tokens += num_tokens
         arrived = self._arrived.pop(request.request_id)
-        first, last = request.first_token, request.last_token
+        first, last = request.times.first_token, request.times.last_token
         if first is not None and last is not None:
             self._ttft.append(first - arrived)
             if num_tokens > 1:

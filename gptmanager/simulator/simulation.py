@@ -15,7 +15,7 @@ from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import RecordingError, SchedulerError
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.outputs import Outputs
+from gptmanager.loop.extras import HeldExtras
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.replay.unheard import finish_reasons
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
@@ -196,14 +196,14 @@ class World:
             self._known.remove(request_id)
 
     def final(
-        self, request: ActiveRequest, reason: FinishReason, end: int, extras: Outputs
+        self, request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
     ) -> list[NamedTensor]:
         """Nobody reads what a final response holds."""
         self.tally.finished(request)
         return []
 
     def recorded_final(
-        self, request: ActiveRequest, reason: FinishReason, end: int, extras: Outputs
+        self, request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
     ) -> list[NamedTensor]:
         """A recording tells why the request ended."""
         self.tally.finished(request)

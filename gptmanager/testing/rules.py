@@ -111,13 +111,14 @@ class JudgedScheduler(RequestScheduler):
         return output
 
     def _check_untouched(
-        self, requests: RequestList, fields: list[list[Any]], memory: object
+        self, requests: RequestList, fields: list[dict[str, Any]], memory: object
     ) -> None:
         if _memory(self.kv_cache, requests) != memory:
             text = "the blocks that requests hold are not those of before the call"
             raise Breach("memory-untouched", None, text)
         for request, before in zip(requests, fields, strict=True):
-            for name, old, new in zip(_FIELDS, before, _fields(request), strict=True):
+            for name, new in _fields(request).items():
+                old = before[name]
                 if old != new:
                     text = f"{name} was {old!r} before the call and is {new!r} after it"
                     raise Breach("requests-untouched", request.request_id, text)
@@ -239,9 +240,12 @@ def _memory(kv_cache: KvCacheManager, requests: RequestList) -> object:
     return kv_cache.get_num_free_blocks(), tables
 
 
-def _fields(request: LlmRequest) -> list[Any]:
-    values = [getattr(request, name, None) for name in _FIELDS]
-    return [value.copy() if isinstance(value, list) else value for value in values]
+def _fields(request: LlmRequest) -> dict[str, Any]:
+    values = {name: getattr(request, name, None) for name in _FIELDS}
+    values["tokens"] = request.tokens.copy()
+    if isinstance(request, ActiveRequest):
+        values["times"], values["drafts"] = request.times.state(), request.drafts.state()
+    return values
 
 
 def _same(one: RequestList, other: RequestList) -> bool:

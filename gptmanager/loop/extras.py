@@ -1,4 +1,4 @@
-"""`Outputs`: log probabilities and logits that requests asked for, until they are sent.
+"""`HeldExtras`: log probabilities and logits that requests asked for, until they are sent.
 
 Lies beside the requests, which hold no tensors, and survives their pauses. Decides what has been
 sent; knows nothing of when a request ends. Indices count generated tokens, pauses or not.
@@ -17,7 +17,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.step import Extras, Row
 
 
-class RequestOutputs:
+class RequestExtras:
     """One request's. What is taken for sending is no longer held."""
 
     __slots__ = ("_context", "_context_end", "_generation", "_log_probs", "_vocab_size")
@@ -79,56 +79,48 @@ class RequestOutputs:
         return torch.tensor([[math.fsum(self._log_probs[:end])]], dtype=torch.float32)
 
 
-class Outputs:
+class HeldExtras:
     """Those of all requests that ask for any."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._of: dict[int, RequestOutputs] = {}
+        self._of: dict[int, RequestExtras] = {}
 
-    def of(self, request: ActiveRequest) -> RequestOutputs:
-        outputs = self._of.get(request.request_id)
-        if outputs is None:
-            outputs = self._of[request.request_id] = RequestOutputs(self._vocab_size)
-        return outputs
+    def of(self, request: ActiveRequest) -> RequestExtras:
+        found = self._of.get(request.request_id)
+        if found is None:
+            found = self._of[request.request_id] = RequestExtras(self._vocab_size)
+        return found
 
     def forget(self, request_id: int) -> None:
         self._of.pop(request_id, None)
 
-    def take(
-        self, requests: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras
-    ) -> None:
+    def take(self, by_id: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras) -> None:
         """Keep what a step gave; to be called before the step's tokens are confirmed.
 
         What belongs to a request that has ended or restarted since the launch is dropped, as its
         tokens are.
         """
         for request_id, epoch, position, logits in extras.context_logits:
-            request = _find(requests, request_id, epoch)
+            request = _find(by_id, request_id, epoch)
             if request is not None:
                 self.of(request).add_context(request.orig_prompt_len, position, logits)
-        for place, logits in extras.generation_logits:
-            request = _find(requests, rows[place].request_id, rows[place].epoch)
+        for index, logits in extras.generation_logits:
+            request = _find(by_id, rows[index].request_id, rows[index].epoch)
             if request is not None:
-                outputs = self.of(request)
-                add = outputs.add_generation
+                found = self.of(request)
+                add = found.add_generation
                 if request.search is not None:
-                    add = outputs.add_beam_generation
-                add(_num_generated(request), logits)
+                    add = found.add_beam_generation
+                add(request.num_output, logits)
         if extras.log_probs is None:
             return
         for row, log_probs in zip(rows, extras.log_probs.tolist(), strict=True):
-            request = _find(requests, row.request_id, row.epoch)
-            if request is not None and request.output_config.log_probs:
-                self.of(request).add_log_probs(_num_generated(request), log_probs)
+            request = _find(by_id, row.request_id, row.epoch)
+            if request is not None and request.output.config.log_probs:
+                self.of(request).add_log_probs(request.num_output, log_probs)
 
 
-def _find(
-    requests: Mapping[int, ActiveRequest], request_id: int, epoch: int
-) -> ActiveRequest | None:
-    request = requests.get(request_id)
+def _find(by_id: Mapping[int, ActiveRequest], request_id: int, epoch: int) -> ActiveRequest | None:
+    request = by_id.get(request_id)
     return request if request is not None and request.epoch == epoch else None
-
-
-def _num_generated(request: ActiveRequest) -> int:
-    return len(request.tokens) - request.orig_prompt_len

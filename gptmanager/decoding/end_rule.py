@@ -1,0 +1,78 @@
+"""`EndRule`: where an output ends, for a text and for each beam of a search."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gptmanager.config import FinishReason
+from gptmanager.decoding.stop_words import StopWords
+
+End = tuple[FinishReason, int]  # why an output ends, and where
+
+
+class EndRuleState(NamedTuple):
+    """See `EndRule`; `words`: those that stop."""
+
+    max_new_tokens: int
+    end_id: int
+    words: tuple[tuple[int, ...], ...] | None
+    include_stop: bool
+
+
+class EndRule:
+    """An output ends with `end_id`, with a stop word, or when it is `max_new_tokens` long.
+
+    `end_id` -1: none. `include_stop`: what ends the output is part of it. Lengths count generated
+    tokens, what is cut off included. A stop state is what `StopWords.advance` gives, 0 at first.
+    """
+
+    __slots__ = ("end_id", "include_stop", "max_new_tokens", "stop_words")
+
+    def __init__(
+        self,
+        max_new_tokens: int,
+        end_id: int = -1,
+        stop_words: StopWords | None = None,
+        include_stop: bool = False,
+    ) -> None:
+        self.max_new_tokens = max_new_tokens
+        self.end_id = end_id
+        self.stop_words = stop_words
+        self.include_stop = include_stop
+
+    def find(self, stop_state: int, token: int, length: int) -> tuple[int, End | None]:
+        """The stop state behind `token`, with which there are `length`, and the end, if it is one.
+
+        Of an end: why, and how many generated tokens are output.
+        """
+        if token == self.end_id:
+            return 0, (FinishReason.END_ID, length - (not self.include_stop))
+        if self.stop_words is not None:
+            stop_state, matched = self.stop_words.advance(stop_state, token)
+            if matched:
+                kept = 0 if self.include_stop else matched
+                return stop_state, (FinishReason.STOP_WORDS, length - kept)
+        if length >= self.max_new_tokens:
+            return stop_state, (FinishReason.LENGTH, length)
+        return stop_state, None
+
+    def shown(self, stop_state: int, length: int) -> int:
+        """How many of `length` generated tokens may be shown: the rest may yet be cut off."""
+        if self.stop_words is None or self.include_stop:
+            return length
+        return length - self.stop_words.held(stop_state, self.max_new_tokens - length)
+
+    @property
+    def num_last_tokens(self) -> int:
+        """How many tokens may end an output before its length does."""
+        last = set() if self.stop_words is None else set(self.stop_words.last_tokens)
+        return len(last | {self.end_id} - {-1})
+
+    def state(self) -> EndRuleState:
+        words = None if self.stop_words is None else self.stop_words.words
+        return EndRuleState(self.max_new_tokens, self.end_id, words, self.include_stop)
+
+
+def restored_end_rule(state: EndRuleState) -> EndRule:
+    words = None if state.words is None else StopWords(state.words)
+    return EndRule(state.max_new_tokens, state.end_id, words, state.include_stop)

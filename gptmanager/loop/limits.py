@@ -1,0 +1,90 @@
+"""`Limits`: what one request may be, fixed when the manager starts, and whether its lengths fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptmanager.config import PromptLookup
+from gptmanager.errors import CapacityError, InvalidRequestError
+from gptmanager.lifecycle.log import logger
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may be, and how many may wait. Lengths in tokens.
+
+    `pool_limited`: it is the KV cache that bounds `max_seq_len`. `max_run_len` bounds prompt +
+    new tokens - 1 where a request may have to run its whole history as one context again (an
+    evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
+    how many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings
+    of prompts.
+    """
+
+    vocab_size: int
+    max_seq_len: int
+    max_input_len: int
+    num_blocks: int
+    tokens_per_block: int
+    pool_limited: bool = False
+    max_run_len: int | None = None
+    max_beam_width: int = 1
+    lookup: PromptLookup | None = None
+    takes_drafts: bool = True
+    exclude_input_in_output: bool = False
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    normalize_log_probs: bool = True
+    hidden_size: int = 0
+    seed: int = 0
+    max_num_requests: int = 0
+    max_waiting: int | None = None
+
+
+def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:
+    """The number of new tokens that fit behind the prompt."""
+    if prompt_len == 0:
+        raise InvalidRequestError("input_ids is empty, expected at least 1 token")
+    if prompt_len > limits.max_input_len:
+        text = (
+            f"Prompt length ({prompt_len}) exceeds maximum input length ({limits.max_input_len})."
+        )
+        if limits.pool_limited and prompt_len >= limits.max_seq_len:
+            needed = -(-(prompt_len + 1) // limits.tokens_per_block)
+            blocks = f"KV cache blocks of {limits.tokens_per_block} tokens"
+            if needed > limits.num_blocks:
+                raise CapacityError(
+                    f"{text} It needs {needed} {blocks}, the cache has {limits.num_blocks}."
+                )
+            raise CapacityError(
+                f"{text} {limits.num_blocks} {blocks} are taken to hold {limits.max_seq_len} of "
+                "one request: (blocks - 1) x tokens_per_block + 1."
+            )
+        raise InvalidRequestError(text)
+    room = limits.max_seq_len - prompt_len
+    if max_new_tokens > room:
+        logger.warning(
+            "request %d: request_output_len = %d lowered to %d: prompt of %d tokens, "
+            "max_seq_len = %d",
+            *(request_id, max_new_tokens, room, prompt_len, limits.max_seq_len),
+        )
+        max_new_tokens = room
+    run_len = prompt_len + max_new_tokens - 1
+    if limits.max_run_len is not None and run_len > limits.max_run_len:
+        raise InvalidRequestError(
+            "Request sequence length is potentially greater than max input length: prompt + new "
+            f"tokens - 1 = {run_len}, limit {limits.max_run_len}. This cannot be run unless "
+            "context chunking is enabled or the GUARANTEED_NO_EVICT scheduling policy is used"
+        )
+    return max_new_tokens
+
+
+def check_pool(prompt_len: int, max_new_tokens: int, beam_width: int, limits: Limits) -> None:
+    """Beams share the full blocks of the prompt; the rest each has for itself."""
+    size = limits.tokens_per_block
+    shared = prompt_len // size
+    needed = shared + (-(-(prompt_len + max_new_tokens) // size) - shared) * beam_width
+    if needed > limits.num_blocks:
+        raise CapacityError(
+            f"{beam_width} beams of {prompt_len} + {max_new_tokens} tokens need {needed} KV cache "
+            f"blocks of {size} tokens, the cache has {limits.num_blocks}"
+        )

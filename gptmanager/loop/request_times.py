@@ -1,0 +1,61 @@
+"""`RequestTimes`: when what happened to a request, and until when it may."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import NamedTuple
+
+
+class TimesState(NamedTuple):
+    """See `RequestTimes`."""
+
+    arrival: float
+    deadline: float | None
+    queue_deadline: float | None
+    first_scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+
+
+_read = attrgetter(*TimesState._fields)
+
+
+class RequestTimes:
+    """Seconds of the clock of `Intake.now`.
+
+    `deadline`: of the whole; `queue_deadline`: of its first computation; None: it has none. Of the
+    others None: it has not happened.
+    """
+
+    __slots__ = TimesState._fields
+
+    def __init__(
+        self,
+        arrival: float = 0.0,
+        deadline_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> None:
+        self.arrival = arrival
+        self.deadline = None if deadline_s is None else arrival + deadline_s
+        self.queue_deadline = None if queue_timeout_s is None else arrival + queue_timeout_s
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        return self.deadline is not None or self.queue_deadline is not None
+
+    def is_overdue(self, now: float) -> bool:
+        return (self.deadline is not None and now > self.deadline) or (
+            self.queue_deadline is not None
+            and self.first_scheduled is None
+            and now > self.queue_deadline
+        )
+
+    def state(self) -> TimesState:
+        return TimesState(*_read(self))
+
+    def restore(self, state: TimesState) -> None:
+        for name, value in zip(TimesState._fields, state, strict=True):
+            setattr(self, name, value)
