@@ -87,7 +87,7 @@ def generate(
     `runtime_top_p`, `stop_words_list`, ... `end_id` and `pad_id` come from the checkpoint's
     generation_config.json if not given. With beams the best one is returned.
 
-    `num_return_sequences`: in place of each completion a list of so many, sampled one by one, or
+    `num_return_sequences`: a list of this many completions for each prompt, sampled one by one, or
     the best beams.
 
     `progress`: a bar on the standard error output once it takes over a second, and a line in place

@@ -60,7 +60,7 @@ def _call(arguments: Sequence[str] | None) -> int:
             stack.callback(options.region.clear)  # before anything is told
             code: int = options.command(options)
         return code
-    except BrokenPipeError:  # whoever read has gone; nobody can be told
+    except BrokenPipeError:  # the reader has gone; nobody can be told
         return 1
     except (GptManagerError, OSError, MemoryError) as error:
         tell(str(error) or "no memory for that")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from test_bench import TINY
 
 from gptmanager import OptionalParams, cli
-from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end
+from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end, parts, workbench
 from gptmanager.bench.dense_reference import compare, dense_logits, why_not
 from gptmanager.bench.device_trace import Ran
 from gptmanager.bench.engine import IterationLog, Session
@@ -23,7 +23,7 @@ from gptmanager.bench.pressure import Pressure
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.scale import CPU_SCALE
 from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
-from gptmanager.bench.table import end_to_end_parts
+from gptmanager.bench.table import end_to_end_table
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.errors import ConfigError
 from gptmanager.terminal.tables import lines
@@ -135,7 +135,7 @@ def test_what_a_report_is_of(report):
 
 
 def test_the_table(report):
-    told = lines(end_to_end_parts(report))
+    told = lines(end_to_end_table(report))
     blocks = [line for before, line in zip(told, told[1:], strict=False) if not before]
     blocks = [line for line in blocks if line.isalpha()]
     assert blocks == ["check", "steps", "load", "transformers", "saturated", "pressure"]
@@ -148,7 +148,7 @@ def test_the_table(report):
 
 
 def test_random_weights_and_parts(monkeypatch):
-    monkeypatch.setattr(end_to_end, "SMALL_LLAMA", TINY)
+    monkeypatch.setattr(workbench, "SMALL_LLAMA", TINY)
     options = EndToEndOptions("cpu", scale=SMALL, only=("check", "load"), quick=True)
     parts = []
     report = bench_end_to_end(options, on_part=lambda name, result: parts.append(name))
@@ -170,7 +170,7 @@ def test_no_time_left(folder):
     skipped = [name for name in end_to_end.PARTS if report[name] == SKIPPED]
     assert skipped == ["steps", "load", "transformers", "saturated", "pressure"]
     assert report["notes"] == [f"{name}: no time left, skipped" for name in skipped]
-    assert "  skipped: no time left" in lines(end_to_end_parts(report))
+    assert "  skipped: no time left" in lines(end_to_end_table(report))
 
 
 def test_time_ends_within_the_steps(folder):
@@ -186,24 +186,24 @@ def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
     def fail(*arguments):
         raise OSError("disk gone\nat once")
 
-    monkeypatch.setattr(end_to_end, "compare", fail)
+    monkeypatch.setattr(parts, "compare", fail)
     options = EndToEndOptions("cpu", folder, SMALL, only=("check", "load"), quick=True)
     report = bench_end_to_end(options)
     assert report["check"] == {"status": "failed", "note": "OSError: disk gone"}
     assert report["load"][0]["status"] == "ok"
     assert report["notes"] == ["check: failed: disk gone"]
-    assert "  failed: OSError: disk gone" in lines(end_to_end_parts(report))
+    assert "  failed: OSError: disk gone" in lines(end_to_end_table(report))
 
 
 def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
-    made, session = [], end_to_end.Session
+    made, session = [], workbench.Session
 
     def noted(source, params, **options):
         made.append((params.deterministic, params.cuda_graphs))
         return session(source, params, **options)
 
-    monkeypatch.setattr(end_to_end, "Session", noted)
-    names = tuple(end_to_end.ABLATIONS)
+    monkeypatch.setattr(workbench, "Session", noted)
+    names = tuple(parts.ABLATIONS)
     options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
     report = bench_end_to_end(options)
     assert made == [(False, True), (False, True), (True, True), (False, False)]
@@ -214,7 +214,7 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
         speed = row["output_tokens_per_second"] / plain["output_tokens_per_second"]
         assert row["ratio"] == pytest.approx(speed, abs=1e-3)
         assert [step["batch"] for step in row["steps"]] == [1, 3]
-    told = lines(end_to_end_parts(report))
+    told = lines(end_to_end_table(report))
     assert "ablations" in told and any(line.startswith("  no graphs ") for line in told)
     assert any(line.startswith("  a manager of 8, deterministic=True ") for line in told)
 
@@ -233,11 +233,11 @@ def test_interrupted(folder):
     options = EndToEndOptions("cpu", folder, SMALL, quick=True)
     report = bench_end_to_end(options, on_part=interrupt)
     assert report["interrupted"] and report["check"]["status"] == "ok" and "load" not in report
-    assert "note: interrupted" in lines(end_to_end_parts(report))
+    assert "note: interrupted" in lines(end_to_end_table(report))
 
 
 def test_a_peer_that_is_not_installed(folder, monkeypatch):
-    monkeypatch.setattr(end_to_end, "find_spec", lambda name: None)
+    monkeypatch.setattr(parts, "find_spec", lambda name: None)
     report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
     assert report["transformers"] == {"status": "skipped", "note": "not installed"}
     assert report["notes"] == ["transformers: not installed: skipped"]
@@ -245,13 +245,13 @@ def test_a_peer_that_is_not_installed(folder, monkeypatch):
 
 @OF_TORCH
 def test_a_peer_that_takes_too_long(folder, monkeypatch):
-    monkeypatch.setattr(end_to_end, "_PEER_LIMIT_S", 1e-9)
+    monkeypatch.setattr(parts, "_PEER_LIMIT_S", 1e-9)
     report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
     peer = report["transformers"]
     tokens = sum(n for _, n in uniform_requests(5, (3, 12), (3, 12), 96)[:3])
     assert peer["transformers"] == pytest.approx(tokens / 1e-9)
     assert peer["note"] == "0 of 3 requests done after 1e-09 s: at most this fast"
-    assert any("at most this fast" in line for line in lines(end_to_end_parts(report)))
+    assert any("at most this fast" in line for line in lines(end_to_end_table(report)))
 
 
 @OF_TORCH

@@ -26,7 +26,7 @@ from gptmanager.callbacks import generate
 from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.run.serving import latencies
+from gptmanager.run.latencies import latencies
 from gptmanager.run.text_encoder import TextEncoder
 
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())

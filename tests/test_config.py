@@ -92,6 +92,7 @@ def test_the_documented_defaults_are_taken():
             {"kv_cache_config": KvCacheConfig(free_gpu_memory_fraction="0.5")},
             "free_gpu_memory_fraction = '0.5'",
         ),
+        ({"on_progress": "weights"}, "OptionalParams.on_progress = 'weights' is not callable"),
         (
             {"peft_cache_manager_config": PeftCacheManagerConfig(num_put_workers=2)},
             "PeftCacheManagerConfig.num_put_workers = 2 is refused",

@@ -277,8 +277,12 @@ picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfett
     command               picture, on the command line
 run/                      a file of requests, run by a manager
     text_encoder          texts as token ids, and which are too long for any request
+    line_fields           the fields that a line of requests may have
     requests_file         requests as JSON lines
+    results_file          results as JSON lines
+    latencies             how long clients waited
     live_view             what a person sees while requests run
+    watch                 a run, followed on the terminal's thread
     serving               a file of requests through a manager
     command               run, on the command line
 bench/                    how fast it is, beside its peers
@@ -303,6 +307,8 @@ bench/                    how fast it is, beside its peers
     serving_parts         steps and loads of one manager
     pressure              two policies on a KV cache that is too small
     scale                 how large the end-to-end benchmark is
+    workbench             device, model and manager of the end-to-end benchmark
+    parts                 its parts
     end_to_end            the end-to-end benchmark
     table                 reports as tables
     gpu_commands          bench kernels and bench e2e, on the command line

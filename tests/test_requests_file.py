@@ -14,15 +14,9 @@ from text_checkpoint import byte_tokenizer
 from gptmanager import FinishReason
 from gptmanager.callbacks import GenerationResult
 from gptmanager.errors import CapacityError, ConfigError
-from gptmanager.run.requests_file import (
-    _ALIASES,
-    _NAMES,
-    Results,
-    new_file,
-    read_file,
-    read_requests,
-    result_line,
-)
+from gptmanager.run.line_fields import _ALIASES, _NAMES
+from gptmanager.run.requests_file import read_file, read_requests
+from gptmanager.run.results_file import Results, new_file, result_line
 
 TOKENIZER = byte_tokenizer()
 

@@ -57,6 +57,19 @@ def assert_holds(weights: Weights, tensors: dict[str, Tensor]) -> None:
     assert torch.equal(weights["norm.weight"], tensors["m.norm.weight"])
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_who_loads_is_told_how_far_it_is(partial: bool) -> None:
+    weights, told = new_weights(torch.bfloat16), []
+    if partial:
+        weights.load(new_tensors())
+    tensors = new_tensors(1)
+    weights.load(tensors, partial=partial, on_progress=lambda *given: told.append(given))
+    total = 2 * sum(tensor.numel() for tensor in tensors.values())
+    assert [given[::2] for given in told] == [("weights", total)] * len(tensors)
+    counts = [done for _, done, _ in told]
+    assert counts == sorted(set(counts)) and counts[-1] == total
+
+
 def test_tensors_reach_their_rows_and_orientation() -> None:
     weights = new_weights()
     tensors = new_tensors()

@@ -1,12 +1,13 @@
 """How fast it is: a load beside a peer on any machine, kernels and a whole model on one GPU."""
 
 from gptmanager.bench.command import add_command
-from gptmanager.bench.end_to_end import EndToEndOptions, bench_end_to_end
+from gptmanager.bench.end_to_end import bench_end_to_end
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.load import LLAMA_8B, SMALL_LLAMA, Load, random_llama
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.bench.transformers_peer import TransformersPeer
+from gptmanager.bench.workbench import EndToEndOptions
 
 __all__ = [
     "LLAMA_8B",

@@ -19,7 +19,7 @@ from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RequestError
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.request.inference_request import SendResponseCallback
-from gptmanager.run.serving import FetchTimes, latencies
+from gptmanager.run.latencies import FetchTimes, latencies
 
 WARM_UP = [0] * 16  # a prompt before the first timed one
 

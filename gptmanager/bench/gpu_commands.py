@@ -10,11 +10,12 @@ from typing import Any
 
 import orjson
 
-from gptmanager.bench.end_to_end import PARTS, EndToEndOptions, bench_end_to_end
+from gptmanager.bench.end_to_end import PARTS, bench_end_to_end
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.machine import command_line
 from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
-from gptmanager.bench.table import end_to_end_parts, kernel_parts
+from gptmanager.bench.table import end_to_end_table, kernel_table
+from gptmanager.bench.workbench import EndToEndOptions
 from gptmanager.errors import GptManagerError
 from gptmanager.terminal.arguments import (
     device,
@@ -33,12 +34,12 @@ from gptmanager.terminal.options import (
     add_parser,
 )
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.tables import Part, show
+from gptmanager.terminal.tables import Piece, show
 
 _KERNELS_HELP = """\
-Time each CUDA kernel at the sizes of Llama-3.1-8B, beside FlashInfer and torch where they are
-installed, in turn. Copies and products are timed first: shares are of those. A result that is not
-that of torch in float32, up to rounding, is reported as wrong, however fast.
+Time each CUDA kernel at the sizes of Llama-3.1-8B. FlashInfer and torch take turns with it where
+they are installed. Copies and products are timed first: shares are shares of those. A kernel whose
+result differs from torch in float32 by more than rounding is wrong, however fast it is.
 """
 _KERNELS_EXAMPLES = """\
 examples:
@@ -48,10 +49,10 @@ examples:
 exit status: 0 all right, 1 a kernel is wrong or failed, 2 no GPU or a wrong call, 130 interrupted
 """
 _E2E_HELP = """\
-Run a whole model behind a manager: its logits beside a dense reference, the time of generation
-steps, a load of 256 requests, some of them through transformers, and loads that fill the KV cache.
-Floors come of copies and products timed first. Without --model: random weights of the shape of
-Llama-3.1-8B, made on the GPU (on a CPU: of a small Llama).
+Run a whole model behind a manager, part by part: compare its logits with a dense reference, time
+generation steps, run 256 requests, run some of them through transformers, and fill the KV cache.
+Copies and products are timed first: floors are computed from those. Without --model the weights are
+random, with the shape of Llama-3.1-8B (on a CPU: of a small Llama).
 """
 _E2E_EXAMPLES = """\
 examples:
@@ -121,7 +122,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="fewer cases and repetitions")
     add("--minutes", type=minutes, metavar="M", help="leave out what does not fit into M minutes")
     add_json(parser)
-    told = "write the report as JSON to FILE, too, as far as it goes after each part"
+    told = "write the report as JSON to FILE, too: after each part the report so far"
     add("--output", type=writable, metavar="FILE", help=told)
 
 
@@ -140,7 +141,7 @@ def _kernels(options: argparse.Namespace) -> int:
     )
     bars.close()
     bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
-    return _tell(options, report, kernel_parts(report), is_right=not bad)
+    return _tell(options, report, kernel_table(report), is_right=not bad)
 
 
 def _end_to_end(options: argparse.Namespace) -> int:
@@ -180,11 +181,15 @@ def _end_to_end(options: argparse.Namespace) -> int:
     bars.close()
     parts = [report[name] for name in (*PARTS, "ablations") if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
-    return _tell(options, report, end_to_end_parts(report), is_right=not bad)
+    return _tell(options, report, end_to_end_table(report), is_right=not bad)
 
 
 def _tell(
-    options: argparse.Namespace, report: Mapping[str, Any], parts: Iterable[Part], *, is_right: bool
+    options: argparse.Namespace,
+    report: Mapping[str, Any],
+    parts: Iterable[Piece],
+    *,
+    is_right: bool,
 ) -> int:
     _keeping(options)(report)
     if options.json:
@@ -207,7 +212,7 @@ def teller(bars: ProgressBars, what: str) -> Callable[[str, int, int], None]:
 
 
 def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]:
-    """Writes reports to the file of `--output`, if there is to be one."""
+    """Writes reports to the file of `--output`, if there is one."""
 
     def keep(report: Mapping[str, Any]) -> None:
         if options.output is None:

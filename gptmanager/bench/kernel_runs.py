@@ -1,6 +1,6 @@
 """Kernel cases run one after the other, each beside its peers in turn, right before fast.
 
-Decides what becomes of a contender that fails, is absent or wrong, and of cases for which no time
+Decides what is told of a contender that fails, is absent or wrong, and of cases for which no time
 is left. Knows no kernel.
 """
 
@@ -22,7 +22,7 @@ Status = Literal["ok", "wrong", "failed", "absent", "skipped"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What one contender came to in one case. `note`: why it has no figure, or what is wrong.
+    """The result of one contender in one case. `note`: why it has no figure, or what is wrong.
 
     `first_use_s`: until its first result was there, whatever had to be compiled for it; `plan_s`:
     of the host, for one step. Neither is part of `spread`.

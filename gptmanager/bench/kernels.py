@@ -62,7 +62,8 @@ def bench_kernels(
     """The report; ConfigError without a GPU, and for an `only` that nothing has.
 
     Interrupted, the report is of what was measured until then and has `interrupted`. `on_report`
-    gets the one so far after each case: whoever is killed has that. `on_start`: as of `run_cases`.
+    gets the report so far after each case: it is not lost if the benchmark is killed. `on_start`:
+    as of `run_cases`.
     """
     cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
     if ground is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gptmanager.terminal.tables import Part, table
+from gptmanager.terminal.tables import Piece, table
 
 _WIDTHS = (22, 9, 7, 5, 7, 6, 6, 6)  # columns, so that the tables of all cases line up
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
@@ -16,7 +16,7 @@ _LONG_S = 2.0  # a first use that is told
 _MARKS = {True: "goal met", False: "goal MISSED"}
 
 
-def kernel_parts(report: Mapping[str, Any]) -> Iterator[Part]:
+def kernel_table(report: Mapping[str, Any]) -> Iterator[Piece]:
     """A block a part, a table a case, a line an engine; ours first."""
     yield from _header(report)
     yield table(_HEAD, widths=_WIDTHS)
@@ -100,7 +100,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"\n{len(rows)} cases: {counts}; {sum(goals)} of {len(goals)} goals met"
 
 
-def end_to_end_parts(report: Mapping[str, Any]) -> Iterator[Part]:
+def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
     """A block a part, in the order in which they ran."""
     yield from _header(report)
     model = report["model"]
@@ -151,7 +151,7 @@ def _check_parts(part: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     head = ("  batch x context", "ms", "+-", "floor ms", "x floor", "tokens/s", "")
     rows: list[tuple[str, ...]] = []
     for row in part:
@@ -180,7 +180,7 @@ def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
         yield f"  of a step of {trace['batch']} x {trace['context']}: {parts}"
 
 
-def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     waits = ("first p50/p99 ms", "token p50/p99 ms")
     speed = ("  requests", "tokens in/out", "s", "out tok/s", "% roof")
     head = (*speed, *waits, "batch", "pauses", "host ms", "")
@@ -204,7 +204,7 @@ def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
     yield table(head, rows)
 
 
-def _ablation_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+def _ablation_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     head = ("  manager", "s", "out tok/s", "x plain", "steps")
     rows: list[tuple[str, ...]] = []
     for row in part:
@@ -229,7 +229,7 @@ def _peer_parts(part: Mapping[str, Any]) -> Iterator[str]:
         yield f"  transformers: {part['note']}"
 
 
-def _pressure_parts(part: Mapping[str, Any]) -> Iterator[Part]:
+def _pressure_parts(part: Mapping[str, Any]) -> Iterator[Piece]:
     yield (
         f"  {part['requests']} requests that may get long and end early, "
         f"KV cache of {part['kv_cache_tokens']:,} tokens"

@@ -1,4 +1,4 @@
-"""What a person sees of a run: who joins, what they say, who leaves, and what it came to.
+"""What a person sees of a run: requests join, generate their texts, and leave.
 
 On a terminal a table whose running rows are redrawn in place; in a file or a pipe a line for each
 event. Decides nothing about requests.

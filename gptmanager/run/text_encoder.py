@@ -15,11 +15,11 @@ from tokenizers import Tokenizer, pre_tokenizers
 from gptmanager.errors import InvalidRequestError
 from gptmanager.memory.checkpoint_files import shown, told
 
-LONG_TEXT = 1 << 16  # characters; encoding so many takes a tenth of a second
+LONG_TEXT = 1 << 16  # characters: it takes a tenth of a second to encode them
 # parts of a tokenizer that pass on all of a text
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_NFC = 9  # no text has so many times the bytes of its composed form
+_NFC = 9  # a text has at most as many times the bytes of its composed form
 
 
 class TextEncoder:
@@ -73,7 +73,7 @@ class TextEncoder:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Bytes of a text that no token stands for more of.
+    """The most bytes of a text that one token may stand for.
 
     None where a part of the tokenizer may drop or shorten what it gets, so that there is no bound.
     """

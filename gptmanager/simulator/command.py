@@ -37,16 +37,17 @@ from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.tables import show
 
 _HELP = """\
-Run a load through the real scheduler and block accounting under a virtual clock, once for each
-policy, and print what it would come to side by side.
+Run a load through the real scheduler and block accounting under a virtual clock. Do so once for
+each policy, and print the figures side by side. No model is needed.
 
-The load is that of a recording, or synthetic: lengths drawn from ranges, arriving all at once or at
-a rate. A step takes as long as the cost model says, in seconds:
+The load comes from a recording, or it is synthetic: lengths are drawn from ranges, and requests
+arrive all at once or at a rate. A step takes as long as the cost model says, in seconds:
 
   fixed + context_token * context tokens + context_pair * attended pairs of the contexts
         + generation_row * sequences in generation + kv_token * cached tokens that they read
 
-It is given (--cost), or fitted to a recording (--fit; by default the recorded load's own).
+Give the cost model with --cost, or fit it to a recording with --fit. Without either it is fitted to
+the recording that the load comes from.
 """
 
 _EXAMPLES = """\
@@ -66,7 +67,7 @@ def add_command(commands: Any) -> None:
         commands,
         "simulate",
         _simulate,
-        help="what a load would come to under other policies, without a model",
+        help="run a load under other policies, without a model",
         usage="gptmanager simulate [options]",
         description=_HELP,
         epilog=_EXAMPLES,

@@ -1,4 +1,4 @@
-"""What a simulated run came to: counted while it runs, told as `Figures`."""
+"""The figures of a simulated run: counted while it runs, told as `Figures`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptmanager.step import Schedule
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What a simulated run came to. Times in virtual seconds; latencies of finished requests.
+    """Figures of a simulated run. Times are virtual seconds, latencies those of finished requests.
 
     `ttft_s`: from arrival to first token; `per_token_s`: between a request's tokens, its mean; each
     (median, 99th percentile). `kv_use`: mean and largest share of the blocks in use.

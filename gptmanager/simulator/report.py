@@ -11,7 +11,7 @@ from gptmanager.simulator.comparison import figures_table, plain
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.host_queue import HostQueue
-from gptmanager.terminal.tables import Part
+from gptmanager.terminal.tables import Piece
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Comparison:
             "longest_held_back_s": None if self.queue is None else self.queue.longest_s,
         }
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Piece]:
         """For people."""
         yield figures_table(self.figures)
         for name, it in self.figures.items():

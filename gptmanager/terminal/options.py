@@ -29,7 +29,7 @@ def add_parser(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    nothing = LiveRegion(None)  # draws nothing; whoever calls `call` may put its own there
+    nothing = LiveRegion(None)  # draws nothing; a caller of `call` may put its own there
     parser.set_defaults(command=call, parser=parser, region=nothing)
     return parser
 

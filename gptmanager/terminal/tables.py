@@ -16,7 +16,7 @@ from rich.text import Text
 from gptmanager.terminal.live_region import can_draw
 from gptmanager.terminal.printable import printable, printable_lines
 
-Part = str | Table
+Piece = str | Table
 _LOUD = ("WRONG", "FAILED", "MISSED")
 _ENDLESS = 1 << 20  # columns
 
@@ -30,7 +30,7 @@ def table(
 ) -> Table:
     """Figures to the right; to the `left` the columns that hold text, the last one is -1.
 
-    `widths`: at least so many columns of the terminal, so that several tables line up.
+    `widths`: least widths in columns of the terminal, so that several tables line up.
     """
     drawn = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(head), header_style=""
@@ -47,20 +47,20 @@ def table(
     return drawn
 
 
-def lines(parts: Iterable[Part], *, styled: bool = False) -> list[str]:
+def lines(pieces: Iterable[Piece], *, styled: bool = False) -> list[str]:
     """As a file gets them; `styled`: as a terminal does."""
     console = Console(width=_ENDLESS, color_system="standard" if styled else None)
     with console.capture() as capture:
-        for part in parts:
-            drawing = _text(printable_lines(part)) if isinstance(part, str) else part
-            console.print(drawing, soft_wrap=isinstance(part, str))
+        for piece in pieces:
+            drawing = _text(printable_lines(piece)) if isinstance(piece, str) else piece
+            console.print(drawing, soft_wrap=isinstance(piece, str))
     return [line.rstrip() for line in capture.get().split("\n")[:-1]]
 
 
-def show(parts: Iterable[Part]) -> None:
+def show(pieces: Iterable[Piece]) -> None:
     """On the standard output."""
     styled = can_draw(sys.stdout) and not os.environ.get("NO_COLOR")
-    print("\n".join(lines(parts, styled=styled)))
+    print("\n".join(lines(pieces, styled=styled)))
 
 
 def _text(text: str) -> Text:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from test_bench_end_to_end import SMALL
 
 from gptmanager.bench import EndToEndOptions, bench_end_to_end
-from gptmanager.bench.table import end_to_end_parts
+from gptmanager.bench.table import end_to_end_table
 from gptmanager.terminal.tables import lines
 
 CONFIG = {**LLAMA, "num_hidden_layers": 1}
@@ -36,11 +36,16 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_all_that_a_manager_does_on_a_gpu(device, folder, dtype):
     options = EndToEndOptions(device, folder, SCALE, ("check", "steps", "load"), dtype, quick=True)
-    report = bench_end_to_end(options)
+    started = []
+    report = bench_end_to_end(options, on_progress=lambda *given: started.append(given))
     assert report["check"]["status"] == "ok" and report["notes"] == []
+    assert {(what, done == total) for what, done, total in started} >= {
+        ("weights", True),
+        ("CUDA graphs", True),
+    }
     steps, load = report["steps"], report["load"]
     assert steps[0]["status"] == load[0]["status"] == "ok"
-    assert lines(end_to_end_parts(report))
+    assert lines(end_to_end_table(report))
     if device == "cuda":
         trace = steps[-1]["trace"]  # so few steps may be over before it begins
         assert trace["status"] == "ok" or trace["note"].endswith("nothing ran on the device")

@@ -24,7 +24,7 @@ from gptmanager.bench.machine import find_gpu
 from gptmanager.bench.paged_rows import attention_flops, paged_rows
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.sampling_cases import refused_share
-from gptmanager.bench.table import kernel_parts
+from gptmanager.bench.table import kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
@@ -108,7 +108,7 @@ def test_what_a_report_is_of(report):
 
 
 def test_the_table(report):
-    told = lines(kernel_parts(report))
+    told = lines(kernel_table(report))
     assert "host time of a launch: graph 9.0 us" in told
     assert any(line.startswith(f"    {OURS}  ") and "2,000.0" in line for line in told)
     assert any(line.startswith(f"    {OURS}  ") and " plan " in line for line in told)
@@ -128,7 +128,7 @@ def test_a_fast_wrong_kernel_is_wrong(toolchain):
         assert ours["status"] == "wrong" and ours["error"] > row["tolerance"]
         assert not any(goal["met"] for goal in row["goals"])
         assert not any("times_ours" in it for it in row["engines"].values())
-    assert any("WRONG: error" in line for line in lines(kernel_parts(report)))
+    assert any("WRONG: error" in line for line in lines(kernel_table(report)))
 
 
 def test_selection(launcher):
@@ -151,7 +151,7 @@ def test_the_time_limit_skips_what_is_left(launcher):
     assert statuses == sorted(statuses)
     note = f"time limit of 5 minutes: {statuses.count('skipped')} cases skipped"
     assert note in report["notes"]
-    assert any("skipped" in line for line in lines(kernel_parts(report)))
+    assert any("skipped" in line for line in lines(kernel_table(report)))
 
 
 def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_path):

@@ -1,0 +1,96 @@
+"""Results as JSON lines: what `gptmanager run` writes, in the order of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import FileIO, RawIOBase
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from gptmanager.callbacks import GenerationResult, TextStream
+from gptmanager.errors import ConfigError, GptManagerError, InvalidRequestError, response_text
+from gptmanager.run.requests_file import RequestLine
+
+_COUNTS = ("pauses", "cached_tokens", "prompt_tokens", "generated_tokens")  # among the metrics
+
+
+def new_file(option: str, path: Path) -> FileIO:
+    """An empty file to write, in a folder that is made if need be. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
+
+
+def result_line(
+    line: RequestLine,
+    outcome: GenerationResult | BaseException | None,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """What the output file says of a line. `outcome` None: the line holds no request."""
+    result: dict[str, Any] = {"line": line.number, "request_id": line.request_id}
+    if line.prompt is not None:
+        result["prompt"] = line.prompt
+    if not isinstance(outcome, GenerationResult):
+        error = outcome or line.error or InvalidRequestError("was not submitted")
+        return {**result, "error": response_text(error)}
+    output_ids = outcome.generated_ids[0]
+    if tokenizer is not None:
+        stream = TextStream(tokenizer, outcome.prompt_ids)
+        result["text"] = stream.push(output_ids) + stream.flush()
+    metrics = outcome.metrics
+    return {
+        **result,
+        "output_ids": output_ids,
+        "finish_reason": outcome.finish_reasons[0].name,
+        "metrics": {n: int(metrics[n]) if n in _COUNTS else metrics[n] for n in metrics},
+    }
+
+
+class Results:
+    """What became of each line.
+
+    `file` has them in the order of the lines, each as soon as it and all before it are known;
+    `close` writes those that are known behind one that is not.
+    """
+
+    def __init__(
+        self, lines: Sequence[RequestLine], tokenizer: Tokenizer | None, file: RawIOBase | None
+    ) -> None:
+        self._lines = lines
+        self._tokenizer = tokenizer
+        self._file = file
+        self._num_written = 0
+        self.by_number: dict[int, dict[str, Any]] = {}
+
+    def add(
+        self, line: RequestLine, outcome: GenerationResult | BaseException | None
+    ) -> dict[str, Any]:
+        result = result_line(line, outcome, self._tokenizer)
+        self.by_number[line.number] = result
+        while self._num_written < len(self._lines):
+            known = self.by_number.get(self._lines[self._num_written].number)
+            if known is None:
+                break
+            self._write(known)
+        return result
+
+    def close(self) -> None:
+        for line in self._lines[self._num_written :]:
+            if line.number in self.by_number:
+                self._write(self.by_number[line.number])
+
+    def _write(self, result: dict[str, Any]) -> None:
+        self._num_written += 1
+        line = memoryview(orjson.dumps(result) + b"\n")
+        try:
+            while self._file is not None and line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            name = getattr(self._file, "name", "")
+            self._file = None  # what comes behind a gap would be misread
+            raise GptManagerError(f"--output {name}: {error.strerror}") from error
