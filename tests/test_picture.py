@@ -16,6 +16,7 @@ import pytest
 from loop_driver import LoopDriver
 
 from gptmanager import InferenceRequest, ModelType, OptionalParams
+from gptmanager.assembly import loop_builder
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
@@ -35,7 +36,7 @@ from gptmanager.picture.svg import STYLE
 from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
 from gptmanager.recorder.recording import read_recording
-from gptmanager.scheduler import MaxUtilizationScheduler, SimpleScheduler
+from gptmanager.scheduler.waiting import Wait, WaitReason, untold
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
@@ -77,13 +78,15 @@ def test_toy_example_with_whole_contexts():
     assert at(trace, 1) == {1: ("G", 1), 2: ("G", 1), 3: ("C", 3), 4: ("C", 3), 5: wait}
     assert at(trace, 2) == {2: ("G", 2), 3: ("G", 1), 4: ("G", 1), 5: ("C", 3)}
     assert trace.lane(1).end == 2 and trace.lane(1).outcome == "END_ID"
-    first_wait, second_wait = trace.lane(5).spans[:2]
-    assert first_wait.reason is Reason.TOKENS and "behind request 3" in first_wait.why
-    assert trace.lane(3).spans[0].why == (
-        "its prompt (3) does not fit into the 2 tokens that are left of max_num_tokens = 12"
+    third, fourth, fifth = (trace.lane(request_id).spans[0] for request_id in (3, 4, 5))
+    assert third.reason is fourth.reason is Reason.TOKENS
+    assert third.why == (
+        "for tokens of a step: it needs 3, 2 of max_num_tokens = 12 are left by 2 starting "
+        "requests, short by 1"
     )
-    assert second_wait.reason is Reason.BATCH
-    assert second_wait.why == "4 requests run, max_batch_size = 4"
+    assert fourth.why.startswith("behind request 3, which waits for tokens of a step: that needs 3")
+    assert (fifth.reason, fifth.end) == (Reason.BATCH, 2)
+    assert fifth.why == "for room in the batch: 4 starting requests, at most 4 at once"
 
 
 def test_toy_example_with_chunks():
@@ -199,7 +202,7 @@ def test_every_chunk_has_its_numbers_to_point_at():
     assert "request 3, iteration 0: context, 2 tokens (positions 0 to 1)" in text
     assert "request 1, iteration 1: generation, yields token 2" in text
     assert "request 1 ends: 2 tokens, END_ID" in text
-    assert "request 5, iteration 1: waiting; 4 requests run, max_batch_size = 4" in text
+    assert "request 5, iteration 1: waiting for room in the batch: 4 starting requests" in text
 
 
 def test_a_context_after_a_pause_tells_what_was_generated_before():
@@ -229,6 +232,9 @@ def test_thousands_of_rows_are_cut_and_the_picture_says_so():
     assert "the first 2000 are drawn" in draw(builder.build())
 
 
+WAIT = Wait(WaitReason.BATCH_FULL, 1, 1, 1, 1)
+
+
 def crowd(num_requests=2000, num_columns=100):
     """One request runs at a time, as many as columns; the others wait."""
     builder = TraceBuilder(Bounds(1, 8, 8, 4))
@@ -236,7 +242,8 @@ def crowd(num_requests=2000, num_columns=100):
         builder.arrive(request_id, 4, 1)
     for column in range(num_columns):
         row = Row(column, column + 1, 0, 0, 4, True)
-        builder.step(Schedule(column, (row,)), float(column))
+        waits = dict.fromkeys(range(column + 1, num_requests), WAIT)
+        builder.step(Schedule(column, (row,)), float(column), waits)
         builder.end(column, "LENGTH")
     return builder
 
@@ -270,7 +277,7 @@ def test_a_request_that_waits_costs_nothing_in_each_iteration(monkeypatch):
     assert [len(lane.spans) for lane in trace.lanes] == [1] + [2] * 99 + [1] * 400
     waits = trace.lanes[300].spans[0]
     assert (waits.begin, waits.end, waits.reason) == (0, 100, Reason.BATCH)
-    assert waits.why.startswith("behind request 1: 1 requests run, max_batch_size = 1")
+    assert waits.why == WAIT.text == "for room in the batch: 1 running requests, at most 1 at once"
 
 
 def test_every_reason_has_dashes_of_its_own_and_a_name_in_the_legend():
@@ -352,7 +359,7 @@ def test_higher_priority_arrives_before_those_that_wait():
         (2, 1),
         (4, 2),
     ]
-    assert "behind request 1" in trace.lane(2).spans[0].why
+    assert trace.lane(2).spans[0].reason is Reason.BATCH
 
 
 def record(tmp_path, **options):
@@ -394,6 +401,16 @@ def test_a_recording_gives_its_trace(tmp_path):
     assert trace.bounds.policy == "GUARANTEED_NO_EVICT" and trace.bounds.num_blocks == 8
     assert trace.lane(8).spans[0].reason is Reason.BLOCKS
     assert max(column.used_blocks for column in trace.columns) <= 8
+
+
+def test_where_no_scheduler_tells_a_picture_says_so_as_explain_does(tmp_path):
+    recording = read_recording(record(tmp_path))
+    blueprint = dataclasses.replace(recording.header.blueprint, custom_scheduler="Mine")
+    header = dataclasses.replace(recording.header, blueprint=blueprint)
+    trace = trace_of(dataclasses.replace(recording, header=header))
+    span = trace.lane(8).spans[0]
+    assert (span.phase, span.reason) == (Phase.WAITING, Reason.OTHER)
+    assert span.why == untold("Mine", 5, 8 - trace.columns[0].used_blocks)
 
 
 def picture(*arguments):
@@ -449,30 +466,32 @@ def test_what_began_before_the_first_schedule_is_drawn_from_there():
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
+    blueprint = Blueprint(
+        OptionalParams(max_batch_size=4, max_num_tokens=16, run_ahead=run_ahead),
+        SchedulerConfig(MAX_UTILIZATION),
+        Sizes(16, 4, 64, 63, False, True, 16),
+        vocab_size=100,
+    )
     driver = LoopDriver(
-        num_blocks=8,
+        num_blocks=16,
         run_ahead=run_ahead,
         chunked=True,
         max_num_tokens=16,
         max_active=None,
-        scheduler=pausing,
+        scheduler=lambda given: loop_builder._scheduler(
+            blueprint, given.capacity_scheduler.kv_cache_manager
+        ),
     )
     loop = driver.loop
     recorder = Recorder(tmp_path / "run.jsonl")
     loop.host = RecordingHost(loop.host, recorder)
     loop.executor = RecordingExecutor(loop.executor, recorder)
-    blueprint = Blueprint(
-        OptionalParams(max_batch_size=4, max_num_tokens=16),
-        SchedulerConfig(MAX_UTILIZATION),
-        Sizes(8, 4, 64, 63, False, True, 16),
-        vocab_size=100,
-    )
     recorder.start(loop, blueprint)
     builder = observe(loop, policy="MAX_UTILIZATION", chunk_unit=4)
     driver.submit(InferenceRequest.from_tokens(50, [1] * 70, 4))  # too long: refused
     for number in range(8):
-        prompt = [number + 1] * (5 + 2 * number)
-        driver.submit(InferenceRequest.from_tokens(number, prompt, 9, priority=number % 3 / 4))
+        prompt = [number + 1] * (5 + number)
+        driver.submit(InferenceRequest.from_tokens(number, prompt, 40, priority=number % 3 / 4))
     for _ in range(12):
         loop.iterate()
     driver.host.callbacks.stop(7, 2)
@@ -480,15 +499,11 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     recorder.close()
 
     observed, recorded = builder.build(), trace_of(read_recording(tmp_path / "run.jsonl"))
-    assert sum(lane.num_pauses for lane in observed.lanes) > 2
+    assert sum(lane.num_pauses for lane in observed.lanes) >= 1
     assert {lane.outcome for lane in observed.lanes} == {"LENGTH", "CANCELLED"}
+    reasons = {span.reason for lane in observed.lanes for span in lane.spans}
+    assert reasons >= {Reason.BLOCKS, Reason.NONE} and Reason.OTHER not in reasons
     assert recorded == observed
-
-
-def pausing(scheduler):
-    """MAX_UTILIZATION without guards in the place of the driver's own policy."""
-    capacity = MaxUtilizationScheduler(4, scheduler.capacity_scheduler.kv_cache_manager)
-    return SimpleScheduler(capacity, scheduler.micro_batch_scheduler)
 
 
 def test_a_black_box_gives_what_can_be_known(tmp_path):

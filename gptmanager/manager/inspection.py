@@ -21,7 +21,7 @@ from gptmanager.loop.admission import admit
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, insert_by_priority
-from gptmanager.scheduler.waiting import Wait, WaitReason, told_by
+from gptmanager.scheduler.waiting import Wait, WaitReason, told_by, untold
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +215,8 @@ def _reason(
     if waits is None:
         kv_cache = loop.allocator.kv_cache
         needed = kv_cache.get_remaining_blocks_to_completion(request)
-        text = f"waits to be chosen by {type(loop.scheduler).__name__}, which does not tell why it "
-        text += f"is not: it needs {needed} KV cache blocks until its end, "
-        text += f"{kv_cache.get_num_free_blocks()} are free"
-        return "not_chosen", _NO_WAIT, text
+        text = untold(type(loop.scheduler).__name__, needed, kv_cache.get_num_free_blocks())
+        return "not_chosen", _NO_WAIT, f"waits {text}"
     wait = waits.get(request.request_id)
     if wait is None:
         return "starting", _NO_WAIT, "starts with the next iteration"

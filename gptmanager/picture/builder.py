@@ -1,25 +1,27 @@
 """From schedules, arrivals and ends, in the order in which they happened, to a `Trace`.
 
-Counts blocks from what the schedules hand out; asks no scheduler, loop or clock.
+Counts blocks from what the schedules hand out; asks no scheduler, loop or clock. Why requests wait
+is told with each schedule, or not at all.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gptmanager.picture.trace import Bounds, Column, Lane, Phase, Reason, Span, Trace
-from gptmanager.picture.waiting import Load, Wish, explain_wait
+from gptmanager.picture.waiting import reason_of
+from gptmanager.scheduler.waiting import Wait, untold
 from gptmanager.step import BlockAppend, Row, Schedule
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`length`: tokens of its history, launched ones included; `slot` -1: not started, which it is
-    `waiting_since` a column.
+    """`slot` -1: it has not started, and waits since the column `waiting_since`, at first for
+    `first_wait`, if that was told.
     """
 
     request_id: int
@@ -27,10 +29,9 @@ class _Request:
     max_new_tokens: int
     priority: float
     arrival: int
-    length: int
     waiting_since: int
+    first_wait: Wait | None = None
     slot: int = -1
-    computed: int = 0
     num_pauses: int = 0
     generated: int = 0
     end: int | None = None
@@ -55,17 +56,27 @@ class _Request:
 
 
 class _Wait(NamedTuple):
-    """Why nobody else started in columns from `begin` on; `head` is the first that waits."""
+    """Why requests wait in columns from `begin` on: `wait` is that of `head`, the first of them.
+
+    `waits` are those of all, kept only where the head waits for another reason than before.
+    """
 
     begin: int
-    reason: Reason
-    why: str
     head: _Request
+    wait: Wait | None
+    waits: Mapping[int, Wait]
+    free_blocks: int
 
-    def told_to(self, request: _Request) -> str:
-        if request is self.head:
-            return self.why
-        return f"behind request {self.head.request_id}: {self.why}"
+    @property
+    def reason(self) -> Reason:
+        return Reason.OTHER if self.wait is None else reason_of(self.wait)
+
+    def of(self, request: _Request) -> Wait | None:
+        """What was told of the request, or follows for it from what was told of the head."""
+        if request is self.head or self.wait is None:
+            return self.wait
+        behind = self.wait.of_those_behind(self.head.request_id)
+        return self.waits.get(request.request_id, behind)
 
 
 class TraceBuilder:
@@ -84,6 +95,7 @@ class TraceBuilder:
         self._columns: list[Column] = []
         self._waits: list[_Wait] = []  # one a column in which somebody waits to start
         self._changes: list[int] = []  # of them, where the reason is another than before
+        self._beginners: list[_Request] = []  # who wait since the column to come
         self._unknown = 0  # made up block ids are negative
         self._work = 0  # of following those who do not run
         self.max_work: int | None = None
@@ -96,20 +108,23 @@ class TraceBuilder:
         self, request_id: int, prompt_len: int, max_new_tokens: int, priority: float = 0.5
     ) -> None:
         column = len(self._columns)
-        request = _Request(
-            request_id, prompt_len, max_new_tokens, priority, column, prompt_len, column
-        )
+        request = _Request(request_id, prompt_len, max_new_tokens, priority, column, column)
         self._all.append(request)
+        self._beginners.append(request)
         self._by_id[request_id] = request
         insort_right(self._active, request, key=lambda other: -other.priority)
 
-    def step(self, schedule: Schedule, time_s: float) -> None:
-        """One iteration, as it was decided at `time_s`."""
+    def step(
+        self, schedule: Schedule, time_s: float, waits: Mapping[int, Wait] | None = None
+    ) -> None:
+        """One iteration, as it was decided at `time_s`.
+
+        `waits`: why it left requests out, by id, as the scheduler told it; None: it did not.
+        """
         column = len(self._columns)
         for request_id in schedule.paused:
             self._pause(request_id)
         rows = (*schedule.context_rows, *schedule.generation_rows)
-        num_older = sum(self._find(row).slot >= 0 for row in rows)
         started = {start.slot for start in schedule.starts}
         for row in rows:
             self._seat(self._find(row), row, row.slot in started)
@@ -118,15 +133,7 @@ class TraceBuilder:
             self._run(row, Phase.CONTEXT, column)
         for row in schedule.generation_rows:
             self._run(row, Phase.GENERATION, column)
-        num_tokens = schedule.num_context_tokens + len(schedule.generation_rows)
-        load = Load(
-            num_running=len(rows),
-            num_tokens=num_tokens,
-            num_older=num_older,
-            free_blocks=self.bounds.num_blocks - len(self._owners),
-            reserved_blocks=self._reserved_blocks(),
-        )
-        num_waiting = self._wait(column, {row.request_id for row in rows}, load)
+        num_waiting = self._wait(column, {row.request_id for row in rows}, waits or {})
         self._columns.append(
             Column(
                 iteration=schedule.iteration,
@@ -205,8 +212,8 @@ class TraceBuilder:
         if request is not None:
             self._release(request)
             request.num_pauses += 1
-            request.computed = 0
             request.waiting_since = len(self._columns)
+            self._beginners.append(request)
 
     def _release(self, request: _Request) -> None:
         for block in request.blocks:
@@ -220,38 +227,36 @@ class TraceBuilder:
     def _run(self, row: Row, phase: Phase, column: int) -> None:
         request = self._by_id[row.request_id]
         request.add(Span(phase, column, column + 1, row.position, row.num_tokens))
-        request.computed = row.position + row.num_tokens
         if row.samples:
-            request.length = request.computed + 1
-            request.generated = max(request.generated, request.length - request.prompt_len)
+            length = row.position + row.num_tokens + 1
+            request.generated = max(request.generated, length - request.prompt_len)
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.bounds.tokens_per_block)
 
-    def _life_blocks(self, request: _Request) -> int:
-        """Blocks that it may still take until its end."""
-        whole = self._blocks(request.prompt_len + request.max_new_tokens)
-        return max(0, whole - len(request.blocks))
-
-    def _reserved_blocks(self) -> int:
-        return sum(self._life_blocks(request) for request in self._by_slot.values())
-
-    def _wait(self, column: int, running: set[int], load: Load) -> int:
+    def _wait(self, column: int, running: set[int], waits: Mapping[int, Wait]) -> int:
         """How many do not run. Who holds memory gets its span now, who has not started later: most
         of a long list waits for as long as the first of it does.
         """
         self._spend(len(self._by_slot))
         for request in self._by_slot.values():
             if request.request_id not in running:
-                held = "it holds its memory, but is not in this batch"
-                request.add(Span(Phase.HELD, column, column + 1, 0, 0, Reason.OTHER, held))
+                wait = waits.get(request.request_id)
+                reason = Reason.OTHER if wait is None else reason_of(wait)
+                text = "for another batch" if wait is None else wait.text
+                request.add(Span(Phase.HELD, column, column + 1, 0, 0, reason, text))
+        for request in self._beginners:
+            request.first_wait = waits.get(request.request_id)
+        self._beginners.clear()
         if len(self._active) > len(self._by_slot):
             head = next(request for request in self._active if request.slot < 0)
-            reason, why = explain_wait(self.bounds, load, self._wish(head))
-            last = self._waits[-1] if self._waits else None
-            if last is None or last.reason is not reason:
+            free_blocks = self.bounds.num_blocks - len(self._owners)
+            told = _Wait(column, head, waits.get(head.request_id), waits, free_blocks)
+            if not self._waits or self._waits[-1].reason is not told.reason:
                 self._changes.append(len(self._waits))
-            self._waits.append(_Wait(column, reason, why, head))
+            else:
+                told = told._replace(waits={})
+            self._waits.append(told)
         return len(self._active) - len(running)
 
     def _end_wait(self, request: _Request, end: int) -> None:
@@ -265,19 +270,19 @@ class TraceBuilder:
         self._spend(len(changes))
         starts = [0, *(change - first for change in changes if change < first + count)]
         for start, stop in zip(starts, (*starts[1:], count), strict=True):
-            wait = self._waits[first + start]
-            text = wait.told_to(request)
-            request.add(Span(phase, since + start, since + stop, 0, 0, wait.reason, text))
+            told = self._waits[first + start]
+            wait = told.of(request)
+            if not start and request.first_wait is not None:
+                wait = request.first_wait
+            reason = Reason.OTHER if wait is None else reason_of(wait)
+            text = self._untold(request, told.free_blocks) if wait is None else wait.text
+            request.add(Span(phase, since + start, since + stop, 0, 0, reason, text))
 
     def _spend(self, work: int) -> None:
         self._work += work
         if self.max_work is not None and self._work > self.max_work:
             raise ValueError("far more requests hold memory or wait, without running, than are run")
 
-    def _wish(self, request: _Request) -> Wish:
-        return Wish(
-            context_tokens=request.length - request.computed,
-            next_blocks=max(0, self._blocks(request.length) - len(request.blocks)),
-            life_blocks=self._life_blocks(request),
-            was_paused=request.num_pauses > 0,
-        )
+    def _untold(self, request: _Request, free_blocks: int) -> str:
+        needed = self._blocks(request.prompt_len + request.max_new_tokens)
+        return untold(self.bounds.policy or "the scheduler", needed, free_blocks)

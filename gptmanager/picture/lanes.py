@@ -163,4 +163,6 @@ def describe(trace: Trace, lane: Lane, span: Span) -> str:
         if last_token > from_token:
             tokens = f"tokens {from_token} to {last_token}"
         return f"{who}: generation, yields {tokens}"
-    return f"{who}: {span.phase.value}; {span.why}" if span.why else f"{who}: {span.phase.value}"
+    if span.phase is Phase.WAITING:
+        return f"{who}: waiting {span.why}"
+    return f"{who}: {span.phase.value}, waits {span.why}"

@@ -1,6 +1,6 @@
 """A `TokenLoop` watched from outside while it runs, for a `Trace` of it.
 
-Stands between the loop and its executor and host; changes nothing that passes through.
+Stands between the loop and its scheduler, executor and host; changes nothing that passes through.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from gptmanager.config import FinishReason
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds
+from gptmanager.picture.waiting import ToldWaits
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.step import Intake, Schedule, Step
@@ -34,7 +35,7 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
 def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
     host, executor = loop.host, loop.executor
     host_tap, executor_tap = HostTap(host), ExecutorTap(executor)
-    now = 0.0
+    told, now = ToldWaits(loop.scheduler), 0.0
 
     def fetch(room: int | None, num_active: int) -> Intake:
         nonlocal now
@@ -56,11 +57,11 @@ def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
                     request.end_rule.max_new_tokens,
                     request.priority,
                 )
-        builder.step(schedule, now)
+        builder.step(schedule, now, told.take())
         return executor.forward(schedule)
 
     host_tap.fetch, host_tap.respond, executor_tap.forward = fetch, respond, forward
-    loop.host, loop.executor = host_tap, executor_tap
+    loop.scheduler, loop.host, loop.executor = told, host_tap, executor_tap
 
 
 def finish_reason(tensors: list[NamedTensor]) -> str:

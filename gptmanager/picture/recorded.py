@@ -1,17 +1,24 @@
-"""A `Trace` of a recorded run, read from what the recording says; nothing is run again."""
+"""A `Trace` of a recorded run, read from what the recording says.
+
+The scheduler decides once more in a replay, beside, to tell why requests waited.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.errors import RequestError
+from gptmanager.errors import RecordingError, RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
+from gptmanager.picture.waiting import ToldWaits
 from gptmanager.recorder.recording import End, Iteration, Recording
+from gptmanager.replay.replaying import completed
 from gptmanager.request.inference_request import TENSOR_ALIASES, InferenceRequest
 from gptmanager.request.read_tensors import INT32, read_float, read_int, read_token_ids
+from gptmanager.scheduler.simple import RequestScheduler
+from gptmanager.scheduler.waiting import Wait
 
 # ends that come of the intake, before anything of the iteration runs
 _EARLY = ("CANCELLED", "TIMED_OUT", "ERROR")
@@ -25,8 +32,11 @@ _SPARE_WORK = 1 << 24
 def trace_of(recording: Recording) -> Trace:
     """Rows, columns and ends of a recording.
 
-    A black box does not tell of ends: those that follow from lengths, end tokens, stops and reused
-    slots are found, a stop word is not. What was active before the first schedule that it kept
+    Why requests wait is unknown where the recording does not replay, as without a scheduler of the
+    host's own.
+
+    A black box does not tell of ends. Ends that follow from lengths, end tokens, stops and reused
+    slots are found, a stop word is not. A request that was active before the first kept schedule
     shows from its first row on.
     """
     blueprint = recording.header.blueprint
@@ -40,10 +50,31 @@ def trace_of(recording: Recording) -> Trace:
         for turn in recording.iterations
         if turn.schedule is not None
     )
-    reader.builder.max_work = _SPARE_WORK + _WORK_PER_ROW * rows
+    reader.builder.max_work = most = _SPARE_WORK + _WORK_PER_ROW * rows
+    waits = _waits_of(recording, most)
     for iteration in recording.iterations:
-        reader.read(iteration)
+        reader.read(iteration, next(waits, None))
     return reader.builder.build()
+
+
+def _waits_of(recording: Recording, most: int) -> Iterator[Mapping[int, Wait]]:
+    """What the scheduler tells of each iteration, until the replay goes another way.
+
+    Also until it was asked about `most` requests, over all iterations.
+    """
+    asked: list[ToldWaits] = []
+
+    def ask(scheduler: RequestScheduler) -> RequestScheduler:
+        asked.append(ToldWaits(scheduler))
+        return asked[-1]
+
+    try:
+        for _ in completed(recording, wrap=ask):
+            yield asked[-1].take()
+            if sum(told.num_asked for told in asked) > most:
+                return
+    except RecordingError:
+        return
 
 
 def bounds_of(blueprint: Blueprint) -> Bounds:
@@ -76,7 +107,7 @@ class _Reader:
         self._max_seq_len = max_seq_len
         self._asked: dict[int, _Asked] = {}
 
-    def read(self, iteration: Iteration) -> None:
+    def read(self, iteration: Iteration, waits: Mapping[int, Wait] | None) -> None:
         builder, schedule, intake = self.builder, iteration.schedule, iteration.intake
         rows = () if schedule is None else (*schedule.context_rows, *schedule.generation_rows)
         running = {row.request_id for row in rows}
@@ -95,7 +126,7 @@ class _Reader:
             for request_id in running:
                 if request_id not in builder:  # it came before the first schedule that was kept
                     self._arrive(request_id)
-            builder.step(schedule, intake.now)
+            builder.step(schedule, intake.now, waits)
         for end in late if iteration.ends is not None else self._find_ends(iteration):
             builder.end(end.request_id, end.error or end.reason)
 

@@ -35,7 +35,8 @@ class Span(NamedTuple):
     """A request in columns `begin` to `end`, which is not included.
 
     CONTEXT: one chunk of `num_tokens` positions from `position` on. GENERATION: `num_tokens`
-    positions from `position` on, one a column. Others: `why` it waits, in the numbers of `begin`.
+    positions from `position` on, one a column. Others: `why` it waits, in the numbers of `begin`:
+    a text that goes on behind "waits".
     """
 
     phase: Phase

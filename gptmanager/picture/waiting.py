@@ -1,71 +1,51 @@
-"""Why the first waiting request is not in an iteration, in the numbers of that iteration.
-
-Reads counts alone, so that it says the same of a live loop and of a recording. The order of the
-questions is that of the schedulers: memory before tokens.
-"""
+"""Why a request waits, as the scheduler itself tells it of each decision. Guesses nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 
-from gptmanager.picture.trace import Bounds, Reason
+from gptmanager.picture.trace import Reason
+from gptmanager.request.llm_request import RequestList
+from gptmanager.scheduler.simple import RequestScheduler, SchedulerOutput
+from gptmanager.scheduler.waiting import Wait, WaitReason, told_by
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What an iteration has taken. `reserved_blocks`: what its started requests may still take."""
-
-    num_running: int
-    num_tokens: int
-    num_older: int  # of the running, those that had started in an earlier iteration
-    free_blocks: int
-    reserved_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What the waiting request would take. `next_blocks` for its next step, of `life_blocks`."""
-
-    context_tokens: int
-    next_blocks: int
-    life_blocks: int
-    was_paused: bool
+_REASONS = {
+    WaitReason.BATCH_FULL: Reason.BATCH,
+    WaitReason.STATIC_BATCH: Reason.STATIC,
+    WaitReason.KV_BLOCKS: Reason.BLOCKS,
+    WaitReason.TOKEN_BUDGET: Reason.TOKENS,
+}
 
 
-def explain_wait(bounds: Bounds, load: Load, wish: Wish) -> tuple[Reason, str]:
-    """The limit that stands in the way first."""
-    if load.num_running >= bounds.max_batch_size:
-        text = f"{load.num_running} requests run, max_batch_size = {bounds.max_batch_size}"
-        return Reason.BATCH, text
-    if bounds.policy == "STATIC_BATCH" and load.num_older:
-        return Reason.STATIC, f"the batch must end first: {load.num_running} of it still run"
-    blocks = _explain_blocks(bounds, load, wish)
-    if blocks:
-        return Reason.BLOCKS, blocks
-    left = bounds.max_num_tokens - load.num_tokens
-    if bounds.chunk_unit is None:
-        least, what = wish.context_tokens, "prompt"
-    else:
-        least, what = min(wish.context_tokens, bounds.chunk_unit), "smallest chunk"
-    if least > left:
-        text = f"its {what} ({least}) does not fit into the {left} tokens that are left of "
-        return Reason.TOKENS, f"{text}max_num_tokens = {bounds.max_num_tokens}"
-    text = f"{wish.next_blocks} of {load.free_blocks} free blocks would do for its next step"
-    # a headroom for those that run: up to a block each
-    is_tight = wish.next_blocks + load.num_running >= load.free_blocks
-    if bounds.policy == "MAX_UTILIZATION" and (wish.was_paused or is_tight):
-        return Reason.BLOCKS, f"{text}, but it starts only where those that run can go on too"
-    return Reason.OTHER, text
+def reason_of(wait: Wait) -> Reason:
+    """The reason as pictures show it; for one behind another, what that one waits for."""
+    return _REASONS.get(wait.cause or wait.reason, Reason.OTHER)
 
 
-def _explain_blocks(bounds: Bounds, load: Load, wish: Wish) -> str:
-    free, reserved = load.free_blocks, load.reserved_blocks
-    if wish.next_blocks > free:
-        return f"its next step needs {wish.next_blocks} blocks, {free} are free"
-    promises = bounds.policy in ("GUARANTEED_NO_EVICT", "STATIC_BATCH")
-    if promises and wish.life_blocks > free - reserved:
-        return (
-            f"it needs {wish.life_blocks} blocks to its end; {free} are free, {reserved} of them "
-            "reserved by those that run"
-        )
-    return ""
+class ToldWaits(RequestScheduler):
+    """Asks a scheduler before each decision why it leaves requests out; `take` gives the answer.
+
+    `num_asked` counts the requests over all decisions: asking costs time for each.
+    """
+
+    def __init__(self, scheduler: RequestScheduler) -> None:
+        self.num_asked = 0
+        self._scheduler = scheduler
+        self._waits: Mapping[int, Wait] | None = None
+
+    def schedule_request(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> SchedulerOutput:
+        self.num_asked += len(active_requests)
+        self._waits = told_by(self._scheduler, [*active_requests], inflight_request_ids)
+        return self._scheduler.schedule_request(active_requests, inflight_request_ids)
+
+    def why_waiting(
+        self, active_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> Mapping[int, Wait] | None:
+        return told_by(self._scheduler, active_requests, inflight_request_ids)
+
+    def take(self) -> Mapping[int, Wait]:
+        """The waits of the last decision, by request id; empty if it was taken, or nobody told."""
+        waits, self._waits = self._waits, None
+        return waits or {}

@@ -21,6 +21,7 @@ from gptmanager.replay.difference import difference, summary
 from gptmanager.replay.unheard import finish_reasons
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
@@ -93,14 +94,17 @@ def replay(
 
 
 def completed(
-    recording: Recording, *, create_scheduler: Callable[..., Any] | None = None
+    recording: Recording,
+    *,
+    create_scheduler: Callable[..., Any] | None = None,
+    wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
     """Each iteration with its schedule and ends, also where they were not recorded; and the loop.
 
-    The loop is as it stands after the iteration, to be read only. Raises RecordingError at a
-    divergence.
+    The loop is as it stands after the iteration, to be read only. `wrap` gives what stands in the
+    place of its scheduler, and decides as that does. Raises RecordingError at a divergence.
     """
-    run = _Replay(recording, create_scheduler)
+    run = _Replay(recording, create_scheduler, wrap)
     for iteration in recording.iterations:
         divergence = run.step(iteration)
         if divergence is not None:
@@ -121,8 +125,12 @@ class _Replay:
     """A loop over a recording, iteration by iteration."""
 
     def __init__(
-        self, recording: Recording, create_scheduler: Callable[..., Any] | None = None
+        self,
+        recording: Recording,
+        create_scheduler: Callable[..., Any] | None = None,
+        wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
     ) -> None:
+        self._wrap = wrap
         self._blueprint = recorded_blueprint(recording, create_scheduler)
         self._recording = recording
         self.world = _RecordedWorld()
@@ -136,6 +144,8 @@ class _Replay:
             phase_times=PhaseTimes(lambda: 0),
             final=finish_reasons,
         )
+        if self._wrap is not None:
+            loop.scheduler = self._wrap(loop.scheduler)
         if state is not None:
             loop.restore(state, None if state.pending is None else _Step(state.pending))
         return loop

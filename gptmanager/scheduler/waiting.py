@@ -117,6 +117,14 @@ def told_by(policy: Any, *decision: Any) -> Mapping[int, Wait] | None:
     return None if tell is None else tell(*decision)
 
 
+def untold(policy: str, needed_blocks: int, free_blocks: int) -> str:
+    """Goes on behind "request 7 waits" where its policy, of that name, does not tell why."""
+    return (
+        f"to be chosen by {policy}, which does not tell why it is not: it needs {needed_blocks} "
+        f"KV cache blocks until its end, {free_blocks} are free"
+    )
+
+
 def counted(taken: RequestList) -> tuple[int, int]:
     """How many of `taken` hold memory already, and how many do not."""
     running = sum(
