@@ -206,7 +206,6 @@ host/                     the host's four callbacks, called safely
     owed_finals           for which requests a final response is due
     read_request          one item that Get returned, read once
     receiver              what Get has returned, on its way to the next intake
-    cache_clears          whether the KV cache must forget what it holds
     retries               how long Get is left alone after it has failed
     preparation           logits post-processors on their way to being ready
     callback_host         the four callbacks, called safely

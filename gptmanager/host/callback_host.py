@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
-from gptmanager.host.cache_clears import CacheClears
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.read_request import not_iterable
 from gptmanager.host.receiver import Receiver
@@ -74,7 +74,6 @@ class CallbackHost:
         self.lifecycle = Lifecycle()
         self.timers = HostTimers()
         self.statistics = StatisticsReport(self.timers.all)
-        self.cache_clears = CacheClears()
         self.preparation = Preparation(self.fail, wake, self.timers.prepare)
         self.prepare = self.preparation.begin
         self.get_failures = GetFailures(max_get_failures)
@@ -87,6 +86,9 @@ class CallbackHost:
         self._receiver = Receiver(self.lifecycle)
         self._stops: set[int] = set()
         self._failures: list[Failure] = []
+        self._clears: deque[None] = deque()  # any thread's
+        self._weights_version: Callable[[], int] = int
+        self._last_weights_version = 0
 
     def attach(self, assembly: Assembly) -> None:
         """The loop stands on `assembly`; called once, before the loop iterates."""
@@ -95,13 +97,13 @@ class CallbackHost:
         keys: SchemeKeys = LockStepKeys() if is_lock_step else in_flight_keys
         self.statistics.attach(executor.memory, keys, executor.take_gil_wait_us)
         self.preparation.device = assembly.device
-        self.cache_clears.follow_weights(assembly.weights_version)
+        self.follow_weights(assembly.weights_version)
 
     def release(self) -> None:
         """Let go of the loop and its executor: neither has anything more to say or to ask."""
         self.preparation.release()
         self.statistics.release()
-        self.cache_clears.release()
+        self._weights_version = int
 
     def peek(self, room: int | None) -> bool:
         """Ask Get outside an iteration, for an idle manager: has it anything?
@@ -155,6 +157,24 @@ class CallbackHost:
                     self._send(request_id, [], True, response_text(error))
         return True
 
+    # What makes cached blocks stale ----------------------------------------------------------
+
+    def clear_cached(self) -> None:
+        """The next intake says so. From any thread."""
+        self._clears.append(None)
+
+    def follow_weights(self, version: Callable[[], int]) -> None:
+        """`version()` changes when weights have been replaced: what was computed is stale."""
+        self._weights_version, self._last_weights_version = version, int(version())
+
+    def _take_clears(self) -> bool:
+        version, count = int(self._weights_version()), len(self._clears)
+        clears = count > 0 or version != self._last_weights_version
+        self._last_weights_version = version
+        for _ in range(count):
+            self._clears.popleft()
+        return clears
+
     # What the loop calls -------------------------------------------------------------------
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
@@ -176,7 +196,7 @@ class CallbackHost:
             frozenset(self._stops),
             tuple(preparation.ready),
             tuple(self._failures),
-            clears_cache=self.cache_clears.take(),
+            clears_cache=self._take_clears(),
         )
         # only now: what raises before must lose nothing
         receiver.received, self._stops, preparation.ready, self._failures = [], set(), [], []

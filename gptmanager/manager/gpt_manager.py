@@ -195,7 +195,7 @@ class GptManager:
         without it. Takes effect before the next step. Raises ManagerDeadError when dead.
         """
         self._raise_if_forked()
-        self._host.cache_clears.ask()
+        self._host.clear_cached()
         self.notify()
 
     def __enter__(self) -> GptManager:
