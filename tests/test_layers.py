@@ -268,7 +268,7 @@ picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfett
     recorded              a recorded run, followed
     svg                   shapes, and the look that all pictures share
     layout                where things stand in a picture, and how close one looks
-    lanes                 a row for each request
+    rows                  a row for each request
     load                  batch, tokens and memory below
     drawing               a schedule, seen
     page                  the picture as a page to zoom into

@@ -27,11 +27,11 @@ from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.chrome_trace import chrome_trace
 from gptmanager.picture.command import add_command
 from gptmanager.picture.drawing import draw, layout_of
-from gptmanager.picture.lanes import DASHES
 from gptmanager.picture.layout import PANEL
 from gptmanager.picture.observer import observe
 from gptmanager.picture.page import page
 from gptmanager.picture.recorded import trace_of
+from gptmanager.picture.rows import DASHES
 from gptmanager.picture.svg import STYLE
 from gptmanager.picture.trace import Bounds, Phase, Reason, Span
 from gptmanager.recorder import Recorder, RecordingExecutor, RecordingHost
@@ -50,21 +50,21 @@ import schedule_pictures as scenes  # noqa: E402
 def at(trace, column):
     """request id -> what it does in a column: ("C", tokens), ("G", n), or the phase's name."""
     seen = {}
-    for lane in trace.lanes:
-        for span in lane.spans:
+    for row in trace.rows:
+        for span in row.spans:
             if span.begin <= column < span.end:
                 if span.phase is Phase.CONTEXT:
-                    seen[lane.request_id] = ("C", span.num_tokens)
+                    seen[row.request_id] = ("C", span.num_tokens)
                 elif span.phase is Phase.GENERATION:
-                    token = span.position + column - span.begin - lane.prompt_len + 1
-                    seen[lane.request_id] = ("G", token)
+                    token = span.position + column - span.begin - row.prompt_len + 1
+                    seen[row.request_id] = ("G", token)
                 else:
-                    seen[lane.request_id] = span.phase.value
+                    seen[row.request_id] = span.phase.value
     return seen
 
 
-def start(lane):
-    return next(span.begin for span in lane.spans if span.phase is Phase.CONTEXT)
+def start(row):
+    return next(span.begin for span in row.spans if span.phase is Phase.CONTEXT)
 
 
 # The examples of docs/scheduling.md ----------------------------------------------------------
@@ -77,8 +77,8 @@ def test_toy_example_with_whole_contexts():
     assert at(trace, 0) == {1: ("C", 5), 2: ("C", 5), 3: wait, 4: wait, 5: wait}
     assert at(trace, 1) == {1: ("G", 1), 2: ("G", 1), 3: ("C", 3), 4: ("C", 3), 5: wait}
     assert at(trace, 2) == {2: ("G", 2), 3: ("G", 1), 4: ("G", 1), 5: ("C", 3)}
-    assert trace.lane(1).end == 2 and trace.lane(1).outcome == "END_ID"
-    third, fourth, fifth = (trace.lane(request_id).spans[0] for request_id in (3, 4, 5))
+    assert trace.row(1).end == 2 and trace.row(1).outcome == "END_ID"
+    third, fourth, fifth = (trace.row(request_id).spans[0] for request_id in (3, 4, 5))
     assert third.reason is fourth.reason is Reason.TOKENS
     assert third.why == (
         "for tokens of a step: it needs 3, 2 of max_num_tokens = 12 are left by 2 starting "
@@ -101,22 +101,22 @@ def test_toy_example_with_chunks():
 def test_guaranteed_no_evict_runs_each_output_of_512_in_512_iterations():
     trace = scenes.outputs_of_512(scenes.GUARANTEED_NO_EVICT)
 
-    whole = [lane for lane in trace.lanes if lane.num_generated == 512]
-    assert len(whole) == len(trace.lanes) - 3
-    assert {lane.end - start(lane) for lane in whole} == {512}
-    assert not any(lane.num_pauses for lane in trace.lanes)
-    ends = sorted(lane.end for lane in trace.lanes)
+    whole = [row for row in trace.rows if row.num_generated == 512]
+    assert len(whole) == len(trace.rows) - 3
+    assert {row.end - start(row) for row in whole} == {512}
+    assert not any(row.num_pauses for row in trace.rows)
+    ends = sorted(row.end for row in trace.rows)
     # a column of `end` is the first in which the request is gone: its successor runs in that one
-    assert [start(lane) for lane in trace.lanes[4:]] == ends[: len(trace.lanes) - 4]
+    assert [start(row) for row in trace.rows[4:]] == ends[: len(trace.rows) - 4]
     assert max(column.num_running for column in trace.columns) == 4
 
 
 def test_static_batch_waits_for_the_whole_batch():
     trace = scenes.outputs_of_512(scenes.STATIC_BATCH)
 
-    assert sorted({start(lane) for lane in trace.lanes}) == [0, 512, 1024, 1536, 2048]
+    assert sorted({start(row) for row in trace.rows}) == [0, 512, 1024, 1536, 2048]
     assert trace.columns[400].num_running == 1  # three of the four have stopped early
-    assert {span.reason for span in trace.lanes[-1].spans} >= {Reason.STATIC}
+    assert {span.reason for span in trace.rows[-1].spans} >= {Reason.STATIC}
 
 
 def test_max_utilization_runs_more_at_once_and_pauses():
@@ -125,15 +125,15 @@ def test_max_utilization_runs_more_at_once_and_pauses():
 
     assert [column.num_running for column in trace.columns[:6]] == [4, 8, 11, 15, 16, 16]
     assert all(column.num_tokens <= 256 for column in trace.columns)
-    paused = [lane for lane in trace.lanes if lane.num_pauses]
+    paused = [row for row in trace.rows if row.num_pauses]
     assert paused and sum(column.num_paused for column in trace.columns) == sum(
-        lane.num_pauses for lane in paused
+        row.num_pauses for row in paused
     )
-    for lane in paused:  # after its last pause each resumes with a context, and comes to its end
-        kinds = [span.phase for span in lane.spans]
+    for row in paused:  # after its last pause each resumes with a context, and comes to its end
+        kinds = [span.phase for span in row.spans]
         assert Phase.CONTEXT in kinds[kinds.index(Phase.PAUSED) :]
-    assert all(lane.end is not None for lane in trace.lanes)
-    assert all(lane.num_generated == 512 for lane in trace.lanes[3:])
+    assert all(row.end is not None for row in trace.rows)
+    assert all(row.num_generated == 512 for row in trace.rows[3:])
     assert len(trace.columns) < 0.7 * len(no_evict.columns)
     assert max(column.used_blocks for column in trace.columns) == 72
 
@@ -190,7 +190,7 @@ def test_a_picture_is_well_formed_and_refers_to_nothing_outside(trace):
     assert local(root.tag) == "svg"
     assert "url(" not in text and "href" not in text
     names = [n.text for n in root.iter() if local(n.tag) == "text" and n.text.startswith("request")]
-    assert names == [f"request {lane.request_id}" for lane in trace.lanes]
+    assert names == [f"request {row.request_id}" for row in trace.rows]
     width, height = float(root.get("width")), float(root.get("height"))
     for node in root:
         if local(node.tag) == "text":
@@ -215,7 +215,7 @@ def test_the_page_is_one_file():
     assert not re.search(r'(src|href)="', text)
     assert "a &lt;/script&gt; title" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert len(data["columns"]) == 1407 and len(data["lanes"]) == 18
+    assert len(data["columns"]) == 1407 and len(data["rows"]) == 18
     assert data["columns"][0] == [4, 0, 256, 8, 14, 0]
 
 
@@ -251,15 +251,15 @@ def crowd(num_requests=2000, num_columns=100):
 def test_many_rows_are_compact_and_stand_below_the_panels():
     trace = crowd().build()
     layout = layout_of(trace)
-    assert layout.panels_first and layout.panels_top < 200 < layout.lanes_top < 500
+    assert layout.panels_first and layout.panels_top < 200 < layout.rows_top < 500
     assert layout.full_height < 3600
     picture = ElementTree.fromstring(draw(trace))
     plots = [e for e in picture.iter() if e.get("class") == "plot"]
     rows = max(plots, key=lambda plot: float(plot.get("height")))
     others = [float(plot.get("y")) for plot in plots if plot is not rows]
-    assert max(others) + PANEL < float(rows.get("y")) == layout.lanes_top
+    assert max(others) + PANEL < float(rows.get("y")) == layout.rows_top
     few = layout_of(scenes.outputs_of_512(scenes.MAX_UTILIZATION))
-    assert not few.panels_first and few.lanes_top == few.top < few.panels_top
+    assert not few.panels_first and few.rows_top == few.top < few.panels_top
     assert layout_of(crowd(num_columns=20).build()).full_height < 3600
 
 
@@ -274,8 +274,8 @@ def test_a_request_that_waits_costs_nothing_in_each_iteration(monkeypatch):
     monkeypatch.setattr(builder_module._Request, "add", counted)
     trace = crowd(num_requests=500).build()
     assert added[Phase.WAITING] < 500 and added[Phase.CONTEXT] == 100
-    assert [len(lane.spans) for lane in trace.lanes] == [1] + [2] * 99 + [1] * 400
-    waits = trace.lanes[300].spans[0]
+    assert [len(row.spans) for row in trace.rows] == [1] + [2] * 99 + [1] * 400
+    waits = trace.rows[300].spans[0]
     assert (waits.begin, waits.end, waits.reason) == (0, 100, Reason.BATCH)
     assert waits.why == WAIT.text == "for room in the batch: 1 running requests, at most 1 at once"
 
@@ -289,7 +289,7 @@ def test_every_reason_has_dashes_of_its_own_and_a_name_in_the_legend():
         if reason is not Reason.NONE
     )
     trace = scenes.toy(chunked=True)
-    trace = dataclasses.replace(trace, lanes=(dataclasses.replace(trace.lanes[0], spans=spans),))
+    trace = dataclasses.replace(trace, rows=(dataclasses.replace(trace.rows[0], spans=spans),))
     picture = draw(trace)
     for reason in shown:
         assert f"waits: {escape(reason.value)}" in picture
@@ -300,13 +300,13 @@ def test_a_window_keeps_iterations_and_token_numbers():
     window = scenes.toy(chunked=False).window(1, 3)
     assert [column.iteration for column in window.columns] == [1, 2]
     assert at(window, 1) == {2: ("G", 2), 3: ("G", 1), 4: ("G", 1), 5: ("C", 3)}
-    assert window.lane(1).end == 1 and window.lane(2).end is None
+    assert window.row(1).end == 1 and window.row(2).end is None
 
 
 def test_requests_that_only_wait_can_be_left_out():
     window = scenes.toy(chunked=False).window(0, 1)
-    assert [lane.request_id for lane in window.lanes] == [1, 2, 3, 4, 5]
-    assert [lane.request_id for lane in window.without_idle().lanes] == [1, 2]
+    assert [row.request_id for row in window.rows] == [1, 2, 3, 4, 5]
+    assert [row.request_id for row in window.without_idle().rows] == [1, 2]
 
 
 def test_chrome_trace_events():
@@ -314,7 +314,7 @@ def test_chrome_trace_events():
     events = json.loads(chrome_trace(trace))["traceEvents"]
 
     spans = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert len(spans) == sum(len(lane.spans) for lane in trace.lanes)
+    assert len(spans) == sum(len(row.spans) for row in trace.rows)
     assert all(event["dur"] > 0 for event in spans)
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert counters == {"requests", "tokens", "KV cache blocks", "waiting"}
@@ -346,20 +346,20 @@ def test_used_blocks_are_those_of_the_kv_cache():
 
     trace = builder.build()
     assert [column.used_blocks for column in trace.columns] == used
-    assert [lane.num_generated for lane in trace.lanes] == [4, 5, 6, 7, 8, 9]
-    assert {lane.outcome for lane in trace.lanes} == {"LENGTH"}
+    assert [row.num_generated for row in trace.rows] == [4, 5, 6, 7, 8, 9]
+    assert {row.outcome for row in trace.rows} == {"LENGTH"}
 
 
 def test_higher_priority_arrives_before_those_that_wait():
     machine = scenes.Machine(scenes.GUARANTEED_NO_EVICT, 1, 8, 8, 4)
     jobs = [scenes.Job(4, 2), scenes.Job(4, 2), scenes.Job(4, 2, priority=0.9)]
     trace = scenes.run(machine, jobs)
-    assert sorted((start(lane), lane.request_id) for lane in trace.lanes) == [
+    assert sorted((start(row), row.request_id) for row in trace.rows) == [
         (0, 3),
         (2, 1),
         (4, 2),
     ]
-    assert trace.lane(2).spans[0].reason is Reason.BATCH
+    assert trace.row(2).spans[0].reason is Reason.BATCH
 
 
 def record(tmp_path, **options):
@@ -391,15 +391,15 @@ def record(tmp_path, **options):
 def test_a_recording_gives_its_trace(tmp_path):
     trace = trace_of(read_recording(record(tmp_path)))
 
-    assert [lane.request_id for lane in trace.lanes] == [7, 8, 9]
-    assert {lane.request_id: lane.outcome for lane in trace.lanes} == {
+    assert [row.request_id for row in trace.rows] == [7, 8, 9]
+    assert {row.request_id: row.outcome for row in trace.rows} == {
         7: "LENGTH",
         8: "END_ID",
         9: "LENGTH",
     }
-    assert {lane.request_id: lane.num_generated for lane in trace.lanes} == {7: 9, 8: 4, 9: 9}
+    assert {row.request_id: row.num_generated for row in trace.rows} == {7: 9, 8: 4, 9: 9}
     assert trace.bounds.policy == "GUARANTEED_NO_EVICT" and trace.bounds.num_blocks == 8
-    assert trace.lane(8).spans[0].reason is Reason.BLOCKS
+    assert trace.row(8).spans[0].reason is Reason.BLOCKS
     assert max(column.used_blocks for column in trace.columns) <= 8
 
 
@@ -408,7 +408,7 @@ def test_where_no_scheduler_tells_a_picture_says_so_as_explain_does(tmp_path):
     blueprint = dataclasses.replace(recording.header.blueprint, custom_scheduler="Mine")
     header = dataclasses.replace(recording.header, blueprint=blueprint)
     trace = trace_of(dataclasses.replace(recording, header=header))
-    span = trace.lane(8).spans[0]
+    span = trace.row(8).spans[0]
     assert (span.phase, span.reason) == (Phase.WAITING, Reason.OTHER)
     assert span.why == untold("Mine", 5, 8 - trace.columns[0].used_blocks)
 
@@ -459,7 +459,7 @@ def test_what_began_before_the_first_schedule_is_drawn_from_there():
     builder.step(again, 2.0)
     trace = builder.build()
 
-    assert trace.lane(5).end == 1 and trace.first_iteration == 100
+    assert trace.row(5).end == 1 and trace.first_iteration == 100
     assert [column.used_blocks for column in trace.columns] == [3, 1]
     assert at(trace, 0) == {5: ("G", 0)}
 
@@ -499,9 +499,9 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     recorder.close()
 
     observed, recorded = builder.build(), trace_of(read_recording(tmp_path / "run.jsonl"))
-    assert sum(lane.num_pauses for lane in observed.lanes) >= 1
-    assert {lane.outcome for lane in observed.lanes} == {"LENGTH", "CANCELLED"}
-    reasons = {span.reason for lane in observed.lanes for span in lane.spans}
+    assert sum(row.num_pauses for row in observed.rows) >= 1
+    assert {row.outcome for row in observed.rows} == {"LENGTH", "CANCELLED"}
+    reasons = {span.reason for row in observed.rows for span in row.spans}
     assert reasons >= {Reason.BLOCKS, Reason.NONE} and Reason.OTHER not in reasons
     assert recorded == observed
 

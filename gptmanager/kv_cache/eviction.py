@@ -16,18 +16,18 @@ class EvictionQueue:
     """Goes with `blocks`, the least recently freed first, which `tree` gives priorities.
 
     While no priority is another than the default, `blocks` alone is the order. Otherwise a heap
-    has (priority, place in the order, block) of each that may go, and of some that may not: they
+    has (priority, rank in the order, block) of each that may go, and of some that may not: they
     leave it when they come up. Who lets one go again, or changes its priority, says `push`.
     """
 
-    __slots__ = ("blocks", "_back", "_era", "_front", "_heap", "_places", "_tree")
+    __slots__ = ("blocks", "_back", "_era", "_front", "_heap", "_ranks", "_tree")
 
     def __init__(self, tree: PrefixTree, blocks: Iterable[int] = ()) -> None:
         self.blocks: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
         self._tree = tree
         self._era = 0  # of the tree's priorities, which the heap is of
         self._heap: list[tuple[int, int, int]] = []
-        self._places: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
         self._front = self._back = 0
 
     def add(self, block: int) -> None:
@@ -40,10 +40,10 @@ class EvictionQueue:
             return
         if in_front:
             self._front -= 1
-            self._places[block] = self._front
+            self._ranks[block] = self._front
         else:
             self._back += 1
-            self._places[block] = self._back
+            self._ranks[block] = self._back
         self.push(block)
 
     def push(self, block: int) -> None:
@@ -53,8 +53,8 @@ class EvictionQueue:
         if len(self._heap) > 2 * len(self.blocks) + 64:
             self._build()
         else:
-            place = self._places[block]
-            heappush(self._heap, (self._tree.priority(block), place, block))
+            rank = self._ranks[block]
+            heappush(self._heap, (self._tree.priority(block), rank, block))
 
     def first(self, may_go: Callable[[int], bool]) -> int | None:
         """The first of the lowest priority among those that may go; it stays. None of none."""
@@ -65,8 +65,8 @@ class EvictionQueue:
             self._build()
         heap, priority = self._heap, self._tree.priority
         while heap:
-            level, place, block = heap[0]
-            is_current = block in self.blocks and self._places[block] == place
+            level, rank, block = heap[0]
+            is_current = block in self.blocks and self._ranks[block] == rank
             if is_current and priority(block) == level and may_go(block):
                 return block
             heappop(heap)
@@ -78,7 +78,7 @@ class EvictionQueue:
 
     def _build(self) -> None:
         priority = self._tree.priority
-        self._places = {block: place for place, block in enumerate(self.blocks)}
-        self._heap = [(priority(block), place, block) for block, place in self._places.items()]
+        self._ranks = {block: rank for rank, block in enumerate(self.blocks)}
+        self._heap = [(priority(block), rank, block) for block, rank in self._ranks.items()]
         heapify(self._heap)
         self._front, self._back = 0, len(self._heap)

@@ -43,7 +43,7 @@ UNBOUNDED = 1 << 62  # more than there are blocks
 class Match(NamedTuple):
     """What is cached of a beginning: full `blocks`, then `num_partial` tokens of one more.
 
-    `partial` is the block that holds those, NO_BLOCK if `num_partial` is 0. `end`: the place in
+    `partial` is the block that holds those, NO_BLOCK if `num_partial` is 0. `end`: the index in
     the tree behind the full blocks, None if not even the root is there.
     """
 
@@ -162,7 +162,7 @@ class PrefixTree:
         return root_key in self._roots
 
     def holds(self, node: Node) -> bool:
-        """Whether an earlier answer, with all that led to it, is still in its place."""
+        """Whether an earlier answer, with all that led to it, still stands."""
         if node.parent is None:
             return self._roots.get(node.root_key) is node
         return self._nodes.get(node.block) is node
@@ -304,7 +304,7 @@ class PrefixTree:
         """The cached blocks that are not primary."""
         return {block for block in self._nodes if block >= self.num_primary}
 
-    def place(self, block: int) -> tuple[Hashable, list[int]]:
+    def path_to(self, block: int) -> tuple[Hashable, list[int]]:
         """The root key and all tokens from the beginning to the end of a cached block."""
         node = self._nodes[block]
         pieces = []
@@ -325,7 +325,7 @@ class PrefixTree:
                 return f"block {node.block} is cached with {len(node.tokens)} tokens and children"
             for key, child in node.children.items():
                 if child.parent is not node or child.tokens != key or child.block in found:
-                    return f"block {child.block} is cached in two places"
+                    return f"block {child.block} is cached twice"
                 found[child.block] = child
             below.extend(node.children.values())
         if found != self._nodes:
@@ -349,8 +349,8 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _is_covered(node: Node, key: Tokens) -> bool:
     """Whether a child begins with `key`: it comes next in the order, if there is one."""
-    place = bisect_left(node.ordered, key)
-    return place < len(node.ordered) and node.ordered[place][: len(key)] == key
+    index = bisect_left(node.ordered, key)
+    return index < len(node.ordered) and node.ordered[index][: len(key)] == key
 
 
 def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
@@ -364,7 +364,7 @@ def _by_whole(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
 def _by_common_prefix(node: Node, wanted: Tokens) -> Iterator[tuple[Node, int]]:
     """The children that begin as `wanted` does, and for how long; the longest first.
 
-    In sorted order what they share with `wanted` only falls on either side of its own place.
+    In sorted order what they share with `wanted` only falls on either side of its own index.
     """
     ordered = node.ordered
     right = bisect_left(ordered, wanted)

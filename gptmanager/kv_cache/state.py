@@ -216,10 +216,10 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
     nodes: list[Node] = []
     lowest, highest = RETENTION_PRIORITIES
     _check_blocks([node.block for node in state.nodes], 0, end)
-    for place, (parent_place, block, tokens, priority) in enumerate(state.nodes):
-        if not -len(roots) <= parent_place < place:
+    for index, (parent_index, block, tokens, priority) in enumerate(state.nodes):
+        if not -len(roots) <= parent_index < index:
             raise LedgerError(f"cached block {block} has no parent")
-        parent = roots[~parent_place] if parent_place < 0 else nodes[parent_place]
+        parent = roots[~parent_index] if parent_index < 0 else nodes[parent_index]
         fits = 1 <= len(tokens) <= tree.tokens_per_block and tokens not in parent.children
         if not fits or not lowest <= priority <= highest:
             raise LedgerError(f"block {block} cannot be cached with its tokens or priority")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gptmanager.picture.trace import Bounds, Column, Lane, Phase, Reason, Span, Trace
+from gptmanager.picture.trace import Bounds, Column, Phase, Reason, RequestRow, Span, Trace
 from gptmanager.picture.waiting import reason_of
 from gptmanager.scheduler.waiting import Wait, untold
 from gptmanager.step import BlockAppend, Row, Schedule
@@ -159,8 +159,8 @@ class TraceBuilder:
     def build(self) -> Trace:
         for request in self._active:
             self._end_wait(request, len(self._columns))
-        lanes = tuple(
-            Lane(
+        rows = tuple(
+            RequestRow(
                 request_id=request.request_id,
                 prompt_len=request.prompt_len,
                 max_new_tokens=request.max_new_tokens,
@@ -174,7 +174,7 @@ class TraceBuilder:
             )
             for request in self._all
         )
-        return Trace(self.bounds, lanes, tuple(self._columns))
+        return Trace(self.bounds, rows, tuple(self._columns))
 
     # Inside ---------------------------------------------------------------------------------
 

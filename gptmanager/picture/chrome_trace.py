@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from gptmanager.picture.lanes import describe
-from gptmanager.picture.trace import Column, Lane, Trace
+from gptmanager.picture.rows import describe
+from gptmanager.picture.trace import Column, RequestRow, Trace
 
 Event = dict[str, Any]
 
@@ -27,8 +27,8 @@ def chrome_trace(trace: Trace) -> bytes:
     ]
     for index, column in enumerate(trace.columns):
         events += _iteration(column, times[index], times[index + 1])
-    for track, lane in enumerate(trace.lanes, start=1):
-        events.append(_name("thread_name", _REQUESTS, track, f"request {lane.request_id}"))
+    for track, row in enumerate(trace.rows, start=1):
+        events.append(_name("thread_name", _REQUESTS, track, f"request {row.request_id}"))
         events.append(
             {
                 "name": "thread_sort_index",
@@ -38,7 +38,7 @@ def chrome_trace(trace: Trace) -> bytes:
                 "args": {"sort_index": track},
             }
         )
-        events += _spans(trace, lane, track, times)
+        events += _spans(trace, row, track, times)
     return orjson.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
@@ -74,8 +74,8 @@ def _iteration(column: Column, begin: float, end: float) -> Iterator[Event]:
         yield {"name": name, "ph": "C", "pid": _ITERATIONS, "ts": begin, "args": values}
 
 
-def _spans(trace: Trace, lane: Lane, track: int, times: list[float]) -> Iterator[Event]:
-    for span in lane.spans:
+def _spans(trace: Trace, row: RequestRow, track: int, times: list[float]) -> Iterator[Event]:
+    for span in row.spans:
         yield {
             "name": span.phase.value,
             "cat": span.phase.value,
@@ -85,20 +85,20 @@ def _spans(trace: Trace, lane: Lane, track: int, times: list[float]) -> Iterator
             "ts": times[span.begin],
             "dur": times[span.end] - times[span.begin],
             "args": {
-                "what": describe(trace, lane, span),
+                "what": describe(trace, row, span),
                 "tokens": span.num_tokens,
                 "reason": span.reason.value,
             },
         }
-    if lane.end is not None:
+    if row.end is not None:
         yield {
-            "name": f"end: {lane.outcome}",
+            "name": f"end: {row.outcome}",
             "ph": "i",
             "s": "t",
             "pid": _REQUESTS,
             "tid": track,
-            "ts": times[lane.end],
-            "args": {"generated": lane.num_generated, "pauses": lane.num_pauses},
+            "ts": times[row.end],
+            "args": {"generated": row.num_generated, "pauses": row.num_pauses},
         }
 
 

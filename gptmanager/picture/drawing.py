@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gptmanager.picture.lanes import DASHES, draw_lane, lane_names
 from gptmanager.picture.layout import MARGIN, Layout, Look, lay_out, nice_step
 from gptmanager.picture.load import draw_panel, panels
+from gptmanager.picture.rows import DASHES, draw_row, row_names
 from gptmanager.picture.svg import STYLE, element, label, number, path, rect
 from gptmanager.picture.trace import Phase, Reason, Trace
 
-MAX_LANES = 2000  # more rows than that no browser scrolls through with pleasure
+MAX_ROWS = 2000  # more rows than that no browser scrolls through with pleasure
 
 
 def draw(trace: Trace, title: str = "") -> str:
@@ -28,7 +28,7 @@ def draw(trace: Trace, title: str = "") -> str:
         label(MARGIN, MARGIN + 34, _subtitle(trace), "faint"),
         *_legend(shown, layout),
         *_axis(shown, layout),
-        *_lanes(shown, layout),
+        *_rows(shown, layout),
     ]
     if shown.columns:
         for index, panel in enumerate(panels(shown)):
@@ -39,7 +39,7 @@ def draw(trace: Trace, title: str = "") -> str:
         *("\n" + part for part in parts),
         "\n",
         xmlns="http://www.w3.org/2000/svg",
-        class_="picture" + " dense" * (layout.lane <= 10) + " thin" * (layout.lane < 4),
+        class_="picture" + " dense" * (layout.row <= 10) + " thin" * (layout.row < 4),
         viewBox=f"0 0 {width} {height}",
         width=width,
         height=height,
@@ -50,7 +50,7 @@ def draw(trace: Trace, title: str = "") -> str:
 
 def shorten(trace: Trace) -> Trace:
     """Without the requests for which there is no room."""
-    return replace(trace, lanes=trace.lanes[:MAX_LANES])
+    return replace(trace, rows=trace.rows[:MAX_ROWS])
 
 
 def layout_of(trace: Trace) -> Layout:
@@ -62,12 +62,12 @@ def _subtitle(trace: Trace) -> str:
     bounds = trace.bounds
     pauses = sum(column.num_paused for column in trace.columns)
     texts = [bounds.policy] if bounds.policy else []
-    requests, iterations = len(trace.lanes), len(trace.columns)
+    requests, iterations = len(trace.rows), len(trace.columns)
     texts.append(f"{_count(requests, 'request')} in {_count(iterations, 'iteration')}")
     texts.append(_count(pauses, "pause"))
     texts.append(f"chunks of {bounds.chunk_unit}" if bounds.chunk_unit else "whole contexts")
-    if len(trace.lanes) > MAX_LANES:
-        texts.append(f"the first {MAX_LANES} are drawn")
+    if len(trace.rows) > MAX_ROWS:
+        texts.append(f"the first {MAX_ROWS} are drawn")
     return " \u00b7 ".join(texts)
 
 
@@ -77,7 +77,7 @@ def _count(number_of: int, noun: str) -> str:
 
 def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
     """The marks that occur, each with its name."""
-    spans = {(s.phase, s.reason) for lane in trace.lanes for s in lane.spans}
+    spans = {(s.phase, s.reason) for row in trace.rows for s in row.spans}
     phases = {phase for phase, _ in spans}
     x, y = float(MARGIN), MARGIN + 44.0
     names = {
@@ -100,7 +100,7 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
     lines += [(f"waiting {DASHES[r]}".strip(), f"waits: {r.value}", straight) for r in waits]
     if Phase.HELD in phases:
         lines.append(("held", "in memory, not in this batch", straight))
-    if any(lane.end is not None for lane in trace.lanes):
+    if any(row.end is not None for row in trace.rows):
         lines.append(("finish", "end", f"M{{}} {number(y)}v16"))
     for kind, name, commands in lines:
         yield path(commands.format(number(x)), kind)
@@ -124,33 +124,31 @@ def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
             ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
     else:
         for column in range(layout.num_columns + 1):
-            place = number(layout.x(column))
-            ticks.append(path(f"M{place} {number(layout.top)}V{number(bottom)}", "grid"))
+            x = layout.x(column)
+            ticks.append(path(f"M{number(x)} {number(layout.top)}V{number(bottom)}", "grid"))
         for column in range(layout.num_columns):
             x = layout.x(column + 0.5)
             ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
     yield element("g", *ticks, class_="ticks")
     yield label(layout.left + layout.width / 2, bottom + 34, "iteration", "mid")
-    yield label(MARGIN, layout.lanes_top - 6, "prompt + output", "small faint")
+    yield label(MARGIN, layout.rows_top - 6, "prompt + output", "small faint")
 
 
-def _lanes(trace: Trace, layout: Layout) -> Iterator[str]:
+def _rows(trace: Trace, layout: Layout) -> Iterator[str]:
     marks = [
-        mark
-        for index, lane in enumerate(trace.lanes)
-        for mark in draw_lane(trace, lane, index, layout)
+        mark for index, row in enumerate(trace.rows) for mark in draw_row(trace, row, index, layout)
     ]
-    yield from lane_names(trace, layout)
+    yield from row_names(trace, layout)
     if layout.look is not Look.BARS:
         yield from marks
         return
-    height = layout.lane * layout.num_lanes
+    height = layout.row * layout.num_rows
     yield element(
         "svg",
         *("\n" + mark for mark in marks),
         class_="plot",
         x=layout.left,
-        y=layout.lanes_top,
+        y=layout.rows_top,
         width=layout.width,
         height=height,
         viewBox=f"0 0 {layout.num_columns} {number(height)}",

@@ -18,7 +18,7 @@ SQUARE = 20  # one token
 PANEL = 58
 PANEL_STEP = PANEL + 34
 _MAX_CELLS = 28 * 60  # each with a mark of its own
-_TALL = 720  # lanes that are taller stand below the panels, which are then seen at once
+_TALL = 720  # rows that are taller stand below the panels, which are then seen at once
 
 
 class Look(Enum):
@@ -29,16 +29,16 @@ class Look(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Pixels. All begins at `top`, many lanes below the panels.
+    """Pixels. All begins at `top`, many rows below the panels.
 
     Column i spans `left + i * column` and one `column` more.
     """
 
     look: Look
     num_columns: int
-    num_lanes: int
+    num_rows: int
     column: float
-    lane: float
+    row: float
     top: float
     left: float = MARGIN + LABELS
 
@@ -49,21 +49,21 @@ class Layout:
 
     @property
     def panels_first(self) -> bool:
-        return self.lane * self.num_lanes > _TALL
+        return self.row * self.num_rows > _TALL
 
     @property
-    def lanes_top(self) -> float:
+    def rows_top(self) -> float:
         return self.top + (3 * PANEL_STEP + 22 if self.panels_first else 0)
 
     @property
     def panels_top(self) -> float:
-        return self.top if self.panels_first else self.top + self.lane * self.num_lanes + 30
+        return self.top if self.panels_first else self.top + self.row * self.num_rows + 30
 
     @property
     def axis_y(self) -> float:
         """Where the lines of the iterations end, below all."""
         if self.panels_first:
-            return self.lanes_top + self.lane * self.num_lanes + 8
+            return self.rows_top + self.row * self.num_rows + 8
         return self.panels_top + 3 * PANEL_STEP - 8
 
     @property
@@ -77,27 +77,24 @@ class Layout:
     def x(self, column: float) -> float:
         return self.left + column * self.column
 
-    def lane_y(self, index: int) -> float:
-        return self.lanes_top + index * self.lane
+    def row_y(self, index: int) -> float:
+        return self.rows_top + index * self.row
 
 
 def lay_out(trace: Trace, top: float) -> Layout:
-    num_columns, num_lanes = max(1, len(trace.columns)), len(trace.lanes)
+    num_columns, num_rows = max(1, len(trace.columns)), len(trace.rows)
     chunks = [
-        span.num_tokens
-        for lane in trace.lanes
-        for span in lane.spans
-        if span.phase is Phase.CONTEXT
+        span.num_tokens for row in trace.rows for span in row.spans if span.phase is Phase.CONTEXT
     ]
     longest = max(chunks, default=1)
-    if num_columns <= 8 and longest <= 8 and num_lanes <= 24:
-        look, column, lane = Look.TOKENS, max(132.0, longest * SQUARE + 44.0), 32.0
-    elif num_columns <= 28 and num_lanes <= _MAX_CELLS // num_columns:
-        look, column, lane = Look.CELLS, min(88.0, BARS / num_columns), 22.0
+    if num_columns <= 8 and longest <= 8 and num_rows <= 24:
+        look, column, row = Look.TOKENS, max(132.0, longest * SQUARE + 44.0), 32.0
+    elif num_columns <= 28 and num_rows <= _MAX_CELLS // num_columns:
+        look, column, row = Look.CELLS, min(88.0, BARS / num_columns), 22.0
     else:
         look, column = Look.BARS, BARS / num_columns
-        lane = max(1.5, min(20.0, 1200 / max(1, num_lanes)))
-    return Layout(look, num_columns, num_lanes, column, lane, top)
+        row = max(1.5, min(20.0, 1200 / max(1, num_rows)))
+    return Layout(look, num_columns, num_rows, column, row, top)
 
 
 def nice_step(span: float, at_most: int) -> int:

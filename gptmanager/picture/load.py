@@ -54,8 +54,8 @@ def draw_panel(panel: Panel, index: int, layout: Layout) -> Iterator[str]:
     room = 1.08 if layout.look is Look.BARS else 1.35  # for the numbers on the columns
     height = max(1.0, room * max(peak, panel.limit if seen else 0))
     yield label(layout.left, top - 6, f"{panel.caption}; peak {peak}")
-    place = "dashed line: " if seen else "above the scale: "
-    words = f"{place}{panel.limit_name} = {panel.limit}"
+    where = "dashed line: " if seen else "above the scale: "
+    words = f"{where}{panel.limit_name} = {panel.limit}"
     yield label(layout.left + layout.width, top - 6, words, "end faint small")
     yield label(layout.left - 6, top + PANEL, "0", "end faint small")
     mark = panel.limit if seen else peak

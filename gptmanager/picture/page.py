@@ -32,7 +32,7 @@ _SCRIPT = """
 const data = JSON.parse(document.getElementById("data").textContent);
 const svg = document.querySelector("svg.picture"), tip = document.getElementById("tip");
 const plots = [...svg.querySelectorAll("svg.plot")], ticks = svg.querySelector("g.ticks");
-const n = data.columns.length, {left, width, top, lanesTop, bottom, first, lane, zoom} = data;
+const n = data.columns.length, {left, width, top, rowsTop, bottom, first, row, zoom} = data;
 const draw = (name, attributes, text) => {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const key in attributes) made.setAttribute(key, attributes[key]);
@@ -61,15 +61,15 @@ function drawTicks() {
 }
 function drawCells() {  // names of the cells, once they are wide enough
   cells.replaceChildren();
-  if (width / (to - from) < 34 || lane < 12) return;
-  data.lanes.forEach(([prompt, spans], row) => {
+  if (width / (to - from) < 34 || row < 12) return;
+  data.rows.forEach(([prompt, spans], index) => {
     for (const [kind, begin, end, position, tokens] of spans) {
       for (let c = Math.max(begin, Math.floor(from)); c < Math.min(end, to); c++) {
         const x = xOf(c + 0.5);
         if (x < left + 8 || x > left + width - 8) continue;
         const at = position + c - begin - prompt;
         const name = kind === "context" ? "C" + tokens : "G" + (at + 1);
-        cells.append(draw("text", {x, y: lanesTop + (row + 0.5) * lane + 4,
+        cells.append(draw("text", {x, y: rowsTop + (index + 0.5) * row + 4,
           class: "mid small on-" + kind}, name));
       }
     }
@@ -172,9 +172,9 @@ def _data(trace: Trace, zoom: bool) -> dict[str, Any]:
         "left": layout.left,
         "width": layout.width,
         "top": layout.top,
-        "lanesTop": layout.lanes_top,
+        "rowsTop": layout.rows_top,
         "bottom": layout.axis_y,
-        "lane": layout.lane,
+        "row": layout.row,
         "batch": bounds.max_batch_size,
         "tokens": bounds.max_num_tokens,
         "blocks": bounds.num_blocks,
@@ -189,16 +189,16 @@ def _data(trace: Trace, zoom: bool) -> dict[str, Any]:
             )
             for column in trace.columns
         ],
-        "lanes": [
+        "rows": [
             (
-                lane.prompt_len,
+                row.prompt_len,
                 [
                     (span.phase.value, span.begin, span.end, span.position, span.num_tokens)
-                    for span in lane.spans
+                    for span in row.spans
                     if span.phase in (Phase.CONTEXT, Phase.GENERATION)
                 ],
             )
-            for lane in shorten(trace).lanes
+            for row in shorten(trace).rows
             if zoom
         ],
     }

@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class RequestRow:
     """One request. Lengths in tokens, `arrival` and `end` in columns (None: not seen to end).
 
     `prompt_len` is what the host sent. `num_generated` counts the tokens that were computed for
@@ -106,41 +106,41 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Lanes in the order of arrival; spans count columns, `columns[i].iteration` names one."""
+    """Rows in the order of arrival; spans count columns, `columns[i].iteration` names one."""
 
     bounds: Bounds
-    lanes: tuple[Lane, ...]
+    rows: tuple[RequestRow, ...]
     columns: tuple[Column, ...]
 
     @property
     def first_iteration(self) -> int:
         return self.columns[0].iteration if self.columns else 0
 
-    def lane(self, request_id: int) -> Lane:
+    def row(self, request_id: int) -> RequestRow:
         """The last request of that id; KeyError if there is none."""
-        for lane in reversed(self.lanes):
-            if lane.request_id == request_id:
-                return lane
+        for row in reversed(self.rows):
+            if row.request_id == request_id:
+                return row
         raise KeyError(request_id)
 
     def without_idle(self) -> Trace:
         """Without the requests of which nothing was computed."""
         busy = (Phase.CONTEXT, Phase.GENERATION)
-        lanes = [lane for lane in self.lanes if any(span.phase in busy for span in lane.spans)]
-        return replace(self, lanes=tuple(lanes))
+        rows = [row for row in self.rows if any(span.phase in busy for span in row.spans)]
+        return replace(self, rows=tuple(rows))
 
     def window(self, first: int, end: int) -> Trace:
         """Iterations `first` to `end`, not included, and the requests seen in them."""
         offset = self.first_iteration
         begin, stop = max(0, first - offset), min(len(self.columns), end - offset)
-        lanes = [_cut(lane, begin, stop) for lane in self.lanes]
-        seen = tuple(lane for lane in lanes if lane.spans)
-        return replace(self, lanes=seen, columns=self.columns[begin:stop])
+        rows = [_cut(row, begin, stop) for row in self.rows]
+        seen = tuple(row for row in rows if row.spans)
+        return replace(self, rows=seen, columns=self.columns[begin:stop])
 
 
-def _cut(lane: Lane, begin: int, end: int) -> Lane:
+def _cut(row: RequestRow, begin: int, end: int) -> RequestRow:
     spans = []
-    for span in lane.spans:
+    for span in row.spans:
         left, right = max(span.begin, begin), min(span.end, end)
         if left < right:
             moved = span._replace(begin=left - begin, end=right - begin)
@@ -149,10 +149,10 @@ def _cut(lane: Lane, begin: int, end: int) -> Lane:
                     position=span.position + left - span.begin, num_tokens=right - left
                 )
             spans.append(moved)
-    ended = lane.end is not None and begin <= lane.end <= end
+    ended = row.end is not None and begin <= row.end <= end
     return replace(
-        lane,
-        arrival=max(0, lane.arrival - begin),
-        end=lane.end - begin if ended and lane.end is not None else None,
+        row,
+        arrival=max(0, row.arrival - begin),
+        end=row.end - begin if ended and row.end is not None else None,
         spans=tuple(spans),
     )

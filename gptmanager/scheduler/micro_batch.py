@@ -146,7 +146,7 @@ class MicroBatchScheduler:
         return waits.by_id
 
     def _tell_of_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
-        """Why contexts got no chunk, though they had a place: what was left when it was their turn.
+        """Why contexts of the batch got no chunk: what was left when it was their turn.
 
         EQUAL_PROGRESS gives each its first unit before anybody gets a second one.
         """
@@ -237,10 +237,10 @@ class MicroBatchScheduler:
         return _Scan(whole, chunked, generation, num_tokens, has_adapters)
 
     def _open_states(self) -> list[LlmRequestState | None]:
-        """Four states by place, None for one that is not open: the scan needs no second test."""
+        """Four states in order, None for one that is not open: the scan needs no second test."""
         first, end = self.no_schedule_until_state, self.no_schedule_after_state
-        places = (_ENCODER_INIT, _CONTEXT_INIT, _IN_PROGRESS, _TO_COMPLETE)
-        return [state if first <= state < end else None for state in places]
+        states = (_ENCODER_INIT, _CONTEXT_INIT, _IN_PROGRESS, _TO_COMPLETE)
+        return [state if first <= state < end else None for state in states]
 
     def _whole_cost(self, request: LlmRequest) -> int:
         """Tokens of an encoder input, or of a context that runs in one piece."""

@@ -199,8 +199,8 @@ def _foreign(output: SchedulerOutput, given: RequestList) -> Iterator[Complaint]
         if id(request) not in own:
             yield "own-requests", request.request_id, f"{request!r} was not among {_ids(given)}"
         if id(request) in seen:
-            places = [name for name, part in output._asdict().items() if request in part]
-            text = f"it stands in {' and '.join(places)}" + " twice" * (len(places) == 1)
+            lists = [name for name, part in output._asdict().items() if request in part]
+            text = f"it stands in {' and '.join(lists)}" + " twice" * (len(lists) == 1)
             yield "each-once", request.request_id, text
         seen.add(id(request))
 

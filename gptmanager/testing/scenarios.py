@@ -27,7 +27,7 @@ _SIZES = 40  # scenarios grow with the seed up to this one, then begin again
 
 def next_token(history: list[int]) -> int:
     """A function of the whole history, so that a lost or repeated token changes what follows."""
-    weighted = sum((place + 1) * token for place, token in enumerate(history))
+    weighted = sum((index + 1) * token for index, token in enumerate(history))
     return (weighted * 31 + len(history)) % VOCAB_SIZE
 
 
@@ -215,7 +215,7 @@ def _request(
     prompt = tuple(beginning[:shared] + rest)
     max_new_tokens = chance.randint(1, longest - prompt_len)
     output = PlannedRequest(number, now, prompt, max_new_tokens).output()
-    end, place = chance.random(), chance.randrange(max_new_tokens)
+    end, index = chance.random(), chance.randrange(max_new_tokens)
     return PlannedRequest(
         number,
         now,
@@ -223,7 +223,7 @@ def _request(
         max_new_tokens,
         priority=chance.choice([0.5, 0.5, 0.5, 0.1, 0.9]),
         is_streaming=chance.random() < 0.3,
-        end_id=output[place] if end < 0.25 else None,
-        stop_word=tuple(output[place : place + 2]) if 0.25 < end < 0.4 else (),
+        end_id=output[index] if end < 0.25 else None,
+        stop_word=tuple(output[index : index + 2]) if 0.25 < end < 0.4 else (),
         stopped=now + chance.randint(0, 20) if chance.random() < 0.15 else None,
     )

@@ -830,7 +830,7 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         self.kv.check()
         tree = self.kv._sequences.reuse.tree
-        assert {b: tree.place(b) for b in self.content} == {
+        assert {b: tree.path_to(b) for b in self.content} == {
             block: ((root[0], type(root[1]).__name__, root[1]), list(prefix))
             for block, (root, prefix) in self.content.items()
         }

@@ -27,7 +27,7 @@ def test_a_block_is_found_by_all_tokens_up_to_its_end():
     assert tree.full_blocks(None, [9, 9, 9, 4, 5, 6], 5)[0] == [20]
     assert tree.full_blocks(None, [4, 5, 6], 3)[0] == []
     assert tree.full_blocks("salt", [1, 2, 3], 3) == ([], None)
-    assert tree.place(21) == (None, [9, 9, 9, 4, 5, 6])
+    assert tree.path_to(21) == (None, [9, 9, 9, 4, 5, 6])
     assert (len(tree), 12 in tree, 13 in tree) == (5, True, False)
 
 
@@ -185,7 +185,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         assert self.tree.problem() is None
         assert len(self.tree) == len(self.model)
         for block, (root, prefix) in self.model.items():
-            assert self.tree.place(block) == (root, list(prefix))
+            assert self.tree.path_to(block) == (root, list(prefix))
             behind = [
                 other
                 for key, other in self.model.values()

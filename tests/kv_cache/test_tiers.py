@@ -291,7 +291,7 @@ class Lives:
                     tuple(request.tokens[: position + 1]),
                 )
         for block in tree._nodes:
-            (_, _, salt), tokens = tree.place(block)
+            (_, _, salt), tokens = tree.path_to(block)
             first = (len(tokens) - 1) // self.size * self.size
             for position in range(first, len(tokens)):
                 held = self.memory[block, position - first]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gptmanager.picture.layout import SQUARE, Layout, Look, nice_step
 from gptmanager.picture.svg import label, number, path, rect
-from gptmanager.picture.trace import Lane, Phase, Reason, Span, Trace
+from gptmanager.picture.trace import Phase, Reason, RequestRow, Span, Trace
 
 DASHES = {
     Reason.NONE: "",
@@ -22,37 +22,37 @@ DASHES = {
 }
 
 
-def draw_lane(trace: Trace, lane: Lane, index: int, layout: Layout) -> Iterator[str]:
+def draw_row(trace: Trace, row: RequestRow, index: int, layout: Layout) -> Iterator[str]:
     """In pixels; for a picture of bars in columns across, so that it can be stretched."""
-    y = layout.lane_y(index)
+    y = layout.row_y(index)
     if layout.look is Look.BARS:
-        for span in _joined(lane.spans):
-            yield _bar(trace, lane, span, index * layout.lane, layout.lane)
-        if lane.end is not None:
-            yield _finish(lane, lane.end, index * layout.lane, layout.lane)
+        for span in _joined(row.spans):
+            yield _bar(trace, row, span, index * layout.row, layout.row)
+        if row.end is not None:
+            yield _finish(row, row.end, index * layout.row, layout.row)
         return
-    for span in lane.spans:
+    for span in row.spans:
         for column in range(span.begin, span.end):
             cell = span._replace(begin=column, end=column + 1)
             if span.phase is Phase.GENERATION:
                 cell = cell._replace(position=span.position + column - span.begin, num_tokens=1)
             if layout.look is Look.TOKENS:
-                yield from _squares(trace, lane, cell, y, layout)
+                yield from _squares(trace, row, cell, y, layout)
             else:
-                yield from _cell(trace, lane, cell, y, layout)
-    if lane.end is not None:
-        yield _finish(lane, layout.x(lane.end) - 2, y + 3, layout.lane - 6)
+                yield from _cell(trace, row, cell, y, layout)
+    if row.end is not None:
+        yield _finish(row, layout.x(row.end) - 2, y + 3, layout.row - 6)
 
 
-def lane_names(trace: Trace, layout: Layout) -> Iterator[str]:
+def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
     """As many as there is room for."""
-    step = nice_step(len(trace.lanes), int(layout.lane * len(trace.lanes) / 13) or 1)
-    for index, lane in enumerate(trace.lanes):
+    step = nice_step(len(trace.rows), int(layout.row * len(trace.rows) / 13) or 1)
+    for index, row in enumerate(trace.rows):
         if index % step == 0:
-            y = layout.lane_y(index) + layout.lane / 2 + 4
-            yield label(layout.left - 62, y, f"request {lane.request_id}", "end")
-            known = lane.max_new_tokens > 0  # not of one that began before the first column
-            lengths = f"{lane.prompt_len}+{lane.max_new_tokens}" if known else "?"
+            y = layout.row_y(index) + layout.row / 2 + 4
+            yield label(layout.left - 62, y, f"request {row.request_id}", "end")
+            known = row.max_new_tokens > 0  # not of one that began before the first column
+            lengths = f"{row.prompt_len}+{row.max_new_tokens}" if known else "?"
             yield label(layout.left - 6, y, lengths, "end faint small")
 
 
@@ -76,8 +76,8 @@ def _joined(spans: tuple[Span, ...]) -> Iterator[Span]:
         yield held
 
 
-def _bar(trace: Trace, lane: Lane, span: Span, y: float, height: float) -> str:
-    tip = describe(trace, lane, span)
+def _bar(trace: Trace, row: RequestRow, span: Span, y: float, height: float) -> str:
+    tip = describe(trace, row, span)
     width = span.end - span.begin
     if span.phase is Phase.CONTEXT:
         return rect(span.begin, y + height * 0.08, width, height * 0.84, "context", tip)
@@ -96,18 +96,18 @@ def _line(span: Span, x0: float, x1: float, y: float, height: float, tip: str) -
     return path(across(0.5), f"{kind} {DASHES[span.reason]}".strip(), tip)
 
 
-def _finish(lane: Lane, x: float, y: float, height: float) -> str:
-    tip = f"request {lane.request_id} ends: {lane.num_generated} tokens, {lane.outcome}"
+def _finish(row: RequestRow, x: float, y: float, height: float) -> str:
+    tip = f"request {row.request_id} ends: {row.num_generated} tokens, {row.outcome}"
     return path(f"M{number(x)} {number(y)}v{number(height)}", "finish", tip)
 
 
-def _squares(trace: Trace, lane: Lane, cell: Span, y: float, layout: Layout) -> Iterator[str]:
+def _squares(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -> Iterator[str]:
     """Every token that is computed, and the one that comes of it."""
     x = layout.x(cell.begin) + 6
-    tip = describe(trace, lane, cell)
+    tip = describe(trace, row, cell)
     side = SQUARE - 2
     if cell.phase not in (Phase.CONTEXT, Phase.GENERATION):
-        yield _line(cell, x, x + layout.column - 12, y, layout.lane, tip)
+        yield _line(cell, x, x + layout.column - 12, y, layout.row, tip)
         words = cell.reason.value or cell.phase.value
         middle = x + layout.column / 2 - 6
         yield rect(middle - 4 - 3.1 * len(words), y + 8, 8 + 6.2 * len(words), 16, "paper")
@@ -116,48 +116,48 @@ def _squares(trace: Trace, lane: Lane, cell: Span, y: float, layout: Layout) -> 
     kind = cell.phase.value
     for offset in range(cell.num_tokens):
         yield rect(x, y + 7, side, side, kind, tip, 3)
-        name = _token_name(lane, cell.position + offset)
+        name = _token_name(row, cell.position + offset)
         yield label(x + side / 2, y + 20, name, f"small mid on-{kind}")
         x += SQUARE
     total = cell.position + cell.num_tokens
-    if total >= lane.prompt_len:
-        yield label(x + 2, y + 20, f"\u2192 G{total - lane.prompt_len + 1}", "small faint")
+    if total >= row.prompt_len:
+        yield label(x + 2, y + 20, f"\u2192 G{total - row.prompt_len + 1}", "small faint")
 
 
-def _cell(trace: Trace, lane: Lane, cell: Span, y: float, layout: Layout) -> Iterator[str]:
+def _cell(trace: Trace, row: RequestRow, cell: Span, y: float, layout: Layout) -> Iterator[str]:
     x, width = layout.x(cell.begin), layout.column
-    tip = describe(trace, lane, cell)
+    tip = describe(trace, row, cell)
     if cell.phase not in (Phase.CONTEXT, Phase.GENERATION):
-        yield _line(cell, x, x + width, y, layout.lane, tip)
+        yield _line(cell, x, x + width, y, layout.row, tip)
         return
     kind = cell.phase.value
     inset = 2 if cell.phase is Phase.CONTEXT else 4
-    yield rect(x + 1, y + inset, width - 2, layout.lane - 2 * inset, kind, tip, 2)
+    yield rect(x + 1, y + inset, width - 2, layout.row - 2 * inset, kind, tip, 2)
     words = f"C{cell.num_tokens}"
     if cell.phase is Phase.GENERATION:
-        words = _token_name(lane, cell.position)
-    yield label(x + width / 2, y + layout.lane / 2 + 4, words, f"small mid on-{kind}")
+        words = _token_name(row, cell.position)
+    yield label(x + width / 2, y + layout.row / 2 + 4, words, f"small mid on-{kind}")
 
 
-def _token_name(lane: Lane, position: int) -> str:
+def _token_name(row: RequestRow, position: int) -> str:
     """C: of the prompt; G1, G2, ...: generated."""
-    generated = position - lane.prompt_len
+    generated = position - row.prompt_len
     return "C" if generated < 0 else f"G{generated + 1}"
 
 
-def describe(trace: Trace, lane: Lane, span: Span) -> str:
+def describe(trace: Trace, row: RequestRow, span: Span) -> str:
     """A span in words and numbers."""
     first = trace.first_iteration + span.begin
     last = trace.first_iteration + span.end - 1
     when = f"iteration {first}" if first == last else f"iterations {first} to {last}"
-    who = f"request {lane.request_id}, {when}"
+    who = f"request {row.request_id}, {when}"
     begin, end = span.position, span.position + span.num_tokens
     if span.phase is Phase.CONTEXT:
-        again = min(end, max(begin, lane.prompt_len))
+        again = min(end, max(begin, row.prompt_len))
         text = f"{who}: context, {span.num_tokens} tokens (positions {begin} to {end - 1})"
         return text if end == again else f"{text}; {end - again} were generated before a pause"
     if span.phase is Phase.GENERATION:
-        from_token = begin - lane.prompt_len + 2
+        from_token = begin - row.prompt_len + 2
         last_token = from_token + span.num_tokens - 1
         tokens = f"token {from_token}"
         if last_token > from_token:
