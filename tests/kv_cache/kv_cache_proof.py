@@ -169,12 +169,19 @@ class KvCacheProof:
         for request_id, life in model.lives.items():
             if kv.block_ids(request_id) != life.tables:
                 self.expect(f"tables of {request_id}", kv.block_ids(request_id), life.tables)
+            self.expect("tokens stored", kv.num_tokens(request_id), self._allotted(life))
             for table in life.tables:
                 self.expect("table length", len(table), model.num_blocks_of(self._allotted(life)))
             misread = model.misread(life)
             if misread is not None:
                 raise Divergence(f"request {request_id}: {misread}")
         held = model.held(model.lives)
+        owners = {i: model.held([i]) for i in model.lives}
+        for block, ids in kv.audit().owners.items():
+            self.expect(
+                f"owners of block {block}", {*ids}, {i for i in owners if block in owners[i]}
+            )
+        self.expect_sums()
         if len(held) + len(model.freed) != kv.num_blocks or not held.isdisjoint(model.freed):
             raise Divergence(f"blocks {held} are held and {[*model.freed]} are free")
         self.expect("free blocks", kv.get_num_free_blocks(), len(model.freed))
@@ -197,6 +204,19 @@ class KvCacheProof:
             self.expect(
                 "blocks until its end", kv.get_remaining_blocks_to_completion(request), remaining
             )
+
+    def expect_sums(self) -> None:
+        kv, requests = self.kv, [life.request for life in self.model.lives.values()]
+        remaining = [kv.get_remaining_blocks_to_completion(request) for request in requests]
+        total = kv.sum_remaining_blocks_to_completion(requests)
+        self.expect("blocks until all their ends", total, sum(remaining))
+        for life, count in zip(self.model.lives.values(), remaining, strict=True):
+            whole, held = (
+                self.model.life_blocks(life.request),
+                len(self.model.held([life.request.request_id])),
+            )
+            if not 0 <= held + count <= whole:  # forks share what was counted for each beam
+                raise Divergence(f"{held} blocks are held, {count} are to come of {whole}")
 
     def expect(self, what: str, actual: object, expected: object) -> None:
         if actual != expected:

@@ -111,6 +111,8 @@ MISTAKES = [
     (tiers.CachingBlockPool, "_offload", unmoved, "no copy of"),
     (KvCacheManager, "get_needed_blocks_one_step", too_few, "blocks for"),
     (KvCacheManager, "get_needed_resource_to_completion", too_many, "blocks for the context and"),
+    (KvCacheManager, "num_tokens", too_many, "tokens stored"),
+    (KvCacheManager, "sum_remaining_blocks_to_completion", too_many, "until all their ends"),
     (KvCacheManager, "get_remaining_blocks_to_completion", too_few, "blocks until its end"),
     (BlockPool, "release", leaks, r"counts \d references, but 0 tables hold it"),
     (KvCacheManager, "fork", without_copies, "does not hold position"),
