@@ -75,8 +75,8 @@ def in_flight_keys(counts: Counts) -> dict[str, int]:
 class LockStepKeys:
     """What is reported of V1 batches alone.
 
-    A batch keeps the slots that it began with: those whose request has ended are empty until all
-    have. A batch's tokens and empty slots together are its size times its longest output.
+    A batch keeps the slots that it began with. A slot whose request has ended is empty until all
+    have ended. The tokens and the empty slots of a batch come to its size times its longest output.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -55,7 +56,13 @@ def watched(manager):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"black_box_iterations": 0}, {"callback_budget_s": None}, {"run_ahead": 1}],
+    [
+        {},
+        {"black_box_iterations": 0},
+        {"callback_budget_s": None},
+        {"run_ahead": 1},
+        {"recording_path": os.devnull},
+    ],
     ids=str,
 )
 def test_what_a_manager_held_is_free_when_it_has_ended(without_collector, options, monkeypatch):

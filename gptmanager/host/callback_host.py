@@ -1,7 +1,7 @@
-"""`CallbackHost`: the loop's world, made of the four callbacks of a host application.
+"""`CallbackHost`: the four callbacks of a host application, as the `Host` of a loop.
 
-Everything that a callback says or does wrong becomes a value here: a log line, a count, a failure
-in the next intake. Only a Get that keeps failing ends the loop.
+All that a callback does wrong becomes a value here: a log line, a count, or a failure in the next
+intake. Only a Get that fails too often ends the loop.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Fetched(NamedTuple):
 class CallbackHost:
     """Calls the host's callbacks on the loop thread, outside any lock.
 
-    `max_get_failures`: calls of Get in a row that may fail, with growing pauses between; one more
-    sets `fatal`, whose cause is the last failure. `wake` ends an idle loop's pause; any thread's.
+    `max_get_failures`: calls of Get in a row that may fail, with growing pauses between. One more
+    sets `get_failures.fatal`. `wake` ends the pause of an idle loop, from any thread.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class CallbackHost:
         self.follow_weights(assembly.weights_version)
 
     def release(self) -> None:
-        """Let go of the loop and its executor: neither has anything more to say or to ask."""
+        """Let go of the loop and its executor: the loop iterates no more."""
         self.preparation.release()
         self.statistics.release()
         self._weights_version = int
 
     def peek(self, room: int | None) -> bool:
-        """Ask Get outside an iteration, for an idle manager: has it anything?
+        """Ask Get outside an iteration, for an idle manager: does it return anything?
 
-        What it gave enters with the next fetch, which the caller owes.
+        If so the caller must fetch: then it enters the loop.
         """
         self._ask(-1 if room is None else room)
         return self.holds_requests
@@ -121,9 +121,9 @@ class CallbackHost:
     # Final responses that the loop does not send ---------------------------------------------
 
     def answer_lost(self, known: Iterable[int], error: BaseException) -> None:
-        """An error response to each request that Get has returned and nobody will answer.
+        """An error response to each request that Get has returned and the loop does not know.
 
-        `known`: the ids of those that somebody will.
+        `known`: the ids that the loop will answer.
         """
         waiting = [request.request_id for request in self._receiver.received]
         for request_id in self._receiver.owed.beyond(itertools.chain(known, waiting)):

@@ -1,7 +1,7 @@
 """`Preparation`: logits post-processors on their way to being ready.
 
 Decides when a request need not wait for its processor any more. Its `prepare`, and the future that
-it returns, are the host's: whatever they do wrong is a failure of that request.
+it returns, are code of the host: an error of theirs ends that request only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_KEPT = 64  # before those that have ended are looked for
 
 
 class Preparation:
-    """`fail` takes what cannot be prepared; `wake`, from any thread, ends an idle loop's pause.
+    """`fail` takes what cannot be prepared. `wake` ends the pause of an idle loop, from any thread.
 
     `prepared`: what `collect` has not looked at yet. `ready`: requests that need not wait any more.
     """

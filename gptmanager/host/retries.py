@@ -1,6 +1,6 @@
 """`GetFailures`: how long Get is left alone after it has failed, and when it is given up.
 
-What has gone for a moment is there again before a manager gives up. Calls nothing itself.
+A queue that is gone for some seconds does not end a manager. Calls nothing itself.
 """
 
 from __future__ import annotations

@@ -138,11 +138,10 @@ class GptManager:
     def shutdown(self, drain: bool = True, timeout: float | None = None) -> None:
         """End the loop; Get is not called any more. Idempotent.
 
-        `drain` runs the accepted requests to their end; otherwise, or when `timeout` seconds have
-        passed, each one gets one final error. Returns when the loop has ended, without a timeout
-        at any rate; with one, a callback that does not return keeps its thread but not the
-        caller, and a step gets five more seconds to end. Called from a callback it only asks, in
-        a forked process it does nothing.
+        `drain` runs the accepted requests to their end. Without it, or when `timeout` seconds have
+        passed, each one gets one final error. Returns when the loop has ended. With a timeout it
+        does not wait for a callback that hangs, and waits five more seconds for a step. Called
+        from a callback it only asks; in a forked process it does nothing.
         """
         self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
@@ -188,8 +187,8 @@ class GptManager:
         self._inbox.wake()
 
     def clear_cached(self) -> None:
-        """Forget what block reuse could find: requests that Get returns from now on find nothing
-        that was computed before, nor is what runs now found when it ends.
+        """Forget what block reuse could find. Requests that Get returns from now on find nothing
+        that was computed before, and nothing of the requests that run now.
 
         For weights that were replaced in place; a load into the model's own `weights` is noticed
         without it. Takes effect before the next step. Raises ManagerDeadError when dead.

@@ -80,7 +80,7 @@ class Recorder:
         self._write(to_json(make_header(blueprint)))
 
     def close(self, reason: str = "drained", error: str = "") -> None:
-        """The run is over: what is still said belongs to no iteration."""
+        """The run is over: what passes now belongs to no iteration."""
         self.end_turn()
         self._black_box = None
         if self._file is not None:
@@ -96,10 +96,10 @@ class Recorder:
         return written
 
     def restart(self, loop: Any, error: BaseException) -> None:
-        """An iteration of `loop` has failed, and it goes on from a state that nothing led to.
+        """An iteration of `loop` has failed, and the loop goes on without the requests that ran.
 
-        A file tells that state. The black box is written, over the one of the failure before, and
-        begins anew.
+        Nothing in the recording leads to its state now, so a file gets that state. A black box is
+        written, over the one of the failure before, and begins anew.
         """
         try:
             self._restart(loop, error)
@@ -172,7 +172,7 @@ class Recorder:
             self._black_box.add(turn)
 
     def _write_black_box(self, box: BlackBox, text: str) -> Path | None:
-        """None: it cannot be written, or all that it holds are failures, one upon the other."""
+        """None: it cannot be written, or no step has ended since the last failure."""
         last, self._turn = self._turn, None
         if not box.tells_something:
             return None

@@ -1,7 +1,7 @@
 """Requests of a recording as JSON and back, with their tensors: what a host gave, as it was.
 
-A host may give anything, and a recording may come from anybody: what no JSON holds stands as
-opaque, and what is read is a number, a text, a list of them, or a tensor of a known dtype.
+A host may give anything: a value that no JSON can hold is written as opaque. A recording may come
+from anybody: it gives numbers, texts, lists of them, and tensors of known dtypes, nothing else.
 """
 
 from __future__ import annotations
