@@ -53,7 +53,7 @@ class Row(NamedTuple):
     `samples` False: an unfinished context chunk, no token comes of it. `epoch` tells the starts
     of one request apart, so that a result never reaches a later start of the same id. In the
     context phase the beams of a request are one sequence, in generation `beam_width` of them run.
-    The last `num_drafts` of the tokens are guesses: such a row yields up to `num_drafts` + 1.
+    The last `num_drafts` of the tokens are drafts: such a row yields up to `num_drafts` + 1.
     """
 
     request_id: int
@@ -111,7 +111,7 @@ class BeamFork(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Guessed tokens of the sequence in `slot`, the first of them at `position`."""
+    """Tokens drafted for the sequence in `slot`, the first of them at `position`."""
 
     slot: int
     position: int
@@ -180,7 +180,7 @@ class Extras:
     """What some rows of a step were to yield besides tokens, on the CPU.
 
     `log_probs` float32 `[rows, n]` as `StepResult.tokens`, of meaning where the row's
-    `OutputConfig` says so. `generation_logits`: places of rows, each with float32 `[n, vocab]`.
+    `OutputConfig` says so. `generation_logits`: indices of rows, each with float32 `[n, vocab]`.
     """
 
     log_probs: np.ndarray | None = None

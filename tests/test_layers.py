@@ -131,7 +131,7 @@ decoding/                 from logits to tokens, and to the end of an output
     deferred              a value that is worked out only if it is written (no torch)
     stop_words            the first of several words in a growing text
     end_rule              where an output ends, for a text and for each beam
-    drafting              tokens guessed ahead
+    drafting              tokens drafted ahead
     lines                 which line of a table belongs to which beam
     rows                  what a step gives to logits post-processors
     stream_watch          who works on another stream than the model's

@@ -91,11 +91,11 @@ class TorchExecutor:
         with self._runner.stream:
             chosen = step.pending()
         rows, counts = step.rows.rows, chosen.counts
-        failed = (
-            *(Failure(rows[index].request_id, error) for index, error in chosen.failed.items()),
-            *step.out_of_memory,
-        )
-        if failed:
+        failed: tuple[Failure, ...] = ()
+        if chosen.failed or step.out_of_memory:
+            errors = chosen.failed.items()
+            failed = tuple(Failure(rows[index].request_id, error) for index, error in errors)
+            failed += step.out_of_memory
             ids = {failure.request_id for failure in failed}
             counts = np.ones(len(rows), dtype=np.int32) if counts is None else counts
             counts[[row.request_id in ids for row in rows]] = 0

@@ -35,19 +35,19 @@ class _Sequence:
         self.expected.extend(list(accumulate(new, _mix, initial=last))[1:])
 
     def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
-        """The tokens that follow; guesses at the end of `tokens` are kept as far as they agree."""
-        guesses = self.tokens[len(self.tokens) - num_drafts :]
+        """The tokens that follow; drafts at the end of `tokens` are kept as far as they agree."""
+        drafts = self.tokens[len(self.tokens) - num_drafts :]
         del self.tokens[len(self.tokens) - num_drafts :]
         found: list[int] = []
-        for guess in [*guesses, None]:
+        for draft in [*drafts, None]:
             found.append(next_token(self.tokens))
             self.tokens.append(found[-1])
-            if found[-1] != guess:
+            if found[-1] != draft:
                 break
         return found
 
     def rewind(self, tokens_per_block: int) -> None:
-        """What was computed of wrong guesses is void, and so are blocks that held nothing else."""
+        """What was computed of wrong drafts is void, and so are blocks that held nothing else."""
         self.num_computed = len(self.tokens) - 1
         del self.expected[self.num_computed :]
         del self.block_ids[-(-self.num_computed // tokens_per_block) :]

@@ -1,0 +1,122 @@
+"""One step without a manager: which line belongs to whom, and what a quiet step passes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import gptmanager
+from gptmanager.assembly.backend import CpuBackend, StepOptions
+from gptmanager.assembly.sizing import Sizes
+from gptmanager.decoding.lines import Lines
+from gptmanager.request.llm_request import OutputConfig, SamplingParams
+from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
+
+PACKAGE = Path(gptmanager.__file__).parent
+
+
+class CountingModel:
+    """The token after t is t + 1."""
+
+    nbytes = 0
+    spec = SimpleNamespace(
+        num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=32, max_position_embeddings=64
+    )
+
+    def forward(self, batch, kv_pool):
+        self.batch = batch
+        logits = torch.zeros(len(batch.sample_index), 32)
+        next_tokens = batch.token_ids[batch.sample_index] + 1
+        logits[torch.arange(len(logits)), next_tokens] = 1.0
+        return logits
+
+
+def executor(num_slots=4, max_beam_width=1):
+    options = StepOptions(Lines(num_slots, max_beam_width))
+    return CpuBackend(False).executor(
+        CountingModel(), Sizes(8, 16, 64, 63, False, False, 64), options
+    )
+
+
+def start(slot, *tokens, config=None):
+    given = {} if config is None else {"output_config": config}
+    return SequenceStart(slot, tokens, len(tokens), SamplingParams(greedy=True), **given)
+
+
+def context(*starts):
+    return Schedule(
+        0,
+        tuple(Row(10 + s.slot, 0, s.slot, 0, len(s.tokens), True) for s in starts),
+        starts=starts,
+        block_appends=tuple(BlockAppend(s.slot, 0, (s.slot,)) for s in starts),
+    )
+
+
+def generation(position, *slots):
+    return Schedule(1, (), tuple(Row(10 + slot, 0, slot, position, 1, True) for slot in slots))
+
+
+def run(executor, schedule):
+    step = executor.forward(schedule)
+    executor.sample(step)
+    return executor.result(step)
+
+
+def test_each_beam_of_each_slot_has_a_line_of_its_own():
+    lines = Lines(3, 4)
+    found = [lines.of(slot, beam) for slot in range(3) for beam in range(4)]
+    assert found == list(range(lines.count))
+    assert [lines.slot_of(line) for line in found] == [0] * 4 + [1] * 4 + [2] * 4
+    slots, beams = np.array([2, 0]), np.array([3, 1])
+    assert lines.of(slots, beams).tolist() == [11, 1] and lines.of(slots).tolist() == [8, 0]
+
+
+def test_lines_are_computed_in_one_place():
+    arithmetic = re.compile(r"(\*|//|%) *[\w.]*max_beam_width|max_beam_width *(\*|//|%|\+)")
+    files = [*PACKAGE.glob("executor/*.py"), *PACKAGE.glob("decoding/*.py")]
+    assert len(files) > 20
+    found = {path.name for path in files if arithmetic.search(path.read_text("utf-8"))}
+    assert found == {"lines.py"}
+
+
+def test_a_sampled_token_is_the_next_input():
+    own = executor()
+    assert run(own, context(start(0, 3, 4), start(2, 7, 8))).tokens.tolist() == [[5], [9]]
+    assert run(own, generation(2, 0, 2)).tokens.tolist() == [[6], [10]]
+    assert own.model.batch.token_ids.tolist() == [5, 9]
+
+
+@pytest.mark.parametrize("config", [None, OutputConfig(log_probs=True)])
+def test_a_quiet_step_passes_four_files(config):
+    """Who asks for nothing pays nothing for what others may ask for."""
+    own, files = executor(), set()
+    run(own, context(start(0, 3, 4), start(1, 7, 8, config=config)))
+
+    def note(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            files.add(path.relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(note)
+    try:
+        result = run(own, generation(2, 0, 1))
+    finally:
+        sys.setprofile(None)
+    assert result.tokens.tolist() == [[6], [10]] and (result.extras is None) == (config is None)
+    executing = ["torch_executor", "runner", "token_chooser"]
+    executing += [] if config is None else ["gathered_logits"]
+    expected = {f"executor/{name}.py" for name in executing} | {"decoding/sampling.py"}
+    assert {file for file in files if file.startswith(("executor/", "decoding/"))} == expected
+
+
+def test_a_step_has_no_result_before_it_is_sampled():
+    own = executor()
+    step = own.forward(context(start(0, 3, 4)))
+    with pytest.raises(RuntimeError, match="not sampled"):
+        own.result(step)
