@@ -19,7 +19,7 @@ from gptmanager.run.live_view import LiveView, Progress, RunningRow
 from gptmanager.run.requests_file import RequestLine, built_apart
 from gptmanager.run.results_file import Results
 
-_REFRESH_S = 0.05
+_REFRESH_S = 0.1  # a drawing takes milliseconds of the CPU
 
 
 class Recorder:
