@@ -75,7 +75,9 @@ def context_attention(
     shape. ValueError for other tensors.
     """
     cache = check_attention(
-        *(out, queries, pages, rows, shape), items=(items, (None, 4), torch.int32)
+        *(out, queries, pages, rows, shape),
+        items=(items, (None, 4), torch.int32),
+        kv_lengths=(rows.kv_lengths, rows.slots.shape, torch.int32),
     )
     if items.shape[0] == 0:
         return

@@ -79,7 +79,7 @@ def generation_attention(
         *(np.float32(shape.scale), np.float32(shape.softcap)),
     )
     if dtype in NARROW:
-        tiles = 1 if shape.group <= 8 else 2
+        tiles = 1 if num_heads <= 8 * num_kv_heads else 2
         name = f"generation_attention<{NAMES[dtype]}, {head_dim}, {tiles}{cache.argument}>"
         stages = 3 if shape.fp8 else 2
         shared = _WARPS * stages * 2 * _TILE * row_bytes(head_dim, cache.dtype)

@@ -58,7 +58,6 @@ def check_attention(
         keys=(cache.keys, blocks, cache.dtype),
         values=(pages.values, blocks, cache.dtype),
         row_starts=(rows.row_starts, (num_rows + 1,), torch.int32),
-        kv_lengths=(rows.kv_lengths, (num_rows,), torch.int32),
         slots=(rows.slots, (num_rows,), torch.int32),
         block_tables=(rows.block_tables, (None, None), torch.int32),
         cache_scales=(pages.cache_scales, (2, num_kv_heads), torch.float32),
@@ -83,7 +82,8 @@ def check_head_dim(head_dim: int) -> None:
 
 def has_group(shape: AttentionShape) -> bool:
     """Whether the query heads divide into groups that the kernels take."""
-    return shape.num_heads % shape.num_kv_heads == 0 and shape.group <= MAX_GROUP
+    group, rest = divmod(shape.num_heads, shape.num_kv_heads)
+    return not rest and group <= MAX_GROUP
 
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
