@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptmanager.cuda.launch import Launcher, Program, check_tensors, ints
 from gptmanager.request.input_rows import split_bias
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 _THREADS = 256
 PARAMS = np.dtype(  # `Adjustments` of the .cu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 _THREADS = 512
 PARAMS = np.dtype(  # `Params` of choice.cuh

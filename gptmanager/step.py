@@ -15,8 +15,9 @@ from torch import Tensor
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams
+from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.statistics import Counts, PhaseTimes
 
 # what stands for the token of a row from which none can be chosen
@@ -50,7 +51,7 @@ class Intake:
 class Row(NamedTuple):
     """One sequence in one step: `num_tokens` positions from `position` on are computed.
 
-    `samples` False: an unfinished context chunk, no token comes of it. `epoch` tells the starts
+    `samples` False: an unfinished context chunk, which yields no token. `epoch` tells the starts
     of one request apart, so that a result never reaches a later start of the same id. In the
     context phase the beams of a request are one sequence, in generation `beam_width` of them run.
     The last `num_drafts` of the tokens are drafts: such a row yields up to `num_drafts` + 1.
@@ -72,7 +73,7 @@ class SequenceStart(NamedTuple):
     `tokens` is the history to compute from (prompt, and what was generated before a pause);
     the first `orig_prompt_len` of them came from the host. `processor`: the request's own logits
     post-processor. `sampled`: its beams are not searched. `num_candidates`: continuations that
-    each of several beams brings, if the vocabulary has so many.
+    each of several beams brings; fewer if the vocabulary is smaller.
     """
 
     slot: int

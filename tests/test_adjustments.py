@@ -20,7 +20,7 @@ from transformers import (
 
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request.input_rows import split_bias, token_bias
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 LENGTH = 24
 NEUTRAL = SamplingParams()

@@ -17,7 +17,7 @@ from gptmanager.loop.admission import admit
 from gptmanager.loop.limits import Limits
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.input_rows import token_bias
-from gptmanager.request.llm_request import OutputConfig
+from gptmanager.request.output_options import OutputConfig
 
 LIMITS = Limits(
     vocab_size=100, max_seq_len=32, max_input_len=20, num_blocks=16, tokens_per_block=4, seed=7

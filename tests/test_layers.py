@@ -34,6 +34,8 @@ terminal/                 what commands share: arguments, and texts that a termi
 request/                  what is known of a request before it runs
     post_processor        the logits post-processor of a request (no torch)
     input_rows            rows of numbers that a request brought, known by their digest
+    sampling_params       how a request's tokens are chosen (no torch)
+    output_options        how a request wants its output (no torch)
     llm_request           LlmRequest: what schedulers and the KV cache know of a request (no torch)
     inference_request     what a host gives and gets: InferenceRequest, NamedTensor
     read_tensors          one typed value out of whatever a host put under a name
@@ -165,7 +167,6 @@ executor/                 one step on a device: input arrays, the network, the c
     device_chooser        the same choice, enqueued on a device
     torch_executor        one step, in torch
 loop/                     `iterate()`, and the requests that it iterates over
-    output_options        how a request wants its output (no torch)
     request_times         when what happened to a request (no torch)
     active_request        a request from its admission to its final response
     limits                what one request may be, and whether its lengths fit (no torch)

@@ -27,8 +27,8 @@ from gptmanager.decoding.rows import ModelStream
 from gptmanager.errors import ConfigError
 from gptmanager.recorder.recording import read_recording
 from gptmanager.replay import replay
-from gptmanager.request.llm_request import SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 

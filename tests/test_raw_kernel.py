@@ -25,8 +25,8 @@ from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.raw_kernel import _Session
 from gptmanager.decoding.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
-from gptmanager.request.llm_request import SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
 
 NUM_SLOTS, MAX_SEQ_LEN = 9, 40

@@ -47,7 +47,7 @@ from gptmanager.recorder.requests import (
 )
 from gptmanager.recorder.values import field_names, from_json, to_json
 from gptmanager.replay import replay
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.simulator.comparison import Machine, hypothetical
 from gptmanager.step import (
     BeamCandidates,

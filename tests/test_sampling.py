@@ -19,7 +19,7 @@ from transformers import (
 
 from gptmanager.decoding import choice
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 # (temperature, top_k, top_p, min_p)

@@ -12,7 +12,7 @@ import torch
 from gptmanager import GptManager, InferenceRequest, ModelType, NamedTensor, OptionalParams
 from gptmanager.errors import ManagerDeadError
 from gptmanager.manager.inspection import AuditReport
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 from gptmanager.testing import (
     ContractChecker,

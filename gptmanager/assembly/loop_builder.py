@@ -25,7 +25,7 @@ from gptmanager.step import Executor, Host
 
 # guards of the manager's MAX_UTILIZATION: a request is paused this often before others are
 # preferred as victims, resumes only when this many blocks stay free, and starts only when all that
-# run could go on for so many steps (measured in docs/scheduling.md)
+# run could go on for this many steps (measured in docs/scheduling.md)
 _MAX_PAUSES = 3
 _RESUME_HEADROOM_BLOCKS = 1
 _START_HEADROOM_STEPS = 16

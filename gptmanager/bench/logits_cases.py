@@ -17,7 +17,7 @@ from gptmanager.cuda.beam_step import best_of_rows
 from gptmanager.cuda.log_probs import LOG_PROB, log_probs
 from gptmanager.cuda.token_masks import mask_logits
 from gptmanager.request.input_rows import token_bias
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 _REPETITION, _PRESENCE, _FREQUENCY = 1.1, 0.2, 0.1
 _NUM_BIASES, _BIAS = 64, 0.5

@@ -15,7 +15,7 @@ from torch import Tensor
 from gptmanager.bench.attention_peers import flashinfer
 from gptmanager.bench.cases import Bed, Case, Contender, Goal, Prepared, Sizes
 from gptmanager.cuda.sampling import PARAMS, pack, sample
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 _TOP_K, _TOP_P, _TEMPERATURE = 50, 0.9, 0.8
 _WIDE = 1000  # more than a block has threads

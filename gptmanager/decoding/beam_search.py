@@ -33,7 +33,7 @@ class BeamParams:
 
     `early_stopping` 1: the search is over when W beams have ended; 0: when no live beam can do
     better at its present length; any other: when none can do better at any length it may reach.
-    `num_results`: of the W only so many are returned, None: all. `sampled`: no search at all, each
+    `num_results`: how many of the W are returned, None: all. `sampled`: no search at all, each
     beam is a text of its own, sampled from the prompt on.
     """
 
@@ -109,12 +109,12 @@ class BeamSearch:
 
     @property
     def num_results(self) -> int:
-        """Hypotheses that are returned, if there are so many."""
+        """How many hypotheses are returned, at most."""
         return self.params.num_results or self.params.width
 
     @property
     def num_candidates(self) -> int:
-        """Continuations that each beam must bring, if the vocabulary has so many."""
+        """Continuations that each beam must bring; fewer if the vocabulary is smaller."""
         return self.params.width + self.end_rule.num_last_tokens
 
     @property
@@ -189,7 +189,7 @@ class BeamSearch:
         if not nodes:
             self.live, self.cum_log_probs, self.parents = [], [], []
             return True
-        while len(nodes) < width:  # a vocabulary too small for so many beams
+        while len(nodes) < width:  # the vocabulary is smaller than the beams are many
             nodes.append(nodes[0])
             sums.append(_DEAD)
             parents.append(parents[0])
@@ -233,7 +233,7 @@ class BeamSearch:
 
     def _is_over(self) -> bool:
         params = self.params
-        if max(self.cum_log_probs) == _DEAD:  # whoever changed the logits lets none go on
+        if max(self.cum_log_probs) == _DEAD:  # changed logits let none go on
             return True
         if len(self.ended) < params.width:
             return False

@@ -91,15 +91,15 @@ def restore_beams(search: BeamSearch, state: BeamState) -> None:
             raise ValueError(f"beam node {len(nodes)} cannot follow node {parent}")
         before = None if parent < 0 else nodes[parent]
         nodes.append(BeamNode(before, beam, token, log_prob, stop_state))
-    width, places = search.params.width, [*state.live, *(end.node for end in state.ended)]
+    width, indices = search.params.width, [*state.live, *(end.node for end in state.ended)]
     beams = [*state.parents, *(end.beam for end in state.ended), *(node.beam for node in nodes)]
     if len(state.live) not in (0, width) or len(state.ended) > width:
         raise ValueError(f"{len(state.live)} beams live and {len(state.ended)} ended of {width}")
-    if any(not 0 <= place < len(nodes) for place in places) or any(
+    if any(not 0 <= index < len(nodes) for index in indices) or any(
         not -1 <= beam < width for beam in beams
     ):
         raise ValueError("a beam has a number that none has")
-    search.live = [nodes[place] for place in state.live]
+    search.live = [nodes[index] for index in state.live]
     search.cum_log_probs, search.parents = list(state.cum_log_probs), list(state.parents)
     search.ended = [
         Hypothesis(nodes[end.node], total, score, end.reason, end.end)

@@ -16,7 +16,8 @@ from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.uploads import Upload
 from gptmanager.decoding.sampling import Ints, Sampler
-from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams
+from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
+from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
 _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a token of a vocabulary

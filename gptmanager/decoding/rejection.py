@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager.decoding.random_numbers import uniform
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 Floats = npt.NDArray[np.float64]
 

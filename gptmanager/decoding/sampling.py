@@ -43,7 +43,8 @@ from gptmanager.kernels.lanes import (
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, Team, task_fields
 from gptmanager.request.input_rows import split_bias
-from gptmanager.request.llm_request import NO_EXTRAS, OutputConfig, SamplingParams
+from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
+from gptmanager.request.sampling_params import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 

@@ -50,7 +50,7 @@ class StopWords:
     def held(self, state: int, room: int = _NEVER - 1) -> int:
         """How many of the last tokens may still become part of a word: not yet to be shown.
 
-        `room`: so many tokens may follow.
+        `room`: how many tokens may follow.
         """
         while state and self._least[state] > room:
             state = self._suffix[state]

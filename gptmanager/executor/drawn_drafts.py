@@ -14,7 +14,7 @@ from torch import Tensor
 from gptmanager.decoding.rejection import sample_draft
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.executor.step_in_flight import SamplingRows
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
 
 

@@ -6,16 +6,12 @@ from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.drafting import RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.parallel_sampling import ParallelSampling
-from gptmanager.loop.output_options import OutputOptions
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import (
-    LlmRequest,
-    LlmRequestState,
-    OutputConfig,
-    SamplingParams,
-)
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState
+from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 
 
 class ActiveRequest(LlmRequest):

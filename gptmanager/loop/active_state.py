@@ -14,11 +14,12 @@ from gptmanager.errors import InvalidRequestError
 from gptmanager.kv_cache.state import Salt
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits
-from gptmanager.loop.output_options import OutputOptions
 from gptmanager.loop.request_times import RequestTimes, TimesState
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import LlmRequestState, SamplingParams
+from gptmanager.request.llm_request import LlmRequestState
+from gptmanager.request.output_options import OutputOptions
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 
 
 class ProgressState(NamedTuple):

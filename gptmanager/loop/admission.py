@@ -19,7 +19,6 @@ from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import InvalidRequestError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits, check_pool, fit_length
-from gptmanager.loop.output_options import OutputOptions
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.loop.sampling_inputs import read_sampling
 from gptmanager.request.inference_request import (
@@ -28,7 +27,8 @@ from gptmanager.request.inference_request import (
     InferenceRequest,
 )
 from gptmanager.request.input_rows import HostRows
-from gptmanager.request.llm_request import RETENTION_PRIORITIES, OutputConfig, SamplingParams
+from gptmanager.request.llm_request import RETENTION_PRIORITIES
+from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import read_post_processor
 from gptmanager.request.read_tensors import (
     INT32,
@@ -39,6 +39,7 @@ from gptmanager.request.read_tensors import (
     read_token_ids,
     read_word_list,
 )
+from gptmanager.request.sampling_params import SamplingParams
 
 # inputs whose support has not landed
 _LATER = ("position_ids", "lora_task_id", "lora_weights", "lora_config")

@@ -147,7 +147,7 @@ class Allocator:
                 row = self._launch_drafts(cast(ActiveRequest, request), row, parts)
             rows.append(row)
             if request.state is not _CONTEXT_INIT:
-                # whoever starts from the next launch on reads what this one writes
+                # what starts with the next launch may read what this one writes
                 self.kv_cache.store_context(request)
         return rows
 

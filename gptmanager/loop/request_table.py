@@ -113,14 +113,14 @@ class RequestTable:
         request.move_to(LlmRequestState.CONTEXT_INIT)
 
     def most_active(self) -> float:
-        """So many may be active: those that have started, or the batch holds, and who may wait."""
+        """How many may be active: those that started, or fit the batch, and those that wait."""
         if self.limits.max_waiting is None:
             return math.inf
         started = sum(request.times.first_scheduled is not None for request in self.active)
         return max(started, self.limits.max_num_requests) + self.limits.max_waiting
 
     def require_room(self, most_active: float) -> None:
-        """Raises CapacityError if so many are active already."""
+        """Raises CapacityError if `most_active` are active already."""
         if len(self.active) >= most_active:
             waiting = len(self.active) - (most_active - (self.limits.max_waiting or 0))
             raise CapacityError(

@@ -7,8 +7,8 @@ from typing import Any
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.errors import InvalidRequestError
 from gptmanager.loop.limits import Limits
-from gptmanager.request.llm_request import SamplingParams
 from gptmanager.request.read_tensors import INT32, read_bias, read_float, read_int, read_word_list
+from gptmanager.request.sampling_params import SamplingParams
 
 _TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")

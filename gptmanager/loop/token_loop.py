@@ -1,6 +1,6 @@
 """`TokenLoop`: the token generation loop, one `iterate()` at a time.
 
-Decides who runs, and takes what comes of it. Owns no thread, clock, file or model: the world is a
+Decides who runs, and applies the results. Owns no thread, clock, file or model: the world is a
 `Host`, the network an `Executor`, so that a manager, a replay, a simulation and the tests drive the
 very same object.
 """

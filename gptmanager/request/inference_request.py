@@ -226,7 +226,7 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     wider dtype gets it: whether it is one of the vocabulary's is checked with the request.
     TypeError for words that are not sequences of integers.
     """
-    found = [_word(place, word) for place, word in enumerate(words)]
+    found = [_word(index, word) for index, word in enumerate(words)]
     ids = [token for word in found for token in word]
     ends = list(itertools.accumulate(map(len, found)))
     width = max(len(ids), len(ends))
@@ -240,13 +240,13 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     return np.array(rows, dtype=object)
 
 
-def _word(place: int, word: Any) -> list[int]:
+def _word(index: int, word: Any) -> list[int]:
     if isinstance(word, (str, bytes)):  # the characters of a text are no ids
-        raise TypeError(f"word {place} = {word!r} is not a sequence of integers")
+        raise TypeError(f"word {index} = {word!r} is not a sequence of integers")
     try:
         return [as_integer(token) for token in word]
     except TypeError as error:
-        raise TypeError(f"word {place} is not a sequence of integers: {error}") from None
+        raise TypeError(f"word {index} is not a sequence of integers: {error}") from None
 
 
 def _as_tensor(value: Any, *, is_word_list: bool) -> Any:

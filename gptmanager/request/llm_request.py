@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from bisect import insort_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
-
-from gptmanager.request.input_rows import HostRows
+from typing import TypeVar
 
 
 class LlmRequestState(IntEnum):
@@ -45,54 +42,6 @@ NEXT_STATES: dict[LlmRequestState, frozenset[LlmRequestState]] = {
 
 
 RETENTION_PRIORITIES = (0, 100)  # the lowest and the highest
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How a request's tokens are chosen. Counts in tokens.
-
-    `top_k` 0: unlimited. `seed` keys the counter-based random numbers together with a token's
-    absolute position. `min_length` generated tokens come before `end_id` may. `embedding_bias`:
-    TOKEN_BIAS `[n]`, what is added to the logits of some tokens. `bad_words`: token sequences
-    that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
-    """
-
-    greedy: bool = True
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    min_length: int = 0
-    end_id: int = -1
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    embedding_bias: HostRows | None = None
-
-    def without_numbers(self) -> SamplingParams:
-        """What a recording knows of them."""
-        bias = self.embedding_bias
-        return self if bias is None else replace(self, embedding_bias=bias.without_numbers())
-
-
-class OutputConfig(NamedTuple):
-    """What a request is told besides its tokens. `normalized`: log probabilities, not logits."""
-
-    log_probs: bool = False
-    normalized: bool = True
-    generation_logits: bool = False
-    context_logits: bool = False
-
-    @property
-    def asks(self) -> bool:
-        """Anything at all."""
-        return self.log_probs or self.generation_logits or self.context_logits
-
-
-NO_EXTRAS = OutputConfig()
 
 
 class LlmRequest:
@@ -157,11 +106,7 @@ class LlmRequest:
         ):
             if value < low:
                 raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
-        lowest, highest = RETENTION_PRIORITIES
-        if retention_priority is not None and not lowest <= retention_priority <= highest:
-            raise ValueError(
-                f"retention_priority = {retention_priority} must be from {lowest} to {highest}"
-            )
+        _check_retention(retention_priority)
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
         self.max_new_tokens = max_new_tokens
@@ -323,6 +268,12 @@ class LlmRequest:
 
     def finish(self) -> None:
         self.move_to(LlmRequestState.GENERATION_COMPLETE)
+
+
+def _check_retention(priority: int | None) -> None:
+    lowest, highest = RETENTION_PRIORITIES
+    if priority is not None and not lowest <= priority <= highest:
+        raise ValueError(f"retention_priority = {priority} must be from {lowest} to {highest}")
 
 
 RequestList = list[LlmRequest]

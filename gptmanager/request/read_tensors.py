@@ -243,10 +243,10 @@ def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
         return None if is_good else ("", items)
     if set(map(type, items)) <= {int}:
         return None
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         found = _first_odd(item, kinds)
         if found is not None:
-            return f"[{place}]{found[0]}", found[1]
+            return f"[{index}]{found[0]}", found[1]
     return None
 
 

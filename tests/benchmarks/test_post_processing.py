@@ -15,8 +15,8 @@ from gptmanager import GuidedDecoding
 from gptmanager.callbacks import BannedTokens
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.request.llm_request import SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
 
 VOCAB_SIZE = 32_000

@@ -18,7 +18,8 @@ import torch
 
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request.input_rows import token_bias
-from gptmanager.request.llm_request import OutputConfig, SamplingParams
+from gptmanager.request.output_options import OutputConfig
+from gptmanager.request.sampling_params import SamplingParams
 
 ROWS, VOCAB, HISTORY = 256, 32_000, 1024
 GREEDY = SamplingParams()

@@ -10,7 +10,7 @@ from kernel_values import randn
 from gptmanager.cuda.adjustments import PARAMS, adjust, pack, pack_lists
 from gptmanager.decoding.sampling import Sampler
 from gptmanager.request.input_rows import token_bias
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 PROMPT_LENGTH = 6
 VOCAB = 53

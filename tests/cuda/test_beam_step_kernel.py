@@ -9,7 +9,7 @@ from kernel_values import close, randn
 
 from gptmanager.cuda import sampling
 from gptmanager.cuda.beam_step import best_of_rows
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 
 
 def best(machine, logits, counts, most, temperatures=None):

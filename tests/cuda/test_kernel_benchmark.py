@@ -28,7 +28,7 @@ from gptmanager.bench.table import kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.terminal.tables import lines
 
 

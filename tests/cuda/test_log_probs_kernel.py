@@ -10,7 +10,8 @@ from kernel_values import close, randn
 from gptmanager.cuda import sampling
 from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, NOTHING, log_probs
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.request.llm_request import OutputConfig, SamplingParams
+from gptmanager.request.output_options import OutputConfig
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 TEMPERATURES = (1.0, 0.0, 0.3, 1.7)

@@ -12,8 +12,8 @@ from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.streams import DeviceStream
 from gptmanager.decoding.rows import ProcessedSequence, Rows
 from gptmanager.errors import ConfigError
-from gptmanager.request.llm_request import SamplingParams
 from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
 
 pytestmark = pytest.mark.gpu

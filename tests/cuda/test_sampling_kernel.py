@@ -8,7 +8,7 @@ import torch
 from kernel_values import randn
 
 from gptmanager.cuda.sampling import PARAMS, pack, sample
-from gptmanager.request.llm_request import SamplingParams
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
 PROMPT_LENGTH = 5

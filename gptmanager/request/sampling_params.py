@@ -1,0 +1,38 @@
+"""`SamplingParams`: how a request's tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gptmanager.request.input_rows import HostRows
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen. Counts in tokens.
+
+    `top_k` 0: unlimited. `seed` keys the counter-based random numbers together with a token's
+    absolute position. `min_length` generated tokens come before `end_id` may. `embedding_bias`:
+    TOKEN_BIAS `[n]`, what is added to the logits of some tokens. `bad_words`: token sequences
+    that are never completed. `no_repeat_ngram_size` 0: n-grams may repeat.
+    """
+
+    greedy: bool = True
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_length: int = 0
+    end_id: int = -1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: HostRows | None = None
+
+    def without_numbers(self) -> SamplingParams:
+        """What a recording knows of them."""
+        bias = self.embedding_bias
+        return self if bias is None else replace(self, embedding_bias=bias.without_numbers())
