@@ -634,7 +634,7 @@ def test_a_recording_goes_on_behind_failed_iterations_and_replays(tmp_path, run_
     report = replay(run)
     assert report.divergence is None and not report.broke_off
     assert report.compared == len(run.iterations) - 3 > 10
-    assert len(trace_of(run).lanes) == 14
+    assert len(trace_of(run).rows) == 14
     figures = simulate(run.header.blueprint, RecordedLoad(run), CostModel())
     assert figures.requests == 14
     # A token that is another one behind the failures is found
