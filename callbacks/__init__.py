@@ -1,7 +1,7 @@
-"""Ready-made callbacks: what any host could have written on the public contract, written once.
+"""Ready-made callbacks: any host could have written them on the public contract.
 
-`generate` is the three-line start; `RequestQueue` turns the four callbacks into futures and token
-streams; the sinks keep or show the statistics; the rest are logits post-processors.
+`generate` is the three-line start. `RequestQueue` turns the callbacks into futures and token
+streams. The sinks keep or show the statistics. The rest are logits post-processors.
 """
 
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer

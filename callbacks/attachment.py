@@ -1,4 +1,4 @@
-"""`Attachment`: what a queue needs of its manager beside the callbacks: to wake it, and its end."""
+"""`Attachment`: lets a queue wake its manager, and tells it when the manager has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Attachment:
         self._watcher.start()
 
     def notify(self) -> None:
-        """Wake an idle manager; nothing if it is dead: the watcher tells."""
+        """Wake an idle manager. Does nothing if it is dead: the watcher tells the queue."""
         try:
             self._manager.notify()
         except ManagerDeadError:

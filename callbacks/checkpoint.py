@@ -1,6 +1,6 @@
-"""What a checkpoint folder says besides weights: the tokens that end a text, and its tokenizer.
+"""What a checkpoint folder holds besides weights: the tokens that end a text, and a tokenizer.
 
-The manager takes neither from the checkpoint: a host decides. These are the usual decisions.
+The manager takes neither from the checkpoint: the host decides. These are the usual decisions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TokenDefaults:
-    """The `end_id` and `pad_id` that requests get when they bring none.
+    """The `end_id` and `pad_id` of requests that bring none.
 
-    A request has one `end_id`. Of several `end_ids` the first becomes it, each other one a stop
-    word of one token, with finish reason STOP_WORDS.
+    A request has one `end_id`. Of several `end_ids` the first becomes the `end_id`. Each other one
+    becomes a stop word of one token, with finish reason STOP_WORDS.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -36,9 +36,9 @@ class TokenDefaults:
 
     @classmethod
     def of_folder(cls, folder: str | os.PathLike[str]) -> TokenDefaults:
-        """From `generation_config.json`; without one from `config.json`, as transformers does.
+        """From `generation_config.json`, or else from `config.json`, as transformers does.
 
-        ConfigError for what is no folder, and for what is no id.
+        ConfigError if the path is no folder, or a value is no id.
         """
         for name in ("generation_config.json", "config.json"):
             path = Path(folder) / name
@@ -54,7 +54,7 @@ class TokenDefaults:
     def of_config(cls, config: Mapping[str, Any], where: str = "config.json") -> TokenDefaults:
         """From the keys `eos_token_id` (an id, or a list) and `pad_token_id`.
 
-        ConfigError for what is no id; `where`: as it calls the config.
+        ConfigError for a value that is no id; its text calls the config `where`.
         """
         end_ids, pad_id = config.get("eos_token_id"), config.get("pad_token_id")
         listed = end_ids if isinstance(end_ids, (list, tuple)) else [end_ids]
@@ -68,7 +68,7 @@ class TokenDefaults:
         return cls(ids_of(end_ids), pad_id)
 
     def fill(self, request: InferenceRequest) -> None:
-        """Set on `request` what it does not say itself."""
+        """Set `end_id` and `pad_id` on `request` if it has none."""
         if self.pad_id is not None and "pad_id" not in request.tensors:
             request.pad_id = _one(self.pad_id)
         if not self.end_ids or "end_id" in request.tensors:
@@ -91,7 +91,7 @@ def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint folder; ConfigError if it has no readable tokenizer.json.
 
-    Texts are neither cut nor padded, whatever the file says of that: nor does transformers do it.
+    It never cuts or pads texts, even if the file says so. transformers does the same.
     """
     path = Path(folder) / "tokenizer.json"
     if not os.path.lexists(path):
@@ -105,7 +105,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     check_file(path, _MAX_TOKENIZER_BYTES)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except BaseException as error:  # bare Exceptions, and panics of Rust, which are none
+    except BaseException as error:  # Exceptions, and panics of Rust, which are no Exceptions
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise ConfigError(f"{path} is not a tokenizer: {told(error)}") from error
@@ -115,7 +115,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _is_id(value: Any) -> bool:
-    """-1 stands for none in some checkpoints."""
+    """In some checkpoints -1 means none."""
     return type(value) is int and -1 <= value < 2**31
 
 
@@ -124,7 +124,7 @@ def _one(value: int) -> np.ndarray:
 
 
 def _words(tensor: Any) -> list[list[int]] | None:
-    """The words of a `stop_words_list` tensor; None if it is not one: the manager will say so."""
+    """The words of a `stop_words_list` tensor. None if it is wrong: the manager will say so."""
     if tensor is None:
         return []
     try:

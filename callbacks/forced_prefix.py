@@ -30,7 +30,7 @@ extern "C" __global__ void forced_prefix(
 
 
 class ForcedPrefix(RawKernelLogitsPostProcessor):
-    """The first generated tokens are those that a request names; from then on it is free."""
+    """Makes the output of a request begin with the tokens that it names."""
 
     def __init__(self, max_tokens: int = 64) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -40,7 +40,7 @@ class ForcedPrefix(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for more than `max_tokens` and for negatives, TypeError for no integers."""
+        """ValueError for more than `max_tokens` and for negative ids, TypeError for other types."""
         if len(token_ids) > self.max_tokens:
             raise ValueError(f"{len(token_ids)} tokens are more than {self.max_tokens}")
         ids = np.zeros(self.max_tokens, dtype=np.int32)

@@ -1,6 +1,6 @@
-"""`Generation`: the handle on a submitted request. A future, and a stream of new tokens.
+"""`Generation`: the handle of a submitted request. A future, and a stream of new tokens.
 
-Knows how to wait for responses, in threads and in event loops; knows nothing of queues and of the
+Knows how to wait for responses, in threads and in event loops. Knows nothing of queues and of the
 manager, except how to ask for a cancellation.
 """
 
@@ -19,26 +19,25 @@ from gptmanager.callbacks.wakeups import AsyncWaiter, AsyncWakeups
 
 
 class Generation(concurrent.futures.Future[GenerationResult]):
-    """A request on its way; returned by `RequestQueue.submit`.
+    """A request that runs; returned by `RequestQueue.submit`.
 
-    As a `concurrent.futures.Future`: `result(timeout)` gives a `GenerationResult` or raises the
-    error of `gptmanager.errors` that the request was answered with. `concurrent.futures.wait` and
+    As a `concurrent.futures.Future`: `result(timeout)` returns a `GenerationResult`, or raises the
+    error of the response, a class of `gptmanager.errors`. `concurrent.futures.wait` and
     `as_completed` work. A done callback runs on the manager's thread: it must be quick.
 
-    As an iterable: the new tokens, one int an item, of the first beam. A request with
-    `is_streaming=True` yields them as they come, any other one all at its end. Any number of
-    threads and event loops may iterate; each sees every token. An error response is raised after
-    the tokens that came before it.
+    As an iterable: the new tokens of the first beam, as ints. A request with `is_streaming=True`
+    yields them one by one, any other request all at its end. Any number of threads and event loops
+    may iterate; each sees every token. An error is raised after the tokens that came before it.
 
-    In asyncio: `async for token in generation` and `await generation`, in any event loop. As
-    everywhere in asyncio, cancelling a task that waits here cancels the request; put
-    `asyncio.shield` around what others share.
+    In asyncio: `async for token in generation` and `await generation`, in any event loop. If a task
+    that waits here is cancelled, the request is cancelled, as everywhere in asyncio. Use
+    `asyncio.shield` if several tasks share the request.
 
-    As a context manager: leaving the block cancels a request that has not ended. This is the way
-    to stop paying for a stream whose reader may leave early.
+    As a context manager: the end of the block cancels the request if it has not ended. So a stream
+    costs nothing more when its reader leaves early.
 
-    A cancelled request still ends without an error: with the tokens it had, finish reason
-    CANCELLED. `cancelled()` is therefore always False.
+    A cancelled request ends without an error: with the tokens it had, finish reason CANCELLED. So
+    `cancelled()` is always False.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         while new := self._wait_for_tokens(seen, timeout):
             yield from new
             seen += len(new)
-        self.result()  # raises the error, if that is how it ended
+        self.result()  # raises the error, if there was one
 
     def __iter__(self) -> Iterator[int]:
         return self.tokens()
@@ -108,7 +107,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self.cancel()
 
     def _wait_for_tokens(self, seen: int, timeout: float | None) -> list[int]:
-        """The tokens after the first `seen`; none: that was the end."""
+        """The tokens after the first `seen`; an empty list at the end."""
         with self._news:
             while len(self._tokens) == seen and not self.done():
                 if not self._news.wait(timeout):
@@ -135,7 +134,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
     # For the queue alone --------------------------------------------------------------------
 
     def deliver(self, tensors: Iterable[NamedTensor], is_final: bool, error: str) -> None:
-        """Take one response. Called by one thread at a time, at most once with a final one."""
+        """Take one response. Called by one thread at a time, with at most one final response."""
         if error:
             self.fail(error_of(error))
             return

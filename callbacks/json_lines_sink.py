@@ -1,4 +1,4 @@
-"""`JsonLinesSink`: keeps statistics in a file, one record a line, rotated by size."""
+"""`JsonLinesSink`: keeps statistics in a file, one record on each line, rotated by size."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class JsonLinesSink:
     """A ReturnBatchManagerStats callback that appends each record to `path`.
 
     Each record reaches the operating system before the call returns, so a crash of the process
-    loses none. A line that a crash or a full disk cut short is closed before the next record.
-    Before the file would grow over `max_bytes` (None: never) it becomes `path.1`, that becomes
-    `path.2`, and so on; `backups` of them are kept. A single record over `max_bytes` gets a file
-    of its own.
+    loses none. If a crash or a full disk cut a line short, the next record begins on a new line.
+    Before the file grows over `max_bytes` (None: no limit), it becomes `path.1`, the old `path.1`
+    becomes `path.2`, and so on. `backups` of them are kept. A single record over `max_bytes` gets
+    a file of its own.
 
     Never raises in the manager's loop: a record that cannot be written is counted in
-    `num_dropped`, and the first of a series is logged. The constructor raises OSError. Safe from
-    several threads, so that several managers may share one.
+    `num_dropped`, and the first of a series is logged. The constructor raises OSError. Thread-safe,
+    so several managers may share one.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class JsonLinesSink:
         self.close()
 
     def _open(self) -> io.FileIO:
-        # unbuffered: what a record's write leaves over is known at once
+        # unbuffered: the rest of a record that was not written is known at once
         file = io.FileIO(self._path, "a+")
         self._size = file.seek(0, os.SEEK_END)
         if self._size:

@@ -56,7 +56,7 @@ class LoggingSink:
 
 
 def summary(statistics: Mapping[str, Any]) -> str:
-    """The record in one line; what it does not have is left out."""
+    """The record in one line; missing keys are left out."""
     parts = [f"iteration {statistics['Iteration Counter']}", _requests(statistics)]
     if "Used KV cache blocks" in statistics:
         used, total = statistics["Used KV cache blocks"], statistics["Max KV cache blocks"]

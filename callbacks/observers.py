@@ -1,4 +1,4 @@
-"""`fan_out`: several callbacks where a manager takes one."""
+"""`fan_out`: makes one callback of several."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ R = TypeVar("R")
 def fan_out(first: Callable[P, R], *observers: Callable[P, object]) -> Callable[P, R]:
     """A callback that calls `first`, then every observer, all with the same arguments.
 
-    `first` is the one that counts: its result is returned, and its exception is passed on to the
-    manager, after the observers have been called. An observer only looks: what it returns is
-    dropped, and what it raises is logged (with the traceback the first time) and stops nobody.
+    The result of `first` is returned. Its exception goes to the manager, after the observers have
+    been called. An observer only watches: its result is dropped, and its exception is logged (with
+    the traceback the first time) and stops nothing.
 
         return_batch_manager_stats_cb=fan_out(JsonLinesSink("stats.jsonl"), LoggingSink())
     """

@@ -1,6 +1,6 @@
-"""`PendingRequests`: requests that wait to be fetched, in the order they will be.
+"""`PendingRequests`: requests that wait for the manager, in the order of their turn.
 
-Highest priority first, equals in the order they came. Says what still fits beside them. Not
+Highest priority first, equal ones in the order they came. Says whether one more fits. Not
 thread-safe; knows nothing of answers.
 """
 
@@ -18,7 +18,7 @@ _NOUNS = ("prompt tokens", "bytes of tensors")
 
 
 class Size(NamedTuple):
-    """What waits, or may wait: requests, tokens of their prompts, bytes of their tensors."""
+    """A count, or a limit: requests, tokens of their prompts, bytes of their tensors."""
 
     requests: int
     tokens: int
@@ -31,9 +31,9 @@ class Size(NamedTuple):
 
 
 class PendingRequests:
-    """A queue by priority from which a request in the middle can be taken, too.
+    """A queue by priority. A request in the middle can be taken out, too.
 
-    `limits` by the names of their options, in the order of `Size`; None: no bound.
+    `limits` by the names of their options, in the order of `Size`; None: no limit.
     """
 
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
@@ -54,9 +54,9 @@ class PendingRequests:
         self.size = Size(*(have + more for have, more in zip(self.size, size, strict=True)))
 
     def excess(self, size: Size) -> str:
-        """Which limit keeps `size` more from waiting here, with the numbers; empty: none.
+        """The limit that `size` more would exceed, with the numbers; empty: none.
 
-        Raises CapacityError for what no limit would ever let in.
+        Raises CapacityError if `size` alone exceeds a limit.
         """
         for (name, limit), have, more, noun in zip(
             self._limits.items(), self.size, size, ("requests", *_NOUNS), strict=True
@@ -100,13 +100,13 @@ class PendingRequests:
 
 
 def _level(priority: Any) -> float:
-    # the manager answers an impossible priority; here it must only not break the order
+    # the manager answers a wrong priority; here it must only not break the order
     is_number = isinstance(priority, (int, float)) and not math.isnan(priority)
     return float(priority) if is_number else _DEFAULT_PRIORITY
 
 
 def _num_items(value: Any) -> int:
-    """Of a tensor, an array or a list; what is none of these is the manager's to refuse."""
+    """Of a tensor, an array or a list. The manager refuses other types."""
     try:
         return math.prod(value.shape) if hasattr(value, "shape") else len(value)
     except TypeError:

@@ -1,7 +1,7 @@
 """`RequestQueue`: three of the four callbacks as a thread-safe bounded queue with futures.
 
-Decides who is fetched next and which handle a response belongs to. Knows nothing of what a
-request means: the manager checks it and answers.
+Decides which request is fetched next, and to which handle a response belongs. Knows nothing of the
+meaning of a request: the manager checks it and answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestQueue:
-    """Submit from any thread; a manager fetches, answers and stops through the callbacks.
+    """Any thread submits; a manager fetches, answers and stops through the callbacks.
 
         with RequestQueue() as queue, GptManager(
             folder, ModelType.INFLIGHT_FUSED_BATCHING, 1, SchedulerConfig(),
@@ -38,15 +38,15 @@ class RequestQueue:
             for token in queue.submit([1, 2, 3], 20, is_streaming=True):
                 ...
 
-    The queue stands outside the manager in the `with`, so that the manager drains first; then
-    `close` answers what it never fetched. After `attach` the queue also closes itself when the
-    manager ends or dies, so no handle is ever left waiting. One queue serves one manager.
+    The queue stands outside the manager in the `with`. So the manager finishes its requests first,
+    and then `close` answers those that it never fetched. After `attach` the queue also closes when
+    the manager ends or dies, so no handle waits for ever. One queue serves one manager.
 
-    `max_pending`: how many requests may wait to be fetched; `max_pending_tokens` and
-    `max_pending_bytes`: how many tokens their prompts, and bytes their tensors, may come to; None:
-    any number. Higher priority is fetched first, equals in the order they came. `default_end_id`
-    (an id or several, see `TokenDefaults`) and `default_pad_id` are for requests that bring none.
-    Set `exclude_input_in_output` as in the manager's `OptionalParams`.
+    `max_pending`: the most requests that may wait for the manager. `max_pending_tokens` and
+    `max_pending_bytes`: the most tokens of their prompts and bytes of their tensors, together.
+    None: any number. Higher priority is fetched first, equal ones in the order they came.
+    `default_end_id` (an id or several, see `TokenDefaults`) and `default_pad_id` are for requests
+    that bring none. Set `exclude_input_in_output` as in the manager's `OptionalParams`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RequestQueue:
         self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
         self._exclude_input = exclude_input_in_output
         self._wakeups = AsyncWakeups()
-        # guards all that follows; a signal handler may come back within it
+        # guards all fields below; a signal handler may take it again in the same thread
         self._changed = threading.Condition(threading.RLock())
         self._pending = PendingRequests(limits)
         self._open: dict[int, Generation | None] = {}  # None: the id is taken by a waiting submit
@@ -120,17 +120,17 @@ class RequestQueue:
         timeout: float | None = None,
         **by_name: Any,
     ) -> Generation:
-        """Queue a request: token ids with what `InferenceRequest.from_tokens` takes, or a whole
-        `InferenceRequest`, on which the queue's defaults are set.
+        """Queue a request: token ids with the keywords of `InferenceRequest.from_tokens`, or a
+        whole `InferenceRequest`, on which the queue's defaults are set.
 
-        A full queue blocks for up to `timeout` seconds (None: for ever; never on the manager's
-        own thread, that is in a done callback), then `queue.Full` is raised. In asyncio use
+        A full queue blocks for up to `timeout` seconds (None: for ever), then raises `queue.Full`.
+        It never blocks on the manager's own thread, that is in a done callback. In asyncio use
         `timeout=0`, or `asyncio.to_thread`. Without `request_id` the ids count from 1, so a
-        repeated run has the same ids and with them the same seeds.
+        repeated run has the same ids and the same seeds.
 
-        Raises DuplicateRequestIdError for the id of an open request, CapacityError for one that
-        exceeds `max_pending_tokens` or `max_pending_bytes` alone, and ManagerDeadError when the
-        queue is closed. What is wrong with the request itself is raised by the handle.
+        Raises DuplicateRequestIdError for the id of an open request, CapacityError for a request
+        that exceeds `max_pending_tokens` or `max_pending_bytes` alone, and ManagerDeadError if the
+        queue is closed. The handle raises errors of the request itself.
         """
         if isinstance(prompt, InferenceRequest):
             if max_new_tokens is not None or request_id is not None or by_name:
@@ -160,9 +160,9 @@ class RequestQueue:
     def cancel(self, request_id: int) -> bool:
         """End a request early; False if it is not open. Never waits.
 
-        A pending one ends at once and the manager never sees it, a fetched one at the next
-        iteration: in both cases without an error, finish reason CANCELLED. In a forked process
-        nothing is open.
+        A pending request ends at once, and the manager never sees it. A fetched one ends at the
+        next iteration. Both end without an error, finish reason CANCELLED. In a forked process
+        no request is open.
         """
         if self._is_forked:
             return False
@@ -185,7 +185,7 @@ class RequestQueue:
     def attach(self, manager: GptManager) -> None:
         """Wake `manager` at each submit, and close the queue when it has ended.
 
-        Raises TypeError for what has no `notify` and `wait`, ValueError for a second manager.
+        Raises TypeError for an object without `notify` and `wait`, ValueError for a second manager.
         """
         for method in ("notify", "wait"):
             if not callable(getattr(manager, method, None)):
@@ -200,7 +200,7 @@ class RequestQueue:
     def close(self, error: BaseException | None = None) -> None:
         """Fail every open handle with `error` and refuse new requests; the first `error` stays.
 
-        What the manager still works on is stopped. To let it finish instead, call
+        Requests that still run in the manager are stopped. To let them finish, call
         `manager.shutdown()` first. Idempotent; in a forked process it does nothing.
         """
         if self._is_forked:
@@ -237,7 +237,7 @@ class RequestQueue:
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
         """The Get callback."""
         self._loop_thread = threading.get_ident()
-        if not len(self._pending):  # without the lock: this is asked in every iteration
+        if not len(self._pending):  # without the lock: it runs in every iteration
             return []
         with self._changed:
             count = len(self._pending) if max_num_requests < 0 else max_num_requests
@@ -261,7 +261,7 @@ class RequestQueue:
             self._deliver(generation, tensors, is_final, error)
 
     def poll_stop_signal(self) -> frozenset[int]:
-        """The PollStopSignal callback: an id is told until its final response."""
+        """The PollStopSignal callback: it returns an id until its final response."""
         if not self._stops:
             return frozenset()
         with self._changed:
@@ -271,7 +271,7 @@ class RequestQueue:
 
     @property
     def _is_forked(self) -> bool:
-        """This is a copy of the process, in which nobody fetches and nobody answers."""
+        """This process is a fork: no manager fetches or answers here."""
         return os.getpid() != self._process
 
     def _take_id(self, request_id: int | None) -> int:
@@ -287,7 +287,7 @@ class RequestQueue:
 
     def _enqueue(self, generation: Generation, timeout: float | None) -> None:
         if threading.get_ident() == self._loop_thread:
-            timeout = 0.0  # nobody else would make room
+            timeout = 0.0  # no other thread makes room
         size = Size.of(generation.request)
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ready_to_take(size), timeout):
@@ -306,7 +306,7 @@ class RequestQueue:
         try:
             generation.deliver(tensors, is_final, error)
         except Exception as malformed:
-            # raising would only end the request; so does this, and the handle learns why
+            # an exception would only end the request; this ends it, too, and tells the handle why
             with self._changed:
                 was_open = self._open.pop(generation.request_id, None) is not None
                 if was_open:

@@ -1,4 +1,4 @@
-"""What the responses to one request amount to: a `GenerationResult`, or an error to raise.
+"""Makes one value of the responses to a request: a `GenerationResult`, or an error to raise.
 
 Knows the tensors of responses by name; knows nothing of threads, queues and waiting.
 """
@@ -23,11 +23,11 @@ _PER_TOKEN = {"context_logits": 1, "generation_logits": 2, "output_log_probs": 2
 
 @dataclass(frozen=True, eq=False)
 class GenerationResult:
-    """How a request ended without an error. Sequences are one per beam, best first.
+    """How a request ended without an error. It has one sequence for each beam, best first.
 
-    `generated_ids` holds neither prompt nor padding; of a cancelled request what it had so far.
-    `metrics` has the fields of `REQUEST_METRICS`: times in seconds since the manager fetched the
-    request, NaN for what never happened, and counts.
+    `generated_ids` holds no prompt and no padding; for a cancelled request the tokens so far.
+    `metrics` has the fields of `REQUEST_METRICS`: counts, and times in seconds since the manager
+    fetched the request, NaN for an event that never happened.
     """
 
     request_id: int
@@ -43,12 +43,12 @@ class GenerationResult:
 
     @cached_property
     def output_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Prompt and generated tokens, without padding, whatever the responses left out."""
+        """Prompt and generated tokens, without padding, even if the responses had no prompt."""
         return tuple(self.prompt_ids + generated for generated in self.generated_ids)
 
     @cached_property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Every response tensor by name; what was streamed in parts is joined."""
+        """Every response tensor by name; streamed parts are joined."""
         return MappingProxyType(
             {
                 name: parts[0] if len(parts) == 1 else torch.cat(parts, dim=_PER_TOKEN[name])
@@ -66,13 +66,13 @@ class ResponseCollector:
     def __init__(self, request: InferenceRequest, *, exclude_input: bool = False) -> None:
         self._request = request
         self._exclude_input = exclude_input
-        self._streamed: list[list[int]] = []  # a list a beam
+        self._streamed: list[list[int]] = []  # one list for each beam
         self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
-        """The new tokens of this response when the request streams, else an empty list.
+        """The new tokens of this response if the request streams, else an empty list.
 
-        Of several beams those of the best.
+        With several beams those of the best beam.
         """
         by_name = dict(tensors)
         tokens: list[int] = []
@@ -88,7 +88,7 @@ class ResponseCollector:
         return tokens
 
     def result(self) -> GenerationResult:
-        """All of it, after the final response."""
+        """The whole result. Call it after the final response."""
         prompt = _prompt_of(self._request)
         if self._request.is_streaming:
             generated = tuple(map(tuple, self._streamed or [[]]))
@@ -122,7 +122,7 @@ class ResponseCollector:
             return ()
         lengths = self._values("sequence_length")
         beams = self._parts["output_ids"][0].numpy().reshape(len(lengths), -1)
-        # a host that forgot to tell exclude_input is told by the tokens themselves
+        # a host may have forgotten exclude_input: the tokens show whether the prompt is there
         included = not self._exclude_input and all(
             length >= len(prompt) and np.array_equal(beam[: len(prompt)], prompt)
             for beam, length in zip(beams, lengths, strict=True)
@@ -151,9 +151,9 @@ def cancelled_response(request: InferenceRequest) -> list[NamedTensor]:
 
 
 def error_of(text: str) -> errors.GptManagerError:
-    """The error of an error response: the class named at the front of `text`.
+    """The error of an error response; its class is the name at the front of `text`.
 
-    A text that begins with no class of `gptmanager.errors` becomes a RequestError.
+    If that is no class of `gptmanager.errors`, it is a RequestError.
     """
     match = re.match(r"(\w+): ", text)
     cls = getattr(errors, match.group(1), None) if match else None

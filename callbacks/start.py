@@ -1,6 +1,6 @@
 """`generate`: the three-line start. Prompts in, completions out, the manager comes and goes.
 
-Decides nothing about the model: what it needs beside the public contract is a tokenizer.
+Decides nothing about the model. Besides the public contract it needs only a tokenizer.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ def generate(
 ) -> Any:
     """The completions of `prompts`, in their order: text for text, token ids for token ids.
 
-    `model` is what `GptManager` takes: a checkpoint folder, (config dict, state dict), or a
-    `Model` object. `prompts`: texts or lists of token ids; of a single prompt the completion
-    itself is returned. Completions hold neither the prompt nor what ended them. Text needs a
-    tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a folder that has one).
+    `model`: as for `GptManager`, a checkpoint folder, (config dict, state dict), or a `Model`
+    object. `prompts`: texts or lists of token ids. For a single prompt the completion itself is
+    returned. Completions do not hold the prompt, nor the `end_id` or stop word that ended them.
+    Text needs a tokenizer: the folder's tokenizer.json, or `tokenizer` (an object, or a folder that
+    has one).
 
-    `sampling` takes the names of `InferenceRequest`, for all prompts alike: `temperature`,
-    `runtime_top_p`, `stop_words_list`, ... `end_id` and `pad_id` come from the checkpoint's
-    generation_config.json if not given. With beams the best one is returned.
+    `sampling` takes the names of `InferenceRequest`, the same for all prompts: `temperature`,
+    `runtime_top_p`, `stop_words_list`, ... If not given, `end_id` and `pad_id` come from the
+    checkpoint's generation_config.json. With beams the best one is returned.
 
     `num_return_sequences`: a list of this many completions for each prompt, sampled one by one, or
     the best beams.
@@ -164,13 +165,13 @@ def _run(
 
 
 def _max_beam_width(sampling: Mapping[str, Any]) -> Any:
-    """What the requests need. Texts that are sampled each take a beam."""
+    """The beams that the requests need. Each sampled text takes one."""
     width, count = sampling.get("beam_width", 1), sampling.get("num_return_sequences", 1)
     return max(width, count) if isinstance(width, int) else width
 
 
 def _wait_for_all(generations: Sequence[Generation], bars: ProgressBars) -> None:
-    """Returns when all are done; raises the first error, naming the prompt."""
+    """Return when all are done; raise the first error, with the name of its prompt."""
     ended: SimpleQueue[int] = SimpleQueue()
     for index, generation in enumerate(generations):
         generation.add_done_callback(partial(_put, ended, index))

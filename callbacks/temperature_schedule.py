@@ -29,9 +29,9 @@ extern "C" __global__ void temperature_schedule(
 
 
 class TemperatureSchedule(RawKernelLogitsPostProcessor):
-    """From one temperature to another over the first tokens, in equal steps, and then constant.
+    """From one temperature to another over the first tokens, in equal steps; then constant.
 
-    A request that is greedy stays so: give it `temperature=1.0`, and the schedule does the rest.
+    A greedy request stays greedy. So give the request `temperature=1.0`, too.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class TemperatureSchedule(RawKernelLogitsPostProcessor):
     def bind(  # type: ignore[override]
         self, start: float, end: float, steps: int
     ) -> BoundKernel:
-        """`steps`: generated tokens after which `end` is reached. ValueError unless all are > 0."""
+        """`steps`: number of tokens until `end` is reached. ValueError unless all are above 0."""
         for name, value in (("start", start), ("end", end), ("steps", steps)):
             if not value > 0:
                 raise ValueError(f"{name} = {value} is not above 0")

@@ -1,6 +1,6 @@
 """`TextStream`: token ids in, text out, as they come.
 
-Decides how much of the text is certain already. Knows nothing of requests and of models.
+Decides how much of the text is complete. Knows nothing of requests and of models.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _CONTEXT = 8
 
 
 class TextStream:
-    """Decodes a sequence token by token; the pieces joined are its text.
+    """Decodes a sequence token by token; its pieces, joined, are the text.
 
-    A token may hold a part of a character (byte-level tokens, byte fallback): such text is held
-    back until the character is complete, or until `flush`. With `prompt_ids` the text goes on
-    where the prompt's ends, so that a leading space is neither lost nor doubled.
+    A token may hold a part of a character (byte-level tokens, byte fallback). Such text is held
+    back until the character is complete, or until `flush`. With `prompt_ids` the text continues
+    the prompt, so a leading space is neither lost nor doubled.
 
         stream = TextStream(tokenizer, prompt_ids)
         for token in generation:
@@ -36,12 +36,12 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # tokens given out last, which the next ones are decoded together with, then those held
+        # the tokens given out last, then those held back; all are decoded together
         self._window = list(prompt_ids[-_CONTEXT:])
         self._num_given = len(self._window)
 
     def push(self, tokens: int | Iterable[int]) -> str:
-        """The text that became certain with these tokens; often one token's, "" at times."""
+        """The text that became complete with these tokens; sometimes ""."""
         self._window.extend([tokens] if isinstance(tokens, int) else tokens)
         text = self._held_text()
         if not text or text.endswith(_REPLACEMENT):
@@ -50,7 +50,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The text held back, whose last character is incomplete: a U+FFFD in place of it."""
+        """The text held back; its incomplete last character becomes U+FFFD."""
         text = self._held_text()
         self._give()
         return text

@@ -1,4 +1,4 @@
-"""Which tokens may come, and which are preferred: processors as kernels, for one request each.
+"""Permits, bans or prefers tokens: processors as kernels, each for one request.
 
     banned = BannedTokens()
     request.logits_post_processor = banned.bind([13, 198])
@@ -68,7 +68,7 @@ struct Params {{ int count; int ids[MAX_TOKENS]; float bias[MAX_TOKENS]; }};
 
 
 class AllowedTokens(RawKernelLogitsPostProcessor):
-    """Nothing but the tokens that a request names. Remember its `end_id` if it is to end."""
+    """Permits only the tokens that a request names. Name its `end_id`, too, if it should end."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -82,14 +82,14 @@ class AllowedTokens(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for none, for more than `max_tokens`, and for negative ones."""
+        """ValueError for an empty list, for more than `max_tokens`, and for negative ids."""
         if not token_ids:
             raise ValueError("token_ids is empty: no token would be allowed")
         return super().bind(**_padded(token_ids, self.max_tokens))
 
 
 class BannedTokens(RawKernelLogitsPostProcessor):
-    """Anything but the tokens that a request names."""
+    """Permits all tokens except those that a request names."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -103,12 +103,12 @@ class BannedTokens(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
-        """ValueError for more than `max_tokens`, and for negative ones."""
+        """ValueError for more than `max_tokens`, and for negative ids."""
         return super().bind(**_padded(token_ids, self.max_tokens))
 
 
 class TokenBias(RawKernelLogitsPostProcessor):
-    """Adds a number to the logits of some tokens: log 2 makes one twice as likely as it was."""
+    """Adds a number to the logits of some tokens: log 2 doubles the odds of a token."""
 
     def __init__(self, max_tokens: int = 256) -> None:
         at_least(1, "max_tokens", max_tokens)
@@ -122,9 +122,9 @@ class TokenBias(RawKernelLogitsPostProcessor):
         self.max_tokens = max_tokens
 
     def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
-        """`bias` by token id; ValueError for more than `max_tokens`, and for negative ones.
+        """`bias` by token id; -inf bans a token.
 
-        And for NaN and +inf; -inf bans a token.
+        ValueError for more than `max_tokens`, for negative ids, for NaN and for +inf.
         """
         for token, added_to in bias.items():
             if not added_to < math.inf:
@@ -136,7 +136,7 @@ class TokenBias(RawKernelLogitsPostProcessor):
 
 
 def _padded(token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Ascending, each once; TypeError for what is no integer."""
+    """The ids in ascending order, each once. TypeError for an id that is no integer."""
     ids = sorted({as_token(token) for token in token_ids})
     if len(ids) > max_tokens:
         raise ValueError(f"{len(ids)} tokens are more than max_tokens = {max_tokens}")

@@ -1,8 +1,8 @@
 """Wakes asyncio waiters from other threads, cheaply.
 
-A call into an event loop costs a system call. A manager's thread answers many requests in a row,
-so each event loop has a mailbox: while one call into it is on its way, further wake-ups join it.
-Knows nothing of what is waited for.
+A call into an event loop costs a system call, and a manager's thread answers many requests in a
+row. So each event loop has a mailbox: while one call is on its way, further wake-ups join it.
+Knows nothing of what its users wait for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AsyncWaiter:
         self._woken = asyncio.Event()
 
     async def wait(self) -> None:
-        """Returns after the next `wake`, or at once after one since the last `wait`."""
+        """Return after the next `wake`; at once if one came since the last `wait`."""
         await self._woken.wait()
         self._woken.clear()
 
@@ -50,7 +50,7 @@ class AsyncWaiter:
 
 
 class _Mailbox:
-    """Events to set in an event loop. Holds no loop, so that a closed one can be collected."""
+    """Events to set in an event loop. Holds no loop, so a closed one can be collected."""
 
     def __init__(self) -> None:
         self._events: deque[asyncio.Event] = deque()
@@ -62,11 +62,11 @@ class _Mailbox:
             self._is_called = True
             try:
                 loop.call_soon_threadsafe(self._open)
-            except RuntimeError:  # the loop is closed: nobody waits in it any more
+            except RuntimeError:  # the loop is closed: nothing waits in it any more
                 self._events.clear()
 
     def _open(self) -> None:
-        # lowered first: an event posted from here on gets a call of its own
+        # cleared first: an event posted from here on gets a call of its own
         self._is_called = False
         while self._events:
             self._events.popleft().set()

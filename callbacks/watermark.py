@@ -1,8 +1,8 @@
 """A watermark in sampled text, and its detection: a processor as a kernel.
 
-After each token a keyed hash makes a part of the vocabulary green, and green tokens get a little
-more likely; whoever knows the key counts them. After Kirchenbauer et al., "A Watermark for Large
-Language Models" (2023), with a hash of the last token.
+After each token a hash with a key makes a part of the vocabulary green. Green tokens become a
+little more likely, and with the key they can be counted. After Kirchenbauer et al., "A Watermark
+for Large Language Models" (2023), with a hash of the last token.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ extern "C" __global__ void watermark(
 
 
 class Watermark(RawKernelLogitsPostProcessor):
-    """Raises the logits of the share `gamma` of the vocabulary by `delta`, another share each time.
+    """Adds `delta` to the logits of a share `gamma` of the vocabulary, another part for each token.
 
-    `key`: a secret of 32 bits. It marks what is sampled; greedy text that is sure of itself hardly
-    changes.
+    `key`: a secret of 32 bits. It marks sampled text. Greedy text hardly changes where the model is
+    sure of a token.
     """
 
     def __init__(self, key: int, gamma: float = 0.25, delta: float = 2.0) -> None:
@@ -65,9 +65,9 @@ class Watermark(RawKernelLogitsPostProcessor):
         return super().bind(key=self.key, threshold=self._threshold, delta=self.delta)
 
     def z_score(self, tokens: Sequence[int]) -> float:
-        """How many standard deviations more of `tokens` are green than without the watermark.
+        """By how many standard deviations more of `tokens` are green than without the watermark.
 
-        Above 4 chance is out of the question. The first token only begins the chain.
+        Above 4 it is no chance. The first token only begins the chain.
         """
         ids = np.asarray(tokens, dtype=np.uint32)
         hashes = _mixed(_seeds(np.uint32(self.key), ids[:-1]) ^ ids[1:])

@@ -21,7 +21,7 @@ async def complete(queue: RequestQueue, tokenizer, prompt: str, max_tokens_shown
     ids = tokenizer.encode(prompt).ids
     text = TextStream(tokenizer, ids)
     completion = ""
-    with queue.submit(ids, 40, is_streaming=True) as generation:  # leaving early cancels it
+    with queue.submit(ids, 40, is_streaming=True) as generation:  # an early end cancels it
         shown = 0
         async for token in generation:
             completion += text.push(token)

@@ -2,7 +2,7 @@
 
     python examples/schedule_pictures.py docs/pictures
 
-The same on every machine: a test compares the files with the committed ones.
+The pictures are the same on every machine: a test compares them with the committed files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 
 @dataclass(frozen=True)
 class Job:
-    """A request: at most `max_new_tokens`; `stops_at` n: its n-th token is the end id."""
+    """A request for at most `max_new_tokens`; `stops_at` n: its n-th token is the end id."""
 
     prompt_len: int
     max_new_tokens: int
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Machine:
-    """What schedules. `chunk_unit` None: a context runs in one piece."""
+    """Policy and sizes. `chunk_unit` None: a context runs in one piece."""
 
     policy: CapacitySchedulerPolicy
     max_batch_size: int
@@ -65,7 +65,7 @@ class Machine:
 
 
 class Host:
-    """Has all jobs from the beginning; listens to nothing."""
+    """Has all jobs from the beginning; ignores responses."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.now = 0.0
@@ -106,7 +106,7 @@ class Host:
 
 
 def run(machine: Machine, jobs: Sequence[Job]) -> Trace:
-    """The schedule of `jobs`, requests 1, 2, ..., which all arrive at once."""
+    """The schedule of `jobs`: requests 1, 2, ..., all there at the start."""
 
     def next_token(history: list[int]) -> int:
         job = jobs[history[0] - 10 - 1]
@@ -163,7 +163,7 @@ def scheduler(machine: Machine, kv_cache: KvCacheManager) -> SimpleScheduler:
 
 
 def toy(chunked: bool) -> Trace:
-    """Five requests, batches of at most 4 requests and 12 tokens; the first ends at its second."""
+    """Five requests; at most 4 requests and 12 tokens a batch; the first stops at token 2."""
     machine = Machine(
         GUARANTEED_NO_EVICT,
         max_batch_size=4,
@@ -176,10 +176,10 @@ def toy(chunked: bool) -> Trace:
 
 
 def outputs_of_512(policy: CapacitySchedulerPolicy) -> Trace:
-    """18 requests of 64 + 512 tokens; memory holds four such lives.
+    """18 requests of 64 + 512 tokens; memory holds four whole requests.
 
-    The first three stop early, after 128, 256 and 384 tokens, so that the others do not begin and
-    end in step.
+    The first three stop early, after 128, 256 and 384 tokens. So the others do not all begin and
+    end together.
     """
     machine = Machine(
         policy,
@@ -199,12 +199,12 @@ def outputs_of_512(policy: CapacitySchedulerPolicy) -> Trace:
 SQUARE, LEFT, TOP = 24, 150, 96
 SEQUENCE, BUDGET = 14, 16  # max_seq_len and max_num_tokens of the drawing, in tokens
 
-# cached tokens, then what this iteration computes: the kind, and how many tokens
+# cached tokens; then the kind and the number of tokens that this iteration computes
 ROWS = ((0, "context", 7), (3, "context", 4), (9, "generation", 1), (5, "generation", 1))
 
 
 def three_maxima() -> str:
-    """One iteration, and which of the three limits bounds what."""
+    """One iteration, and what each of the three limits bounds."""
     bottom, right = TOP + len(ROWS) * 34, LEFT + SEQUENCE * SQUARE
     strip = bottom + 84
     marks = [mark for index, row in enumerate(ROWS) for mark in sequence_row(index, *row)]
@@ -246,21 +246,21 @@ def three_maxima() -> str:
 def sequence_row(index: int, cached: int, kind: str, num_tokens: int) -> Iterator[str]:
     y = TOP + index * 34
     yield label(LEFT - 12, y + 16, f"request {index + 1}", "end")
-    for place in range(SEQUENCE):
-        computed = kind if place < cached + num_tokens else ""
-        yield square(place, y, "memory" if place < cached else computed)
+    for position in range(SEQUENCE):
+        computed = kind if position < cached + num_tokens else ""
+        yield square(position, y, "memory" if position < cached else computed)
 
 
 def token_strip(y: float) -> Iterator[str]:
     yield label(LEFT - 12, y + 16, "computed now", "end")
     kinds = [kind for _, kind, num_tokens in ROWS for _ in range(num_tokens)]
-    for place in range(BUDGET):
-        yield square(place, y, kinds[place] if place < len(kinds) else "")
+    for index in range(BUDGET):
+        yield square(index, y, kinds[index] if index < len(kinds) else "")
 
 
-def square(place: int, y: float, kind: str) -> str:
-    """One token; an empty place without a kind."""
-    return rect(LEFT + place * SQUARE, y, SQUARE - 2, SQUARE - 2, kind or "grid", round_=3)
+def square(column: int, y: float, kind: str) -> str:
+    """One token; without a kind an empty square."""
+    return rect(LEFT + column * SQUARE, y, SQUARE - 2, SQUARE - 2, kind or "grid", round_=3)
 
 
 def pictures() -> dict[str, str]:

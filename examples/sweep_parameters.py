@@ -1,10 +1,10 @@
-"""Measures what max_batch_size and max_num_tokens do to throughput and latency, on this machine.
+"""Measures how max_batch_size and max_num_tokens change throughput and latency on this machine.
 
     python examples/sweep_parameters.py
 
-Prints the tables of docs/parameters.md. Each point is the best of three runs, and the points are
-run in turn, so that what else the machine does does not fall on one of them alone. One thread: on a
-shared machine two wait for each other.
+Prints the tables of docs/parameters.md. Each point is the best of three runs. The points run in
+turn, so other work on the machine does not hit one point alone. It uses one thread: on a shared
+machine two threads wait for each other.
 """
 
 from __future__ import annotations

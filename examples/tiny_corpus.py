@@ -1,8 +1,8 @@
-"""The text that tiny_llama learns: short documents, made up from a seed, that can be checked.
+"""The text that tiny_llama learns: short documents, made from a seed, that can be checked.
 
-A document is a prompt with the completions that are right. Most prompts have only one: a sum, a
-list in order, the answer to a question about a story. A story may go on in any of 120 ways, each
-with its own persons, and each thing in its own colour.
+A document is a prompt with its right completions. Most prompts have only one: a sum, a list in
+order, the answer to a question about a story. A story may go on in any of 120 ways, each with its
+own persons, and each thing in its own colour.
 
 Run `python examples/tiny_corpus.py` to see one document of each task.
 """
@@ -187,7 +187,7 @@ def documents(random: Random, held_out: bool = False) -> Iterator[Document]:
 
 
 def is_held_out(prompt: str) -> bool:
-    """True for one prompt in 20; those of the same words go together, as 2 + 3 = and 3 + 2 = do."""
+    """True for one prompt in 20. Prompts of the same words go together, as 2 + 3 = and 3 + 2 =."""
     words = " ".join(sorted(prompt.split()))
     return zlib.crc32(words.encode()) % 20 == 0
 

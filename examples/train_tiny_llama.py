@@ -1,8 +1,8 @@
-"""Train the Llama-architecture checkpoint in examples/tiny_llama on text that tiny_corpus makes up.
+"""Train the Llama checkpoint in examples/tiny_llama on the texts of tiny_corpus.
 
-A byte-level BPE tokenizer is trained first, then the model; both are written as a Hugging Face
-folder. Then every task is measured on prompts that were held out of the training. Needs torch,
-transformers and rich; no download, no GPU.
+It trains a byte-level BPE tokenizer, then the model, and writes both as a Hugging Face folder. Then
+it measures every task on prompts that were held out of the training. Needs torch, transformers and
+rich; no download, no GPU.
 
     python examples/train_tiny_llama.py --output examples/tiny_llama
 """
@@ -24,7 +24,7 @@ from transformers import get_cosine_schedule_with_warmup as cosine_schedule
 
 CONTEXT = 512  # tokens in a row of training text, and the most that the model is made for
 IGNORED = -100  # the label of a token that the loss leaves out
-LEARNED_PROMPTS = 0.1  # share of prompts that are learned too: they are chance, so mostly noise
+LEARNED_PROMPTS = 0.1  # share of prompts that are learned, too: prompts are random, mostly noise
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train_tokenizer(random: Random) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a token for every word of the corpus, and for each digit its own."""
+    """A byte-level BPE with a token for every word of the corpus, and one for each digit."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = Tokenizer(models.BPE())
@@ -108,7 +108,7 @@ def encoded_documents(tokenizer: PreTrainedTokenizerFast, random: Random) -> Ite
 def batches(
     tokenizer: PreTrainedTokenizerFast, random: Random, size: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Rows full of documents; none sees another, as the positions begin anew with each."""
+    """Rows full of documents. Positions start again with each, so no document sees another."""
     stream = encoded_documents(tokenizer, random)
     while True:
         batch = torch.empty(3, size, CONTEXT, dtype=torch.long)
@@ -122,7 +122,7 @@ def batches(
 
 
 def optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, which learn from far less text with it; else AdamW."""
+    """Muon for the matrices of the layers: they need far less text with it. AdamW for the rest."""
     layers = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     rest = [weight for weight in model.parameters() if all(weight is not other for other in layers)]
     return [
@@ -155,7 +155,7 @@ def train(
 def measure(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, random: Random, size: int
 ) -> str:
-    """Complete held-out prompts greedily; the table of how many completions are right."""
+    """Complete held-out prompts greedily. Returns a table: how many completions are right."""
     outcomes = defaultdict(list)
     sample = sorted(
         islice(documents(random, held_out=True), size),

@@ -14,7 +14,7 @@ import pytest
 
 LAYERS = """
 errors                    every error, in one tree
-lifecycle/                a manager's state; clock, log, latch and watchdog, which work to its end
+lifecycle/                a manager's states; its clock, log, latch and watchdog
     clock                 the system's clocks, whatever becomes of the module time (no torch)
     log                   the library's logger, for code that must go on (no torch)
     latch                 an event that signal handlers may wait for (no torch)
@@ -64,9 +64,9 @@ scheduler/                who runs
     chunk_sizes           a step's tokens, shared out over contexts (no torch)
     micro_batch           which of those run now, and how much of their context (no torch)
     simple                the two as one (no torch)
-statistics                what an iteration tells of itself
-step                      all that passes between loop, executor and host
-kernels/                  every operation of a step in torch, and the override for CPUs
+statistics                the statistics of an iteration
+step                      the values that pass between loop, executor and host
+kernels/                  every operation of a step in torch, and faster ones for CPUs
     attention_arguments   what attention is given: pages, spans of rows, its shape
     reference             every operation in torch: the specification
     lanes                 SIMD words for Numba
@@ -183,7 +183,7 @@ loop/                     `iterate()`, and the requests that it iterates over
     request_table         the active requests: who comes in, and who ends
     confirmation          what the result of a step does to its requests
     token_loop            iterate(), in about 25 lines
-assembly/                 from options and a checkpoint to all that a loop stands on
+assembly/                 builds all parts of a loop from options and a checkpoint
     option_fields         what each field of a configuration may be by itself (no torch)
     options               which configurations a manager takes (no torch)
     sizing                how large the KV cache is, and how long a sequence may be
@@ -191,7 +191,7 @@ assembly/                 from options and a checkpoint to all that a loop stand
     loop_builder          the loop of a manager, of a replay, or of a simulation
     backend               where a model and its KV cache lie, and what runs them there
     assemble              from checked options and a model to a loop
-recorder/                 what passes between a loop and its world, written down; the black box
+recorder/                 writes down the inputs and decisions of a loop; the black box
     requests              requests of a recording, as JSON and back
     values                values of a recording, as JSON and back
     limits                what the numbers of a recording may be
@@ -220,7 +220,7 @@ manager/                  a thread around the loop: `GptManager`
     worker                what a manager's thread does
     gpt_manager           GptManager: a thread, and a life around the loop
 gptmanager                the public names, as hosts import them
-callbacks/                ready-made callbacks: only what any host could have written
+callbacks/                ready-made callbacks that any host could have written
     checkpoint            what a checkpoint says besides weights: end tokens, tokenizer
     wakeups               asyncio waiters, woken from another thread
     result                what the responses to one request amount to
@@ -246,7 +246,7 @@ testing/                  what hosts and researchers test with
     rules                 the rules of a scheduler, and which of them an answer breaks
     scenario_run          one scenario, run through the real loop
     conformance           does a scheduler keep the rules?
-replay/                   a recorded run, once more: where it goes another way
+replay/                   runs a recorded run again, and finds the first difference
     difference            where two schedules differ, for people
     unheard               final responses for a world that hears only ends
     replaying             a recorded run, once more, and where it goes another way
@@ -285,7 +285,7 @@ run/                      a file of requests, run by a manager
     watch                 a run, followed on the terminal's thread
     serving               a file of requests through a manager
     command               run, on the command line
-bench/                    how fast it is, beside its peers
+bench/                    measures speed, its own and that of other libraries
     timing                how long one call takes, and how much time is left
     roofline              what a device can do at best, and the floors of a model
     machine               what a figure was measured on
