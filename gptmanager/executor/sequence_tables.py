@@ -95,7 +95,6 @@ class DeviceTables(SequenceTables):
         lines, sources = _joined_forks(self._forks)
         token_cells, tokens = _joined(self._written_tokens)
         block_cells, blocks = _joined(self._written_blocks)
-        self._forks, self._written_tokens, self._written_blocks = [], [], []
         sent = upload((lines, sources, token_cells, tokens, block_cells, blocks))
         if len(lines):
             self.token_tensor.index_copy_(0, sent[0], self.token_tensor.index_select(0, sent[1]))
@@ -103,6 +102,8 @@ class DeviceTables(SequenceTables):
             self.token_cells.index_copy_(0, sent[2], sent[3])
         if len(blocks):
             self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
+        # not before: a step that was short of memory here tries again in parts
+        self._forks, self._written_tokens, self._written_blocks = [], [], []
 
 
 _NO_CELLS, _NO_VALUES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)

@@ -391,6 +391,23 @@ def test_tables_on_the_device_follow_those_of_the_cpu():
     assert tables.cells(lines, positions).tolist() == [2, 39, 40]  # 40: nobody's
 
 
+def test_tables_that_had_no_memory_to_travel_do_so_later():
+    stream = EmulatedStream()
+    tables = DeviceTables(4, 10, 3, stream.device)
+    tables.write_tokens(1, 2, [5, 6])
+    tables.fork(1, [0, 0], 4)
+    tables.write_blocks(3, 0, [7])
+
+    def short(arrays):
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        tables.flush(short)
+    tables.flush(Uploads(stream).upload)
+    assert np.array_equal(tables.block_tensor.numpy(), tables.blocks)
+    assert tables.token_tensor[1].tolist() == tables.tokens[1].tolist()
+
+
 def test_a_buffer_is_written_to_again_when_its_copy_has_run():
     class SlowEvent:
         waits = 0
