@@ -15,7 +15,8 @@ import gptmanager
 from gptmanager.assembly.backend import CpuBackend, StepOptions
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.decoding.lines import Lines
-from gptmanager.request.llm_request import OutputConfig, SamplingParams
+from gptmanager.request.output_options import OutputConfig
+from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
 
 PACKAGE = Path(gptmanager.__file__).parent
