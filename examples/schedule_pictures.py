@@ -273,7 +273,7 @@ def pictures() -> dict[str, str]:
         "static_batch.svg": draw(
             static, "STATIC_BATCH: a batch begins when the last one has ended"
         ),
-        "no_evict.svg": draw(no_evict, "GUARANTEED_NO_EVICT: whoever starts is never paused"),
+        "no_evict.svg": draw(no_evict, "GUARANTEED_NO_EVICT: a started request is never paused"),
         "max_utilization.svg": draw(max_utilization, "MAX_UTILIZATION: memory as it is needed"),
         "max_utilization_start.svg": draw(
             max_utilization.window(0, 8), "MAX_UTILIZATION, its first iterations"
