@@ -71,11 +71,15 @@ class Confirmation:
             elif (token := tokens[0]) < 0:
                 fault = token
             else:
-                end = _confirm(request, token)
+                # as in `_confirm`, without a call for each row
+                request.tokens.append(token)
+                length = len(request.tokens) - request.orig_prompt_len
+                request.stop_state, end = request.end_rule.find(request.stop_state, token, length)
             if fault:
                 self._end_by_fault(request, fault, schedule)
             if end is not None:
-                finished.append((request, *end))
+                reason, length = end
+                finished.append((request, reason, request.orig_prompt_len + length))
             elif request.output.is_streaming and (not fault or candidates is None):
                 streaming.append(request)  # tokens before a fault are right
         return streaming, finished
@@ -117,12 +121,10 @@ class Confirmation:
 
 
 def _confirm(request: ActiveRequest, token: int) -> End | None:
-    """The next token of a text; if the text ends with it, why, and where its output ends."""
-    tokens = request.tokens
-    tokens.append(token)
-    start = request.orig_prompt_len
-    request.stop_state, end = request.end_rule.find(request.stop_state, token, len(tokens) - start)
-    return None if end is None else (end[0], start + end[1])
+    """The next token of a text, and whether the text ends with it."""
+    request.tokens.append(token)
+    request.stop_state, end = request.end_rule.find(request.stop_state, token, request.num_output)
+    return end
 
 
 def _advance_beams(
@@ -136,4 +138,4 @@ def _advance_beams(
         return 0, None
     if request.search.fault:
         return request.search.fault, None
-    return 0, (FinishReason.LENGTH, len(request.tokens))
+    return 0, (FinishReason.LENGTH, request.num_output)
