@@ -1,10 +1,24 @@
-"""The house: its rooms are those of docs/architecture.md."""
+"""The house: its rooms are those of docs/architecture.md, and none has grown out of its size."""
 
+import ast
+import os
 import re
+import sys
+from pathlib import Path
 
+import pytest
 from test_layers import ROOT, layers, modules
 
+import gptmanager
+from gptmanager import GptManager, InferenceRequest, ModelType
+from gptmanager.loop import TokenLoop
+from gptmanager.testing import RecordingCallbacks
+
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+FILES = sorted(modules(ROOT).values())
+
+# What a host or a checkpoint configures, and what schedulers see of a request.
+MANY_ATTRIBUTES = {"OptionalParams", "ModelSpec", "LlmRequest"}
 
 
 def rooms():
@@ -37,3 +51,81 @@ def test_every_path_on_the_page_exists():
     assert [
         path for path in paths if not any((r / path).exists() for r in (ROOT, ROOT / "gptmanager"))
     ] == []
+
+
+def num_attributes(class_):
+    """Names that the methods of a class give to self, and fields of its body."""
+    names = set()
+    for node in ast.walk(class_):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if getattr(node.value, "id", None) == "self" else set()
+    for node in class_.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return len(names)
+
+
+def is_argument_table(function):
+    """Nothing but calls, one for each argument of a command."""
+    return all(isinstance(node, (ast.Expr, ast.Assign)) for node in function.body)
+
+
+def too_large(text):
+    """What of a module is: (name, size)."""
+    found = [("module", text.count("\n"))] if text.count("\n") > 400 else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef) and node.name not in MANY_ATTRIBUTES:
+            if num_attributes(node) > 20:
+                found.append((node.name, num_attributes(node)))
+        if isinstance(node, ast.FunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            if length > 60 and not is_argument_table(node):
+                found.append((node.name, length))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_has_outgrown_its_room(path):
+    assert too_large(path.read_text(encoding="utf-8")) == []
+
+
+def test_what_is_too_large_is_found():
+    fields = "".join(f"    f{i}: int\n" for i in range(20))
+    method = "    def g(self):\n        self.f20 = 1\n"
+    lines = "    if x:\n        pass\n" * 30
+    assert too_large(f"class C:\n{fields}{method}") == [("C", 21)]
+    assert too_large(f"def f():\n{lines}") == [("f", 61)]
+    assert too_large("x\n" * 401) == [("module", 401)]
+
+
+def test_a_decode_step_passes_few_files(monkeypatch, capsys):
+    """From the top of an iteration to its statistics record, with all defaults, on the CPU."""
+    top = Path(gptmanager.__file__).parent.parent
+    passed = {}  # file -> the first function of it, in the order they came
+
+    def profile(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(str(top)) and ".venv" not in name:
+            passed.setdefault(os.path.relpath(name, top), frame.f_code.co_name)
+
+    iterations = []
+    iterate = TokenLoop.iterate
+
+    def profiled(loop):
+        iterations.append(len(loop.active))
+        if len(iterations) == 6:
+            sys.setprofile(profile)
+        try:
+            return iterate(loop)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(TokenLoop, "iterate", profiled)
+    host = RecordingCallbacks(InferenceRequest.from_tokens(i, [1, 2, 3], 20) for i in range(3))
+    model = ROOT / "examples" / "tiny_llama"
+    with GptManager(model, ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords()) as manager:
+        assert manager.wait_idle(30)
+    assert iterations[5] == 3
+    print(*(f"{name} ({function})" for name, function in passed.items()), sep="\n")
+    passed.pop("gptmanager/testing/hosts.py")  # the host of this test
+    assert len(passed) <= 26, capsys.readouterr().out
