@@ -9,17 +9,13 @@ _TOKENS = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|([\s\S])")
 
 
 class Screen:
-    """Lines that wrap at `width`; nothing scrolls away.
+    """Lines that wrap at `width`; nothing scrolls away."""
 
-    `lied_about`: characters that this terminal draws wider than Unicode says, as some do.
-    """
-
-    def __init__(self, width: int, lied_about: str = "") -> None:
+    def __init__(self, width: int) -> None:
         self.width = width
-        self.lied_about = lied_about
         self.cells: list[list[str]] = [[]]
         self.line = self.column = 0
-        self.wraps = self.shows_cursor = True
+        self.shows_cursor = True
         self.styles: list[str] = []
 
     @property
@@ -40,8 +36,6 @@ class Screen:
         elif command == "K":
             assert argument == "2"
             self.cells[self.line] = []
-        elif command in "hl" and argument == "?7":
-            self.wraps = command == "h"
         elif command in "hl" and argument == "?25":
             self.shows_cursor = command == "h"
         elif command == "m":
@@ -59,11 +53,11 @@ class Screen:
             self._write(character)
 
     def _write(self, character: str) -> None:
+        if unicodedata.combining(character):
+            self.cells[self.line][self.column - 1] += character
+            return
         width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        width += character in self.lied_about
         if self.column + width > self.width:
-            if not self.wraps:
-                return
             self.column = 0
             self._down()
         cells = self.cells[self.line]

@@ -28,11 +28,11 @@ from gptmanager.terminal.tables import lines
 class Terminal:
     """A pseudo-terminal, and what stands on it."""
 
-    def __init__(self, width, height=24, **screen):
+    def __init__(self, width, height=24):
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         self.stream = open(slave, "w", encoding="utf-8")
-        self.screen = Screen(width, **screen)
+        self.screen = Screen(width)
         self._bytes = b""
 
     @property
@@ -41,7 +41,6 @@ class Terminal:
             self._bytes += os.read(self._master, 65536)
         self.screen.feed(self._bytes.decode())
         self._bytes = b""
-        assert self.screen.wraps
         return self.screen.lines[:-1]  # the cursor stands below
 
     def close(self):
@@ -55,8 +54,8 @@ def terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     opened = []
 
-    def open_terminal(*size, **screen):
-        opened.append(Terminal(*size, **screen))
+    def open_terminal(*size):
+        opened.append(Terminal(*size))
         return opened[-1]
 
     yield open_terminal
@@ -162,15 +161,6 @@ def test_nothing_is_left_behind_at_any_width(terminal, width, text):
     assert len(drawn) == 1 + 5 + 1
     view.close()
     assert len(shown.lines) == 1
-
-
-def test_a_terminal_that_counts_otherwise_cuts_off(terminal):
-    # Given a terminal that draws some letter wider than Unicode says
-    shown = terminal(40, lied_about="é")
-    view = LiveView(LiveRegion(shown.stream))
-    for _ in range(3):
-        view.draw([row(1, "é" * 100)], progress())
-    assert len(shown.lines) == 3
 
 
 def test_a_narrow_terminal_leaves_out_the_counts(terminal):

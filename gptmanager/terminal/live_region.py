@@ -12,16 +12,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from gptmanager.terminal.printable import printable_lines
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, RenderableType
     from rich.live import Live
-
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 class LiveRegion:
@@ -60,13 +57,15 @@ class LiveRegion:
 
     def draw(self, drawing: RenderableType, above: Sequence[RenderableType] = ()) -> None:
         """In place of the last drawing. What is `above` it stays."""
+        from rich.console import Group
+
         with _uninterrupted(), self._lock:
             live = self._live = self._live or self._begin()
             live.console.size = self.size()
             with live.console:  # one write, so that nothing flickers
                 for part in above:
                     live.console.print(part)
-                live.update(_Unwrapped(drawing), refresh=True)
+                live.update(Group(drawing, ""), refresh=True)  # the cursor stands below
 
     def clear(self) -> None:
         """Nothing that was drawn stays, but what is above it."""
@@ -94,39 +93,17 @@ class LiveRegion:
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Ctrl-C waits: in the midst of a drawing rich would lose track of what stands there."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    caught: list[Any] = []
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    before = signal.signal(signal.SIGINT, lambda *given: caught.append(given))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if caught:
-        signal.default_int_handler(*caught[0])
-
-
-class _Unwrapped:
-    """A terminal that counts columns otherwise cuts a line off instead of wrapping it, and the
-    next drawing still finds the first line. rich has no word for that.
-    """
-
-    def __init__(self, drawing: RenderableType) -> None:
-        self._drawing = drawing
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.segment import ControlType, Segment
-
-        codes = [(ControlType.HOME,)]  # any marks a segment that takes no column
-        yield Segment(_NO_WRAP, None, codes)
-        for line in console.render_lines(self._drawing, options, pad=False)[
-            : options.size.height - 1
-        ]:
-            yield from line
-            yield Segment.line()
-        yield Segment(_WRAP, None, codes)
+        signal.signal(signal.SIGINT, before)
+    if caught and callable(before):
+        before(*caught[0])
 
 
 def can_draw(stream: TextIO) -> bool:
