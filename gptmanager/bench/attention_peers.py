@@ -32,47 +32,35 @@ def flashinfer() -> Any:
 
 def flashinfer_generation(sets: Sequence[PagedRows]) -> Contender:
     """Its paged decode kernel, on tensor cores."""
-    library = flashinfer()
-    planned = []
-    workspace = _workspace(sets)
-    for rows in sets:
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, kv_layout="HND", use_tensor_cores=True
-        )
-        heads, kv_dtype = rows.shape[:3], rows.pages.keys.dtype
-        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": kv_dtype}
-        arguments = (*_page_lists(rows), *heads, rows.tokens_per_block)
-        planned.append((wrapper, functools.partial(wrapper.plan, *arguments, **dtypes)))
-    return _planned(sets, planned)
+    wrap, workspace = flashinfer().BatchDecodeWithPagedKVCacheWrapper, _workspace(sets)
+    wrappers = [wrap(workspace, kv_layout="HND", use_tensor_cores=True) for _ in sets]
+    return _planned(sets, wrappers, [_page_lists(rows) for rows in sets])
 
 
 def flashinfer_context(sets: Sequence[PagedRows], backend: str) -> Contender:
     """Its paged prefill kernel: `fa2` or `fa3`."""
-    library = flashinfer()
-    planned = []
-    workspace = _workspace(sets)
-    for rows in sets:
-        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
-        heads, kv_dtype = rows.shape[:3], rows.pages.keys.dtype
-        dtypes = {"q_data_type": rows.queries.dtype, "kv_data_type": kv_dtype}
-        arguments = (rows.spans.row_starts.cpu(), *_page_lists(rows), *heads, rows.tokens_per_block)
-        plan = functools.partial(wrapper.plan, *arguments, causal=True, **dtypes)
-        planned.append((wrapper, plan))
-    return _planned(sets, planned)
+    wrap, workspace = flashinfer().BatchPrefillWithPagedKVCacheWrapper, _workspace(sets)
+    wrappers = [wrap(workspace, "HND", backend=backend) for _ in sets]
+    lists = [(rows.spans.row_starts.cpu(), *_page_lists(rows)) for rows in sets]
+    return _planned(sets, wrappers, lists, causal=True)
 
 
 def _planned(
-    sets: Sequence[PagedRows], planned: Sequence[tuple[Any, Callable[[], object]]]
+    sets: Sequence[PagedRows], wrappers: Sequence[Any], lists: Sequence[Any], **options: Any
 ) -> Planned:
-    """Of wrappers and their plans, which are made here: the first compiles."""
-    for _, plan in planned:
-        plan()
+    """Of wrappers and what their plans take first. Plans are made here: the first compiles."""
+    plans = []
+    for rows, wrapper, own in zip(sets, wrappers, lists, strict=True):
+        options |= {"q_data_type": rows.queries.dtype, "kv_data_type": rows.pages.keys.dtype}
+        arguments = (*own, *rows.shape[:3], rows.tokens_per_block)
+        plans.append(functools.partial(wrapper.plan, *arguments, **options))
+        plans[-1]()
 
     def run(number: int) -> Tensor:
-        rows, (wrapper, _) = sets[number], planned[number]
-        return _tensor(wrapper.run(rows.queries, rows.token_major))
+        rows = sets[number]
+        return _tensor(wrappers[number].run(rows.queries, rows.token_major))
 
-    return Planned(run, planned[0][1])
+    return Planned(run, plans[0])
 
 
 def torch_sdpa(sets: Sequence[PagedRows]) -> Contender:

@@ -46,12 +46,8 @@ def logits_cases(sizes: Sizes) -> list[Case]:
 def _case(
     sizes: Sizes, part: str, name: str, row_bytes: int, prepare: Callable[[Bed], Prepared]
 ) -> Case:
-    return Case(
-        part=part,
-        name=f"{name}, {sizes.rows} x {sizes.vocab_size}",
-        num_bytes=sizes.rows * row_bytes,
-        prepare=prepare,
-    )
+    name = f"{name}, {sizes.rows} x {sizes.vocab_size}"
+    return Case(part, name, sizes.rows * row_bytes, prepare)
 
 
 def _prepare_adjustments(bed: Bed) -> Prepared:

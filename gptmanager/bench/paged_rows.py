@@ -118,12 +118,6 @@ def paged_rows(
     )
 
 
-def kv_bytes(bed_sizes: tuple[int, int, int], rows: Sequence[tuple[int, int]]) -> int:
-    """Keys and values of all rows; sizes: KV heads, head dimension, bytes of a number."""
-    num_kv_heads, head_dim, itemsize = bed_sizes
-    return 2 * num_kv_heads * head_dim * itemsize * sum(length for _, length in rows)
-
-
 def attention_flops(num_heads: int, head_dim: int, rows: Sequence[tuple[int, int]]) -> int:
     """Of the pairs of a token and a position that it sees."""
     pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in rows)

@@ -7,6 +7,7 @@ keeps few, are what models give.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,11 +25,9 @@ _SLACK = 1e-4  # of the mass: sums in another order may put a token on the other
 
 
 def sampling_cases(sizes: Sizes) -> list[Case]:
-    limited = SamplingParams(
-        greedy=False, temperature=_TEMPERATURE, top_k=_TOP_K, top_p=_TOP_P, seed=1
-    )
-    nucleus = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_p=_TOP_P, seed=1)
-    wide = SamplingParams(greedy=False, temperature=_TEMPERATURE, top_k=_WIDE, seed=1)
+    drawn = SamplingParams(greedy=False, temperature=_TEMPERATURE, seed=1)
+    nucleus, wide = replace(drawn, top_p=_TOP_P), replace(drawn, top_k=_WIDE)
+    limited = replace(nucleus, top_k=_TOP_K)
     goals = (Goal("ms", 0.25),)
     case = functools.partial(_case, sizes)
     return [
@@ -50,14 +49,9 @@ def _case(
     quick: bool = True,
 ) -> Case:
     num_bytes = sizes.rows * sizes.vocab_size * 4
-    return Case(
-        part="sampling",
-        name=f"{name}, {sizes.rows} x {sizes.vocab_size}",
-        num_bytes=num_bytes,
-        prepare=functools.partial(_prepare, params, scale, num_bytes),
-        goals=goals,
-        quick=quick,
-    )
+    name = f"{name}, {sizes.rows} x {sizes.vocab_size}"
+    prepare = functools.partial(_prepare, params, scale, num_bytes)
+    return Case("sampling", name, num_bytes, prepare, goals=goals, quick=quick)
 
 
 def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> Prepared:

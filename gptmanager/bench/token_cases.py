@@ -22,23 +22,15 @@ _THETA = 500000.0
 
 
 def token_cases(sizes: Sizes) -> list[Case]:
+    cases = (_norm_case, _activation_case, _write_case)
     counts = (sizes.rows, sizes.tokens)
-    return [
-        *(_norm_case(sizes, count) for count in counts),
-        *(_activation_case(sizes, count) for count in counts),
-        *(_write_case(sizes, count) for count in counts),
-        _copy_case(sizes),
-    ]
+    return [*(case(sizes, count) for case in cases for count in counts), _copy_case(sizes)]
 
 
 def _norm_case(sizes: Sizes, num_tokens: int) -> Case:
     num_bytes = 4 * num_tokens * sizes.hidden * sizes.dtype.itemsize
-    return Case(
-        part="norms",
-        name=f"add + RMSNorm, {num_tokens} x {sizes.hidden}",
-        num_bytes=num_bytes,
-        prepare=functools.partial(_prepare_norm, num_tokens, num_bytes),
-    )
+    prepare = functools.partial(_prepare_norm, num_tokens, num_bytes)
+    return Case("norms", f"add + RMSNorm, {num_tokens} x {sizes.hidden}", num_bytes, prepare)
 
 
 def _prepare_norm(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
@@ -81,12 +73,8 @@ def _prepare_norm(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
 
 def _activation_case(sizes: Sizes, num_tokens: int) -> Case:
     num_bytes = 3 * num_tokens * sizes.ffn * sizes.dtype.itemsize
-    return Case(
-        part="activations",
-        name=f"SiLU * up, {num_tokens} x {sizes.ffn}",
-        num_bytes=num_bytes,
-        prepare=functools.partial(_prepare_activation, num_tokens, num_bytes),
-    )
+    prepare = functools.partial(_prepare_activation, num_tokens, num_bytes)
+    return Case("activations", f"SiLU * up, {num_tokens} x {sizes.ffn}", num_bytes, prepare)
 
 
 def _prepare_activation(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
@@ -119,12 +107,8 @@ def _prepare_activation(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
 def _write_case(sizes: Sizes, num_tokens: int) -> Case:
     heads = sizes.num_heads + 2 * sizes.num_kv_heads
     num_bytes = 2 * num_tokens * heads * sizes.head_dim * sizes.dtype.itemsize
-    return Case(
-        part="cache_write",
-        name=f"RoPE + KV write, {num_tokens} tokens",
-        num_bytes=num_bytes,
-        prepare=functools.partial(_prepare_write, num_tokens, num_bytes),
-    )
+    prepare = functools.partial(_prepare_write, num_tokens, num_bytes)
+    return Case("cache_write", f"RoPE + KV write, {num_tokens} tokens", num_bytes, prepare)
 
 
 def _prepare_write(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
@@ -173,13 +157,9 @@ def _prepare_write(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
 def _copy_case(sizes: Sizes) -> Case:
     block = sizes.num_kv_heads * sizes.tokens_per_block * sizes.head_dim * sizes.dtype.itemsize
     num_bytes = 2 * sizes.copied_blocks * sizes.num_layers * block
-    return Case(
-        part="block_copy",
-        name=f"{sizes.copied_blocks} blocks of {sizes.tokens_per_block} in {sizes.num_layers} "
-        "layers",
-        num_bytes=num_bytes,
-        prepare=functools.partial(_prepare_copy, num_bytes),
-    )
+    blocks = f"{sizes.copied_blocks} blocks of {sizes.tokens_per_block}"
+    name = f"{blocks} in {sizes.num_layers} layers"
+    return Case("block_copy", name, num_bytes, functools.partial(_prepare_copy, num_bytes))
 
 
 def _prepare_copy(num_bytes: int, bed: Bed) -> Prepared:
