@@ -45,7 +45,7 @@ from gptmanager.recorder.requests import (
     plain_request,
     request_from_plain,
 )
-from gptmanager.recorder.values import field_names, from_json, to_json
+from gptmanager.recorder.values import Decoder, field_names, to_json
 from gptmanager.replay import replay
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.simulator.comparison import Machine, hypothetical
@@ -65,7 +65,7 @@ HEADER = to_json(make_header(hypothetical(Machine(), 64))) + b"\n"
 
 
 def returned(value, hint):
-    return from_json(hint, orjson.loads(to_json(value)), field_names(Iteration))
+    return Decoder(field_names(Iteration)).decode(hint, orjson.loads(to_json(value)))
 
 
 # Values ------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_what_no_json_can_hold_stands_as_opaque():
 def test_a_field_that_the_file_lacks_has_its_default_and_an_unknown_one_is_dropped():
     data = {"iteration": 3, "context_rows": [[1, 2, 3, 4, 5, True, "new"]], "from_the_future": 1}
     names = {"Row": ["request_id", "epoch", "slot", "position", "num_tokens", "samples", "more"]}
-    assert from_json(Schedule, data, names) == Schedule(3, (Row(1, 2, 3, 4, 5, True),))
+    assert Decoder(names).decode(Schedule, data) == Schedule(3, (Row(1, 2, 3, 4, 5, True),))
 
 
 def test_a_log_probability_of_nothing_comes_back():

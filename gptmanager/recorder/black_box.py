@@ -16,16 +16,8 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.loop.loop_state import LoopState
 from gptmanager.recorder.kept import Keeper, kept_schedule
 from gptmanager.recorder.recording import Turn, make_header
-from gptmanager.recorder.sizes import (
-    NUMBER,
-    OBJECT,
-    candidates_bytes,
-    request_bytes,
-    start_bytes,
-    table_bytes,
-)
+from gptmanager.recorder.sizes import schedule_bytes, state_bytes, turn_bytes
 from gptmanager.recorder.values import to_json
-from gptmanager.step import Schedule
 
 # CPU time that copies of the state may cost, spread over the turns between them
 _STATE_NS_PER_TURN = 2000
@@ -160,40 +152,3 @@ class _Segment:
         self.turns: list[Turn] = []
         self.turn_bytes = 0
         self.max_turn_bytes = max(max_bytes // 2 - self.state_bytes, max_bytes // 8)
-
-
-# How many bytes it takes ----------------------------------------------
-
-
-def turn_bytes(turn: Turn) -> int:
-    """Without the schedule, which is not kept as long."""
-    size = 4 * OBJECT
-    intake, result = turn.intake, turn.result
-    if intake.requests or intake.stops or intake.failures or intake.ready:
-        size += OBJECT * (len(intake.stops) + len(intake.failures) + len(intake.ready))
-        size += sum(map(request_bytes, intake.requests))
-    if result is not None:
-        size += result.tokens.nbytes
-        if result.num_tokens is not None:
-            size += result.num_tokens.nbytes
-        if result.beams or result.failures:
-            size += OBJECT * len(result.failures) + sum(map(candidates_bytes, result.beams))
-    return size
-
-
-def schedule_bytes(schedule: Schedule) -> int:
-    rows = len(schedule.context_rows) + len(schedule.generation_rows)
-    size = OBJECT * (1 + 2 * rows + len(schedule.block_copies))
-    for append in schedule.block_appends:
-        size += OBJECT + NUMBER * len(append.block_ids)
-    if schedule.starts:
-        size += sum(map(start_bytes, schedule.starts))
-    if schedule.beam_forks or schedule.drafts:
-        size += sum(OBJECT + 2 * NUMBER * len(fork.tokens) for fork in schedule.beam_forks)
-        size += sum(OBJECT + NUMBER * len(drafts.tokens) for drafts in schedule.drafts)
-    return size
-
-
-def state_bytes(state: LoopState) -> int:
-    pending = 0 if state.pending is None else schedule_bytes(state.pending)
-    return pending + table_bytes(state.request_table)

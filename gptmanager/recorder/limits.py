@@ -11,6 +11,7 @@ from typing import Any
 
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.options import checked_optional_params
+from gptmanager.config import OptionalParams
 from gptmanager.errors import RecordingError
 from gptmanager.step import Intake, Row, Schedule, StepResult
 
@@ -33,15 +34,22 @@ _SIZES = {
 _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": (1, 32)}
 
 
-def checked_blueprint(blueprint: Blueprint) -> Blueprint:
-    """Without what names a file or code; raises RecordingError for the first field out of range."""
-    params = replace(
-        blueprint.params,
-        recording_path=None,
-        black_box_path=None,
+def without_code(params: OptionalParams) -> OptionalParams:
+    """Without what only code can hold, and without names of files, which no reader takes; neither
+    decides how a loop schedules.
+    """
+    return replace(
+        params,
         logits_post_processor_batched=None,
         on_progress=None,
+        recording_path=None,
+        black_box_path=None,
     )
+
+
+def checked_blueprint(blueprint: Blueprint) -> Blueprint:
+    """Without what names a file or code; raises RecordingError for the first field out of range."""
+    params = without_code(blueprint.params)
     checked_optional_params(params)
     sizes = blueprint.sizes
     for name, bounds in _SIZES.items():

@@ -18,21 +18,19 @@ from typing import IO, Any, NamedTuple
 import orjson
 
 from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.config import OptionalParams
 from gptmanager.errors import GptManagerError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.loop_state import LoopState
-from gptmanager.recorder.limits import Bounds, checked_blueprint
+from gptmanager.recorder.limits import Bounds, checked_blueprint, without_code
 from gptmanager.recorder.requests import Allowance
-from gptmanager.recorder.values import Decoder, field_names, plain_fields, to_json
+from gptmanager.recorder.values import Decoder, field_names, legible, to_json
 from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
 VERSION = 3
 
 _LONGEST_LINE = 1 << 30  # bytes
-# numbers that a few bytes may stand for in all: these, and more for each byte of the file
-_UNFOLDED, _UNFOLDED_PER_BYTE = 1 << 20, 16
+_UNFOLDED_PER_BYTE = 16  # numbers that the bytes of the file may stand for, beside a first stock
 
 
 class End(NamedTuple):
@@ -125,15 +123,9 @@ class Turn:
     def is_empty(self) -> bool:
         """Nothing came in, and nothing ran."""
         intake = self.intake
-        return not (
-            self.recovered is not None
-            or self.schedule is not None
-            or self.result is not None
-            or intake.requests
-            or intake.stops
-            or intake.failures
-            or intake.ready
-        )
+        has_come = intake.requests or intake.stops or intake.failures or intake.ready
+        results = self.schedule, self.result, self.recovered
+        return not has_come and results == (None, None, None)
 
     def line(self) -> bytes:
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -149,10 +141,10 @@ def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[st
         "format": FORMAT,
         "version": VERSION,
         "library": _library_version(),
-        "blueprint": plain_fields(
+        "blueprint": legible(
             replace(
                 blueprint,
-                params=_of_no_code(blueprint.params),
+                params=without_code(blueprint.params),
                 scheduler=replace(blueprint.scheduler, create_scheduler=None),
                 custom_scheduler=name,
             )
@@ -181,7 +173,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
 def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
     """As `read_recording`; `name` stands in messages."""
-    allowance = Allowance(_UNFOLDED)
+    allowance = Allowance()
     values = _values(lines, name, allowance)
     _, first = next(values, (0, {}))
     with located(f"{name}, line 1"):
@@ -243,27 +235,19 @@ def _values(
     lines: Iterable[bytes], name: str, allowance: Allowance
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The lines that are not empty, with their numbers; each adds to what they may unfold to."""
-    broken: tuple[int, Exception] | None = None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        if broken is not None:
-            break
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for number, line in numbered:
         try:
             value = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            broken = number, error
-            continue
+            if number == 1 or next(numbered, None) is not None:
+                raise RecordingError(f"{name}, line {number} is no JSON: {error}") from error
+            logger.warning("%s, line %d is cut off and left out", name, number)
+            return
         if not isinstance(value, dict):
             raise RecordingError(f"{name}, line {number} is no JSON object")
         allowance.left += _UNFOLDED_PER_BYTE * len(line)
         yield number, value
-    else:
-        if broken is not None and broken[0] > 1:
-            logger.warning("%s, line %d is cut off and left out", name, broken[0])
-            return
-    if broken is not None:
-        raise RecordingError(f"{name}, line {broken[0]} is no JSON: {broken[1]}") from broken[1]
 
 
 def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header, Decoder, Bounds]:
@@ -285,19 +269,6 @@ def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header
         state=decoder.decode(LoopState | None, value.get("state")),
     )
     return header, decoder, Bounds(blueprint)
-
-
-def _of_no_code(params: OptionalParams) -> OptionalParams:
-    """Without what only code can hold, and without names of files, which no reader takes; neither
-    decides how a loop schedules.
-    """
-    return replace(
-        params,
-        logits_post_processor_batched=None,
-        on_progress=None,
-        recording_path=None,
-        black_box_path=None,
-    )
 
 
 def _library_version() -> str:

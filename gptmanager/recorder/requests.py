@@ -14,41 +14,23 @@ import numpy as np
 import torch
 
 from gptmanager.errors import RecordingError, RequestError
-from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.post_processor import RequestProcessor, is_post_processor
 from gptmanager.request.read_tensors import ROW_INPUTS, is_too_large
 
-_DEFAULTS = {  # of a request's attributes
-    "is_streaming": False,
-    "logits_post_processor": None,
-    "client_id": None,
-    "priority": 0.5,
-    "deadline_s": None,
-    "queue_timeout_s": None,
-    "cache_salt": None,
-    "retention_priority": None,
+_NUMBERS = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)  # that torch and NumPy have
+_DTYPES = {
+    "torch": (*_NUMBERS, "bfloat16"),
+    "numpy": (*_NUMBERS, "uint16", "uint32", "uint64"),
 }
-_NUMPY_DTYPES = frozenset(
-    {
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64"),
-    }
-)
-_TORCH_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    )
-}
-_ITEMS: dict[str, set[type]] = {
-    "b": {bool},
-    "i": {int},
-    "u": {int},
-    "f": {int, float},
-}  # by kind of dtype
+# of the items, by kind of dtype
+_ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_DEFAULT = InferenceRequest(0)  # has the default of each keyword
 _MAX_DEPTH = 32  # of lists in lists, and of shapes
 _CHEAP = 16  # times: numbers that are never made into a list of tokens
 
@@ -90,7 +72,7 @@ class RecordedPreparation(RecordedProcessor):
 class Allowance:
     """How many equal numbers the few bytes of a "fill" may stand for, in all of a recording."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, left: int = 1 << 20) -> None:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
@@ -107,8 +89,8 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
     plain["tensors"] = {
         str(name): _plain_or_opaque(name, value) for name, value in list(request.tensors.items())
     }
-    for name, default in _DEFAULTS.items():
-        value = getattr(request, name)
+    for name in KEYWORDS:
+        value, default = getattr(request, name), getattr(_DEFAULT, name)
         if type(value) is not type(default) or value != default:
             plain[name] = _plain_value(value)
     processor = request.logits_post_processor
@@ -122,7 +104,7 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
     """Raises RecordingError for what is no request."""
     if not isinstance(plain, dict) or not isinstance(plain.get("tensors"), dict):
         raise RecordingError("a request is an object with tensors")
-    attributes = {name: value_from_plain(plain[name]) for name in _DEFAULTS if name in plain}
+    attributes = {name: value_from_plain(plain[name]) for name in KEYWORDS if name in plain}
     tensors = {
         name: tensor_from_plain(name, value, allowance) for name, value in plain["tensors"].items()
     }
@@ -152,7 +134,7 @@ def plain_tensor(value: Any) -> Any:
         return {"rows": value.digest, "count": value.count}
     if isinstance(value, torch.Tensor):
         kind, dtype = "torch", str(value.dtype).removeprefix("torch.")
-        if dtype not in _TORCH_DTYPES or value.layout is not torch.strided:
+        if dtype not in _DTYPES[kind] or value.layout is not torch.strided:
             return _opaque(value)
         value = value.detach().cpu()
         array = (value.float() if dtype == "bfloat16" else value).numpy(force=True)
@@ -160,7 +142,7 @@ def plain_tensor(value: Any) -> Any:
         kind, dtype, array = "numpy", value.dtype.name, value
     else:
         return _plain_value(value)
-    if array.dtype.name not in _NUMPY_DTYPES:
+    if array.dtype.name not in _DTYPES["numpy"]:
         return _opaque(value)
     flat = array.reshape(-1)
     plain: dict[str, Any] = {kind: dtype, "shape": list(array.shape)}
@@ -179,29 +161,23 @@ def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
         if name not in ROW_INPUTS or type(count) is not int or not 0 <= count < 1 << 31:
             raise RecordingError(f"{name} does not stand for rows")
         return HostRows(None, _text(plain["rows"]), count)
-    kind = next((k for k in ("torch", "numpy") if isinstance(plain, dict) and k in plain), None)
+    kind = next((kind for kind in _DTYPES if isinstance(plain, dict) and kind in plain), None)
     if kind is None:
         return value_from_plain(plain)
     dtype, shape = plain[kind], _shape(name, plain.get("shape"))
-    if not isinstance(dtype, str) or dtype not in (
-        _TORCH_DTYPES if kind == "torch" else _NUMPY_DTYPES
-    ):
+    if not isinstance(dtype, str) or dtype not in _DTYPES[kind]:
         raise RecordingError(f"{name}: a recording has no {kind} tensors of that dtype")
     storage = np.dtype("float32" if dtype == "bfloat16" else dtype)
     is_filled = "fill" in plain
     data = [plain["fill"]] if is_filled else plain.get("data")
     size = 1 if is_filled else math.prod(shape)
     array = _array(name, data, storage, size)
-    if kind == "numpy":
-        if not is_filled:
-            return array.reshape(shape)
+    if is_filled:
         allowance.take(name, math.prod(shape))
-        return np.broadcast_to(array[0], shape)
-    tensor = torch.from_numpy(array).to(_TORCH_DTYPES[dtype])
-    if not is_filled:
-        return tensor.reshape(shape)
-    allowance.take(name, math.prod(shape))
-    return tensor[0].expand(shape)
+    if kind == "numpy":
+        return np.broadcast_to(array[0], shape) if is_filled else array.reshape(shape)
+    tensor = torch.from_numpy(array).to(getattr(torch, dtype))
+    return tensor[0].expand(shape) if is_filled else tensor.reshape(shape)
 
 
 def _shape(name: str, shape: Any) -> list[int]:

@@ -1,78 +1,74 @@
-"""How many bytes values take that a black box keeps: estimates, rather too high than too low.
-
-They look at lengths alone: a turn of the loop must not pay for them.
-"""
+"""How many bytes values take that a black box keeps: estimates, rather too high than too low."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
-from gptmanager.kv_cache.state import KvCacheState
-from gptmanager.loop.loop_state import RequestTableState
+from gptmanager.loop.loop_state import LoopState
+from gptmanager.recorder.recording import Turn
 from gptmanager.request.inference_request import InferenceRequest
-from gptmanager.step import BeamCandidates, SequenceStart
+from gptmanager.step import Schedule
 
-NUMBER = 40  # in a list or tuple: the number, and the reference to it
-OBJECT = 200  # with a few attributes, or a tuple of some numbers
-_REQUEST = 10 * OBJECT  # its state: some 40 values
-_NODE = 3 * OBJECT  # of a beam, with its values
-_MAX_DEPTH = 8  # of lists in lists: a list may hold itself
-
-
-def table_bytes(request_table: RequestTableState) -> int:
-    size = OBJECT
-    for request in request_table.active:
-        num_tokens = request.progress.num_tokens
-        size += _REQUEST + NUMBER * num_tokens
-        size += sum(OBJECT + NUMBER * len(word) for word in request.sampling.bad_words)
-        size += sum(OBJECT + NUMBER * len(word) for word in request.end_rule.words or ())
-        if request.beams is not None:
-            num_generated = num_tokens - request.progress.prompt_len
-            size += _NODE * request.beams.width * (num_generated + 1)
-    return size + _kv_cache_bytes(request_table.allocator.kv_cache)
+_NUMBER = 40  # in a list or tuple: the number, and the reference to it
+_OBJECT = 200  # with a few attributes, or a tuple of some numbers
+_MAX_DEPTH = 8  # of values in values: a list may hold itself
+_PLAIN = {int, float, bool, type(None)}
 
 
-def _kv_cache_bytes(state: KvCacheState) -> int:
-    size = NUMBER * len(state.free)
-    for sequence in state.sequences:
-        size += OBJECT + NUMBER * sum(map(len, sequence.tables))
-    if state.reuse is not None:
-        size += OBJECT * (len(state.reuse.roots) + len(state.reuse.nodes))
-        size += NUMBER * sum(len(node.tokens) for node in state.reuse.nodes)
-        if state.reuse.host is not None:
-            size += NUMBER * (len(state.reuse.host.free) + len(state.reuse.host.evictable))
+def turn_bytes(turn: Turn) -> int:
+    """Without the schedule, which is not kept as long. Most turns hold little to look at."""
+    intake, result = turn.intake, turn.result
+    size = 4 * _OBJECT
+    if intake.requests or intake.stops or intake.failures or intake.ready:
+        size += value_bytes((intake.requests, *intake.stops, intake.failures, intake.ready))
+    if result is not None:
+        size += result.tokens.nbytes
+        if result.num_tokens is not None or result.beams or result.failures:
+            size += value_bytes((result.num_tokens, result.beams, result.failures))
     return size
 
 
-def request_bytes(request: InferenceRequest) -> int:
-    return _REQUEST + sum(OBJECT + value_bytes(value) for value in request.tensors.values())
+def schedule_bytes(schedule: Schedule) -> int:
+    """It counts the rows alone: they are many."""
+    rows = len(schedule.context_rows) + len(schedule.generation_rows)
+    size = _OBJECT * (1 + 2 * rows + len(schedule.block_copies))
+    for others in (schedule.block_appends, schedule.starts, schedule.beam_forks, schedule.drafts):
+        if others:
+            size += value_bytes(others)
+    return size
+
+
+def state_bytes(state: LoopState) -> int:
+    return value_bytes(state)
 
 
 def value_bytes(value: Any, depth: int = 0) -> int:
-    """Of what a host gave as a tensor: anything."""
+    """Of values of the loop, and of what a host gave as a tensor: anything."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return _length(value)
     if isinstance(value, (str, bytes)):
         return 4 * len(value)
-    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
-        return NUMBER * len(value) + sum(value_bytes(item, depth + 1) for item in value)
-    return NUMBER
+    if isinstance(value, InferenceRequest):
+        return 10 * _OBJECT + sum(_OBJECT + value_bytes(item) for item in value.tensors.values())
+    if depth >= _MAX_DEPTH:
+        return _NUMBER
+    if isinstance(value, (list, tuple)):
+        size = (2 + len(value)) * _NUMBER
+        if set(map(type, value)) <= _PLAIN:
+            return size
+        return size + sum(value_bytes(item, depth + 1) for item in value)
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return _OBJECT + sum(value_bytes(getattr(value, f.name), depth + 1) for f in fields)
+    return _NUMBER
 
 
 def _length(array: np.ndarray | torch.Tensor) -> int:
     try:
-        return OBJECT + int(array.nbytes)
+        return _OBJECT + int(array.nbytes)
     except RuntimeError:  # a layout that has none
-        return OBJECT + 8 * array.numel() if isinstance(array, torch.Tensor) else OBJECT
-
-
-def candidates_bytes(candidates: BeamCandidates) -> int:
-    return OBJECT + sum(OBJECT + 2 * NUMBER * len(tokens) for tokens in candidates.tokens)
-
-
-def start_bytes(start: SequenceStart) -> int:
-    words = sum(OBJECT + NUMBER * len(word) for word in start.sampling.bad_words)
-    return 3 * OBJECT + NUMBER * len(start.tokens) + words
+        return _OBJECT + 8 * array.numel() if isinstance(array, torch.Tensor) else _OBJECT

@@ -15,6 +15,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -41,7 +42,6 @@ _UNIONS = (typing.Union, types.UnionType)
 _INT32 = np.iinfo(np.int32)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _SCALARS = (type(None), bool, int, float, str)
-_MAX_UNFOLDED = 1 << 20
 
 
 def to_json(value: Any) -> bytes:
@@ -50,23 +50,27 @@ def to_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value, default=_plain, option=options)
     except TypeError:  # half a surrogate pair in a text of a host: seldom, and not worth a walk
-        return orjson.dumps(_escaped(value), default=_plain, option=options)
+        return orjson.dumps(legible(value, _plain), option=options)
 
 
-def _escaped(value: Any) -> Any:
-    """With `\\ud800` in its texts for half a surrogate pair, which UTF-8 cannot hold."""
+def legible(value: Any, plain: Callable[[Any], Any] = str) -> Any:
+    """As JSON values: enums by name, and `\\ud800` in texts for half a surrogate pair, which UTF-8
+    cannot hold. `plain` makes what JSON lacks.
+    """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(item) for key, item in value.items()}
+        return {legible(key, plain): legible(item, plain) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_escaped(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, Enum, np.ndarray)):
+        return [legible(item, plain) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: _escaped(getattr(value, field.name)) for field in fields}
-    return _escaped(_plain(value))
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: legible(getattr(value, name), plain) for name in names}
+    return legible(plain(value), plain)
 
 
 def _plain(value: Any) -> Any:
@@ -90,18 +94,6 @@ def _plain(value: Any) -> Any:
     raise RecordingError(f"a {type(value).__name__} cannot be recorded: {value!r}")
 
 
-def plain_fields(value: Any) -> Any:
-    """A dataclass as JSON values, and those in its fields; enums by name, to be legible."""
-    if dataclasses.is_dataclass(value):
-        names = (f.name for f in dataclasses.fields(value))
-        return {name: plain_fields(getattr(value, name)) for name in names}
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        return [plain_fields(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
 def field_names(*classes: Any) -> dict[str, list[str]]:
     """The fields of the named tuples that `classes` hold, however deep, by class name."""
     found: dict[str, list[str]] = {}
@@ -122,12 +114,6 @@ def field_names(*classes: Any) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def from_json(hint: type[_T], data: Any, names: Mapping[str, list[str]]) -> _T:
-    """A value of type `hint` out of one file; see `Decoder`."""
-    value: _T = Decoder(names).decode(hint, data)
-    return value
-
-
 class Decoder:
     """Makes values of given types of JSON values; raises RecordingError for anything else.
 
@@ -138,8 +124,8 @@ class Decoder:
 
     def __init__(self, names: Mapping[str, list[str]], allowance: Allowance | None = None) -> None:
         self._names = names
-        self._allowance = allowance or Allowance(_MAX_UNFOLDED)
-        self._readers: dict[Any, _Read] = {}
+        read_request = functools.partial(request_from_plain, allowance=allowance or Allowance())
+        self._readers: dict[Any, _Read] = {**_READERS, InferenceRequest: read_request}
 
     def decode(self, hint: Any, data: Any) -> Any:
         """A value of type `hint`."""
@@ -153,9 +139,6 @@ class Decoder:
 
     def _new_reader(self, hint: Any) -> _Read:
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-        known = self._leaf(hint)
-        if known is not None:
-            return known
         if origin is typing.Literal:
             return functools.partial(_read_literal, arguments)
         if origin in _UNIONS:
@@ -175,21 +158,6 @@ class Decoder:
             return self._dataclass(hint)
         return _refuse  # code, a path, a tensor: no recording holds one
 
-    def _leaf(self, hint: Any) -> _Read | None:
-        readers: dict[Any, _Read] = {
-            Any: _read_scalar,
-            float: _read_float,
-            np.ndarray: _read_array,
-            InferenceRequest: lambda data: request_from_plain(data, self._allowance),
-            RequestProcessor: lambda data: read_post_processor(value_from_plain(data)),
-            HostRows: lambda data: HostRows(None, _read_str(data)),
-            BaseException: lambda data: RecordedError(_read_str(data)),
-            str: _read_str,
-        }
-        if hint in (int, bool, type(None)):
-            return functools.partial(_read_exactly, hint)
-        return readers.get(hint)
-
     def _union(self, arguments: tuple[Any, ...]) -> _Read:
         readers = [self._reader(kind) for kind in arguments if kind is not type(None)]
 
@@ -197,10 +165,8 @@ class Decoder:
             if data is None and type(None) in arguments:
                 return None
             for reader in readers[:-1]:
-                try:
+                with suppress(RecordingError):
                     return reader(data)
-                except RecordingError:
-                    continue
             return readers[-1](data)
 
         return read
@@ -226,9 +192,8 @@ class Decoder:
                 return origin(data)
             if columns is not None and _fits(data, columns):
                 return origin(map(kind._make, data))
-            return origin(
-                [_at(number, reader, item) for number, item in enumerate(_read_list(data))]
-            )
+            items = enumerate(_read_list(data))
+            return origin([_at(number, reader, item) for number, item in items])
 
         return read
 
@@ -299,25 +264,15 @@ def _short(data: Any) -> str:
     return reprlib.repr(data)
 
 
-def _read_exactly(kind: type, data: Any) -> Any:
+def _read_exactly(kind: type[_T], data: _T) -> _T:
     if type(data) is not kind:
         raise RecordingError(f"{_short(data)} is no {kind.__name__}")
     return data
 
 
-def _read_str(data: Any) -> str:
-    text: str = _read_exactly(str, data)
-    return text
-
-
-def _read_list(data: Any) -> list[Any]:
-    items: list[Any] = _read_exactly(list, data)
-    return items
-
-
-def _read_dict(data: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = _read_exactly(dict, data)
-    return fields
+_read_str = functools.partial(_read_exactly, str)
+_read_list: Callable[[Any], list[Any]] = functools.partial(_read_exactly, list)
+_read_dict: Callable[[Any], dict[str, Any]] = functools.partial(_read_exactly, dict)
 
 
 def _read_float(data: Any) -> float:
@@ -360,9 +315,9 @@ def _read_array(data: Any) -> np.ndarray:
         array = np.array(_read_list(data))
     except (ValueError, OverflowError) as error:
         raise RecordingError(f"{_short(data)} is no array: {error}") from error
-    if array.size and array.dtype.kind != "i":
-        raise RecordingError(f"{_short(data)} does not consist of int32 numbers")
-    if array.size and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
+    if array.size and not (
+        array.dtype.kind == "i" and _INT32.min <= array.min() <= array.max() <= _INT32.max
+    ):
         raise RecordingError(f"{_short(data)} does not consist of int32 numbers")
     if array.ndim > 2:
         raise RecordingError(f"an array of {array.ndim} dimensions, not 1 or 2")
@@ -371,3 +326,14 @@ def _read_array(data: Any) -> np.ndarray:
 
 def _refuse(data: Any) -> Any:
     raise RecordingError(f"{_short(data)}: a recording holds nothing here")
+
+
+_READERS: dict[Any, _Read] = {
+    Any: _read_scalar,
+    np.ndarray: _read_array,
+    RequestProcessor: lambda data: read_post_processor(value_from_plain(data)),
+    HostRows: lambda data: HostRows(None, _read_str(data)),
+    BaseException: lambda data: RecordedError(_read_str(data)),
+    float: _read_float,
+    **{kind: functools.partial(_read_exactly, kind) for kind in (int, bool, type(None), str)},
+}
