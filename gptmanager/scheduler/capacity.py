@@ -15,7 +15,7 @@ from typing import ClassVar
 from gptmanager.arguments import able, at_least, flag
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.manager import KvCacheManager
-from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
@@ -171,7 +171,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         free_cross_blocks = 0 if cross is None else _unreserved_blocks(cross, fitting)
         pages = AdapterPages(self.peft_cache_manager, fitting)
         if self.started_contexts_first:
-            schedulable = sorted(schedulable, key=_is_unstarted)
+            schedulable = sorted(schedulable, key=lambda r: r.context_current_position == 0)
         if cross is None and waits is None:
             contexts = self._all_that_fit_by_any_count(schedulable, len(fitting), free_blocks)
             if contexts:
@@ -231,16 +231,6 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
     Nothing waits for what another is about to compute.
     """
 
-    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        return self._fitting(active_requests), []
-
-    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        if type(self).schedule_request is not StaticBatchScheduler.schedule_request:
-            return None
-        waits = Waits()
-        self._fitting(active_requests, waits)
-        return waits.by_id
-
     def _fitting(self, active_requests: RequestList, waits: Waits | None = None) -> RequestList:
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
@@ -268,10 +258,6 @@ def _lacking(
     """The wait of one that needs more blocks than those taken leave."""
     free = kv_cache_manager.get_num_free_blocks()
     return Wait(WaitReason.KV_BLOCKS, needed, free, free - left, *counted(fitting))
-
-
-def _is_unstarted(request: LlmRequest) -> bool:
-    return request.context_current_position == 0
 
 
 @functools.cache

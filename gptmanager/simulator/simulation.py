@@ -7,6 +7,7 @@ nothing but how long a step would take. Knows no model, no device, and no real t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -67,18 +68,13 @@ def simulate(
     return world.tally.figures(world.now)
 
 
-class _Step:
+class _Step(NamedTuple):
     """A step under way, and when it will be done."""
 
-    __slots__ = ("counts", "end", "schedule", "tokens")
-
-    def __init__(
-        self, schedule: Schedule, end: float, tokens: np.ndarray, counts: np.ndarray | None
-    ) -> None:
-        self.schedule = schedule
-        self.end = end
-        self.tokens = tokens
-        self.counts = counts
+    schedule: Schedule
+    end: float
+    tokens: np.ndarray
+    counts: np.ndarray | None
 
 
 class World:

@@ -6,6 +6,7 @@ of the smallest seed, without the requests that it does not take.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -85,12 +86,10 @@ def check_scheduler(
     and requests may then be too long to run as one context again.
     """
     tried = _Tried(create_scheduler, evicts)
-    number = seed
-    while number < seed + num_scenarios:
+    for number in range(seed, seed + num_scenarios):
         scenario = random_scenario(number, evicts=evicts is not False)
         if where(scenario):
             tried.run(scenario)
-        number += 1
     return tried.report()
 
 
@@ -120,7 +119,7 @@ class _Tried:
         self._outcomes: list[Outcome] = []
         self._num_requests = 0
         self._first: dict[str, tuple[Scenario, int, Complaint]] = {}
-        self._counts: dict[str, int] = {}
+        self._counts = Counter[str]()
 
     def run(self, scenario: Scenario) -> None:
         outcome = self._outcome(scenario)
@@ -128,7 +127,7 @@ class _Tried:
         self._num_requests += len(scenario.requests)
         for iteration, complaint in outcome.complaints:
             rule = complaint[0]
-            self._counts[rule] = self._counts.get(rule, 0) + 1
+            self._counts[rule] += 1
             self._first.setdefault(rule, (scenario, iteration, complaint))
 
     def report(self) -> ConformanceReport:

@@ -83,7 +83,7 @@ class ContractChecker:
         self._offsets: dict[int, int] = {}
         self._duplicates: Counter[int] = Counter()
         self._ended: set[int] = set()
-        self._complaints: dict[str, int] = {}  # of the host, and how often
+        self._complaints = Counter[str]()  # of the host, and how often
         self.violations: list[str] = []
         self.notes: list[str] = []
 
@@ -175,7 +175,7 @@ class ContractChecker:
             self._complain(f"{name} took longer than {self._budget_s:g} s: the loop stands still")
 
     def _complain(self, text: str) -> None:
-        self._complaints[text] = self._complaints.get(text, 0) + 1
+        self._complaints[text] += 1
 
     # What the manager is held to ------------------------------------------------------------
 

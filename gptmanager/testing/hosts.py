@@ -112,9 +112,8 @@ class RecordingCallbacks:
     def send_response(
         self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
     ) -> None:
-        by_name = {name: tensor for name, tensor in tensors}
         with self._condition:
-            self.responses.append(Response(request_id, by_name, is_final, error))
+            self.responses.append(Response(request_id, dict(tensors), is_final, error))
             if is_final:
                 self._stops.discard(request_id)
                 self._condition.notify_all()
@@ -143,8 +142,7 @@ class RecordingCallbacks:
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
         """The final response to a request; raises TimeoutError when none comes."""
         with self._condition:
-            self._condition.wait_for(lambda: self._final(request_id) is not None, timeout)
-            final = self._final(request_id)
+            final = self._condition.wait_for(lambda: self._final(request_id), timeout)
         if final is None:
             raise TimeoutError(f"no final response to request {request_id} in {timeout} s")
         return final
@@ -162,5 +160,4 @@ class RecordingCallbacks:
         return tokens
 
     def _final(self, request_id: int) -> Response | None:
-        finals = [r for r in self.responses if r.request_id == request_id and r.is_final]
-        return finals[0] if finals else None
+        return next((r for r in self.responses if r.request_id == request_id and r.is_final), None)

@@ -7,6 +7,7 @@ an answer: whether requests end, and with which tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -58,15 +59,10 @@ Decision = tuple[tuple[tuple[int, int | None], ...], tuple[int, ...], tuple[int,
 
 
 class Breach(Exception):
-    """A rule is broken, so that the scenario cannot go on."""
-
-    def __init__(self, rule: str, request_id: int | None, text: str) -> None:
-        super().__init__(rule, request_id, text)
-        self.rule = rule
-        self.request_id = request_id
-        self.text = text
+    """A rule is broken, so that the scenario cannot go on. `args` are a Complaint."""
 
 
+@dataclass(slots=True, eq=False)
 class JudgedScheduler(RequestScheduler):
     """A scheduler, each of whose answers is judged; the first that breaks a rule raises Breach.
 
@@ -74,20 +70,12 @@ class JudgedScheduler(RequestScheduler):
     at once.
     """
 
-    def __init__(
-        self,
-        scheduler: RequestScheduler,
-        blueprint: Blueprint,
-        kv_cache: KvCacheManager,
-        *,
-        may_pause: bool = True,
-    ) -> None:
-        self.scheduler = scheduler
-        self.blueprint = blueprint
-        self.kv_cache = kv_cache
-        self.may_pause = may_pause
-        self.decisions: list[Decision] = []
-        self.minor: Complaint | None = None
+    scheduler: RequestScheduler
+    blueprint: Blueprint
+    kv_cache: KvCacheManager
+    may_pause: bool = True
+    decisions: list[Decision] = field(default_factory=list)
+    minor: Complaint | None = None
 
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
 from gptmanager.manager.inspection import audit
-from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import Counts, PhaseTimes
@@ -58,8 +58,7 @@ def run_scenario(
             run.iterate()
         run.check_end()
     except Breach as breach:
-        complaint = breach.rule, breach.request_id, breach.text
-        outcome.complaints.append((run.host.now, complaint))
+        outcome.complaints.append((run.host.now, breach.args))
     outcome.complaints += run.minor
     outcome.iterations = run.host.now
     schedules = run.executor.schedules
@@ -79,6 +78,7 @@ class _ScenarioHost:
         self.checker = ContractChecker(
             self.callbacks.get_inference_requests, self.callbacks.send_response
         )
+        self.respond = self.checker.send_response
         self._coming = sorted(requests, key=lambda r: (r.arrives, r.request_id))[::-1]
         self._stopping = [r for r in requests if r.stopped is not None]
         self._num_requests = len(requests)
@@ -101,11 +101,6 @@ class _ScenarioHost:
         self.accepted.update((request.request_id, self.now) for request in taken)
         stops, self._stops = self._stops, set()
         return Intake(float(self.now), tuple(taken), frozenset(stops))
-
-    def respond(
-        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        self.checker.send_response(request_id, tensors, is_final, error)
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """No planned request has a logits post-processor."""
@@ -193,7 +188,8 @@ class _Run:
         expected = request.output()
         if int(final.tensors["finish_reasons"]) == FinishReason.CANCELLED:
             # tokens that an end_id or a stop word would still have cut off are in it
-            expected = _uncut(request)[: len(generated)]
+            uncut = replace(request, end_id=None, stop_word=())
+            expected = uncut.output()[: len(generated)]
         if generated != expected:
             raise Breach("same-tokens", request_id, f"it gave {generated}, alone {expected}")
 
@@ -219,13 +215,13 @@ class _Run:
         raise Breach("progress", request.request_id, text)
 
     def _check_patience(self) -> None:
-        for request_id in self.loop.table.by_id:
+        for request_id, request in self.loop.table.by_id.items():
             waited = self.host.now - self.host.accepted[request_id]
             if waited > self._patience:
                 text = (
-                    f"{self.loop.table.by_id[request_id]!r} was accepted {waited} iterations ago, "
-                    f"paused {self.loop.table.by_id[request_id].pause_count} times since; all "
-                    f"requests take {self.scenario.most_iterations} if they run one after the other"
+                    f"{request!r} was accepted {waited} iterations ago, paused "
+                    f"{request.pause_count} times since; all requests take "
+                    f"{self.scenario.most_iterations} if they run one after the other"
                 )
                 raise Breach("no-starvation", request_id, text)
 
@@ -245,10 +241,3 @@ def _breach(error: SchedulerError) -> Breach:
     request_id = int(named[1]) if named else None
     rule = "memory" if isinstance(error.__cause__, CapacityError) else "accepted"
     return Breach(rule, request_id, str(error.__cause__ or error))
-
-
-def _uncut(request: PlannedRequest) -> list[int]:
-    history = list(request.prompt)
-    for _ in range(request.max_new_tokens):
-        history.append(next_token(history))
-    return history[len(request.prompt) :]

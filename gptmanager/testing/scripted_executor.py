@@ -32,7 +32,8 @@ class _Sequence:
         """A position holds what comes of its token and of all before it."""
         new = self.tokens[len(self.expected) :]
         last = self.expected[-1] if self.expected else _NOTHING
-        self.expected.extend(list(accumulate(new, _mix, initial=last))[1:])
+        mixed = accumulate(new, lambda before, token: hash((before, token)), initial=last)
+        self.expected.extend(list(mixed)[1:])
 
     def accept(self, next_token: NextToken, num_drafts: int) -> list[int]:
         """The tokens that follow; drafts at the end of `tokens` are kept as far as they agree."""
@@ -186,7 +187,3 @@ def candidates(tokens: Sequence[int], count: int) -> BeamCandidates:
             tuple(-0.25 * (rank + 1) - token % 7 / 16 for rank in range(count)) for token in tokens
         ),
     )
-
-
-def _mix(before: int, token: int) -> int:
-    return hash((before, token))
