@@ -22,7 +22,7 @@ from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager import inspection
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.models import Batch, load_model
-from gptmanager.request.inference_request import PROPERTY_OF_TENSOR
+from gptmanager.request.inference_request import TENSORS
 from gptmanager.request.llm_request import NEXT_STATES, LlmRequestState
 from gptmanager.scheduler import KvCacheManager, LlmRequest
 from gptmanager.scheduler.waiting import WaitReason
@@ -139,7 +139,7 @@ def test_the_state_tables_are_those_of_the_code():
 
 def test_the_table_of_tensors_is_complete():
     section = page("requests.md").split("## Tensors")[1].split("##")[0]
-    assert set(table_names(section)) - {"name", "---"} == set(PROPERTY_OF_TENSOR)
+    assert set(table_names(section)) - {"name", "---"} == set(TENSORS)
 
 
 def test_the_statistics_tables_are_those_of_the_schema():

@@ -172,11 +172,9 @@ loop/                     `iterate()`, and the requests that it iterates over
     limits                what one request may be, and whether its lengths fit (no torch)
     sampling_inputs       how a request wants its tokens chosen
     admission             whether a request can be taken at all
-    logits_faults         why a row has no token, in words (no torch)
     allocation            a decision with its blocks, frozen as a Schedule
     decision              who runs next: a scheduler is asked, and its answer checked
     active_state          an active request as data, and back
-    loop_state            a token loop as data
     extras                log probabilities and logits, until they are sent
     beam_responses        the tensors of several beams
     responses             tokens as a host gets them

@@ -18,7 +18,7 @@ from test_manager import start
 
 from gptmanager import InferenceRequest, KvCacheConfig
 from gptmanager.lifecycle.state import ManagerState
-from gptmanager.request.inference_request import KEYWORDS, PROPERTY_OF_TENSOR
+from gptmanager.request.inference_request import KEYWORDS, TENSORS
 from gptmanager.testing import RecordingCallbacks
 
 BATCH = 24
@@ -138,7 +138,7 @@ def subclass(chance):
 def mutated(chance, request_id):
     """A request with something wrong, most of the time."""
     item = InferenceRequest.from_tokens(request_id, [1, 2, 3], chance.randint(1, 6))
-    names = [*PROPERTY_OF_TENSOR, "no such tensor", 7]
+    names = [*TENSORS, "no such tensor", 7]
     tensors = item.tensors
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         kind = chance.random()

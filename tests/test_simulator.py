@@ -22,7 +22,7 @@ from recorded_runs import (
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
 from gptmanager.errors import ConfigError, RecordingError, SchedulerError
-from gptmanager.loop.loop_state import LoopState
+from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
 from gptmanager.replay import replay

@@ -21,11 +21,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits, check_pool, fit_length
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.loop.sampling_inputs import read_sampling
-from gptmanager.request.inference_request import (
-    PROPERTY_OF_TENSOR,
-    TENSOR_ALIASES,
-    InferenceRequest,
-)
+from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.llm_request import RETENTION_PRIORITIES
 from gptmanager.request.output_options import OutputConfig, OutputOptions
@@ -92,7 +88,7 @@ def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
     """Its tensors by their names; all that must be there are, and no other than there may be."""
     tensors = {TENSOR_ALIASES.get(name, name): value for name, value in request.tensors.items()}
     for name, value in tensors.items():
-        if name not in PROPERTY_OF_TENSOR:
+        if name not in TENSORS:
             raise InvalidRequestError(f"Invalid tensor name: {name}")
         if value is None:
             raise InvalidRequestError(f"Cannot set nullptr when calling {name}")

@@ -23,15 +23,18 @@ _NEVER = float("-inf")  # the log probability of a beam that there is not
 
 
 class Beams(NamedTuple):
-    """What a response holds of each beam: these nodes, the first of them at index `start`.
+    """What a response holds of each beam.
 
     `cum_log_probs` are the sums over all output so far, and over nothing that was cut off.
     """
 
-    start: int
     nodes: list[list[BeamNode]]
     cum_log_probs: list[float]
     reasons: list[FinishReason]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [[node.token for node in nodes] for nodes in self.nodes]
 
 
 def stable_beams(request: ActiveRequest, end: int) -> Beams:
@@ -40,7 +43,7 @@ def stable_beams(request: ActiveRequest, end: int) -> Beams:
     start = request.num_sent - request.orig_prompt_len
     path = search.stable_path()[: end - request.orig_prompt_len]
     total, nodes = _sum(path), path[start:]
-    return Beams(start, [nodes] * search.num_results, [total] * search.num_results, [])
+    return Beams([nodes] * search.num_results, [total] * search.num_results, [])
 
 
 def final_beams(request: ActiveRequest, reason: FinishReason) -> Beams:
@@ -51,30 +54,10 @@ def final_beams(request: ActiveRequest, reason: FinishReason) -> Beams:
     start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0
     paths = [beam.node.path()[: beam.end] for beam in found]
     return Beams(
-        start,
         [path[start:] for path in paths] + [[] for _ in range(missing)],
         [_sum(path) for path in paths] + [_NEVER] * missing,
         [beam.reason for beam in found] + [reason] * missing,
     )
-
-
-def beam_tokens(request: ActiveRequest, beams: Beams) -> list[NamedTensor]:
-    """Tokens and lengths; and where they go on if the request streams, else behind the prompt."""
-    rows = [[node.token for node in nodes] for nodes in beams.nodes]
-    width = max(map(len, rows))
-    if not request.output.is_streaming:
-        first = request.orig_prompt_len if request.output.exclude_input else 0
-        prompt = request.tokens[first : request.orig_prompt_len]
-        rows = [prompt + row for row in rows]
-        width = request.length_limit - first
-    padded = [row + [request.output.pad_id] * (width - len(row)) for row in rows]
-    tensors = [
-        NamedTensor("output_ids", torch.tensor([padded], dtype=torch.int32)),
-        NamedTensor("sequence_length", torch.tensor([[*map(len, rows)]], dtype=torch.int32)),
-    ]
-    if request.output.is_streaming:
-        tensors.append(NamedTensor("output_offset", torch.tensor([beams.start]).int()))
-    return tensors
 
 
 def beam_extras(request: ActiveRequest, found: RequestExtras, beams: Beams) -> list[NamedTensor]:

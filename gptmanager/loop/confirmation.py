@@ -13,7 +13,6 @@ from gptmanager.decoding.end_rule import End
 from gptmanager.errors import LogitsError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.allocation import Allocator
-from gptmanager.loop.logits_faults import fault_error
 from gptmanager.loop.request_table import RequestTable
 from gptmanager.statistics import DraftCounts
 from gptmanager.step import NOT_FINITE, BeamCandidates, Failure, Row, Schedule, StepResult
@@ -112,7 +111,7 @@ class Confirmation:
         """A row of `schedule` has no token, and its request ends with the next intake."""
         if fault == NOT_FINITE:  # what was computed for it may be as wrong
             self._allocator.kv_cache.withdraw(request.request_id)
-        self._fail(Failure(request.request_id, fault_error(request, fault, schedule.iteration)))
+        self._fail(Failure(request.request_id, _fault_error(request, fault, schedule.iteration)))
 
     def _fail(self, failure: Failure) -> None:
         self.num_logits_errors += isinstance(failure.error, LogitsError)
@@ -139,3 +138,32 @@ def _advance_beams(
     if request.search.fault:
         return request.search.fault, None
     return 0, (FinishReason.LENGTH, request.num_output)
+
+
+def _fault_error(request: ActiveRequest, fault: int, iteration: int) -> LogitsError:
+    """What ends a request whose next token is `fault`: NO_TOKEN or NOT_FINITE."""
+    number = request.num_output + (request.search is None)
+    where = f"generated token {number} (iteration {iteration})"
+    inputs = ", ".join(_changes(request)) or "none"
+    if fault == NOT_FINITE:
+        text = f"the logits of {where} hold NaN or +inf"
+    else:
+        text = f"no token is possible as {where}: every logit is -inf"
+    return LogitsError(f"{text}; inputs of the request that change them: {inputs}")
+
+
+def _changes(request: ActiveRequest) -> list[str]:
+    """What the request asks for that changes logits, in the order in which that is done."""
+    sampling = request.sampling
+    asked = {
+        "embedding_bias": sampling.embedding_bias,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "bad_words_list": sampling.bad_words,
+        "noRepeatNgramSize": sampling.no_repeat_ngram_size,
+        "min_length": sampling.min_length,
+    }
+    names = [name for name, is_asked in asked.items() if is_asked]
+    processor = request.processor
+    return names if processor is None else [f"logits_post_processor {processor.name}", *names]

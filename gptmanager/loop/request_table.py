@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 from gptmanager.config import FinishReason
 from gptmanager.errors import (
@@ -21,12 +22,11 @@ from gptmanager.errors import (
 )
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.active_state import request_state, restored_request
+from gptmanager.loop.active_state import RequestState, request_state, restored_request
 from gptmanager.loop.admission import admit
-from gptmanager.loop.allocation import Allocator
+from gptmanager.loop.allocation import Allocator, AllocatorState
 from gptmanager.loop.extras import HeldExtras
 from gptmanager.loop.limits import Limits
-from gptmanager.loop.loop_state import RequestTableState
 from gptmanager.loop.responses import MakeFinal, stream_one_token, stream_tokens
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
@@ -34,6 +34,17 @@ from gptmanager.step import Failure, Host, Intake
 
 _PREPARING = LlmRequestState.PREPARING
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
+
+
+class RequestTableState(NamedTuple):
+    """`active` in their order; `timed` and `preparing`: ids of some of them; `arriving`: not
+    admitted yet."""
+
+    active: tuple[RequestState, ...]
+    arriving: tuple[InferenceRequest, ...]
+    timed: tuple[int, ...]
+    preparing: tuple[int, ...]
+    allocator: AllocatorState
 
 
 class RequestTable:

@@ -13,13 +13,7 @@ import torch
 
 from gptmanager.config import FinishReason
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.beam_responses import (
-    Beams,
-    beam_extras,
-    beam_tokens,
-    final_beams,
-    stable_beams,
-)
+from gptmanager.loop.beam_responses import Beams, beam_extras, final_beams, stable_beams
 from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
@@ -78,7 +72,7 @@ def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[Na
     """The tokens of `request` that have not been sent, up to history position `end`."""
     beams = None if request.search is None else stable_beams(request, end)
     start, request.num_sent = request.num_sent, end
-    tensors = _delta(request, start, end) if beams is None else beam_tokens(request, beams)
+    tensors = _tokens(request, start, end, beams)
     if request.has_extras:
         extras = _extras(request, held.of(request), start, end, beams)
         if not request.output.config.context_logits or extras[0].tensor.shape[1]:
@@ -92,16 +86,11 @@ def final_tensors(
     request: ActiveRequest, reason: FinishReason, output_end: int, held: HeldExtras
 ) -> list[NamedTensor]:
     """The final response; output is the history up to position `output_end`."""
-    reasons, beams = [reason], None
-    start = request.orig_prompt_len
-    if request.search is not None:
-        beams = final_beams(request, reason)
-        tensors, reasons = beam_tokens(request, beams), beams.reasons
-    elif request.output.is_streaming:
-        start, output_end = request.num_sent, max(output_end, request.num_sent)
-        tensors = _delta(request, start, output_end)
-    else:
-        tensors = _whole(request, output_end)
+    start = request.num_sent if request.output.is_streaming else request.orig_prompt_len
+    output_end = max(output_end, start)
+    beams = None if request.search is None else final_beams(request, reason)
+    reasons = [reason] if beams is None else beams.reasons
+    tensors = _tokens(request, start, output_end, beams)
     extras = list(_NO_LOGITS)
     if request.has_extras:
         found = _extras(request, held.of(request), start, output_end, beams)
@@ -136,26 +125,30 @@ def _extras(
     return tensors
 
 
-def _delta(request: ActiveRequest, start: int, end: int) -> list[NamedTensor]:
-    tokens = request.tokens[start:end]
-    return [
-        NamedTensor("output_ids", torch.tensor([[tokens]], dtype=torch.int32)),
-        NamedTensor("sequence_length", torch.tensor([[len(tokens)]], dtype=torch.int32)),
-        NamedTensor("output_offset", torch.tensor([start - request.orig_prompt_len]).int()),
-    ]
+def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:
+    """Tokens, a row a beam, and lengths; and where they go on if the request streams.
 
-
-def _whole(request: ActiveRequest, output_end: int) -> list[NamedTensor]:
-    start = request.orig_prompt_len if request.output.exclude_input else 0
-    tokens = request.tokens[start:output_end]
-    output_ids = torch.full(
-        (1, 1, request.length_limit - start), request.output.pad_id, dtype=torch.int32
-    )
-    output_ids[0, 0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-    return [
-        NamedTensor("output_ids", output_ids),
-        NamedTensor("sequence_length", torch.tensor([[len(tokens)]], dtype=torch.int32)),
+    Of a request that does not stream they stand behind the prompt.
+    """
+    rows = [request.tokens[start:end]] if beams is None else beams.tokens
+    is_streaming, prompt_len = request.output.is_streaming, request.orig_prompt_len
+    if is_streaming:
+        width = max(map(len, rows))
+    else:
+        first = prompt_len if request.output.exclude_input else 0
+        prompt = request.tokens[first:prompt_len]
+        rows = [prompt + row for row in rows]
+        width = request.length_limit - first
+    output_ids = np.full((1, len(rows), width), request.output.pad_id, dtype=np.int32)
+    for index, row in enumerate(rows):
+        output_ids[0, index, : len(row)] = row
+    tensors = [
+        NamedTensor("output_ids", torch.from_numpy(output_ids)),
+        NamedTensor("sequence_length", torch.tensor([[*map(len, rows)]], dtype=torch.int32)),
     ]
+    if is_streaming:
+        tensors.append(NamedTensor("output_offset", torch.tensor([start - prompt_len]).int()))
+    return tensors
 
 
 def _metrics(request: ActiveRequest) -> torch.Tensor:

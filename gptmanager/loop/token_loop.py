@@ -7,7 +7,7 @@ very same object.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptmanager.errors import SchedulerError
 from gptmanager.lifecycle.watchdog import CallbackTimer
@@ -16,17 +16,31 @@ from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.confirmation import Confirmation, Finished
 from gptmanager.loop.decision import blamed, decide
 from gptmanager.loop.limits import Limits
-from gptmanager.loop.loop_state import LoopState
-from gptmanager.loop.request_table import RequestTable
+from gptmanager.loop.request_table import RequestTable, RequestTableState
 from gptmanager.loop.responses import MakeFinal, final_tensors
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
-from gptmanager.statistics import Counts, PhaseTimes, timed_phase
+from gptmanager.statistics import Counts, DraftCounts, PhaseTimes, timed_phase
 from gptmanager.step import Executor, Host, Intake, Schedule, StepResult
 
 _PREPARING = LlmRequestState.PREPARING
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+
+
+class LoopState(NamedTuple):
+    """A token loop between two iterations: with it a recording may begin in the middle.
+
+    A field that is missing here is missing in every black box. `pending`: the schedule whose
+    result is not applied yet. `failing`: ids of active requests that failed in a result.
+    `drafts`, `num_logits_errors`: since the start.
+    """
+
+    request_table: RequestTableState
+    pending: Schedule | None
+    failing: tuple[int, ...]
+    drafts: DraftCounts
+    num_logits_errors: int
 
 
 class TokenLoop:

@@ -13,7 +13,7 @@ from typing import Any
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.lifecycle.clock import thread_time_ns
 from gptmanager.lifecycle.log import logger
-from gptmanager.loop.loop_state import LoopState
+from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.kept import Keeper, kept_schedule
 from gptmanager.recorder.recording import Turn, make_header
 from gptmanager.recorder.sizes import schedule_bytes, state_bytes, turn_bytes

@@ -20,7 +20,7 @@ import orjson
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import GptManagerError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
-from gptmanager.loop.loop_state import LoopState
+from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.limits import Bounds, checked_blueprint, without_code
 from gptmanager.recorder.requests import Allowance
 from gptmanager.recorder.values import Decoder, field_names, legible, to_json

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.loop.loop_state import LoopState
+from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.recording import Turn
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.step import Schedule

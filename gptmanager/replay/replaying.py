@@ -14,8 +14,7 @@ from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
-from gptmanager.loop.loop_state import LoopState
-from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.loop.token_loop import LoopState, TokenLoop
 from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
 from gptmanager.replay.unheard import finish_reasons

@@ -49,65 +49,25 @@ LogitsPostProcessor = Callable[
     Union[torch.Tensor, None],
 ]
 
-# tensor name -> the Python property that holds it
-PROPERTY_OF_TENSOR: dict[str, str] = {
-    "input_ids": "input_ids",
-    "request_output_len": "max_new_tokens",
-    "position_ids": "position_ids",
-    "input_lengths": "input_lengths",
-    "beam_width": "beam_width",
-    "end_id": "end_id",
-    "pad_id": "pad_id",
-    "bad_words_list": "bad_words_list",
-    "stop_words_list": "stop_words_list",
-    "embedding_bias": "embedding_bias",
-    "temperature": "temperature",
-    "runtime_top_k": "runtime_top_k",
-    "runtime_top_p": "runtime_top_p",
-    "runtime_min_p": "runtime_min_p",
-    "len_penalty": "length_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "min_length": "min_length",
-    "early_stopping": "early_stopping",
-    "noRepeatNgramSize": "no_repeat_ngram_size",
-    "random_seed": "random_seed",
-    "return_log_probs": "return_log_probs",
-    "return_context_logits": "return_context_logits",
-    "return_generation_logits": "return_generation_logits",
-    "include_stop_in_output": "include_stop_in_output",
-    "num_return_sequences": "num_return_sequences",
-    "prompt_embedding_table": "prompt_embedding_table",
-    "prompt_vocab_size": "prompt_vocab_size",
-    "lora_task_id": "lora_task_id",
-    "lora_weights": "lora_weights",
-    "lora_config": "lora_config",
-    "draft_input_ids": "draft_input_ids",
-    "draft_logits": "draft_logits",
-}
-# other spellings of the public sources -> the tensor name above
+# the names of tensors
+TENSORS = (
+    *("input_ids", "input_lengths", "position_ids", "request_output_len", "end_id", "pad_id"),
+    *("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature", "random_seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "noRepeatNgramSize"),
+    *("min_length", "bad_words_list", "embedding_bias", "stop_words_list"),
+    *("beam_width", "num_return_sequences", "len_penalty", "early_stopping"),
+    *("return_log_probs", "return_context_logits", "return_generation_logits"),
+    *("include_stop_in_output", "prompt_embedding_table", "prompt_vocab_size"),
+    *("lora_task_id", "lora_weights", "lora_config", "draft_input_ids", "draft_logits"),
+)
+# the Python properties, and other spellings of the public sources, that are called otherwise
 TENSOR_ALIASES: dict[str, str] = {
     "max_new_tokens": "request_output_len",
     "length_penalty": "len_penalty",
     "no_repeat_ngram_size": "noRepeatNgramSize",
 }
-_TENSOR_OF_PROPERTY = {
-    **{prop: name for name, prop in PROPERTY_OF_TENSOR.items()},
-    **{name: name for name in PROPERTY_OF_TENSOR},
-    **TENSOR_ALIASES,
-}
+_TENSOR_OF_PROPERTY = {**{name: name for name in TENSORS}, **TENSOR_ALIASES}
 _WORD_LISTS = ("bad_words_list", "stop_words_list")
-KEYWORDS = (
-    "is_streaming",
-    "logits_post_processor",
-    "client_id",
-    "priority",
-    "deadline_s",
-    "queue_timeout_s",
-    "cache_salt",
-    "retention_priority",
-)
 
 
 class InferenceRequest:
@@ -155,17 +115,18 @@ class InferenceRequest:
             raise TypeError(f"request_id must be an integer, got {request_id!r}")
         if not 0 <= request_id < 2**64:
             raise ValueError(f"request_id = {request_id} is outside 0..2**64-1")
-        attributes = self.__dict__
-        attributes["request_id"] = int(request_id)
-        attributes["tensors"] = dict(tensors or {})
-        attributes["is_streaming"] = is_streaming
-        attributes["logits_post_processor"] = logits_post_processor
-        attributes["client_id"] = client_id
-        attributes["priority"] = priority
-        attributes["deadline_s"] = deadline_s
-        attributes["queue_timeout_s"] = queue_timeout_s
-        attributes["cache_salt"] = cache_salt
-        attributes["retention_priority"] = retention_priority
+        self.__dict__.update(
+            request_id=int(request_id),
+            tensors=dict(tensors or {}),
+            is_streaming=is_streaming,
+            logits_post_processor=logits_post_processor,
+            client_id=client_id,
+            priority=priority,
+            deadline_s=deadline_s,
+            queue_timeout_s=queue_timeout_s,
+            cache_salt=cache_salt,
+            retention_priority=retention_priority,
+        )
 
     @classmethod
     def from_tokens(
@@ -217,6 +178,9 @@ class InferenceRequest:
 
     def __repr__(self) -> str:
         return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"
+
+
+KEYWORDS = tuple(InferenceRequest.__annotations__)  # of the constructor; no tensors
 
 
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:

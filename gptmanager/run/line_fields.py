@@ -8,7 +8,7 @@ import orjson
 
 from gptmanager.errors import InvalidRequestError
 from gptmanager.memory.checkpoint_files import shown
-from gptmanager.request.inference_request import PROPERTY_OF_TENSOR, TENSOR_ALIASES
+from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS
 
 # what a line may say beside the names of tensors and their properties
 _KEYWORDS = (
@@ -16,15 +16,12 @@ _KEYWORDS = (
 )  # fmt: skip
 _ALIASES = {
     **TENSOR_ALIASES,
-    **{name: tensor for tensor, name in PROPERTY_OF_TENSOR.items()},
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
     "min_p": "runtime_min_p",
     "streaming": "is_streaming",
 }
-_NAMES = frozenset(
-    (*PROPERTY_OF_TENSOR, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop")
-)
+_NAMES = frozenset((*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop"))
 _INTEGERS = frozenset(
     (
         "input_lengths", "request_output_len", "end_id", "pad_id", "beam_width", "runtime_top_k",
