@@ -126,7 +126,6 @@ models/                   the network: packed inputs, decoder families as a tabl
     spec                  which network a checkpoint holds, and its parameters
     families              what differs between families, as a table
     read_spec             from a config.json to a spec
-    tensor_places         which parameter a tensor of a checkpoint fills
     checkpoint_model      the network
     model                 what an executor runs, and how a checkpoint becomes that
 decoding/                 from logits to tokens, and to the end of an output

@@ -49,7 +49,7 @@ def test_whatever_a_query_sees_is_still_there(window: AttentionWindow, cuts: lis
             places = []
             for at in range(end):
                 number, offset = divmod(at, window.tokens_per_block)
-                places.append((window.place(number), offset))
+                places.append((window.index(number), offset))
                 if at >= position:
                     held[places[-1]] = at
             for query in range(position, end):
@@ -63,7 +63,7 @@ def test_whatever_a_query_sees_is_still_there(window: AttentionWindow, cuts: lis
 def test_a_sequence_that_fits_lies_there_block_by_block_and_runs_in_one_piece(
     window: AttentionWindow, length: int
 ) -> None:
-    assert [window.place(i) for i in range(window.num_blocks)] == [*range(window.num_blocks)]
+    assert [window.index(i) for i in range(window.num_blocks)] == [*range(window.num_blocks)]
     if length <= window.num_tokens:
         assert [*window.pieces(0, length)] == [(0, length)]
 

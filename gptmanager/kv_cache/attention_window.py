@@ -39,7 +39,7 @@ class AttentionWindow:
         """So long a sequence lies there whole."""
         return self.num_blocks * self.tokens_per_block
 
-    def place(self, block: int) -> int:
+    def index(self, block: int) -> int:
         """Which of the blocks held, in the order they were taken, stands for the sequence's."""
         first = self.num_sink_blocks
         return block if block < first else first + (block - first) % self.num_ring_blocks

@@ -232,7 +232,7 @@ class Allocator:
         total = -(-(request.prompt_len + request.max_new_tokens) // tokens_per_block)
         if self.window is not None and num_blocks == self.window.num_blocks < total:
             blocks = self.kv_cache.block_ids(request.request_id)[0]
-            again = tuple(blocks[self.window.place(i)] for i in range(num_blocks, total))
+            again = tuple(blocks[self.window.index(i)] for i in range(num_blocks, total))
             parts.appends.append(BlockAppend(request.slot, num_blocks, again))
 
     def _fork(self, request: ActiveRequest, position: int, parts: _Parts) -> None:

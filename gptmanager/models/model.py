@@ -25,10 +25,9 @@ from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel
-from gptmanager.models.families import FAMILIES
+from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import parameter_shapes
-from gptmanager.models.tensor_places import place_tensors
 
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 

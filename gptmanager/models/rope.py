@@ -179,15 +179,15 @@ def _inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     The order of the operations is that of transformers: at position 100,000 the last bit of a
     frequency is worth 0.01 radians.
     """
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
+    powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    frequencies = 1.0 / powers
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, frequencies)
     if rope.kind == "yarn":
-        return _yarn(rope, head_dim)
+        return _yarn(rope, head_dim, powers)
     if rope.kind == "longrope":
-        powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         return 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * powers)
     return frequencies
 
@@ -204,7 +204,7 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     return torch.where(is_between, between, stretched)
 
 
-def _yarn(rope: Rope, head_dim: int) -> Tensor:
+def _yarn(rope: Rope, head_dim: int, powers: Tensor) -> Tensor:
     """Dimensions that turn often within the original length are kept, slow ones stretched."""
 
     def dimension(turns: float) -> float:
@@ -217,6 +217,5 @@ def _yarn(rope: Rope, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    powers = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept

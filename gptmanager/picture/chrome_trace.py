@@ -22,22 +22,15 @@ def chrome_trace(trace: Trace) -> bytes:
     """JSON. Times in microseconds; where the clock stands still an iteration takes one."""
     times = _times_us(trace.columns)
     events = [
-        _name("process_name", _ITERATIONS, 0, "iterations"),
-        _name("process_name", _REQUESTS, 0, "requests"),
+        _about("process_name", _ITERATIONS, 0, name="iterations"),
+        _about("process_name", _REQUESTS, 0, name="requests"),
     ]
     for index, column in enumerate(trace.columns):
         events += _iteration(column, times[index], times[index + 1])
     for track, row in enumerate(trace.rows, start=1):
-        events.append(_name("thread_name", _REQUESTS, track, f"request {row.request_id}"))
-        events.append(
-            {
-                "name": "thread_sort_index",
-                "ph": "M",
-                "pid": _REQUESTS,
-                "tid": track,
-                "args": {"sort_index": track},
-            }
-        )
+        name = f"request {row.request_id}"
+        events.append(_about("thread_name", _REQUESTS, track, name=name))
+        events.append(_about("thread_sort_index", _REQUESTS, track, sort_index=track))
         events += _spans(trace, row, track, times)
     return orjson.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
@@ -102,5 +95,5 @@ def _spans(trace: Trace, row: RequestRow, track: int, times: list[float]) -> Ite
         }
 
 
-def _name(kind: str, process: int, track: int, name: str) -> Event:
-    return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": {"name": name}}
+def _about(kind: str, process: int, track: int, **told: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": told}

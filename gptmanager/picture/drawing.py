@@ -90,11 +90,9 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
             yield rect(x, y + 8 - 8 * share, 22, 16 * share, phase.value)
             yield label(x + 28, y + 12, name)
             x += 44 + 6.6 * len(name)
-    lines = (
-        [("paused", "paused", f"M{{}} {number(y + 5)}h26m-26 6h26")]
-        if (Phase.PAUSED in phases)
-        else []
-    )
+    lines = []
+    if Phase.PAUSED in phases:
+        lines.append(("paused", "paused", f"M{{}} {number(y + 5)}h26m-26 6h26"))
     waits = sorted({r for p, r in spans if p is Phase.WAITING}, key=lambda r: list(Reason).index(r))
     straight = f"M{{}} {number(y + 8)}h26"
     lines += [(f"waiting {DASHES[r]}".strip(), f"waits: {r.value}", straight) for r in waits]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from gptmanager.arguments import able, at_least, flag
@@ -68,31 +69,31 @@ class MaxRequestsScheduler(CapacityScheduler):
         return {request.request_id: wait for request in schedulable[limit:]}
 
 
+@dataclass(eq=False, repr=False)
 class KvCapacityScheduler(CapacityScheduler):
     """What the policies over a KV cache are constructed from."""
 
-    def __init__(
-        self,
-        max_num_requests: int,
-        kv_cache_manager: KvCacheManager,
-        *,
-        cross_kv_cache_manager: KvCacheManager | None = None,
-        peft_cache_manager: PeftCacheManager | None = None,
-        two_step_lookahead: bool = False,
-    ) -> None:
-        self.max_num_requests = at_least(1, "max_num_requests", max_num_requests)
-        if kv_cache_manager is None:
+    max_num_requests: int
+    kv_cache_manager: KvCacheManager
+    _: KW_ONLY
+    cross_kv_cache_manager: KvCacheManager | None = None
+    peft_cache_manager: PeftCacheManager | None = None
+    two_step_lookahead: bool = False
+
+    def __post_init__(self) -> None:
+        self.max_num_requests = at_least(1, "max_num_requests", self.max_num_requests)
+        if self.kv_cache_manager is None:
             raise ConfigError("kv_cache_manager = None: MaxRequestsScheduler needs no KV cache")
-        self.kv_cache_manager = _kv_cache("kv_cache_manager", kv_cache_manager)
-        if cross_kv_cache_manager is not None:
-            _kv_cache("cross_kv_cache_manager", cross_kv_cache_manager)
-        self.cross_kv_cache_manager = cross_kv_cache_manager
-        if peft_cache_manager is not None:
-            able("peft_cache_manager", peft_cache_manager, "determine_num_pages", "adapter cache")
-        self.peft_cache_manager = peft_cache_manager
-        self.two_step_lookahead = flag("two_step_lookahead", two_step_lookahead)
+        _kv_cache("kv_cache_manager", self.kv_cache_manager)
+        if self.cross_kv_cache_manager is not None:
+            _kv_cache("cross_kv_cache_manager", self.cross_kv_cache_manager)
+        adapters = self.peft_cache_manager
+        if adapters is not None:
+            able("peft_cache_manager", adapters, "determine_num_pages", "adapter cache")
+        self.two_step_lookahead = flag("two_step_lookahead", self.two_step_lookahead)
 
 
+@dataclass(eq=False, repr=False)
 class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     """A request starts only when the blocks of its whole life are free, and is never paused.
 
@@ -107,24 +108,12 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
     front of one that holds blocks half-run, and neither ever gets what it needs.
     """
 
-    def __init__(
-        self,
-        max_num_requests: int,
-        kv_cache_manager: KvCacheManager,
-        *,
-        cross_kv_cache_manager: KvCacheManager | None = None,
-        peft_cache_manager: PeftCacheManager | None = None,
-        two_step_lookahead: bool = False,
-        started_contexts_first: bool = False,
-    ) -> None:
-        super().__init__(
-            max_num_requests,
-            kv_cache_manager,
-            cross_kv_cache_manager=cross_kv_cache_manager,
-            peft_cache_manager=peft_cache_manager,
-            two_step_lookahead=two_step_lookahead,
-        )
-        self.started_contexts_first = flag("started_contexts_first", started_contexts_first)
+    _: KW_ONLY
+    started_contexts_first: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.started_contexts_first = flag("started_contexts_first", self.started_contexts_first)
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         return self._fitting(active_requests), []

@@ -7,11 +7,11 @@ batches in flight, and allocates nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 from gptmanager.arguments import at_least
-from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequestState, RequestList
-from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
+from gptmanager.scheduler.adapter_pages import AdapterPages
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.capacity import KvCapacityScheduler
 from gptmanager.scheduler.pausing_walk import PausingWalk, Room
@@ -22,6 +22,7 @@ from gptmanager.scheduler.waiting import Wait, Waits
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
+@dataclass(eq=False, repr=False)
 class MaxUtilizationScheduler(KvCapacityScheduler):
     """A request is taken when the blocks of its next step are free; others are paused for it.
 
@@ -41,28 +42,17 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
     but nothing new starts there.
     """
 
-    def __init__(
-        self,
-        max_num_requests: int,
-        kv_cache_manager: KvCacheManager,
-        *,
-        cross_kv_cache_manager: KvCacheManager | None = None,
-        peft_cache_manager: PeftCacheManager | None = None,
-        two_step_lookahead: bool = False,
-        max_pauses: int | None = None,
-        resume_headroom_blocks: int = 0,
-        start_headroom_steps: int = 0,
-    ) -> None:
-        super().__init__(
-            max_num_requests,
-            kv_cache_manager,
-            cross_kv_cache_manager=cross_kv_cache_manager,
-            peft_cache_manager=peft_cache_manager,
-            two_step_lookahead=two_step_lookahead,
-        )
-        self.max_pauses = None if max_pauses is None else at_least(0, "max_pauses", max_pauses)
-        self.resume_headroom_blocks = at_least(0, "resume_headroom_blocks", resume_headroom_blocks)
-        self.start_headroom_steps = at_least(0, "start_headroom_steps", start_headroom_steps)
+    _: KW_ONLY
+    max_pauses: int | None = None
+    resume_headroom_blocks: int = 0
+    start_headroom_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_pauses is not None:
+            self.max_pauses = at_least(0, "max_pauses", self.max_pauses)
+        for name in ("resume_headroom_blocks", "start_headroom_steps"):
+            setattr(self, name, at_least(0, name, getattr(self, name)))
 
     def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
         return self._decide(active_requests)

@@ -5,7 +5,7 @@ The rules are told by `MaxUtilizationScheduler`; what a request needs and what i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
@@ -40,39 +40,33 @@ class Room:
         return Wait(WaitReason.KV_BLOCKS, needed, free, taken_blocks + beside, *counted(taken))
 
 
+@dataclass(slots=True, eq=False)
 class PausingWalk:
     """Walks down `walk`, which it cuts short where requests are paused for others.
 
     `waits`, if there are any, are told of those that are left out.
     """
 
-    __slots__ = (
-        "_blocks", "_delay", "_fitting", "_index", "_max_pauses", "_misfits", "_paused",
-        "_preempting", "_room", "_schedulable", "_waits", "_walk",
-    )  # fmt: skip
+    walk: RequestList
+    room: Room
+    delay: ReuseDelay | None
+    max_pauses: int | None
+    waits: Waits | None
+    _schedulable: RequestList = field(init=False)
+    _fitting: RequestList = field(init=False)
+    _blocks: int = field(init=False)
+    _index: int = field(init=False)
+    _paused: RequestList = field(default_factory=list)
+    _preempting: LlmRequest | None = None  # whom others have been paused for
+    _misfits: list[tuple[LlmRequest, Wait, RequestList]] = field(default_factory=list)
 
-    def __init__(
-        self,
-        walk: RequestList,
-        room: Room,
-        delay: ReuseDelay | None,
-        max_pauses: int | None,
-        waits: Waits | None,
-    ) -> None:
-        self._walk = walk
-        self._schedulable = walk if waits is None else [*walk]
-        self._room = room
-        self._delay = delay
-        self._max_pauses = max_pauses
-        self._waits = waits
-        self._paused: RequestList = []
-        self._preempting: LlmRequest | None = None  # whom others have been paused for
-        self._misfits: list[tuple[LlmRequest, Wait, RequestList]] = []
+    def __post_init__(self) -> None:
+        self._schedulable = self.walk if self.waits is None else [*self.walk]
 
     def decide(self, fitting: RequestList, blocks: int) -> tuple[RequestList, RequestList]:
         """The fitting requests and the paused. `fitting` are taken already, with `blocks`."""
         self._fitting, self._blocks, self._index = fitting, blocks, len(fitting)
-        room, walk, delay = self._room, self._walk, self._delay
+        room, walk, delay = self.room, self.walk, self.delay
         needed_one_step = room.kv_cache_manager.get_needed_blocks_one_step
         has_free_blocks = room.kv_cache_manager.scheduling_has_free_blocks
         while self._index < len(walk):
@@ -95,19 +89,19 @@ class PausingWalk:
                 self._index += 1
             else:
                 self._pause_for(request, needed, fits)
-        if self._waits is not None:
-            _tell_of_misfits(self._misfits, fitting, self._waits)
+        if self.waits is not None:
+            _tell_of_misfits(self._misfits, fitting, self.waits)
         return fitting, self._paused
 
     def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
         """It waits for a prefix; one that others were paused for only meets its own record."""
-        if self._waits is not None and request is not self._preempting:
-            self._waits.put(request, delay.wait(request, self._schedulable))
+        if self.waits is not None and request is not self._preempting:
+            self.waits.put(request, delay.wait(request, self._schedulable))
         self._index += 1
 
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
         """Whether too little stays free beside it: then nothing new starts from here on."""
-        headroom, fitting = self._room.headroom, self._fitting
+        headroom, fitting = self.room.headroom, self._fitting
         if (
             headroom is None
             or not fitting
@@ -116,14 +110,14 @@ class PausingWalk:
             or (fits and headroom.suffices(request, needed, fitting, self._blocks))
         ):
             return False
-        started = _started_behind(self._walk, self._index)
+        started = _started_behind(self.walk, self._index)
         if started and not request.pause_count:
             return False  # a first start may pause requests of lower rank
-        if self._waits is not None:
+        if self.waits is not None:
             beside = headroom.blocks_beside(request, fitting)
-            wait = self._room.lacking(needed, self._blocks, beside, fitting)
-            self._waits.end(request, wait, [*fitting, *started], self._walk)
-        self._walk[self._index :] = started
+            wait = self.room.lacking(needed, self._blocks, beside, fitting)
+            self.waits.end(request, wait, [*fitting, *started], self.walk)
+        self.walk[self._index :] = started
         return True
 
     def _pause_for(self, request: LlmRequest, needed: int, fits: bool) -> None:
@@ -133,23 +127,23 @@ class PausingWalk:
         `max_pauses` spared.
         """
         self._preempting = request
-        if self._waits is not None:
-            wait = self._room.lacking(needed, self._blocks, 0, self._fitting)
+        if self.waits is not None:
+            wait = self.room.lacking(needed, self._blocks, 0, self._fitting)
             if fits:
-                wait = self._room.pages.wait(request.lora_task_id, self._fitting)
-            self._misfits.append((request, wait, [*self._walk]))
+                wait = self.room.pages.wait(request.lora_task_id, self._fitting)
+            self._misfits.append((request, wait, [*self.walk]))
         cut, spared = self._find_victim()
         if cut is None:
             cut = self._index
         else:
-            victim = self._walk[cut]
+            victim = self.walk[cut]
             self._paused.append(victim)
-            self._room.kv_cache_manager.scheduling_remove_sequence(victim.request_id)
-        self._walk[cut:] = spared
+            self.room.kv_cache_manager.scheduling_remove_sequence(victim.request_id)
+        self.walk[cut:] = spared
 
     def _find_victim(self) -> tuple[int | None, RequestList]:
         """The victim's index in the walk, from the misfit's on, and the spared ones behind it."""
-        walk, first, max_pauses = self._walk, self._index, self._max_pauses
+        walk, first, max_pauses = self.walk, self._index, self.max_pauses
         exempt: list[int] = []
         for index in range(len(walk) - 1, first - 1, -1):
             request = walk[index]

@@ -6,6 +6,8 @@ for it. Knows nothing of victims, nor of what happens to a request that must wai
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 
@@ -14,6 +16,7 @@ _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
+@dataclass(slots=True, eq=False)
 class StartHeadroom:
     """One pass of a scheduler, within its what-if.
 
@@ -21,38 +24,36 @@ class StartHeadroom:
     their next `steps` steps, or until their ends, and `resume_blocks` if it has been paused.
     """
 
-    __slots__ = ("_counted", "_growth", "_kv_cache_manager", "_resume_blocks", "_steps")
-
-    def __init__(self, kv_cache_manager: KvCacheManager, resume_blocks: int, steps: int) -> None:
-        self._kv_cache_manager = kv_cache_manager
-        self._resume_blocks = resume_blocks
-        self._steps = steps
-        self._counted = self._growth = 0  # of those taken so far
+    kv_cache_manager: KvCacheManager
+    resume_blocks: int
+    steps: int
+    _counted: int = 0  # of those taken so far
+    _growth: int = 0  # theirs
 
     def suffices(self, request: LlmRequest, needed: int, taken: RequestList, blocks: int) -> bool:
         """Whether enough stay free when `request` takes `needed`, and `taken` take `blocks`.
 
         `taken` only grows during a pass.
         """
-        headroom = self._resume_blocks if request.pause_count else 0
-        if self._steps:
+        headroom = self.resume_blocks if request.pause_count else 0
+        if self.steps:
             if len(taken) > self._counted:
                 self._growth += self._growth_of(taken[self._counted :])
                 self._counted = len(taken)
             headroom = max(headroom, self._growth + self._growth_of([request]))
         if not headroom:
             return True
-        return self._kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
+        return self.kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
 
     def blocks_beside(self, request: LlmRequest, taken: RequestList) -> int:
         """Blocks that must stay free when `request` starts beside `taken`."""
-        resume = self._resume_blocks if request.pause_count else 0
-        return max(resume, self._growth_of([*taken, request]) if self._steps else 0)
+        resume = self.resume_blocks if request.pause_count else 0
+        return max(resume, self._growth_of([*taken, request]) if self.steps else 0)
 
     def _growth_of(self, requests: RequestList) -> int:
         """Blocks that they take in the steps after this one, or until their ends."""
-        steps, size = self._steps, self._kv_cache_manager.tokens_per_block
-        growth, kept = 0, self._kv_cache_manager.max_kept_tokens
+        steps, size = self.steps, self.kv_cache_manager.tokens_per_block
+        growth, kept = 0, self.kv_cache_manager.max_kept_tokens
         for request in requests:
             stored = request.num_tokens
             if stored >= kept:
