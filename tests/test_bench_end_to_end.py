@@ -21,10 +21,10 @@ from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import random_llama, read_checkpoint, uniform_requests
 from gptmanager.bench.pressure import Pressure
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.scale import CPU_SCALE
 from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
 from gptmanager.bench.table import end_to_end_table
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
+from gptmanager.bench.workbench import CPU_SCALE
 from gptmanager.errors import ConfigError
 from gptmanager.terminal.tables import lines
 

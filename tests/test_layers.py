@@ -303,7 +303,6 @@ bench/                    measures speed, its own and that of other libraries
     device_trace          how busy a GPU is
     serving_parts         steps and loads of one manager
     pressure              two policies on a KV cache that is too small
-    scale                 how large the end-to-end benchmark is
     workbench             device, model and manager of the end-to-end benchmark
     parts                 its parts
     end_to_end            the end-to-end benchmark

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from gptmanager.bench.engine import Figures
-from gptmanager.bench.gpu_commands import add_gpu_commands, teller
+from gptmanager.bench.gpu_commands import add_end_to_end, add_kernels, teller
 from gptmanager.bench.load import Load
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.terminal.arguments import positive, span
@@ -56,11 +56,11 @@ def add_command(commands: Any) -> None:
     add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
     add_json(parser)
     add_manager_options(parser)
-    add_gpu_commands(
-        parser.add_subparsers(
-            prog="gptmanager bench", title="on one GPU", metavar="[kernels | e2e]"
-        )
+    below = parser.add_subparsers(
+        prog="gptmanager bench", title="on one GPU", metavar="[kernels | e2e]"
     )
+    add_kernels(below)
+    add_end_to_end(below)
 
 
 def _bench(options: argparse.Namespace) -> int:

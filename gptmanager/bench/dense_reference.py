@@ -38,10 +38,12 @@ def dense_logits(
 ) -> Tensor:
     """Float32 `[T, vocab]` of one sequence; weights by Hugging Face's names."""
     eps = config.get("rms_norm_eps", 1e-6)
-    x = weights["model.embed_tokens.weight"][torch.tensor(tokens).to(_device(weights))]
+    x = weights["model.embed_tokens.weight"][
+        torch.tensor(tokens).to(weights["model.norm.weight"].device)
+    ]
     cos, sin = _rotation(config, len(tokens), x.device)
     for index in range(config["num_hidden_layers"]):
-        layer = _Layer(weights, f"model.layers.{index}.")
+        layer = _layer(weights, f"model.layers.{index}.")
         hidden = _norm(x, layer["input_layernorm"], eps)
         x = x + _attend(config, layer, hidden, cos, sin)
         hidden = _norm(x, layer["post_attention_layernorm"], eps)
@@ -80,17 +82,13 @@ def compare(
     }
 
 
-class _Layer:
-    def __init__(self, weights: Mapping[str, Tensor], prefix: str) -> None:
-        self._weights = weights
-        self._prefix = prefix
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[f"{self._prefix}{name}.weight"]
+def _layer(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    own = (name for name in weights if name.startswith(prefix))
+    return {name.removeprefix(prefix).removesuffix(".weight"): weights[name] for name in own}
 
 
 def _attend(
-    config: Mapping[str, Any], layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor
+    config: Mapping[str, Any], layer: Mapping[str, Tensor], hidden: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -129,7 +127,3 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(
         x.dtype
     )
-
-
-def _device(weights: Mapping[str, Tensor]) -> torch.device:
-    return weights["model.norm.weight"].device

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from gptmanager.bench.end_to_end import PARTS, bench_end_to_end
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
-from gptmanager.bench.machine import command_line
-from gptmanager.bench.scale import CPU_SCALE, GPU_SCALE
 from gptmanager.bench.table import end_to_end_table, kernel_table
-from gptmanager.bench.workbench import EndToEndOptions
+from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, EndToEndOptions
 from gptmanager.errors import GptManagerError
 from gptmanager.terminal.arguments import (
     device,
@@ -26,16 +25,11 @@ from gptmanager.terminal.arguments import (
     words,
     writable,
 )
-from gptmanager.terminal.options import (
-    add_device,
-    add_dtype,
-    add_json,
-    add_model,
-    add_parser,
-)
+from gptmanager.terminal.options import add_device, add_dtype, add_json, add_model, add_parser
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.tables import Piece, show
 
+_Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 _KERNELS_HELP = """\
 Time each CUDA kernel at the sizes of Llama-3.1-8B. FlashInfer and torch take turns with it where
 they are installed. Copies and products are timed first: shares are shares of those. A kernel whose
@@ -64,13 +58,7 @@ exit status: 0 all right, 1 logits are wrong or a part failed, 2 no GPU or a wro
 """
 
 
-def add_gpu_commands(commands: Any) -> None:
-    """Below `gptmanager bench`."""
-    _add_kernels(commands)
-    _add_end_to_end(commands)
-
-
-def _add_kernels(commands: Any) -> None:
+def add_kernels(commands: Any) -> None:
     parser = add_parser(
         commands,
         "kernels",
@@ -87,7 +75,7 @@ def _add_kernels(commands: Any) -> None:
     add("--peers", type=words, metavar="A,B", help="flashinfer, torch (default: all there are)")
 
 
-def _add_end_to_end(commands: Any) -> None:
+def add_end_to_end(commands: Any) -> None:
     parser = add_parser(
         commands,
         "e2e",
@@ -129,13 +117,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
 def _kernels(options: argparse.Namespace) -> int:
     bars = ProgressBars(options.region, patience_s=0)
     report = bench_kernels(
-        KernelOptions(
-            only=options.only,
-            peers=options.peers,
-            quick=options.quick,
-            minutes=options.minutes,
-            command=tuple(command_line()),
-        ),
+        _as(KernelOptions, options),
         on_report=_keeping(options),
         on_start=teller(bars, "cases"),
     )
@@ -147,10 +129,7 @@ def _kernels(options: argparse.Namespace) -> int:
 def _end_to_end(options: argparse.Namespace) -> int:
     scale = CPU_SCALE if options.device in ("cpu", "emulator") else GPU_SCALE
     given = {
-        "requests": options.requests,
-        "lengths": options.lengths,
-        "batches": options.batches,
-        "contexts": options.contexts,
+        name: getattr(options, name) for name in ("requests", "lengths", "batches", "contexts")
     }
     given = {name: value for name, value in given.items() if value is not None}
     if "lengths" in given:
@@ -161,18 +140,11 @@ def _end_to_end(options: argparse.Namespace) -> int:
         given["peer_requests"] = min(scale.peer_requests, options.requests)
     bars = ProgressBars(options.region, patience_s=0)
     report = bench_end_to_end(
-        EndToEndOptions(
-            device=options.device,
-            model=options.model,
+        _as(
+            EndToEndOptions,
+            options,
             scale=replace(scale, **given) if given else None,
-            only=options.only,
             ablations=tuple(dict.fromkeys(options.ablations or ())),
-            dtype=options.dtype,
-            run_ahead=options.run_ahead,
-            quick=options.quick,
-            minutes=options.minutes,
-            seed=options.seed,
-            command=tuple(command_line()),
         ),
         on_report=_keeping(options),
         on_start=teller(bars, "parts"),
@@ -182,6 +154,13 @@ def _end_to_end(options: argparse.Namespace) -> int:
     parts = [report[name] for name in (*PARTS, "ablations") if name in report]
     bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
     return _tell(options, report, end_to_end_table(report), is_right=not bad)
+
+
+def _as(kind: Callable[..., _Options], options: argparse.Namespace, **others: Any) -> _Options:
+    """Options of a benchmark: `others`, and by name what the command line says."""
+    others["command"] = ("gptmanager", *sys.argv[1:])
+    names = inspect.signature(kind).parameters.keys() - others
+    return kind(**others, **{name: getattr(options, name) for name in names})
 
 
 def _tell(

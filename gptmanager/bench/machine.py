@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -39,10 +38,14 @@ def header(command: Sequence[str], device: torch.device) -> dict[str, Any]:
         "version": REPORT_VERSION,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(command),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "device": card() if device.type == "cuda" else {"name": "cpu"},
         "versions": versions(),
     }
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
 
 
 def card() -> dict[str, Any]:
@@ -83,10 +86,6 @@ def versions() -> Mapping[str, str]:
     found = {"python": platform.python_version(), "gptmanager": _version("gptmanager")}
     found |= {name: _version(name) for name in _PACKAGES}
     return {name: number for name, number in found.items() if number}
-
-
-def command_line() -> list[str]:
-    return ["gptmanager", *sys.argv[1:]]
 
 
 def _version(package: str) -> str:

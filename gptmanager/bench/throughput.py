@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import torch
 
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.load import SMALL_LLAMA, Load, Request, random_llama, read_config
+from gptmanager.bench.machine import machine
 from gptmanager.bench.transformers_peer import TransformersPeer
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 
@@ -80,7 +80,7 @@ def _report(
     load = options.load
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "machine": machine(),
         "versions": {name: version(name) for name in ("torch", "numpy", "numba")},
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),

@@ -7,10 +7,11 @@ its inputs in the cache.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -131,24 +132,23 @@ class Spread:
         return cls(median, min(seconds), (low, high), len(seconds))
 
 
-@dataclass(frozen=True)
 class Budget:
     """`seconds` from now on; None: as long as it takes."""
 
-    seconds: float | None = None
-    clock: Callable[[], float] = time.monotonic
-    _started: list[float] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self._started.append(self.clock())
+    def __init__(
+        self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self._clock = clock
+        self._started = clock()
 
     @property
     def used(self) -> float:
-        return self.clock() - self._started[0]
+        return self._clock() - self._started
 
     @property
     def left(self) -> float:
-        return float("inf") if self.seconds is None else self.seconds - self.used
+        return self.seconds - self.used
 
     @property
     def is_spent(self) -> bool:
@@ -156,7 +156,7 @@ class Budget:
 
     def share(self, num_left: int) -> Budget:
         """What one of `num_left` equal pieces of work may take."""
-        return Budget(None if self.seconds is None else self.left / max(1, num_left), self.clock)
+        return Budget(self.left / max(1, num_left), self._clock)
 
 
 def take_turns(

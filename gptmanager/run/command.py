@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.run.live_view import LiveView
-from gptmanager.run.serving import RunOptions, serve_file
+from gptmanager.run.serving import serve_file
 from gptmanager.terminal.arguments import check_distinct, positive, seconds
 from gptmanager.terminal.options import (
     add_json,
     add_manager_options,
     add_model,
     add_parser,
-    model_type,
     optional_params,
-    scheduler_config,
 )
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.report import print_report
@@ -79,21 +77,8 @@ def _run(options: argparse.Namespace) -> int:
     if not options.json:
         params.on_progress = ProgressBars(options.region).tell
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
-    served = serve_file(
-        RunOptions(
-            model=options.model,
-            requests=options.requests,
-            output=options.output,
-            stats=options.stats,
-            max_new_tokens=options.max_new_tokens,
-            pace_s=options.pace,
-            params=params,
-            scheduler=scheduler_config(options),
-            model_type=model_type(options),
-        ),
-        LiveView(options.region, quiet=options.json),
-    )
-    print_report(served.summary, as_json=options.json)
-    for loss in served.losses:
+    summary, losses = serve_file(options, params, LiveView(options.region, quiet=options.json))
+    print_report(summary, as_json=options.json)
+    for loss in losses:
         tell(loss)
-    return 1 if served.summary["failed"] or served.losses else 0
+    return 1 if summary["failed"] or losses else 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gptmanager.callbacks import JsonLinesSink, RequestQueue, fan_out, load_tokenizer
-from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.config import OptionalParams
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.models.read_spec import read_spec
@@ -19,36 +18,20 @@ from gptmanager.run.live_view import LiveView
 from gptmanager.run.requests_file import read_file
 from gptmanager.run.results_file import Results, new_file
 from gptmanager.run.watch import Recorder, Watch, summary
+from gptmanager.terminal.options import model_type, scheduler_config
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """What the command line says. `pace_s`: seconds that an iteration takes at least."""
+def serve_file(
+    options: argparse.Namespace, params: OptionalParams, view: LiveView
+) -> tuple[dict[str, Any], list[str]]:
+    """Serve every line of the file: a summary, and a sentence for each file that is not whole.
 
-    model: Path
-    requests: str  # a path, or "-"
-    output: Path | None = None
-    stats: Path | None = None
-    max_new_tokens: int = 64
-    pace_s: float = 0.0
-    params: OptionalParams = field(default_factory=OptionalParams)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
-
-
-class Served(NamedTuple):
-    """The summary of a run, and a sentence for each file that is not whole."""
-
-    summary: dict[str, Any]
-    losses: tuple[str, ...] = ()
-
-
-def serve_file(options: RunOptions, view: LiveView) -> Served:
-    """Serve every line of the file. Raises ConfigError for bad options."""
+    Raises ConfigError for bad options.
+    """
     has_tokenizer = os.path.lexists(options.model / "tokenizer.json")
     tokenizer = load_tokenizer(options.model) if has_tokenizer else None
     config = read_object(options.model / "config.json")
-    spec = read_spec(config, max_seq_len=options.params.max_seq_len)
+    spec = read_spec(config, max_seq_len=params.max_seq_len)
     lines = read_file(
         options.requests,
         tokenizer,
@@ -70,14 +53,9 @@ def serve_file(options: RunOptions, view: LiveView) -> Served:
         results = stack.enter_context(closing(Results(lines, tokenizer, file)))
         stack.callback(view.close)
         view.note(f"loading {options.model}")
-        exclude_input = options.params.exclude_input_in_output
-        queue = stack.enter_context(
-            RequestQueue.for_checkpoint(
-                options.model, max_pending=None, exclude_input_in_output=exclude_input
-            )
-        )
+        queue = stack.enter_context(RequestQueue.for_checkpoint(options.model, max_pending=None))
         recorder = Recorder(queue, is_watched=not view.quiet)
-        manager = stack.enter_context(_manager(options, queue, recorder, sinks))
+        manager = stack.enter_context(_manager(options, params, queue, recorder, sinks))
         queue.attach(manager)
         Watch(lines, tokenizer, recorder, results, view).follow(queue)
     losses = [
@@ -86,28 +64,32 @@ def serve_file(options: RunOptions, view: LiveView) -> Served:
         if sink.num_dropped
     ]
     if manager.recording_error:
-        losses.append(f"--record {options.params.recording_path}: {manager.recording_error}")
+        losses.append(f"--record {options.record}: {manager.recording_error}")
     answers = [results.by_number[line.number] for line in lines]
-    return Served(summary(answers, recorder), tuple(losses))
+    return summary(answers, recorder), losses
 
 
 def _manager(
-    options: RunOptions, queue: RequestQueue, recorder: Recorder, sinks: Sequence[JsonLinesSink]
+    options: argparse.Namespace,
+    params: OptionalParams,
+    queue: RequestQueue,
+    recorder: Recorder,
+    sinks: Sequence[JsonLinesSink],
 ) -> GptManager:
     poll = queue.poll_stop_signal
 
     def paced_poll() -> Any:
-        time.sleep(options.pace_s)  # slows the loop down for a person to watch
+        time.sleep(options.pace)  # slows the loop down for a person to watch
         return poll()
 
     return GptManager(
         options.model,
-        options.model_type,
+        model_type(options),
         1,
-        options.scheduler,
+        scheduler_config(options),
         recorder.get_inference_requests,
         fan_out(queue.send_response, recorder.see_response),
-        paced_poll if options.pace_s else poll,
+        paced_poll if options.pace else poll,
         fan_out(recorder.see_statistics, *sinks),
-        options.params,
+        params,
     )
