@@ -27,8 +27,7 @@ terminal/                 what commands share: arguments, and texts that a termi
     streams               standard streams that are closed, full, or read by nobody (no torch)
     live_region           the last lines of a terminal, redrawn in place (no torch)
     progress              bars for what takes long (no torch)
-    tables                reports of lines and tables (no torch)
-    report                a command's report, for people or as JSON (no torch)
+    tables                reports of lines and tables, for people or as JSON (no torch)
     arguments             what a word on the command line must be (no torch)
     options               options that several commands have (no torch)
 request/                  what is known of a request before it runs
@@ -255,7 +254,7 @@ simulator/                the real loop under a virtual clock, without a model
     cost_model            how long a step takes
     figures               what a simulated run came to
     simulation            a schedule without a model
-    comparison            several simulated policies, side by side
+    comparison            the manager that is simulated
     report                what simulate tells, for people and as JSON
     command               simulate, on the command line
 picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfetto trace
@@ -280,7 +279,6 @@ run/                      a file of requests, run by a manager
     latencies             how long clients waited
     live_view             what a person sees while requests run
     watch                 a run, followed on the terminal's thread
-    serving               a file of requests through a manager
     command               run, on the command line
 bench/                    measures speed, its own and that of other libraries
     timing                how long one call takes, and how much time is left

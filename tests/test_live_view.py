@@ -21,8 +21,7 @@ from gptmanager.run.live_view import LiveView, Progress, RunningRow
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.report import report_table
-from gptmanager.terminal.tables import lines
+from gptmanager.terminal.tables import lines, report_table
 
 
 class Terminal:

@@ -6,10 +6,11 @@ larger than the cache, and for each contender a function that runs on one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +80,18 @@ class Bed:
         """Numbers of the cases' dtype; as random as one generator of this device makes them."""
         values = torch.randn(shape, device=self.device) * scale
         return values.to(dtype or self.sizes.dtype)
+
+    def sets(
+        self, set_bytes: int, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0
+    ) -> list[Tensor]:
+        """Numbers as of `randn`, in as many sets as there must be where a call touches so much."""
+        count = self.num_sets(set_bytes)
+        return [self.randn(*shape, dtype=dtype, scale=scale) for _ in range(count)]
+
+    def records(self, records: Sequence[Any], dtype: np.dtype[Any]) -> Tensor:
+        """A row of bytes each."""
+        table = np.array(records, dtype=dtype).view(np.uint8).reshape(len(records), -1)
+        return torch.from_numpy(table).to(self.device)
 
     def ints(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).to(self.device)

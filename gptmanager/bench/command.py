@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from gptmanager.bench.engine import Figures
-from gptmanager.bench.gpu_commands import add_end_to_end, add_kernels, teller
+from gptmanager.bench.gpu_commands import add_end_to_end, add_kernels, tell_start
 from gptmanager.bench.load import Load
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.terminal.arguments import positive, span
@@ -20,7 +21,7 @@ from gptmanager.terminal.options import (
     scheduler_config,
 )
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.report import print_report
+from gptmanager.terminal.tables import print_report
 
 _HELP = """\
 Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
@@ -81,7 +82,7 @@ def _bench(options: argparse.Namespace) -> int:
             scheduler=scheduler_config(options),
             model_type=model_type(options),
         ),
-        on_start=teller(bars, "runs"),
+        on_start=partial(tell_start, bars, "runs"),
         on_run=ran,
     )
     bars.close()

@@ -7,6 +7,8 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -118,8 +120,8 @@ def _kernels(options: argparse.Namespace) -> int:
     bars = ProgressBars(options.region, patience_s=0)
     report = bench_kernels(
         _as(KernelOptions, options),
-        on_report=_keeping(options),
-        on_start=teller(bars, "cases"),
+        on_report=partial(_keep, options.output),
+        on_start=partial(tell_start, bars, "cases"),
     )
     bars.close()
     bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
@@ -146,8 +148,8 @@ def _end_to_end(options: argparse.Namespace) -> int:
             scale=replace(scale, **given) if given else None,
             ablations=tuple(dict.fromkeys(options.ablations or ())),
         ),
-        on_report=_keeping(options),
-        on_start=teller(bars, "parts"),
+        on_report=partial(_keep, options.output),
+        on_start=partial(tell_start, bars, "parts"),
         on_progress=bars.tell,
     )
     bars.close()
@@ -170,7 +172,7 @@ def _tell(
     *,
     is_right: bool,
 ) -> int:
-    _keeping(options)(report)
+    _keep(options.output, report)
     if options.json:
         print(orjson.dumps(report).decode())
     else:
@@ -181,24 +183,15 @@ def _tell(
     return 0 if is_right else 1
 
 
-def teller(bars: ProgressBars, what: str) -> Callable[[str, int, int], None]:
-    """An `on_start` callback that shows which of them runs."""
-
-    def tell(name: str, number: int, count: int) -> None:
-        bars.tell(what, number, count, f"{name}, {number + 1} of {count}")
-
-    return tell
+def tell_start(bars: ProgressBars, what: str, name: str, number: int, count: int) -> None:
+    """Shows which of them runs."""
+    bars.tell(what, number, count, f"{name}, {number + 1} of {count}")
 
 
-def _keeping(options: argparse.Namespace) -> Callable[[Mapping[str, Any]], None]:
-    """Writes reports to the file of `--output`, if there is one."""
-
-    def keep(report: Mapping[str, Any]) -> None:
-        if options.output is None:
-            return
-        try:
-            options.output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
-        except OSError as error:
-            raise GptManagerError(f"--output {options.output}: {error.strerror}") from error
-
-    return keep
+def _keep(output: Path | None, report: Mapping[str, Any]) -> None:
+    if output is None:
+        return
+    try:
+        output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    except OSError as error:
+        raise GptManagerError(f"--output {output}: {error.strerror}") from error

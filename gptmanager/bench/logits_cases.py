@@ -27,19 +27,24 @@ _BEAMS = 4
 
 
 def logits_cases(sizes: Sizes) -> list[Case]:
-    history, biases = _history(sizes), _num_biases(sizes)
-    logits = sizes.vocab_size * 4
-    words = -(-sizes.vocab_size // 32)
-    banned = sizes.vocab_size - _num_allowed(sizes)
+    vocab_size = sizes.vocab_size
+    history, biases = min(sizes.context // 4, vocab_size), min(_NUM_BIASES, vocab_size)
+    allowed, most = min(_ALLOWED, vocab_size // 2), min(2 * _BEAMS, vocab_size)
+    mask_bytes = 4 * (-(-vocab_size // 32) + vocab_size - allowed)
     case = functools.partial(_case, sizes)
     # of each row: ids and their logits read and written; those of a bias with its values
     touched = history * (4 + 8) + biases * (8 + 8)
     name = f"penalties over {history} tokens, {biases} biases"
+    adjust = functools.partial(_prepare_adjustments, history, biases)
+    mask, beams = (
+        functools.partial(_prepare_masks, allowed),
+        functools.partial(_prepare_beams, most),
+    )
     return [
-        case("adjustments", name, touched, _prepare_adjustments),
-        case("token_masks", f"{_num_allowed(sizes)} allowed", 4 * (words + banned), _prepare_masks),
-        case("log_probs", "of one token", logits + 3 * 4, _prepare_log_probs),
-        case("beam_step", f"{_most(sizes)} best", logits + 8 * _most(sizes), _prepare_beams),
+        case("adjustments", name, touched, adjust),
+        case("token_masks", f"{allowed} allowed", mask_bytes, mask),
+        case("log_probs", "of one token", 4 * vocab_size + 3 * 4, _prepare_log_probs),
+        case("beam_step", f"{most} best", 4 * vocab_size + 8 * most, beams),
     ]
 
 
@@ -50,12 +55,12 @@ def _case(
     return Case(part, name, sizes.rows * row_bytes, prepare)
 
 
-def _prepare_adjustments(bed: Bed) -> Prepared:
+def _prepare_adjustments(length: int, num_biases: int, bed: Bed) -> Prepared:
     """Each row of its own slot; tokens of a history are distinct, the later half was generated."""
-    rows, vocab_size, length = bed.sizes.rows, bed.sizes.vocab_size, _history(bed.sizes)
+    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
     random = np.random.default_rng(0)
     texts = np.array([random.permutation(vocab_size)[:length] for _ in range(rows)], dtype=np.int32)
-    biased = random.permutation(vocab_size)[: _num_biases(bed.sizes)]
+    biased = random.permutation(vocab_size)[:num_biases]
     params = SamplingParams(
         repetition_penalty=_REPETITION,
         presence_penalty=_PRESENCE,
@@ -66,9 +71,8 @@ def _prepare_adjustments(bed: Bed) -> Prepared:
     records = [
         adjustments.pack(params, length // 2, vocab_size, row * len(own)) for row in range(rows)
     ]
-    table = np.array(records, dtype=adjustments.PARAMS).view(np.uint8).reshape(rows, -1)
     sets = _logits(bed, rows * length * (_SECTOR + 4))
-    packed = torch.from_numpy(table).to(bed.device)
+    packed = bed.records(records, adjustments.PARAMS)
     lists, histories = bed.ints(np.tile(own, rows)), bed.ints(texts)
     seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=bed.device)
     slots, positions = _slots(bed), torch.full((rows,), length, device=bed.device)
@@ -90,13 +94,13 @@ def _prepare_adjustments(bed: Bed) -> Prepared:
     return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
 
 
-def _prepare_masks(bed: Bed) -> Prepared:
+def _prepare_masks(num_allowed: int, bed: Bed) -> Prepared:
     """A few tokens of each row are allowed, as a grammar does it."""
     rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
     random = np.random.default_rng(0)
     allowed = np.zeros((rows, -(-vocab_size // 32) * 32), dtype=np.uint8)
     for row in allowed:
-        row[random.permutation(vocab_size)[: _num_allowed(bed.sizes)]] = 1
+        row[random.permutation(vocab_size)[:num_allowed]] = 1
     masks = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view("<i4"))
     masks = masks.to(bed.device)
     banned = torch.from_numpy(allowed[:, :vocab_size] == 0).to(bed.device)
@@ -137,9 +141,9 @@ def _prepare_log_probs(bed: Bed) -> Prepared:
     return Prepared(len(sets), ours, error, tolerance(torch.float32), peers)
 
 
-def _prepare_beams(bed: Bed) -> Prepared:
+def _prepare_beams(most: int, bed: Bed) -> Prepared:
     """A contender tells tokens; their log probabilities are compared, so that ties do no harm."""
-    rows, vocab_size, most = bed.sizes.rows, bed.sizes.vocab_size, _most(bed.sizes)
+    rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
     sets = _logits(bed, rows * vocab_size * 4)
     tokens = torch.empty(rows, most, dtype=torch.int32, device=bed.device)
     found = torch.empty(rows, most, device=bed.device)
@@ -171,33 +175,14 @@ def _on_copies(sets: list[Tensor], work: Callable[[Tensor], Tensor]) -> Contende
 
 
 def _logits(bed: Bed, set_bytes: int) -> list[Tensor]:
-    """Enough sets of which a call touches `set_bytes`."""
-    shape = bed.sizes.rows, bed.sizes.vocab_size
-    return [bed.randn(*shape, dtype=torch.float32) for _ in range(bed.num_sets(set_bytes))]
+    return bed.sets(set_bytes, bed.sizes.rows, bed.sizes.vocab_size, dtype=torch.float32)
 
 
 def _sampling_params(bed: Bed) -> Tensor:
     """Of a slot a row."""
     record = sampling.pack(SamplingParams(), 0, bed.sizes.vocab_size)
-    table = np.array([record] * bed.sizes.rows, dtype=sampling.PARAMS)
-    return torch.from_numpy(table.view(np.uint8).reshape(bed.sizes.rows, -1)).to(bed.device)
+    return bed.records([record] * bed.sizes.rows, sampling.PARAMS)
 
 
 def _slots(bed: Bed) -> Tensor:
     return bed.ints(np.arange(bed.sizes.rows))
-
-
-def _history(sizes: Sizes) -> int:
-    return min(sizes.context // 4, sizes.vocab_size)
-
-
-def _num_biases(sizes: Sizes) -> int:
-    return min(_NUM_BIASES, sizes.vocab_size)
-
-
-def _num_allowed(sizes: Sizes) -> int:
-    return min(_ALLOWED, sizes.vocab_size // 2)
-
-
-def _most(sizes: Sizes) -> int:
-    return min(2 * _BEAMS, sizes.vocab_size)

@@ -56,12 +56,8 @@ def _case(
 
 def _prepare(params: SamplingParams, scale: float, num_bytes: int, bed: Bed) -> Prepared:
     rows, vocab_size = bed.sizes.rows, bed.sizes.vocab_size
-    sets = [
-        bed.randn(rows, vocab_size, dtype=torch.float32, scale=scale)
-        for _ in range(bed.num_sets(num_bytes))
-    ]
-    table = np.array([pack(params, 8, vocab_size)] * rows, dtype=PARAMS)
-    packed = torch.from_numpy(table.view(np.uint8).reshape(rows, -1)).to(bed.device)
+    sets = bed.sets(num_bytes, rows, vocab_size, dtype=torch.float32, scale=scale)
+    packed = bed.records([pack(params, 8, vocab_size)] * rows, PARAMS)
     slots = bed.ints(np.arange(rows))
     positions = torch.arange(8, 8 + rows, device=bed.device)
     tokens = torch.empty(rows, dtype=torch.int32, device=bed.device)

@@ -79,7 +79,7 @@ def _activation_case(sizes: Sizes, num_tokens: int) -> Case:
 
 def _prepare_activation(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
     width = bed.sizes.ffn
-    sets = [bed.randn(num_tokens, 2 * width) for _ in range(bed.num_sets(num_bytes))]
+    sets = bed.sets(num_bytes, num_tokens, 2 * width)
     gate, up = sets[0].float().chunk(2, dim=-1)
     out = torch.empty_like(sets[0][:, :width].contiguous())
 
@@ -126,7 +126,7 @@ def _prepare_write(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     pages = (num_blocks, kv_heads, block, head_dim)
     width = (heads + 2 * kv_heads) * head_dim
-    sets = [bed.randn(num_tokens, width) for _ in range(bed.num_sets(num_bytes))]
+    sets = bed.sets(num_bytes, num_tokens, width)
     outs = [(bed.randn(num_tokens, heads, head_dim), *(torch.zeros(pages, dtype=sizes.dtype,
              device=bed.device) for _ in range(2))) for _ in sets]  # fmt: skip
 
@@ -166,8 +166,7 @@ def _prepare_copy(num_bytes: int, bed: Bed) -> Prepared:
     """Keys of a pool in which each copied block has a free one beside it."""
     sizes, count = bed.sizes, bed.sizes.copied_blocks
     shape = (sizes.num_layers, 2 * count, sizes.num_kv_heads)
-    num_sets = bed.num_sets(num_bytes)
-    pools = [bed.randn(*shape, sizes.tokens_per_block, sizes.head_dim) for _ in range(num_sets)]
+    pools = bed.sets(num_bytes, *shape, sizes.tokens_per_block, sizes.head_dim)
     pairs = [(2 * i, 2 * i + 1, sizes.tokens_per_block) for i in range(count)]
     copies = as_tensor(pairs, bed.device)
     expected = pools[0][:, ::2].clone()
@@ -185,4 +184,4 @@ def _prepare_copy(num_bytes: int, bed: Bed) -> Prepared:
 
         return run
 
-    return Prepared(num_sets, ours, largest_error(expected), 0.0, {"torch": peer_torch})
+    return Prepared(len(pools), ours, largest_error(expected), 0.0, {"torch": peer_torch})

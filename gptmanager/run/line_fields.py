@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -22,30 +23,39 @@ _ALIASES = {
     "streaming": "is_streaming",
 }
 _NAMES = frozenset((*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop"))
-_INTEGERS = frozenset(
+# fields, whether a JSON value is one of theirs, and what it must be in words
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        "input_lengths", "request_output_len", "end_id", "pad_id", "beam_width", "runtime_top_k",
-        "min_length", "early_stopping", "noRepeatNgramSize", "random_seed", "num_return_sequences",
-        "prompt_vocab_size", "lora_task_id", "client_id", "retention_priority",
-    )
-)  # fmt: skip
-_NUMBERS = frozenset(
+        ("input_lengths", "request_output_len", "end_id", "pad_id", "beam_width", "runtime_top_k",
+         "min_length", "early_stopping", "noRepeatNgramSize", "random_seed", "client_id",
+         "num_return_sequences", "prompt_vocab_size", "lora_task_id", "retention_priority"),
+        lambda value: type(value) is int, "an integer",
+    ),
     (
-        "temperature", "runtime_top_p", "runtime_min_p", "len_penalty", "repetition_penalty",
-        "presence_penalty", "frequency_penalty", "priority", "deadline_s", "queue_timeout_s",
-    )
-)  # fmt: skip
-_FLAGS = frozenset(
+        ("temperature", "runtime_top_p", "runtime_min_p", "len_penalty", "repetition_penalty",
+         "presence_penalty", "frequency_penalty", "priority", "deadline_s", "queue_timeout_s"),
+        lambda value: type(value) in (int, float), "a number",
+    ),
     (
-        "is_streaming", "return_log_probs", "return_context_logits", "return_generation_logits",
-        "include_stop_in_output",
-    )
+        ("is_streaming", "return_log_probs", "return_context_logits", "return_generation_logits",
+         "include_stop_in_output"),
+        lambda value: type(value) is bool, "true or false",
+    ),
+    (
+        ("input_ids", "draft_input_ids", "position_ids"),
+        lambda value: _are_ids(value), "a list of token ids",
+    ),
+    (
+        ("bad_words_list", "stop_words_list"),
+        lambda value: isinstance(value, list) and all(map(_are_ids, value)),
+        "a list of lists of token ids",
+    ),
+    (
+        ("embedding_bias", "prompt_embedding_table", "draft_logits", "lora_weights", "lora_config"),
+        lambda value: _are_numbers(value), "a list of numbers, or of lists of them",
+    ),
+    (("cache_salt",), lambda value: type(value) in (str, int), "a text or an integer"),
 )  # fmt: skip
-_IDS = frozenset(("input_ids", "draft_input_ids", "position_ids"))
-_WORDS = frozenset(("bad_words_list", "stop_words_list"))
-_ARRAYS = frozenset(
-    ("embedding_bias", "prompt_embedding_table", "draft_logits", "lora_weights", "lora_config")
-)
 
 
 def read_fields(text: bytes) -> dict[str, Any]:
@@ -75,21 +85,9 @@ def read_fields(text: bytes) -> dict[str, Any]:
 
 def _need(name: str, value: Any) -> str | None:
     """What the JSON value of a field must be and is not; None: it is, or others say."""
-    if name in _INTEGERS:
-        return None if type(value) is int else "an integer"
-    if name in _NUMBERS:
-        return None if type(value) in (int, float) else "a number"
-    if name in _FLAGS:
-        return None if type(value) is bool else "true or false"
-    if name in _IDS:
-        return None if _are_ids(value) else "a list of token ids"
-    if name in _WORDS:
-        is_list = isinstance(value, list) and all(map(_are_ids, value))
-        return None if is_list else "a list of lists of token ids"
-    if name in _ARRAYS:
-        return None if _are_numbers(value) else "a list of numbers, or of lists of them"
-    if name == "cache_salt":
-        return None if type(value) in (str, int) else "a text or an integer"
+    for names, fits, need in _KINDS:
+        if name in names:
+            return None if fits(value) else need
     return None
 
 

@@ -1,15 +1,10 @@
-"""Simulated policies side by side: from options to a table.
-
-Knows how the figures are shown, and what machine a load runs on when no recording says so.
-"""
+"""The manager that is simulated: a recorded one under other options, or one that need not exist."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-from rich.table import Table
 
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.options import checked_optional_params
@@ -21,12 +16,13 @@ from gptmanager.config import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.load import VOCAB_SIZE
-from gptmanager.terminal import tables
 from gptmanager.testing import ScriptedSpec
 
 _DEFAULT_KV_TOKENS = 1 << 18
+# the parameter of a manager that an option of a `Machine` stands for, where its name is another
+_PARAMS = {"kv_cache_tokens": "max_tokens", "chunked_context": "enable_chunked_context"}
+_OF_CACHE = ("max_tokens", "tokens_per_block")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,74 +93,16 @@ def _sized(
     model_type: ModelType,
     max_beam_width: int = 1,
 ) -> Blueprint:
-    def given(value: int | None, default: int) -> int:
-        return default if value is None else value
-
-    kv_cache = params.kv_cache_config
-    max_seq_len = given(machine.max_seq_len, max_seq_len)
-    chunked = machine.chunked_context
-    params = dataclasses.replace(
-        params,
-        kv_cache_config=dataclasses.replace(
-            kv_cache,
-            max_tokens=machine.kv_cache_tokens or kv_cache.max_tokens,
-            tokens_per_block=given(machine.tokens_per_block, kv_cache.tokens_per_block),
-        ),
-        enable_chunked_context=params.enable_chunked_context if chunked is None else chunked,
-        max_batch_size=given(machine.max_batch_size, params.max_batch_size),
-        max_num_tokens=given(machine.max_num_tokens, params.max_num_tokens),
-        run_ahead=params.run_ahead if machine.run_ahead is None else machine.run_ahead,
-        max_seq_len=max_seq_len,
-    )
+    given = {name: n for name, n in dataclasses.asdict(machine).items() if n is not None}
+    given = {"max_seq_len": max_seq_len} | {_PARAMS.get(name, name): given[name] for name in given}
+    of_cache = {name: given.pop(name) for name in _OF_CACHE if name in given}
+    kv_cache = dataclasses.replace(params.kv_cache_config, **of_cache)
+    params = dataclasses.replace(params, kv_cache_config=kv_cache, **given)
     params = checked_optional_params(params)
-    spec = ScriptedSpec(vocab_size, max_seq_len)
+    spec = ScriptedSpec(vocab_size, given["max_seq_len"])
     sizes = size(params, scheduler, spec, model_type, max_beam_width)
     return Blueprint(
         *(params, scheduler, sizes, vocab_size),
         model_type=model_type,
         max_beam_width=max_beam_width,
     )
-
-
-def table(columns: Mapping[str, Figures]) -> str:
-    """A line a figure, a column a policy."""
-    return "\n".join(tables.lines([figures_table(columns)]))
-
-
-def figures_table(columns: Mapping[str, Figures]) -> Table:
-    """The same for `terminal.tables`."""
-    shown = [_shown(figures) for figures in columns.values()]
-    rows = [(label, *(column[label] for column in shown)) for label in shown[0]]
-    return tables.table(("", *columns), rows, left=(0,))
-
-
-def _shown(figures: Figures) -> dict[str, str]:
-    return {
-        "requests": f"{figures.requests:,}",
-        "failed": f"{figures.failed:,}",
-        "iterations": f"{figures.iterations:,}",
-        "makespan s": f"{figures.makespan_s:,.3f}",
-        "output tokens": f"{figures.output_tokens:,}",
-        "output tokens/s": f"{figures.output_tokens_per_s:,.1f}",
-        "first token p50 ms": _milliseconds(figures.ttft_s[0]),
-        "first token p99 ms": _milliseconds(figures.ttft_s[1]),
-        "per token p50 ms": _milliseconds(figures.per_token_s[0]),
-        "per token p99 ms": _milliseconds(figures.per_token_s[1]),
-        "mean batch": f"{figures.mean_batch:,.1f}",
-        "largest batch": f"{figures.max_batch:,}",
-        "KV blocks used, mean": f"{figures.kv_use[0]:.1%}",
-        "KV blocks used, peak": f"{figures.kv_use[1]:.1%}",
-        "pauses": f"{figures.pauses:,}",
-        "recomputed tokens": f"{figures.recomputed_tokens:,}",
-    }
-
-
-def _milliseconds(seconds: float) -> str:
-    return "-" if seconds != seconds else f"{seconds * 1000:,.2f}"
-
-
-def plain(figures: Figures) -> dict[str, Any]:
-    """As JSON values."""
-    values = dataclasses.asdict(figures)
-    values["output_tokens_per_s"] = figures.output_tokens_per_s
-    return values

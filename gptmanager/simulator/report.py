@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich.table import Table
+
 from gptmanager.recorder.recording import Recording
-from gptmanager.simulator.comparison import figures_table, plain
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.host_queue import HostQueue
-from gptmanager.terminal.tables import Piece
+from gptmanager.terminal.tables import Piece, table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,3 +56,42 @@ class Comparison:
         steps = sum(it.request_steps for it in self.figures.values())
         each = f"{steps / self.wall_s:,.0f} a second"
         yield f"{steps:,} request-steps simulated in {self.wall_s:.1f} s ({each})"
+
+
+def figures_table(columns: Mapping[str, Figures]) -> Table:
+    """A line a figure, a column a policy."""
+    shown = [_shown(figures) for figures in columns.values()]
+    rows = [(label, *(column[label] for column in shown)) for label in shown[0]]
+    return table(("", *columns), rows, left=(0,))
+
+
+def _shown(figures: Figures) -> dict[str, str]:
+    return {
+        "requests": f"{figures.requests:,}",
+        "failed": f"{figures.failed:,}",
+        "iterations": f"{figures.iterations:,}",
+        "makespan s": f"{figures.makespan_s:,.3f}",
+        "output tokens": f"{figures.output_tokens:,}",
+        "output tokens/s": f"{figures.output_tokens_per_s:,.1f}",
+        "first token p50 ms": _milliseconds(figures.ttft_s[0]),
+        "first token p99 ms": _milliseconds(figures.ttft_s[1]),
+        "per token p50 ms": _milliseconds(figures.per_token_s[0]),
+        "per token p99 ms": _milliseconds(figures.per_token_s[1]),
+        "mean batch": f"{figures.mean_batch:,.1f}",
+        "largest batch": f"{figures.max_batch:,}",
+        "KV blocks used, mean": f"{figures.kv_use[0]:.1%}",
+        "KV blocks used, peak": f"{figures.kv_use[1]:.1%}",
+        "pauses": f"{figures.pauses:,}",
+        "recomputed tokens": f"{figures.recomputed_tokens:,}",
+    }
+
+
+def _milliseconds(seconds: float) -> str:
+    return "-" if seconds != seconds else f"{seconds * 1000:,.2f}"
+
+
+def plain(figures: Figures) -> dict[str, Any]:
+    """As JSON values."""
+    values = dataclasses.asdict(figures)
+    values["output_tokens_per_s"] = figures.output_tokens_per_s
+    return values
