@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -43,6 +43,7 @@ from gptmanager.scheduler import MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
 EXAMPLES = int(os.environ.get("GPTMANAGER_STATE_MACHINE_EXAMPLES", "2000"))
+PARTS = 8
 MAX_SEQ_LEN = 24
 PROMPTS = st.lists(st.integers(0, 99), min_size=1, max_size=10)
 ALIKE = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12)  # much to be reused
@@ -301,26 +302,29 @@ def split_lives(responses):
     return lives
 
 
+# in parts: one that is interrupted by a time limit ends otherwise than its history says, which
+# hypothesis reports as a strategy that is flaky
 @pytest.mark.timeout(300)
-def test_any_sequence_of_events():
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_sequence_of_events(part):
     run_state_machine_as_test(
-        LoopMachine,
+        seed(part)(LoopMachine),
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=EXAMPLES // PARTS,
             stateful_step_count=25,
             deadline=None,
-            derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_any_sequence_of_events_with_real_threads(seed):
+@pytest.mark.parametrize("number", range(50))
+def test_any_sequence_of_events_with_real_threads(number):
     """The same promises through a manager: a host that submits, stops, raises and shuts down."""
     import random
 
-    chance = random.Random(seed)
+    chance = random.Random(number)
     host = RecordingCallbacks()
     checker = ContractChecker(
         host.get_inference_requests, host.send_response, tolerates_duplicates=True
@@ -353,7 +357,7 @@ def test_any_sequence_of_events_with_real_threads(seed):
         optional_params=OptionalParams(
             kv_cache_config=KvCacheConfig(max_tokens=96, tokens_per_block=4),
             max_batch_size=3,
-            run_ahead=seed % 2,
+            run_ahead=number % 2,
             max_get_failures=1000,
             idle_poll_s=0.001,
         ),

@@ -100,23 +100,17 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
     if state.drafts.drafter is not None and limits.lookup is not None:
         drafter = Drafter(limits.lookup, limits.vocab_size)
         drafter.restore(state.drafts.drafter)
-    request = ActiveRequest(
-        state.request_id,
-        list(state.tokens),
-        state.sampling,
-        restored_end_rule(state.end_rule),
-        state.output,
-        RequestTimes(state.times.arrival),
-        RequestDrafts(state.drafts.tokens, state.drafts.logits, drafter),
-        beams=state.beams,
-        priority=state.priority,
-        cache_salt=state.cache_salt,
-        retention_priority=state.retention_priority,
-        processor=state.processor,
-        client_id=state.client_id,
-        prompt_table=state.prompt_table,
+    times = RequestTimes()
+    times.restore(state.times)
+    made = state._asdict()
+    del made["search"], made["progress"]
+    made.update(
+        tokens=list(state.tokens),
+        end_rule=restored_end_rule(state.end_rule),
+        times=times,
+        drafts=RequestDrafts(state.drafts.tokens, state.drafts.logits, drafter),
     )
-    request.times.restore(state.times)
+    request = ActiveRequest(**made)
     for name, value in zip(ProgressState._fields, state.progress, strict=True):
         setattr(request, name, value)
     if request.search is not None and state.search is not None:

@@ -77,9 +77,11 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         beams=beams,
         priority=read_float("priority", request.priority, -math.inf),
         cache_salt=_salt(request.cache_salt),
-        retention_priority=_retention_priority(request.retention_priority),
+        retention_priority=_optional_int(
+            "retention_priority", request.retention_priority, *RETENTION_PRIORITIES
+        ),
         processor=read_post_processor(request.logits_post_processor),
-        client_id=_client_id(request.client_id),
+        client_id=_optional_int("client_id", request.client_id, 0, 2**64 - 1),
         prompt_table=prompt_table,
     )
 
@@ -238,12 +240,8 @@ def _salt(value: Any) -> str | int | None:
     raise InvalidRequestError(f"cache_salt = {value!r} is neither a str nor an int")
 
 
-def _retention_priority(value: Any) -> int | None:
-    return None if value is None else read_int("retention_priority", value, *RETENTION_PRIORITIES)
-
-
-def _client_id(value: Any) -> int | None:
-    return None if value is None else read_int("client_id", value, 0, 2**64 - 1)
+def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
+    return None if value is None else read_int(name, value, low, high)
 
 
 def _seconds(name: str, value: Any) -> float | None:

@@ -220,8 +220,7 @@ class Allocator:
             except GptManagerError as error:
                 raise _no_memory(request, error) from error
             if new_blocks:
-                index = position // self.kv_cache.tokens_per_block
-                parts.appends.append(BlockAppend(request.slot, index, new_blocks))
+                self._append(request, position, new_blocks, parts)
         parts.drafts.append(Drafts(request.slot, first, tokens))
         num_tokens = row.num_tokens + len(tokens)
         return row._replace(num_tokens=num_tokens, num_drafts=len(tokens))

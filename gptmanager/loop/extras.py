@@ -79,21 +79,15 @@ class RequestExtras:
         return torch.tensor([[math.fsum(self._log_probs[:end])]], dtype=torch.float32)
 
 
-class HeldExtras:
-    """Those of all requests that ask for any."""
+class HeldExtras(dict[int, RequestExtras]):
+    """Those of all requests that ask for any, by their ids."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._of: dict[int, RequestExtras] = {}
 
-    def of(self, request: ActiveRequest) -> RequestExtras:
-        found = self._of.get(request.request_id)
-        if found is None:
-            found = self._of[request.request_id] = RequestExtras(self._vocab_size)
+    def __missing__(self, request_id: int) -> RequestExtras:
+        found = self[request_id] = RequestExtras(self._vocab_size)
         return found
-
-    def forget(self, request_id: int) -> None:
-        self._of.pop(request_id, None)
 
     def take(self, by_id: Mapping[int, ActiveRequest], rows: Sequence[Row], extras: Extras) -> None:
         """Keep what a step gave; to be called before the step's tokens are confirmed.
@@ -102,23 +96,19 @@ class HeldExtras:
         tokens are.
         """
         for request_id, epoch, position, logits in extras.context_logits:
-            request = _find(by_id, request_id, epoch)
-            if request is not None:
-                self.of(request).add_context(request.orig_prompt_len, position, logits)
+            if (request := _find(by_id, request_id, epoch)) is not None:
+                self[request_id].add_context(request.orig_prompt_len, position, logits)
+        requests = [_find(by_id, row.request_id, row.epoch) for row in rows]
         for index, logits in extras.generation_logits:
-            request = _find(by_id, rows[index].request_id, rows[index].epoch)
-            if request is not None:
-                found = self.of(request)
-                add = found.add_generation
-                if request.search is not None:
-                    add = found.add_beam_generation
+            if (request := requests[index]) is not None:
+                found = self[request.request_id]
+                add = found.add_generation if request.search is None else found.add_beam_generation
                 add(request.num_output, logits)
         if extras.log_probs is None:
             return
-        for row, log_probs in zip(rows, extras.log_probs.tolist(), strict=True):
-            request = _find(by_id, row.request_id, row.epoch)
+        for request, log_probs in zip(requests, extras.log_probs.tolist(), strict=True):
             if request is not None and request.output.config.log_probs:
-                self.of(request).add_log_probs(request.num_output, log_probs)
+                self[request.request_id].add_log_probs(request.num_output, log_probs)
 
 
 def _find(by_id: Mapping[int, ActiveRequest], request_id: int, epoch: int) -> ActiveRequest | None:

@@ -272,7 +272,7 @@ class RequestTable:
     def _forget(self, request: ActiveRequest) -> None:
         request_id = request.request_id
         self._timed.pop(request_id, None)
-        self.extras.forget(request_id)
+        self.extras.pop(request_id, None)
         self.preparing.discard(request_id)
         if request.processor is not None:
             request.processor.end()

@@ -13,7 +13,7 @@ import torch
 
 from gptmanager.config import FinishReason
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.beam_responses import Beams, beam_extras, final_beams, stable_beams
+from gptmanager.loop.beam_responses import Beams, final_beams, log_probs_of, padded, stable_beams
 from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
@@ -70,11 +70,11 @@ def stream_one_token(requests: Sequence[ActiveRequest]) -> list[list[NamedTensor
 
 def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[NamedTensor]:
     """The tokens of `request` that have not been sent, up to history position `end`."""
-    beams = None if request.search is None else stable_beams(request, end)
+    beams = None if request.search is None else stable_beams(request, request.search, end)
     start, request.num_sent = request.num_sent, end
     tensors = _tokens(request, start, end, beams)
     if request.has_extras:
-        extras = _extras(request, held.of(request), start, end, beams)
+        extras = _extras(request, held[request.request_id], start, end, beams)
         if not request.output.config.context_logits or extras[0].tensor.shape[1]:
             tensors[2:2] = extras
         else:  # they have been sent
@@ -88,12 +88,12 @@ def final_tensors(
     """The final response; output is the history up to position `output_end`."""
     start = request.num_sent if request.output.is_streaming else request.orig_prompt_len
     output_end = max(output_end, start)
-    beams = None if request.search is None else final_beams(request, reason)
+    beams = None if request.search is None else final_beams(request, request.search, reason)
     reasons = [reason] if beams is None else beams.reasons
     tensors = _tokens(request, start, output_end, beams)
     extras = list(_NO_LOGITS)
     if request.has_extras:
-        found = _extras(request, held.of(request), start, output_end, beams)
+        found = _extras(request, held[request.request_id], start, output_end, beams)
         names = {name for name, _ in found}
         extras = [dummy for dummy in extras if dummy.name not in names] + found
         extras.sort(key=lambda tensor: _EXTRAS.index(tensor.name))
@@ -109,19 +109,28 @@ def final_tensors(
 def _extras(
     request: ActiveRequest, found: RequestExtras, start: int, end: int, beams: Beams | None
 ) -> list[NamedTensor]:
-    """What was asked for besides tokens, of the history positions `start` to `end`."""
+    """What was asked for besides tokens, of the history positions `start` to `end`.
+
+    Beams that are shorter than the longest end in zeros.
+    """
     config = request.output.config
     start, end = start - request.orig_prompt_len, end - request.orig_prompt_len
     tensors = []
     if config.context_logits:
         tensors.append(NamedTensor("context_logits", found.take_context()))
-    if beams is not None:
-        return tensors + beam_extras(request, found, beams)
     if config.generation_logits:
-        tensors.append(NamedTensor("generation_logits", found.take_generation(start, end)))
+        if beams is None:
+            logits = found.take_generation(start, end)
+        else:
+            logits = padded(beams.nodes, found.beam_generation)
+        tensors.append(NamedTensor("generation_logits", logits))
     if config.log_probs:
-        tensors.append(NamedTensor("output_log_probs", found.log_probs(start, end)))
-        tensors.append(NamedTensor("cum_log_probs", found.cum_log_probs(end)))
+        if beams is None:
+            log_probs, sums = found.log_probs(start, end), found.cum_log_probs(end)
+        else:
+            log_probs, sums = padded(beams.nodes, log_probs_of), torch.tensor([beams.cum_log_probs])
+        tensors.append(NamedTensor("output_log_probs", log_probs))
+        tensors.append(NamedTensor("cum_log_probs", sums))
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from gptmanager.decoding.random_numbers import derive_seed
@@ -18,60 +19,51 @@ def read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> S
     """Raises InvalidRequestError for the first thing that is wrong."""
     end_id = read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1)
     try:
-        return SamplingParams(
-            **_read_choice(request_id, tensors, limits),
-            **_read_adjustments(tensors, limits),
-            end_id=end_id,
-        )
+        return _read(request_id, tensors, limits, end_id)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"Incorrect sampling config: {error}") from None
 
 
-def _read_choice(request_id: int, tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """How a token is drawn. A temperature is refused where float32 cannot hold it."""
-    temperature = read_float("temperature", tensors.get("temperature", 1.0), 0.0)
+def _read(request_id: int, tensors: dict[str, Any], limits: Limits, end_id: int) -> SamplingParams:
+    """A temperature or a penalty is refused where float32 cannot hold it."""
+
+    def count(name: str) -> int:
+        return read_int(name, tensors.get(name, 0), 0, INT32[1])
+
+    def number(name: str, default: float, low: float, high: float = math.inf) -> float:
+        return read_float(name, tensors.get(name, default), low, high)
+
+    temperature = number("temperature", 1.0, 0.0)
     if temperature and not _TINY <= temperature <= _HUGE:
         raise InvalidRequestError(
             f"temperature = {temperature:g} must be 0 or within {_TINY:g}..{_HUGE:g}"
         )
-    top_k = read_int("runtime_top_k", tensors.get("runtime_top_k", 0), 0, INT32[1])
-    top_p = read_float("runtime_top_p", tensors.get("runtime_top_p", 1.0), 0.0, 1.0)
-    min_p = read_float("runtime_min_p", tensors.get("runtime_min_p", 0.0), 0.0, 1.0)
+    top_k, top_p = count("runtime_top_k"), number("runtime_top_p", 1.0, 0.0, 1.0)
     asked = any(name in tensors for name in _SAMPLING_TENSORS)
-    greedy = not asked or top_k == 1 or top_p == 0.0 or temperature == 0.0
-    seed = (
-        read_int("random_seed", tensors["random_seed"], 0, 2**64 - 1)
-        if "random_seed" in tensors
-        else derive_seed(limits.seed, request_id)
+    seed, words, bias = map(tensors.get, ("random_seed", "bad_words_list", "embedding_bias"))
+    return SamplingParams(
+        greedy=not asked or top_k == 1 or top_p == 0.0 or temperature == 0.0,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=number("runtime_min_p", 0.0, 0.0, 1.0),
+        seed=(
+            derive_seed(limits.seed, request_id)
+            if seed is None
+            else read_int("random_seed", seed, 0, 2**64 - 1)
+        ),
+        min_length=count("min_length"),
+        no_repeat_ngram_size=count("noRepeatNgramSize"),
+        repetition_penalty=number("repetition_penalty", 1.0, _TINY, _HUGE),
+        presence_penalty=number("presence_penalty", 0.0, -_HUGE, _HUGE),
+        frequency_penalty=number("frequency_penalty", 0.0, -_HUGE, _HUGE),
+        bad_words=(
+            tuple(map(tuple, read_word_list("bad_words_list", words, limits.vocab_size)))
+            if words is not None
+            else ()
+        ),
+        embedding_bias=(
+            read_bias("embedding_bias", bias, limits.vocab_size) if bias is not None else None
+        ),
+        end_id=end_id,
     )
-    return {
-        "greedy": greedy,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-    }
-
-
-def _read_adjustments(tensors: dict[str, Any], limits: Limits) -> dict[str, Any]:
-    """What changes the logits first. Penalties are refused where float32 cannot hold them."""
-    read: dict[str, Any] = {
-        "min_length": read_int("min_length", tensors.get("min_length", 0), 0, INT32[1]),
-        "no_repeat_ngram_size": read_int(
-            "noRepeatNgramSize", tensors.get("noRepeatNgramSize", 0), 0, INT32[1]
-        ),
-        "repetition_penalty": read_float(
-            "repetition_penalty", tensors.get("repetition_penalty", 1.0), _TINY, _HUGE
-        ),
-    }
-    for name in ("presence_penalty", "frequency_penalty"):
-        read[name] = read_float(name, tensors.get(name, 0.0), -_HUGE, _HUGE)
-    if "bad_words_list" in tensors:
-        words = read_word_list("bad_words_list", tensors["bad_words_list"], limits.vocab_size)
-        read["bad_words"] = tuple(map(tuple, words))
-    if "embedding_bias" in tensors:
-        read["embedding_bias"] = read_bias(
-            "embedding_bias", tensors["embedding_bias"], limits.vocab_size
-        )
-    return read

@@ -20,5 +20,5 @@ def finish_reasons(
     """Of a final response only `finish_reasons` is made."""
     reasons = [reason]
     if request.search is not None:
-        reasons = final_beams(request, reason).reasons
+        reasons = final_beams(request, request.search, reason).reasons
     return [NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))]

@@ -7,6 +7,7 @@ impossible id raise in the host's own line.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Union
@@ -173,8 +174,8 @@ class InferenceRequest:
     def __reduce__(self) -> Any:
         if self.logits_post_processor is not None:
             raise TypeError("a request with a logits_post_processor cannot be pickled")
-        state = {name: getattr(self, name) for name in KEYWORDS}
-        return _rebuild, (self.request_id, self.tensors, state)
+        keywords = {name: getattr(self, name) for name in KEYWORDS}
+        return functools.partial(InferenceRequest, **keywords), (self.request_id, self.tensors)
 
     def __repr__(self) -> str:
         return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"
@@ -245,9 +246,3 @@ def _kinds(value: Any) -> set[type]:
     if kinds.isdisjoint((list, tuple)):
         return kinds
     return {kind for item in value for kind in _kinds(item)}
-
-
-def _rebuild(
-    request_id: int, tensors: dict[str, TensorLike], state: dict[str, Any]
-) -> InferenceRequest:
-    return InferenceRequest(request_id, tensors, **state)
