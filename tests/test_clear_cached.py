@@ -147,7 +147,7 @@ class ClearingHost:
 
     def __init__(self, driver, turn):
         self._fetch, self._turns = driver.host.fetch, turn
-        driver.loop.host.fetch = self.fetch
+        driver.loop.table.host.fetch = self.fetch
 
     def fetch(self, room, num_active):
         intake = self._fetch(room, num_active)

@@ -174,7 +174,6 @@ loop/                     `iterate()`, and the requests that it iterates over
     decision              who runs next: a scheduler is asked, and its answer checked
     active_state          an active request as data, and back
     extras                log probabilities and logits, until they are sent
-    beam_responses        the tensors of several beams
     responses             tokens as a host gets them
     request_table         the active requests: who comes in, and who ends
     confirmation          what the result of a step does to its requests

@@ -484,7 +484,7 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
     )
     loop = driver.loop
     recorder = Recorder(tmp_path / "run.jsonl")
-    loop.host = RecordingHost(loop.host, recorder)
+    loop.table.host = RecordingHost(loop.table.host, recorder)
     loop.executor = RecordingExecutor(loop.executor, recorder)
     recorder.start(loop, blueprint)
     builder = observe(loop, policy="MAX_UTILIZATION", chunk_unit=4)

@@ -452,7 +452,7 @@ class Ground:
             max_get_failures=1000,
         )
         self.loop = self.driver.loop
-        self.loop.host = self.host
+        self.loop.table.host = self.host
         self.recovery = Recovery(self.host, Recorder(keep=0), 1 << 30)
         self.num_failures = 0
 

@@ -1,19 +1,23 @@
 """The tensors of responses, in the order of the contract's table.
 
-Knows what a request has generated and sent; never decides when it ends.
+Knows what a request has generated and sent; never decides when it ends. With several beams they
+hold a row a beam, the best one first. While the search goes on only what all its beams share may be
+sent, since it is all that no later step changes; the beams part in the final response.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gptmanager.config import FinishReason
+from gptmanager.decoding.beam_search import BeamNode, BeamSearch
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.beam_responses import Beams, final_beams, log_probs_of, padded, stable_beams
 from gptmanager.loop.extras import HeldExtras, RequestExtras
 from gptmanager.request.inference_request import NamedTensor
 
@@ -31,6 +35,7 @@ REQUEST_METRICS = (
     "generated_tokens",  # end_id and stop words included
 )
 
+_NEVER = float("-inf")  # the log probability of a beam that there is not
 # tensors beside the tokens, in the order of the table
 _EXTRAS = ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs")
 # sent whenever logits were not asked for: the contract's dummies, shared by all responses
@@ -75,10 +80,8 @@ def stream_tokens(request: ActiveRequest, end: int, held: HeldExtras) -> list[Na
     tensors = _tokens(request, start, end, beams)
     if request.has_extras:
         extras = _extras(request, held[request.request_id], start, end, beams)
-        if not request.output.config.context_logits or extras[0].tensor.shape[1]:
-            tensors[2:2] = extras
-        else:  # they have been sent
-            tensors[2:2] = extras[1:]
+        are_sent = request.output.config.context_logits and not extras[0].tensor.shape[1]
+        tensors[2:2] = extras[are_sent:]  # without the context logits
     return tensors
 
 
@@ -91,12 +94,11 @@ def final_tensors(
     beams = None if request.search is None else final_beams(request, request.search, reason)
     reasons = [reason] if beams is None else beams.reasons
     tensors = _tokens(request, start, output_end, beams)
-    extras = list(_NO_LOGITS)
+    extras: Sequence[NamedTensor] = _NO_LOGITS
     if request.has_extras:
         found = _extras(request, held[request.request_id], start, output_end, beams)
-        names = {name for name, _ in found}
-        extras = [dummy for dummy in extras if dummy.name not in names] + found
-        extras.sort(key=lambda tensor: _EXTRAS.index(tensor.name))
+        tensor_of = {**dict(_NO_LOGITS), **dict(found)}
+        extras = [NamedTensor(name, tensor_of[name]) for name in _EXTRAS if name in tensor_of]
     return [
         *tensors[:2],
         *extras,
@@ -122,13 +124,13 @@ def _extras(
         if beams is None:
             logits = found.take_generation(start, end)
         else:
-            logits = padded(beams.nodes, found.beam_generation)
+            logits = _padded(beams.nodes, found.beam_generation)
         tensors.append(NamedTensor("generation_logits", logits))
     if config.log_probs:
         if beams is None:
             log_probs, sums = found.log_probs(start, end), found.cum_log_probs(end)
         else:
-            log_probs, sums = padded(beams.nodes, log_probs_of), torch.tensor([beams.cum_log_probs])
+            log_probs, sums = _padded(beams.nodes, _log_probs), torch.tensor([beams.cum_log_probs])
         tensors.append(NamedTensor("output_log_probs", log_probs))
         tensors.append(NamedTensor("cum_log_probs", sums))
     return tensors
@@ -160,7 +162,7 @@ def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -
     return tensors
 
 
-def _metrics(request: ActiveRequest) -> torch.Tensor:
+def _metrics(request: ActiveRequest) -> Tensor:
     times = request.times
     since_arrival = (times.first_scheduled, times.first_token, times.last_token)
     return torch.tensor(
@@ -173,3 +175,54 @@ def _metrics(request: ActiveRequest) -> torch.Tensor:
         ],
         dtype=torch.float64,
     )
+
+
+class Beams(NamedTuple):
+    """What a response holds of each beam.
+
+    `cum_log_probs` are the sums over all output so far, and over nothing that was cut off.
+    """
+
+    nodes: list[list[BeamNode]]
+    cum_log_probs: list[float]
+    reasons: list[FinishReason]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [[node.token for node in nodes] for nodes in self.nodes]
+
+
+def stable_beams(request: ActiveRequest, search: BeamSearch, end: int) -> Beams:
+    """What has become stable up to history position `end`, the same in each beam."""
+    start = request.num_sent - request.orig_prompt_len
+    path = search.stable_path()[: end - request.orig_prompt_len]
+    total, nodes = _sum(path), path[start:]
+    return Beams([nodes] * search.num_results, [total] * search.num_results, [])
+
+
+def final_beams(request: ActiveRequest, search: BeamSearch, reason: FinishReason) -> Beams:
+    """What has not been sent of all beams; `reason` cuts off a search that is not over yet."""
+    found = search.hypotheses(None if search.is_over else reason)
+    missing = search.num_results - len(found)  # a small vocabulary has no more
+    start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0
+    paths = [beam.node.path()[: beam.end] for beam in found]
+    return Beams(
+        [path[start:] for path in paths] + [[] for _ in range(missing)],
+        [_sum(path) for path in paths] + [_NEVER] * missing,
+        [beam.reason for beam in found] + [reason] * missing,
+    )
+
+
+def _sum(path: Sequence[BeamNode]) -> float:
+    return math.fsum(node.log_prob for node in path)
+
+
+def _log_probs(nodes: Sequence[BeamNode]) -> Tensor:
+    return torch.tensor([node.log_prob for node in nodes], dtype=torch.float32)
+
+
+def _padded(beams: list[list[BeamNode]], values: Callable[[Sequence[BeamNode]], Tensor]) -> Tensor:
+    """`[1, beam, n, ...]`."""
+    return torch.nn.utils.rnn.pad_sequence([values(nodes) for nodes in beams], batch_first=True)[
+        None
+    ]

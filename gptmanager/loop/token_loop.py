@@ -82,14 +82,6 @@ class TokenLoop:
         self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
 
     @property
-    def host(self) -> Host:
-        return self.table.host
-
-    @host.setter
-    def host(self, host: Host) -> None:
-        self.table.host = host
-
-    @property
     def active(self) -> list[ActiveRequest]:
         """The requests that have had no final response yet, by priority, then arrival."""
         return self.table.active
@@ -132,7 +124,7 @@ class TokenLoop:
     def fetch(self) -> Intake:
         num_active = len(self.table.active)
         room = None if self.max_active is None else max(0, self.max_active - num_active)
-        return self.host.fetch(room, num_active)
+        return self.table.host.fetch(room, num_active)
 
     @timed_phase
     def take_in(self, intake: Intake) -> None:
@@ -245,7 +237,7 @@ class TokenLoop:
 
     @timed_phase
     def poll(self) -> None:
-        self.host.poll()
+        self.table.host.poll()
 
     def report(self, schedule: Schedule, num_active: int) -> None:
         kv_cache = self.allocator.kv_cache
@@ -266,7 +258,7 @@ class TokenLoop:
             drafts=self.confirmation.drafts,
             logits_errors=self.confirmation.num_logits_errors,
         )
-        self.host.report(counts, self.phase_times)
+        self.table.host.report(counts, self.phase_times)
 
     # As data -------------------------------------------------------------------------------
 

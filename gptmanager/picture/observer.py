@@ -33,7 +33,7 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
 
 
 def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
-    host, executor = loop.host, loop.executor
+    host, executor = loop.table.host, loop.executor
     host_tap, executor_tap = HostTap(host), ExecutorTap(executor)
     told, now = ToldWaits(loop.scheduler), 0.0
 
@@ -61,7 +61,7 @@ def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
         return executor.forward(schedule)
 
     host_tap.fetch, host_tap.respond, executor_tap.forward = fetch, respond, forward
-    loop.scheduler, loop.host, loop.executor = told, host_tap, executor_tap
+    loop.scheduler, loop.table.host, loop.executor = told, host_tap, executor_tap
 
 
 def finish_reason(tensors: list[NamedTensor]) -> str:

@@ -9,8 +9,8 @@ import torch
 
 from gptmanager.config import FinishReason
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.loop.beam_responses import final_beams
 from gptmanager.loop.extras import HeldExtras
+from gptmanager.loop.responses import final_beams
 from gptmanager.request.inference_request import NamedTensor
 
 

@@ -106,11 +106,7 @@ class LlmRequest:
         ):
             if value < low:
                 raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
-        lowest, highest = RETENTION_PRIORITIES
-        if retention_priority is not None and not lowest <= retention_priority <= highest:
-            raise ValueError(
-                f"retention_priority = {retention_priority} must be from {lowest} to {highest}"
-            )
+        _check_retention(retention_priority)
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)
         self.max_new_tokens = max_new_tokens
@@ -272,6 +268,12 @@ class LlmRequest:
 
     def finish(self) -> None:
         self.move_to(LlmRequestState.GENERATION_COMPLETE)
+
+
+def _check_retention(priority: int | None) -> None:
+    lowest, highest = RETENTION_PRIORITIES
+    if priority is not None and not lowest <= priority <= highest:
+        raise ValueError(f"retention_priority = {priority} must be from {lowest} to {highest}")
 
 
 RequestList = list[LlmRequest]
