@@ -152,9 +152,8 @@ decoding/                 from logits to tokens, and to the end of an output
     parallel_sampling     several texts of one prompt
     beam_state            beams as data, and back
 executor/                 one step on a device: input arrays, the network, the choice of tokens
-    prompt_embeddings     the own embeddings of those that run, by line
-    gathered_logits       what an executor keeps of its logits, by slot
     packed_rows           a batch as the CPU knows it, padded or cut (no torch)
+    gathered_logits       what an executor keeps of its logits, by slot
     sequence_tables       tokens and blocks of each sequence, by line, and what a device has of them
     step_in_flight        a step under way: what belongs to which row
     runner                packed rows to logits, on the CPU

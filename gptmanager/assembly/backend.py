@@ -29,8 +29,7 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.errors import ConfigError
 from gptmanager.executor.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
-from gptmanager.executor.gathered_logits import GatheredLogits
-from gptmanager.executor.runner import CpuRunner
+from gptmanager.executor.runner import Runner
 from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
 from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
@@ -115,14 +114,12 @@ class CpuBackend(Backend):
         pool = KvPool(*shape, num_host_blocks=num_host_blocks, contiguous=sizes.contiguous)
         lines = options.lines
         tables = SequenceTables(lines.count, sizes.max_seq_len, _blocks_per_sequence(sizes))
-        gathered = GatheredLogits(lines.num_slots)
         sampler = Sampler(lines.count, model.spec.vocab_size, tables.tokens)
         processing = options.processing or PostProcessing(lines)
         executor = TorchExecutor(
             *(model, pool, lines, tables),
-            CpuRunner(model, pool, tables),
-            TokenChooser(lines, tables, sampler, gathered, processing),
-            gathered,
+            Runner(model, pool, tables),
+            TokenChooser(lines, tables, sampler, processing),
             attention_window=sizes.window,
             fused=options.fused,
         )
@@ -171,7 +168,6 @@ class DeviceBackend(Backend):
             parts.tables,
             parts.runner,
             parts.chooser,
-            parts.gathered,
             attention_window=sizes.window,
             fused=options.fused,
         )
@@ -184,7 +180,6 @@ class DeviceBackend(Backend):
         pool = self._pool(model, sizes)
         uploads = Uploads(stream)
         downloads = Downloads(stream, 8 * lines.count)  # of a line a token and its log probability
-        gathered = GatheredLogits(lines.num_slots)
         processing = options.processing or PostProcessing(lines, stream=stream)
         with stream:
             tables = DeviceTables(
@@ -194,7 +189,7 @@ class DeviceBackend(Backend):
                 *(lines.count, vocab_size, tables.tokens, stream.launcher, stream.device)
             )
             chooser = DeviceChooser(
-                *(lines, tables, sampler, gathered, processing),
+                *(lines, tables, sampler, processing),
                 uploads=uploads,
                 downloads=downloads,
             )
@@ -205,7 +200,7 @@ class DeviceBackend(Backend):
                 on_progress=self._on_progress,
             )
             stream.synchronize()
-        return _DeviceParts(pool, tables, runner, chooser, gathered)
+        return _DeviceParts(pool, tables, runner, chooser)
 
     def _reserve(self, model: Model, num_positions: int) -> None:
         _reserve(model, num_positions)
@@ -238,7 +233,6 @@ class _DeviceParts(NamedTuple):
     tables: DeviceTables
     runner: DeviceRunner
     chooser: DeviceChooser
-    gathered: GatheredLogits
 
 
 def _shape(spec: Dimensions, sizes: Sizes) -> tuple[tuple[int, int, int, int, int], int]:

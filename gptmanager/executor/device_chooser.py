@@ -18,7 +18,6 @@ from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
-from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import (
     ChoiceInputs,
@@ -63,13 +62,12 @@ class DeviceChooser(TokenChooser):
         lines: Lines,
         tables: DeviceTables,
         sampler: DeviceSampler,
-        gathered: GatheredLogits,
         processing: PostProcessing,
         *,
         uploads: Uploads,
         downloads: Downloads,
     ) -> None:
-        super().__init__(lines, tables, sampler, gathered, processing)
+        super().__init__(lines, tables, sampler, processing)
         self._uploads = uploads
         self._downloads = downloads
         self._num_starts = np.zeros(lines.count, dtype=np.int64)
@@ -85,8 +83,8 @@ class DeviceChooser(TokenChooser):
         if depends_on_order or counts.max(initial=0) > MAX_CONTINUATIONS:
             return self._choose_on_cpu(step)
         raw: tuple[tuple[int, Tensor], ...] = ()
-        if self._gathered.any_generation:
-            raw = self._gathered.generation_logits(
+        if self.gathered.any_generation:
+            raw = self.gathered.generation_logits(
                 rows.slots, rows.firsts, step.logits, self._downloads.bring
             )
         with torch.inference_mode():

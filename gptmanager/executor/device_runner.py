@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,40 +18,26 @@ from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.graphs import GenerationGraphs
 from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Array, Uploads
-from gptmanager.executor.packed_rows import PackedRows, padded
-from gptmanager.executor.prompt_embeddings import PromptEmbeddings
-from gptmanager.executor.runner import Computed
+from gptmanager.executor.packed_rows import PackedRows, offsets, padded
+from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
-from gptmanager.request.input_rows import HostRows
 from gptmanager.statistics import Memory
 
 
-class BatchInputs(NamedTuple):
-    """A batch on the device, in the order in which its arrays travel; see `Batch`."""
-
-    cells: Tensor  # int64 [T], of `DeviceTables.token_cells`
-    positions: Tensor
-    row_starts: Tensor
-    kv_lengths: Tensor
-    lines: Tensor
-    sample_index: Tensor
-    sample_rows: Tensor
-
-
-_NUM_INPUTS = len(BatchInputs._fields)
-
-
-class DeviceRunner:
+class DeviceRunner(Runner):
     """Runs a model on `stream`, whose calls return before the work is done.
 
     Generation steps of a `PlanningModel` are recorded at the start for the numbers of rows in
     `graph_sizes`; a step of so many rows at most runs as a recording. `has_beams`: a line may be
     that of a beam. `on_progress`: as of `GenerationGraphs.record`.
     """
+
+    stream: Stream
+    _tables: DeviceTables
 
     def __init__(
         self,
@@ -67,14 +52,11 @@ class DeviceRunner:
         has_beams: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> None:
+        super().__init__(model, kv_pool, tables)
         self.stream = stream
-        self._model = model
-        self._kv_pool = kv_pool
-        self._tables = tables
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
-        self._embeddings = PromptEmbeddings(model.spec.vocab_size)
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
@@ -89,9 +71,6 @@ class DeviceRunner:
                     on_progress,
                 )
 
-    def load(self, line: int, prompt_table: HostRows | None) -> None:
-        self._embeddings.load(line, prompt_table)
-
     def run(self, rows: PackedRows) -> Computed:
         self._tables.flush(self._uploads.upload)
         num_rows = len(rows.lines)
@@ -99,7 +78,7 @@ class DeviceRunner:
             size = self._graphs.size_for(num_rows)
             if size is not None:
                 return self._replay(rows, size)
-        return Computed(self._launch(rows))
+        return super().run(rows)
 
     def bring(self, logits: Tensor) -> Tensor:
         return self._downloads.bring(logits)
@@ -121,13 +100,12 @@ class DeviceRunner:
         counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
         counts[-1] = num_tokens - counts[:-1].sum()
         ends = np.cumsum(counts)
-        positions = np.arange(num_tokens) - np.repeat(ends - counts, counts)
         sampled = np.arange(num_tokens - min(num_sampled, num_tokens), num_tokens)
         rows = PackedRows(
             lines=np.zeros(len(counts), dtype=np.int64),
             row_starts=np.concatenate(([0], ends)).astype(np.int32),
             kv_lengths=counts.astype(np.int32),
-            positions=positions,
+            positions=offsets(counts),
             token_lines=np.zeros(num_tokens, dtype=np.int64),
             sample_index=sampled,
             sample_rows=np.searchsorted(ends, sampled, side="right"),
@@ -136,37 +114,13 @@ class DeviceRunner:
         with self.stream, torch.inference_mode():
             self._launch(rows)
 
-    # Launched kernel by kernel -----------------------------------------------------------------
-
-    def _launch(self, rows: PackedRows) -> Tensor:
-        batch = self._batch(self._uploads.upload(self._arrays(rows)), rows.num_context_rows)
-        if self._embeddings.tables:
-            batch = self._embed(batch, rows)
-        return self._model.forward(batch, self._kv_pool).float()
-
-    def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
-        """With the embeddings of virtual tokens, which stand in contexts alone."""
-        context = slice(0, int(rows.row_starts[rows.num_context_rows]))
-        lines, positions = rows.token_lines[context], rows.positions[context]
-        token_ids = self._tables.tokens[lines, positions].astype(np.int64)
-        embedded = self._embeddings.take(token_ids, lines)
-        if embedded is None:
-            return batch
-        index, embeddings = self._uploads.upload(embedded)
-        batch.token_ids.index_fill_(0, index, 0)
-        return replace(batch, prompt_index=index, prompt_embeddings=embeddings)
-
-    # Recorded ----------------------------------------------------------------------------------
-
     def _replay(self, rows: PackedRows, size: int) -> Computed:
         num_rows = len(rows.lines)
         logits, tensors = self._graphs.run(size, self._fixed_arrays(padded(rows, size)))
         if self._has_beams:  # the choice is for more than these lines, or for others
             return Computed(logits[:num_rows])
-        positions, cells, *batch = tensors
-        lines = BatchInputs(*batch[:_NUM_INPUTS]).lines
-        inputs = ChoiceInputs(lines[:num_rows], positions[:num_rows], cells[:num_rows])
-        return Computed(logits[:num_rows], inputs)
+        positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:4])
+        return Computed(logits[:num_rows], ChoiceInputs(lines, positions, cells))
 
     def _step(self, tensors: Sequence[Tensor]) -> Tensor:
         """What is recorded: a step without context rows. All recordings share their logits, which
@@ -181,47 +135,30 @@ class DeviceRunner:
         """Positions and cells of the choice that follows, and the batch: one copy brings all."""
         positions = rows.positions + 1
         cells = self._tables.cells(rows.token_lines, positions)
-        return (positions, cells, *self._arrays(rows, fixed=True))
+        return (positions, cells, *super()._arrays(rows), *self._plan(rows, fixed=True))
 
-    # Both --------------------------------------------------------------------------------------
+    def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
+        return (*super()._arrays(rows), *self._plan(rows))
 
-    def _arrays(self, rows: PackedRows, fixed: bool = False) -> tuple[Array, ...]:
-        """What the device gets of a batch: `BatchInputs`, and what the model has planned."""
+    def _inputs(self, rows: PackedRows) -> Array:
+        """The cells of the tokens: the CPU may not know these yet."""
         cells = self._tables.cells(rows.token_lines, rows.positions)
         # padding reads nobody's cell: a sequence may begin with a virtual token
         cells[rows.row_starts[-1] :] = self._tables.tokens.size
-        return (
-            cells,
-            rows.positions,
-            rows.row_starts,
-            rows.kv_lengths,
-            rows.lines.astype(np.int32),
-            rows.sample_index,
-            rows.sample_rows,
-            *self._plan(rows, fixed),
-        )
+        return cells
 
-    def _plan(self, rows: PackedRows, fixed: bool) -> tuple[Array, ...]:
+    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
+        cells, *others = tensors
+        token_ids = self._tables.token_cells.index_select(0, cells).long()
+        return super()._batch((token_ids, *others), num_context_rows)
+
+    def _upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
+        return self._uploads.upload(arrays)
+
+    def _plan(self, rows: PackedRows, fixed: bool = False) -> tuple[Array, ...]:
         if self._planning is None:
             return ()
         return self._planning.plan(rows.row_starts, rows.kv_lengths, rows.num_context_rows, fixed)
-
-    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
-        """Of the tensors of `_arrays`."""
-        inputs = BatchInputs(*tensors[:_NUM_INPUTS])
-        return Batch(
-            token_ids=self._tables.token_cells.index_select(0, inputs.cells).long(),
-            positions=inputs.positions,
-            row_starts=inputs.row_starts,
-            kv_lengths=inputs.kv_lengths,
-            slots=inputs.lines,
-            block_tables=self._tables.block_tensor,
-            token_table=self._tables.token_tensor,
-            sample_index=inputs.sample_index,
-            sample_rows=inputs.sample_rows,
-            num_context_rows=num_context_rows,
-            plan=tuple(tensors[_NUM_INPUTS:]),
-        )
 
 
 def _idle_rows(size: int) -> PackedRows:

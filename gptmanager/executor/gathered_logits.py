@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.step import ContextLogits, Row, SequenceStart
 
 Bring = Callable[[Tensor], Tensor]  # logits to the CPU, at once or later
 
 
 class ContextPart(NamedTuple):
-    """Tokens of a context row whose logits are wanted: so many from absolute position `first`."""
+    """The first `num_tokens` tokens of a context row, whose logits are wanted."""
 
     number: int  # of the row in the batch
     row: Row
-    first: int
     num_tokens: int
 
 
@@ -56,7 +56,7 @@ class GatheredLogits:
         for number, row in enumerate(context_rows):
             end = min(row.position + row.num_tokens, int(self._context_end[row.slot]))
             if end > row.position:
-                parts.append(ContextPart(number, row, row.position, end - row.position))
+                parts.append(ContextPart(number, row, end - row.position))
         return parts
 
     def generation_logits(
@@ -80,6 +80,15 @@ class GatheredLogits:
         return bool(self._log_probs[slots].any())
 
 
+def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
+    """With the logits of these parts behind those that are sampled from."""
+    index, numbers = [rows.sample_index], [rows.sample_rows]
+    for part in parts:
+        index.append(np.arange(part.num_tokens) + rows.row_starts[part.number])
+        numbers.append(np.full(part.num_tokens, part.number))
+    return rows._replace(sample_index=np.concatenate(index), sample_rows=np.concatenate(numbers))
+
+
 def split_context(
     logits: Tensor, parts: Sequence[ContextPart], bring: Bring
 ) -> tuple[Tensor, tuple[ContextLogits, ...]]:
@@ -87,6 +96,6 @@ def split_context(
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
     return sampled, tuple(
-        ContextLogits(part.row.request_id, part.row.epoch, part.first, bring(piece))
+        ContextLogits(part.row.request_id, part.row.epoch, part.row.position, bring(piece))
         for part, piece in zip(parts, pieces, strict=True)
     )

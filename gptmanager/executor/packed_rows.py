@@ -27,13 +27,11 @@ class PackedRows(NamedTuple):
     num_context_rows: int
 
 
-def with_drafts(
-    sequences: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each sequence as often as it has positions to verify, and where: up to `ends`, ascending."""
-    widths = num_drafts + 1
-    offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
-    return np.repeat(sequences, widths), np.repeat(ends - num_drafts, widths) + offsets
+def offsets(counts: np.ndarray) -> np.ndarray:
+    """0, 1, 2 ... for each of these counts, one behind the other."""
+    ends: np.ndarray = np.cumsum(counts)
+    found: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return found
 
 
 def padded(rows: PackedRows, num_rows: int) -> PackedRows:

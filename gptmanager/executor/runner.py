@@ -1,16 +1,18 @@
-"""`Runner`: computes the logits of packed rows; `CpuRunner` does so where the tables are."""
+"""`Runner`: computes the logits of packed rows, on the CPU, where the tables are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.cuda.uploads import Array
 from gptmanager.executor.packed_rows import PackedRows
-from gptmanager.executor.prompt_embeddings import PromptEmbeddings
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.kv_pool import KvPool
@@ -32,21 +34,36 @@ class Computed(NamedTuple):
     lost: tuple[tuple[int, str], ...] = ()
 
 
-class Runner(Protocol):
-    """Where a model runs."""
+class Runner:
+    """Runs a model; every call has finished when it returns.
 
-    @property
-    def stream(self) -> AbstractContextManager[Any]:
-        """To be entered around all that a step does."""
+    `stream` must be entered around all that a step does. Token id `vocab_size` + i of a sequence
+    is row i of the prompt table of its line.
+    """
+
+    stream: AbstractContextManager[Any] = nullcontext()
+
+    def __init__(self, model: Model, kv_pool: KvPool, tables: SequenceTables) -> None:
+        self._model = model
+        self._kv_pool = kv_pool
+        self._tables = tables
+        self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
 
     def load(self, line: int, prompt_table: HostRows | None) -> None:
-        """A sequence starts in `line`, maybe with virtual tokens."""
+        """A sequence starts, whose context runs in `line`, maybe with virtual tokens."""
+        table = None if prompt_table is None else prompt_table.numbers
+        if table is not None:
+            self._prompt_tables[line] = table
+        elif self._prompt_tables:
+            self._prompt_tables.pop(line, None)
 
     def run(self, rows: PackedRows) -> Computed:
         """Logits of the sampled tokens; raises what torch raises where memory is short."""
+        return Computed(self._launch(rows))
 
     def bring(self, logits: Tensor) -> Tensor:
         """Logits that a host wants, on the CPU by the time of the step's result."""
+        return logits
 
     def relieve(self) -> None:
         """Give back memory that is held for later."""
@@ -54,50 +71,58 @@ class Runner(Protocol):
     @property
     def memory(self) -> Memory:
         """Bytes of the tensors that are held, the weights among them."""
-
-
-class CpuRunner:
-    """Runs a model on the CPU; every call has finished when it returns."""
-
-    def __init__(self, model: Model, kv_pool: KvPool, tables: SequenceTables) -> None:
-        self.stream: AbstractContextManager[Any] = nullcontext()
-        self._model = model
-        self._kv_pool = kv_pool
-        self._tables = tables
-        self._embeddings = PromptEmbeddings(model.spec.vocab_size)
-
-    def load(self, line: int, prompt_table: HostRows | None) -> None:
-        self._embeddings.load(line, prompt_table)
-
-    def run(self, rows: PackedRows) -> Computed:
-        tables = self._tables
-        token_ids = tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
-        embedded = None
-        if self._embeddings.tables:
-            embedded = self._embeddings.take(token_ids, rows.token_lines)
-        batch = Batch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(rows.positions),
-            row_starts=torch.from_numpy(rows.row_starts),
-            kv_lengths=torch.from_numpy(rows.kv_lengths),
-            slots=torch.from_numpy(rows.lines.astype(np.int32)),
-            block_tables=tables.block_tensor,
-            token_table=tables.token_tensor,
-            sample_index=torch.from_numpy(rows.sample_index),
-            sample_rows=torch.from_numpy(rows.sample_rows),
-            num_context_rows=rows.num_context_rows,
-            prompt_index=embedded and torch.from_numpy(embedded.tokens),
-            prompt_embeddings=embedded and torch.from_numpy(embedded.embeddings),
-        )
-        return Computed(self._model.forward(batch, self._kv_pool).float())
-
-    def bring(self, logits: Tensor) -> Tensor:
-        return logits
-
-    def relieve(self) -> None:
-        pass
-
-    @property
-    def memory(self) -> Memory:
         pages = self._kv_pool.nbytes + self._kv_pool.host_nbytes
         return Memory(cpu=self._model.nbytes + pages + self._tables.nbytes)
+
+    def _launch(self, rows: PackedRows) -> Tensor:
+        batch = self._batch(self._upload(self._arrays(rows)), rows.num_context_rows)
+        if self._prompt_tables:
+            batch = self._embed(batch, rows)
+        return self._model.forward(batch, self._kv_pool).float()
+
+    def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
+        """What `_batch` is made of."""
+        return (
+            self._inputs(rows),
+            rows.lines.astype(np.int32),
+            rows.positions,
+            rows.row_starts,
+            rows.kv_lengths,
+            rows.sample_index,
+            rows.sample_rows,
+        )
+
+    def _inputs(self, rows: PackedRows) -> Array:
+        """The tokens of the batch, int64 `[T]`."""
+        token_ids: Array = self._tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
+        return token_ids
+
+    def _upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
+        """Of the tensors of `_arrays`, and those that the model has planned."""
+        token_ids, lines, positions, starts, lengths, index, sample_rows, *plan = tensors
+        return Batch(
+            *(token_ids, positions, starts, lengths, lines),
+            *(self._tables.block_tensor, self._tables.token_tensor, index, sample_rows),
+            num_context_rows=num_context_rows,
+            plan=tuple(plan),
+        )
+
+    def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
+        """With the embeddings of virtual tokens, which stand in contexts alone."""
+        context = slice(0, int(rows.row_starts[rows.num_context_rows]))
+        lines, positions = rows.token_lines[context], rows.positions[context]
+        numbers = self._tables.tokens[lines, positions] - self._model.spec.vocab_size
+        index = np.flatnonzero(numbers >= 0)
+        if not index.size:
+            return batch
+        lines, numbers = lines[index], numbers[index]
+        parts = [(lines == line, self._prompt_tables[line]) for line in np.unique(lines).tolist()]
+        embeddings = np.empty((len(index), parts[0][1].shape[1]), dtype=np.float32)
+        for own, table in parts:
+            embeddings[own] = table[numbers[own]]
+        where, embedded = self._upload((index, embeddings))
+        batch.token_ids.index_fill_(0, where, 0)
+        return replace(batch, prompt_index=where, prompt_embeddings=embedded)

@@ -61,13 +61,12 @@ class TokenChooser:
         lines: Lines,
         tables: SequenceTables,
         sampler: Sampler,
-        gathered: GatheredLogits,
         processing: PostProcessing,
     ) -> None:
         self._lines = lines
         self._tables = tables
         self._sampler = sampler
-        self._gathered = gathered
+        self.gathered = GatheredLogits(lines.num_slots)
         self._processing = processing
         self._drawn = DrawnDrafts(sampler)
         self._sampled: set[int] = set()  # slots whose beams are not searched
@@ -94,8 +93,8 @@ class TokenChooser:
         """Tokens of each row, and what else its request wants."""
         rows = step.rows
         raw: tuple[tuple[int, Tensor], ...] = ()
-        if self._gathered.any_generation:
-            raw = self._gathered.generation_logits(
+        if self.gathered.any_generation:
+            raw = self.gathered.generation_logits(
                 rows.slots, rows.firsts, step.logits, lambda own: own.to("cpu", copy=True)
             )
         with torch.inference_mode():
@@ -117,7 +116,7 @@ class TokenChooser:
         draft are overwritten.
         """
         log_probs = None
-        if self._gathered.any_log_probs and self._gathered.wants_log_probs(rows.slots):
+        if self.gathered.any_log_probs and self.gathered.wants_log_probs(rows.slots):
             log_probs = np.zeros(len(rows.lines), dtype=np.float32)
         logits = logits.cpu()
         if self._lines.max_beam_width > 1 and any(row.beam_width > 1 for row in rows.rows):

@@ -6,16 +6,16 @@ changed, packs its rows, has them computed and has tokens chosen. Decides nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from gptmanager.decoding.lines import Lines
 from gptmanager.errors import response_text
-from gptmanager.executor.gathered_logits import ContextPart, GatheredLogits, split_context
+from gptmanager.executor.gathered_logits import split_context, with_context
 from gptmanager.executor.out_of_memory import Cuts, failures, joined
-from gptmanager.executor.packed_rows import PackedRows, with_drafts
+from gptmanager.executor.packed_rows import PackedRows, offsets
 from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
@@ -46,7 +46,6 @@ class TorchExecutor:
         tables: SequenceTables,
         runner: Runner,
         chooser: TokenChooser,
-        gathered: GatheredLogits,
         *,
         attention_window: AttentionWindow | None = None,
         fused: bool = True,
@@ -58,31 +57,29 @@ class TorchExecutor:
         self._tables = tables
         self._runner = runner
         self._chooser = chooser
-        self._gathered = gathered
+        self._gathered = chooser.gathered
         self._window = attention_window
         self._cuts = Cuts(model.spec.vocab_size, kv_pool.keys.device)
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> StepInFlight:
         """Compute the logits of the schedule's rows."""
-        stall = _Stall()
+        before = _off_cpu_ns()
         with self._runner.stream:
             self._load(schedule)
             if schedule.block_copies:
                 self.kv_pool.copy(schedule.block_copies)
             with torch.inference_mode():
-                computed, context_logits = self._compute(schedule)
-        rows = self._sampling_rows(schedule)
-        self._stalled_ns += stall.nanoseconds()
-        lost = failures(self._lines, schedule, computed) if computed.lost else ()
-        return StepInFlight(schedule, rows, computed.logits, context_logits, computed.inputs, lost)
+                step = self._compute(schedule)
+        self._stalled_ns += max(0, _off_cpu_ns() - before)
+        return step
 
     def sample(self, step: StepInFlight) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
-        stall = _Stall()
+        before = _off_cpu_ns()
         with self._runner.stream:
             step.pending = self._chooser.choose(step)
-        self._stalled_ns += stall.nanoseconds()
+        self._stalled_ns += max(0, _off_cpu_ns() - before)
 
     def result(self, step: StepInFlight) -> StepResult:
         """Wait for the tokens."""
@@ -126,8 +123,6 @@ class TorchExecutor:
         """Bytes of the tensors that it holds, the weights among them."""
         return self._runner.memory
 
-    # What the schedule gave out ----------------------------------------------------------------
-
     def _load(self, schedule: Schedule) -> None:
         """Bring the tables up to date."""
         lines, tables = self._lines, self._tables
@@ -148,26 +143,30 @@ class TorchExecutor:
             line = lines.of(append.slot, append.beam)
             tables.write_blocks(line, append.first, append.block_ids)
 
-    # From rows to logits -----------------------------------------------------------------------
-
-    def _compute(self, schedule: Schedule) -> tuple[Computed, tuple[ContextLogits, ...]]:
+    def _compute(self, schedule: Schedule) -> StepInFlight:
         """Logits of the sequences that yield a token, and those of prompts that a host wants."""
         results: list[Computed] = []
+        sampled: list[tuple[np.ndarray, np.ndarray]] = []
         context_logits: tuple[ContextLogits, ...] = ()
         for context, generation in self._batches(schedule):
-            parts: list[ContextPart] = []
-            if self._gathered.any_context:
-                parts = self._gathered.context_parts(context)
-            computed = self._run(self._pack(context, generation, parts))
-            if parts:
-                logits, brought = split_context(computed.logits, parts, self._runner.bring)
-                computed, context_logits = (
-                    computed._replace(logits=logits),
-                    context_logits + brought,
-                )
-            results.append(computed)
-        whole = results[0] if len(results) == 1 else joined(results)
-        return whole, context_logits
+            rows = self._pack(context, generation)
+            index = rows.sample_index
+            sampled.append((rows.token_lines[index], rows.positions[index] + 1))
+            parts = self._gathered.context_parts(context) if self._gathered.any_context else ()
+            if not parts:
+                results.append(self._run(rows))
+                continue
+            computed = self._run(with_context(rows, parts))
+            logits, brought = split_context(computed.logits, parts, self._runner.bring)
+            results.append(computed._replace(logits=logits))
+            context_logits += brought
+        whole, (lines, positions) = results[0], sampled[0]
+        if len(results) > 1:
+            whole = joined(results)
+            lines, positions = map(np.concatenate, zip(*sampled, strict=True))
+        choices = _sampling_rows(schedule, lines, positions)
+        lost = failures(self._lines, schedule, whole) if whole.lost else ()
+        return StepInFlight(schedule, choices, whole.logits, context_logits, whole.inputs, lost)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
         """Context and generation rows that run at once."""
@@ -192,77 +191,48 @@ class TorchExecutor:
         self._runner.relieve()
         return self._cuts.run(rows, reason, self._run)
 
-    # From a schedule to arrays -----------------------------------------------------------------
-
-    def _sampling_rows(self, schedule: Schedule) -> SamplingRows:
-        """The rows that yield a token, and where the tokens to choose stand."""
-        finished = tuple(row for row in schedule.context_rows if row.samples)
-        rows = (*finished, *schedule.generation_rows)
-        slots, lines, starts, counts = self._sequences(finished, schedule.generation_rows)
-        positions = starts + counts
-        widths = np.ones(len(rows), dtype=np.int64)
-        if len(lines) > len(rows):
-            widths[len(finished) :] = [row.beam_width for row in schedule.generation_rows]
-        if schedule.drafts:
-            drafts = np.array([row.num_drafts for row in rows])
-            widths += drafts
-            lines, positions = with_drafts(lines, positions, np.repeat(drafts, widths - drafts))
-        firsts = np.concatenate(([0], np.cumsum(widths)))
-        return SamplingRows(rows, slots, firsts, lines, positions, schedule.drafts)
-
-    def _sequences(self, context: Rows, generation: Rows) -> tuple[np.ndarray, ...]:
-        """Slot of each row; line, first position and number of tokens of each sequence; int64.
-
-        A context runs as one sequence, whatever its beams will be; in generation each beam is one.
-        """
+    def _pack(self, context: Rows, generation: Rows) -> PackedRows:
+        """A context runs as one sequence, whatever its beams will be; then each beam is one."""
         rows = (*context, *generation)
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        lines = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.position for row in rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        if self._lines.max_beam_width == 1:
-            return slots, slots, starts, counts
-        widths = np.array(
-            [1] * len(context) + [row.beam_width for row in generation], dtype=np.int64
-        )
-        beams = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
-        lines = self._lines.of(slots.repeat(widths), beams)
-        return slots, lines, starts.repeat(widths), counts.repeat(widths)
-
-    def _pack(
-        self, context: Rows, generation: Rows, parts: Sequence[ContextPart] = ()
-    ) -> PackedRows:
-        _, lines, starts, counts = self._sequences(context, generation)
+        drafts = [row.num_drafts for row in rows]
+        widths: np.ndarray | int = 1
+        if self._lines.max_beam_width > 1:
+            widths = np.array([1] * len(context) + [row.beam_width for row in generation])
+            lines = self._lines.of(lines.repeat(widths), offsets(widths))
+            starts, counts = starts.repeat(widths), counts.repeat(widths)
         ends = np.cumsum(counts)
         row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
         row_starts[1:] = ends
-        num_tokens = int(ends[-1])
-        if num_tokens == len(lines):  # one token a sequence
-            positions, token_lines = starts, lines
-        else:
-            positions = np.repeat(starts - (ends - counts), counts) + np.arange(num_tokens)
-            token_lines = np.repeat(lines, counts)
+        positions, token_lines = starts, lines
+        if ends[-1] > len(lines):
+            positions, token_lines = starts.repeat(counts) + offsets(counts), lines.repeat(counts)
         finished = [index for index, row in enumerate(context) if row.samples]
         sample_rows = np.array([*finished, *range(len(context), len(lines))], dtype=np.int64)
         sample_index = ends[sample_rows] - 1
-        drafts = [row.num_drafts for row in context]
-        drafts += (row.num_drafts for row in generation for _ in range(row.beam_width))
         if any(drafts):
-            of_sampled = np.array(drafts)[sample_rows]
-            sample_rows, sample_index = with_drafts(sample_rows, sample_index, of_sampled)
-        for part in parts:  # behind the rows that sample
-            first = ends[part.number] - counts[part.number] + part.first - part.row.position
-            sample_index = np.append(sample_index, np.arange(first, first + part.num_tokens))
-            sample_rows = np.append(sample_rows, np.full(part.num_tokens, part.number))
+            drafted = np.array(drafts).repeat(widths)[sample_rows]
+            sample_index = (sample_index - drafted).repeat(drafted + 1) + offsets(drafted + 1)
+            sample_rows = sample_rows.repeat(drafted + 1)
         return PackedRows(
-            lines,
-            row_starts,
-            (starts + counts).astype(np.int32),
-            positions,
-            token_lines,
-            sample_index,
-            sample_rows,
-            len(context),
+            *(lines, row_starts, (starts + counts).astype(np.int32), positions, token_lines),
+            *(sample_index, sample_rows, len(context)),
         )
+
+
+def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray) -> SamplingRows:
+    """`lines` and `positions` `[S]`: of the choices."""
+    rows, num_generating = schedule.sampling_rows, len(schedule.generation_rows)
+    firsts = np.arange(len(rows) + 1)
+    if len(lines) > len(rows):  # a context has one choice, whatever its beams will be
+        beams = [1] * (len(rows) - num_generating)
+        beams += [row.beam_width for row in schedule.generation_rows]
+        widths = [width + row.num_drafts for width, row in zip(beams, rows, strict=True)]
+        np.cumsum(widths, out=firsts[1:])
+    slots = np.array([row.slot for row in rows], dtype=np.int64)
+    return SamplingRows(rows, slots, firsts, lines, positions, schedule.drafts)
 
 
 def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
@@ -276,13 +246,6 @@ def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
     yield row._replace(position=last[0], num_tokens=last[1] - last[0]), True
 
 
-class _Stall:
-    """Time since its making that this thread did not run."""
-
-    def __init__(self) -> None:
-        self._wall = perf_counter_ns()
-        self._cpu = thread_time_ns()
-
-    def nanoseconds(self) -> int:
-        cpu = thread_time_ns() - self._cpu
-        return max(0, perf_counter_ns() - self._wall - cpu)
+def _off_cpu_ns() -> int:
+    """A clock that runs while this thread does not."""
+    return perf_counter_ns() - thread_time_ns()
