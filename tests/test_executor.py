@@ -15,6 +15,7 @@ import gptmanager
 from gptmanager.assembly.backend import CpuBackend, StepOptions
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.decoding.lines import Lines
+from gptmanager.executor.packed_rows import offsets
 from gptmanager.request.output_options import OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import BlockAppend, Row, Schedule, SequenceStart
@@ -114,6 +115,14 @@ def test_a_quiet_step_passes_four_files(config):
     executing += [] if config is None else ["gathered_logits"]
     expected = {f"executor/{name}.py" for name in executing} | {"decoding/sampling.py"}
     assert {file for file in files if file.startswith(("executor/", "decoding/"))} == expected
+
+
+@pytest.mark.parametrize(
+    "counts, expected", [([2, 0, 3], [0, 1, 0, 1, 2]), ([], [])], ids=["some", "none"]
+)
+def test_offsets_begin_anew_for_each_count(counts, expected):
+    """None: an early piece of a context yields no token, whatever drafts its row has."""
+    assert offsets(np.array(counts, dtype=np.int64)).tolist() == expected
 
 
 def test_a_step_has_no_result_before_it_is_sampled():

@@ -29,8 +29,8 @@ class PackedRows(NamedTuple):
 
 def offsets(counts: np.ndarray) -> np.ndarray:
     """0, 1, 2 ... for each of these counts, one behind the other."""
-    ends: np.ndarray = np.cumsum(counts)
-    found: np.ndarray = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    ends = np.cumsum(counts)
+    found: np.ndarray = np.arange(counts.sum()) - np.repeat(ends - counts, counts)
     return found
 
 
