@@ -195,10 +195,7 @@ recorder/                 writes down the inputs and decisions of a loop; the bl
     black_box             the last of them, in memory
     taps                  a host and an executor that pass everything on
     recorder              what passes between a loop and its world, written down
-    recorded_loop         a loop whose world tells a recorder everything
 host/                     the host's four callbacks, called safely
-    timers                the timers of all calls into a host's code
-    owed_finals           for which requests a final response is due
     read_request          one item that Get returned, read once
     receiver              what Get has returned, on its way to the next intake
     retries               how long Get is left alone after it has failed

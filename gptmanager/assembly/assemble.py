@@ -14,7 +14,6 @@ from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.sizing import Sizes, size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
-from gptmanager.cuda.streams import Stream
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError, response_text
@@ -62,7 +61,14 @@ def assemble(
     )
     lines = Lines(blueprint.num_slots, max_beam_width)
     with _memory_for_steps(params, sizes):
-        processing = _processing(lines, params, processor_timer, backend.stream)
+        processing = PostProcessing(
+            lines,
+            batched=params.logits_post_processor_batched,
+            budget_s=params.logits_post_processor_budget_s,
+            watches_streams=params.check_logits_post_processor_streams,
+            timer=processor_timer,
+            stream=backend.stream,
+        )
         fused = model_type is not ModelType.INFLIGHT_BATCHING
         options = StepOptions(lines, params.max_batch_size, fused, processing)
         executor = backend.executor(model, sizes, options)
@@ -71,19 +77,6 @@ def assemble(
         executor,
         device="cpu" if backend.stream is None else backend.stream.name,
         weights_version=_weights_version(model),
-    )
-
-
-def _processing(
-    lines: Lines, params: OptionalParams, timer: CallbackTimer, stream: Stream | None
-) -> PostProcessing:
-    return PostProcessing(
-        lines,
-        batched=params.logits_post_processor_batched,
-        budget_s=params.logits_post_processor_budget_s,
-        watches_streams=params.check_logits_post_processor_streams,
-        timer=timer,
-        stream=stream,
     )
 
 

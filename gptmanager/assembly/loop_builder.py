@@ -118,24 +118,17 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
 
 
 def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacityScheduler:
-    policy = blueprint.scheduler.capacity_scheduler_policy
-    max_num_requests = blueprint.max_num_requests
-    two_step_lookahead = blueprint.num_micro_batches > 1
+    policy, most = blueprint.scheduler.capacity_scheduler_policy, blueprint.max_num_requests
+    looks_ahead = blueprint.num_micro_batches > 1
     if policy is CapacitySchedulerPolicy.MAX_UTILIZATION:
         return MaxUtilizationScheduler(
-            max_num_requests,
+            most,
             kv_cache,
-            two_step_lookahead=two_step_lookahead,
+            two_step_lookahead=looks_ahead,
             max_pauses=_MAX_PAUSES,
             resume_headroom_blocks=_RESUME_HEADROOM_BLOCKS,
             start_headroom_steps=_START_HEADROOM_STEPS,
         )
-    no_evict = GuaranteedNoEvictScheduler
-    if policy is CapacitySchedulerPolicy.STATIC_BATCH:
-        no_evict = StaticBatchScheduler
-    return no_evict(
-        max_num_requests,
-        kv_cache,
-        two_step_lookahead=two_step_lookahead,
-        started_contexts_first=True,
-    )
+    is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH
+    no_evict = StaticBatchScheduler if is_static else GuaranteedNoEvictScheduler
+    return no_evict(most, kv_cache, two_step_lookahead=looks_ahead, started_contexts_first=True)

@@ -17,7 +17,6 @@ from gptmanager.config import (
     OptionalParams,
     PeftCacheManagerConfig,
     PromptLookup,
-    SchedulerConfig,
 )
 from gptmanager.errors import ConfigError
 
@@ -26,8 +25,6 @@ _LATER = "its support has not landed yet"
 
 # class -> {field: why it is refused when it differs from its default}
 _REFUSED: dict[type, dict[str, str]] = {
-    SchedulerConfig: {},
-    PromptLookup: {},
     KvCacheConfig: {
         "use_uvm": _NO_EFFECT,
         "cross_kv_cache_fraction": _NO_EFFECT,
@@ -54,7 +51,6 @@ _HUGE = 2**63 - 1  # bytes
 
 # field -> (smallest, largest) permitted value
 _RANGES: dict[type, dict[str, tuple[float, float]]] = {
-    SchedulerConfig: {},
     PromptLookup: {
         "max_draft_tokens": (1, _MANY),
         "max_ngram": (1, _MANY),
@@ -70,7 +66,6 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "host_bytes_per_s": (1.0, 1e18),
         "recompute_tokens_per_s": (1.0, 1e18),
     },
-    PeftCacheManagerConfig: {},
     OptionalParams: {
         "run_ahead": (0, 1),
         "max_batch_size": (1, _MANY),
@@ -103,7 +98,7 @@ def checked_fields(config: Any, cls: type, where: str) -> Any:
     if not isinstance(config, cls):
         raise ConfigError(f"{where} = {config!r}, expected {cls.__name__}")
     default = cls()
-    for name, reason in _REFUSED[cls].items():
+    for name, reason in _REFUSED.get(cls, {}).items():
         value = getattr(config, name)
         if not _equal(value, getattr(default, name)):
             raise ConfigError(f"{cls.__name__}.{name} = {value!r} is refused: {reason}")
@@ -111,8 +106,9 @@ def checked_fields(config: Any, cls: type, where: str) -> Any:
         value = getattr(config, name)
         if isinstance(getattr(default, name), bool) and not isinstance(value, bool):
             raise ConfigError(f"{cls.__name__}.{name} = {value!r} is neither True nor False")
-    for name, (low, high) in _RANGES[cls].items():
-        _require_range(cls.__name__, name, getattr(config, name), getattr(default, name), low, high)
+    for name, bounds in _RANGES.get(cls, {}).items():
+        value, neutral = getattr(config, name), getattr(default, name)
+        _require_range(f"{cls.__name__}.{name}", value, neutral, *bounds, name in _UNBOUNDED)
     return copy.copy(config)
 
 
@@ -123,18 +119,15 @@ def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
 
 
 def _require_range(
-    owner: str, name: str, value: Any, default: Any, low: float, high: float
+    where: str, value: Any, default: Any, low: float, high: float, may_lack: bool
 ) -> None:
-    if not isinstance(default, Real) and _equal(value, default):  # None, "auto"
+    # a default may be None or "auto"
+    if (not isinstance(default, Real) and _equal(value, default)) or (value is None and may_lack):
         return
-    if value is None and name in _UNBOUNDED:
-        return
-    is_float = isinstance(low, float)
-    kind = Real if is_float else Integral
+    kind, noun = (Real, "a number") if isinstance(low, float) else (Integral, "an integer")
     number = isinstance(value, kind) and not isinstance(value, bool)
     if not number or not low <= value <= high:  # NaN is not
-        noun = "a number" if is_float else "an integer"
-        raise ConfigError(f"{owner}.{name} = {value!r} must be {noun} from {low} to {high}")
+        raise ConfigError(f"{where} = {value!r} must be {noun} from {low} to {high}")
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -52,13 +52,9 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         PeftCacheManagerConfig,
         "OptionalParams.peft_cache_manager_config",
     )
-    _check_host_tier(params.kv_cache_config)
-    _check_fraction(params.kv_cache_config)
-    _check_sink(params.kv_cache_config)
+    _check_kv_cache(params.kv_cache_config)
     _check_lookup(params)
-    _check_paths(params)
-    _check_progress(params)
-    _check_batched(params)
+    _check_objects(params)
     _check_modes(params)
     _settle_device(params)
     if params.dtype is not None:
@@ -68,16 +64,14 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     return params
 
 
-def _check_host_tier(kv_cache: KvCacheConfig) -> None:
+def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
     if kv_cache.host_cache_size and not kv_cache.enable_block_reuse:
         raise ConfigError(
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
             "it holds blocks that are to be found again"
         )
-    for name, value, neutral in (
-        ("onboard_blocks", kv_cache.onboard_blocks, True),
-        ("secondary_offload_min_priority", kv_cache.secondary_offload_min_priority, None),
-    ):
+    for name, neutral in (("onboard_blocks", True), ("secondary_offload_min_priority", None)):
+        value = getattr(kv_cache, name)
         if value != neutral and not kv_cache.host_cache_size:
             raise ConfigError(
                 f"KvCacheConfig.{name} = {value!r} is about the host tier: it needs host_cache_size"
@@ -86,14 +80,17 @@ def _check_host_tier(kv_cache: KvCacheConfig) -> None:
         raise ConfigError(
             f"KvCacheConfig.host_swap = {kv_cache.host_swap!r} is neither 'auto' nor 'always'"
         )
-
-
-def _check_fraction(kv_cache: KvCacheConfig) -> None:
     fraction = kv_cache.free_gpu_memory_fraction
     if fraction is not None and not (isinstance(fraction, float) and 0 < fraction < 1):
         raise ConfigError(
             f"KvCacheConfig.free_gpu_memory_fraction = {fraction!r} must lie between 0 and 1, "
             "both excluded"
+        )
+    sink, window = kv_cache.sink_token_length, kv_cache.max_attention_window
+    if sink and (window is None or sink >= window):
+        raise ConfigError(
+            f"KvCacheConfig.sink_token_length = {sink} must be less than max_attention_window = "
+            f"{window}"
         )
 
 
@@ -117,19 +114,13 @@ def _check_lookup(params: OptionalParams) -> None:
         )
 
 
-def _check_paths(params: OptionalParams) -> None:
+def _check_objects(params: OptionalParams) -> None:
     for name in ("recording_path", "black_box_path"):
         path = getattr(params, name)
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise ConfigError(f"OptionalParams.{name} = {path!r} is no path")
-
-
-def _check_progress(params: OptionalParams) -> None:
     if params.on_progress is not None and not callable(params.on_progress):
         raise ConfigError(f"OptionalParams.on_progress = {params.on_progress!r} is not callable")
-
-
-def _check_batched(params: OptionalParams) -> None:
     batched = params.logits_post_processor_batched
     if batched is not None and not is_post_processor(batched):
         raise ConfigError(
@@ -177,15 +168,6 @@ def _settle_device(params: OptionalParams) -> None:
         )
     if params.run_ahead is None:
         params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
-
-
-def _check_sink(config: KvCacheConfig) -> None:
-    sink, window = config.sink_token_length, config.max_attention_window
-    if sink and (window is None or sink >= window):
-        raise ConfigError(
-            f"KvCacheConfig.sink_token_length = {sink} must be less than max_attention_window = "
-            f"{window}"
-        )
 
 
 def check_arguments(

@@ -20,7 +20,6 @@ from gptmanager.host.preparation import Preparation
 from gptmanager.host.read_request import not_iterable
 from gptmanager.host.receiver import Receiver
 from gptmanager.host.retries import GetFailures
-from gptmanager.host.timers import HostTimers
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
@@ -52,6 +51,21 @@ class Fetched(NamedTuple):
     num_requests: int
     is_empty: bool
     failed: bool
+
+
+class HostTimers:
+    """Of all calls into a host's code. `all`: in the order in which statistics tell them; the
+    loop's scheduler comes last.
+    """
+
+    def __init__(self) -> None:
+        self.get = CallbackTimer("GetInferenceRequests")
+        self.send = CallbackTimer("SendResponse")
+        self.poll = CallbackTimer("PollStopSignal")
+        self.stats = CallbackTimer("ReturnBatchManagerStats")
+        self.processor = CallbackTimer("LogitsPostProcessor")
+        self.prepare = CallbackTimer("LogitsPostProcessor.prepare")
+        self.all = [self.get, self.send, self.poll, self.stats, self.processor, self.prepare]
 
 
 class CallbackHost:
@@ -110,7 +124,7 @@ class CallbackHost:
 
         If so the caller must fetch: then it enters the loop.
         """
-        self._ask(-1 if room is None else room)
+        self._ask(room)
         return self.holds_requests
 
     @property
@@ -186,7 +200,7 @@ class CallbackHost:
             # an idle manager keeps the pause itself, and is woken from it
             rests = num_active and failures.in_a_row and failures.rests
             if self.is_accepting and room != 0 and not rests:
-                self._ask(-1 if room is None else room)
+                self._ask(room)
         preparation = self.preparation
         if receiver.received or preparation.prepared:
             preparation.collect(receiver.received)
@@ -253,13 +267,13 @@ class CallbackHost:
         if self.lifecycle.is_deposed:
             raise Deposed
 
-    def _ask(self, room: int) -> None:
+    def _ask(self, room: int | None) -> None:
         """Receive what Get returns, also what it yielded before it raised."""
         self._check()
         receiver, failures = self._receiver, self.get_failures
         before = len(receiver.received)
         with self._guarded(self.timers.get) as raised:
-            answer = self._get(room)
+            answer = self._get(-1 if room is None else room)
             try:  # nothing of ours that may fail stands between the answer and its items' queue
                 items = iter(answer)
             except TypeError:

@@ -85,11 +85,7 @@ class Preparation:
                 self._fail_to_prepare(request_id, processor, error)
 
     def _ready_on_arrival(self, requests: Sequence[InferenceRequest]) -> list[int]:
-        ready = []
-        for request in requests:
-            processor = request.logits_post_processor
-            if processor is not None and self._is_ready(processor):
-                ready.append(request.request_id)
+        ready = [r.request_id for r in requests if self._is_ready(r.logits_post_processor)]
         if not ready:
             return ready
         # under an id that is not alone it could be meant for another one
@@ -102,15 +98,11 @@ class Preparation:
         if isinstance(error, RequestError):
             self._fail(Failure(request_id, error))
             return
-        cause = CallbackError(
-            f"logits_post_processor {processor.name} cannot be prepared: {response_text(error)}"
-        )
-        self._fail(Failure(request_id, cause))
-        logger.error(
-            "logits_post_processor %s of request %d cannot be prepared",
-            *(processor.name, request_id),
-            exc_info=error,
-        )
+        name = processor.name
+        text = f"logits_post_processor {name} cannot be prepared: {response_text(error)}"
+        self._fail(Failure(request_id, CallbackError(text)))
+        text = "logits_post_processor %s of request %d cannot be prepared"
+        logger.error(text, name, request_id, exc_info=error)
 
     def _is_ready(self, processor: Any) -> bool:
         """What goes wrong here is met again by `prepare`."""

@@ -21,14 +21,11 @@ class ManagerState(Enum):
     FAILED = "failed"
 
 
+_ENDS = frozenset({ManagerState.STOPPED, ManagerState.FAILED})
 NEXT_MANAGER_STATES: dict[ManagerState, frozenset[ManagerState]] = {
-    ManagerState.STARTING: frozenset(
-        {ManagerState.RUNNING, ManagerState.STOPPED, ManagerState.FAILED}
-    ),
-    ManagerState.RUNNING: frozenset(
-        {ManagerState.DRAINING, ManagerState.STOPPED, ManagerState.FAILED}
-    ),
-    ManagerState.DRAINING: frozenset({ManagerState.STOPPED, ManagerState.FAILED}),
+    ManagerState.STARTING: _ENDS | {ManagerState.RUNNING},
+    ManagerState.RUNNING: _ENDS | {ManagerState.DRAINING},
+    ManagerState.DRAINING: _ENDS,
     ManagerState.STOPPED: frozenset(),
     ManagerState.FAILED: frozenset(),
 }

@@ -10,12 +10,10 @@ import threading
 
 from gptmanager.config import OptionalParams
 from gptmanager.errors import ManagerDeadError, response_text
-from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.log import logger
-from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog
+from gptmanager.lifecycle.watchdog import Hang, Watchdog
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.ending import Ending
-from gptmanager.manager.inbox import Inbox
 
 _SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hangs, too
 
@@ -23,19 +21,10 @@ _SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hang
 class Deputy:
     """`thread`: the one on which it answers for the loop now, if it does."""
 
-    def __init__(
-        self,
-        params: OptionalParams,
-        host: CallbackHost,
-        inbox: Inbox,
-        turn: CallbackTimer,
-        ending: Ending,
-    ) -> None:
+    def __init__(self, params: OptionalParams, ending: Ending) -> None:
         self.thread: threading.Thread | None = None
         self._params = params
-        self._host = host
-        self._inbox = inbox
-        self._turn = turn
+        self._host = ending.host
         self._ending = ending
         self._watched: threading.Thread | None = None
         self._loop: TokenLoop | None = None
@@ -50,7 +39,7 @@ class Deputy:
             self._host.timers.all,
             threading.get_ident(),
             budget_s=params.callback_budget_s,
-            turn=self._turn,
+            turn=self._ending.turn,
             step_budget_s=params.step_budget_s,
             on_hang=self._on_hang,
         )
@@ -77,7 +66,7 @@ class Deputy:
         host.is_accepting = False
         is_sent = host.answer_deposed(error, _SEND_S)
         ending.close()
-        self._inbox.refuse(error)
+        ending.inbox.refuse(error)
         hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
         if not is_sent:
             logger.error("SendResponse hangs itself: no final response can be sent before it ends")

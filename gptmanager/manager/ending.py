@@ -25,10 +25,10 @@ class Ending:
         turn: CallbackTimer,
         on_end: Callable[[], None],
     ) -> None:
-        self._host = host
-        self._inbox = inbox
+        self.host = host
+        self.inbox = inbox
+        self.turn = turn
         self._recorder = recorder
-        self._turn = turn
         self._on_end = on_end
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
@@ -36,7 +36,7 @@ class Ending:
         try:
             loop.abort(error)
         finally:
-            self._host.answer_all(error)
+            self.host.answer_all(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """To the log and to the recorder."""
@@ -48,16 +48,16 @@ class Ending:
 
     def release(self, loop: TokenLoop | None) -> None:
         """Weights and pages go now, not when the host forgets the manager."""
-        self._host.release()
+        self.host.release()
         if loop is not None:
             loop.release()
         give_back()
 
     def close(self) -> None:
         """Every thread that waits for the end learns of it."""
-        self._host.is_accepting = False
-        self._turn.abandon()
-        self._host.lifecycle.ended.set()
-        self._inbox.close()
+        self.host.is_accepting = False
+        self.turn.abandon()
+        self.host.lifecycle.ended.set()
+        self.inbox.close()
         on_end, self._on_end = self._on_end, lambda: None  # its owner is free to go
         on_end()

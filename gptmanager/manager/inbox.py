@@ -62,9 +62,7 @@ class Inbox:
         self.idle_turn = 0
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._questions: deque[Question[Any]] = deque()
-        self._idle_waits: dict[
-            Latch, int
-        ] = {}  # waits for an idle turn, with the first that counts
+        self._idle_waits: dict[Latch, int] = {}  # with the first turn that counts for it
         self._is_closed = False
 
     # From any thread -------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.admission import admit
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.request.inference_request import InferenceRequest
-from gptmanager.request.llm_request import LlmRequest, LlmRequestState, insert_by_priority
+from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
 from gptmanager.scheduler.waiting import Wait, WaitReason, told_by, untold
 
 
@@ -109,55 +109,42 @@ def audit(loop: TokenLoop) -> AuditReport:
         ]
     if ledger.free + ledger.used != ledger.total:
         problems.append(f"{ledger.free} free + {ledger.used} used of {ledger.total} blocks")
-    host = ledger.host_free, ledger.host_used, ledger.host_total
-    if host[0] + host[1] != host[2]:
-        problems.append(f"{host[0]} free + {host[1]} used of {host[2]} host blocks")
-    return AuditReport(
-        not problems,
-        tuple(problems),
-        ledger.total,
-        ledger.free,
-        ledger.used,
-        MappingProxyType(dict(ledger.owners)),
-        ledger.host_total,
-        ledger.host_free,
-        ledger.host_used,
-    )
+    free, used, total = ledger.host_free, ledger.host_used, ledger.host_total
+    if free + used != total:
+        problems.append(f"{free} free + {used} used of {total} host blocks")
+    found, blocks = tuple(problems), (ledger.total, ledger.free, ledger.used)
+    owner_of = MappingProxyType(dict(ledger.owners))
+    return AuditReport(not problems, found, *blocks, owner_of, total, free, used)
 
 
 def explain(loop: TokenLoop, request_id: int) -> Explanation:
     """What keeps a request from running, in numbers."""
-    request = loop.table.by_id.get(request_id)
+    request, active = loop.table.by_id.get(request_id), list(loop.active)
     if request is None:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")
-    waiting = [other for other in loop.active if other.slot < 0]
+    waiting = [other for other in active if other.slot < 0]
     ahead = waiting.index(request) if request in waiting else 0
-    active: list[LlmRequest] = list(loop.active)
     reason, wait, text = _reason(loop, request, active)
     if request.slot < 0:
         text += f"; {ahead} waiting requests stand before it, it was paused "
         text += f"{request.pause_count} times"
     cause = wait.cause or wait.reason
-    blocks = tokens = (0, 0, 0)
-    if cause is WaitReason.KV_BLOCKS:
-        blocks = wait.needed, wait.free, wait.reserved
-    elif cause is WaitReason.TOKEN_BUDGET:
-        tokens = wait.needed, wait.free, wait.reserved
+    is_of_blocks, is_of_tokens = cause is WaitReason.KV_BLOCKS, cause is WaitReason.TOKEN_BUDGET
     return Explanation(
         request_id,
         reason,
         f"request {request_id} {text}",
         state=request.state.name,
         ahead=ahead,
-        running=sum(other.slot >= 0 and other is not request for other in loop.active),
+        running=sum(other.slot >= 0 and other is not request for other in active),
         max_batch_size=loop.max_batch_size,
-        needed_blocks=blocks[0],
+        needed_blocks=wait.needed if is_of_blocks else 0,
         free_blocks=loop.allocator.kv_cache.get_num_free_blocks(),
-        reserved_blocks=blocks[2],
+        reserved_blocks=wait.reserved if is_of_blocks else 0,
         pause_count=request.pause_count,
         behind=wait.behind,
-        needed_tokens=tokens[0],
-        free_tokens=tokens[1] - tokens[2],
+        needed_tokens=wait.needed if is_of_tokens else 0,
+        free_tokens=wait.free - wait.reserved if is_of_tokens else 0,
         num_running=wait.running,
         num_starting=wait.starting,
     )
@@ -188,7 +175,7 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
         loop.table.require_room(loop.table.most_active())
     except CapacityError as error:
         return Fit(False, response_text(error), needed, free, total)
-    active: list[LlmRequest] = list(loop.active)
+    active = list(loop.active)
     insert_by_priority(active, request)
     reason, _, text = _reason(loop, request, active)
     if reason == "starting":
@@ -200,7 +187,7 @@ _NO_WAIT = Wait(WaitReason.BEHIND)
 
 
 def _reason(
-    loop: TokenLoop, request: ActiveRequest, active: list[LlmRequest]
+    loop: TokenLoop, request: ActiveRequest, active: list[ActiveRequest]
 ) -> tuple[str, Wait, str]:
     """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
     if request.state is LlmRequestState.PREPARING:

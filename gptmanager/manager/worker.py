@@ -48,7 +48,7 @@ class Worker:
         self._recovery = Recovery(host, recorder, params.max_step_failures)
         self._turn = CallbackTimer("turn")  # of the loop; none while it rests
         self._ending = Ending(host, inbox, recorder, self._turn, on_end)
-        self._deputy = Deputy(params, host, inbox, self._turn, self._ending)
+        self._deputy = Deputy(params, self._ending)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None

@@ -1,7 +1,11 @@
 """What passes between a loop and its world, written down: recordings, and the black box."""
 
-from gptmanager.recorder.recorded_loop import build_recorded_loop
-from gptmanager.recorder.recorder import Recorder, RecordingExecutor, RecordingHost
+from gptmanager.recorder.recorder import (
+    Recorder,
+    RecordingExecutor,
+    RecordingHost,
+    build_recorded_loop,
+)
 from gptmanager.recorder.recording import Recording, read_recording
 
 __all__ = [

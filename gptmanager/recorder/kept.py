@@ -17,12 +17,7 @@ import torch
 
 from gptmanager.errors import response_text
 from gptmanager.loop.admission import read_draft_logits
-from gptmanager.recorder.requests import (
-    Opaque,
-    RecordedError,
-    RecordedPreparation,
-    RecordedProcessor,
-)
+from gptmanager.recorder.requests import Opaque, RecordedError, recorded_processor
 from gptmanager.recorder.sizes import value_bytes
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
@@ -53,10 +48,12 @@ class Keeper:
         )
 
     def _request(self, request: InferenceRequest) -> InferenceRequest:
-        tensors = dict(request.tensors)
         keywords = {name: getattr(request, name) for name in KEYWORDS}
         keywords["logits_post_processor"] = _named(request.logits_post_processor)
-        kept = {name: self._tensor(name, value, request) for name, value in tensors.items()}
+        kept = {
+            name: self._tensor(name, value, request)
+            for name, value in list(request.tensors.items())
+        }
         return InferenceRequest(request.request_id, kept, **keywords)
 
     def _tensor(self, name: str, value: Any, request: InferenceRequest) -> Any:
@@ -93,8 +90,6 @@ class Keeper:
 
 
 def kept_schedule(schedule: Schedule) -> Schedule:
-    if not any(map(_has_numbers, schedule.starts)):
-        return schedule
     return replace(schedule, starts=tuple(map(_without_numbers, schedule.starts)))
 
 
@@ -116,12 +111,7 @@ def _named(processor: Any) -> Any:
         named = RequestProcessor(processor)
     except BaseException:  # noqa: B036 - what an attribute of the host's raises; it is refused
         return Opaque(type(processor).__name__)
-    return (RecordedPreparation if named.prepares else RecordedProcessor)(named.name)
-
-
-def _has_numbers(start: SequenceStart) -> bool:
-    sampling = start.sampling
-    return (sampling.embedding_bias or start.prompt_table or start.draft_logits) is not None
+    return recorded_processor(named.name, named.prepares)
 
 
 def _without_numbers(start: SequenceStart) -> SequenceStart:

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.loop_builder import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger
+from gptmanager.loop.responses import MakeFinal, final_tensors
+from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.kept import kept_result
 from gptmanager.recorder.recording import End, Turn, make_header
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.recorder.values import to_json
 from gptmanager.request.inference_request import NamedTensor
+from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host, Intake, Schedule, Step, StepResult
 
 _FLUSH_S = 1.0
@@ -102,19 +106,17 @@ class Recorder:
         written, over the one of the failure before, and begins anew.
         """
         try:
-            self._restart(loop, error)
-        except BaseException as raised:  # noqa: B036 - a loop that could go on must not end by this
-            self._give_up(raised)
-
-    def _restart(self, loop: Any, error: BaseException) -> None:
-        box = self._black_box
-        if box is None:
+            box = self._black_box
+            if box is not None:
+                self._write_black_box(box, response_text(error))
+                parts = loop, box.blueprint, self._keep, self._max_bytes
+                self._black_box = BlackBox(*parts, is_new=False)
+                return
             if self._turn is not None:
                 self._turn.recovered = loop.state()
             self.end_turn()
-            return
-        self._write_black_box(box, response_text(error))
-        self._black_box = BlackBox(loop, box.blueprint, self._keep, self._max_bytes, is_new=False)
+        except BaseException as raised:  # noqa: B036 - a loop that could go on must not end by this
+            self._give_up(raised)
 
     # What the two doors call ---------------------------------------------------------------
 
@@ -125,15 +127,14 @@ class Recorder:
         except BaseException as error:  # noqa: B036 - what cannot be written must not end the loop
             self._give_up(error)
 
-    def begin_turn(self, num_active: int, intake: Intake) -> Turn:
+    def begin_turn(self, num_active: int, intake: Intake) -> None:
         ends: list[End] | None = None if self._file is None else []
         if self._black_box is not None and (intake.requests or intake.failures):
             try:
                 intake = self._black_box.keeper.intake(intake)
             except BaseException as error:  # noqa: B036 - what cannot be kept must not end the loop
                 self._give_up(error)
-        self._turn = turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
-        return turn
+        self._turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
 
     def record_schedule(self, schedule: Schedule) -> None:
         if self._turn is not None:
@@ -148,8 +149,7 @@ class Recorder:
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
         turn = self._turn
         if turn is not None and turn.ends is not None:
-            reasons = (value for name, value in reversed(tensors) if name == "finish_reasons")
-            value = next(reasons, None)
+            value = dict(tensors).get("finish_reasons")
             reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
             turn.ends.append(End(request_id, reason, error))
 
@@ -182,10 +182,8 @@ class Recorder:
                 raise RecordingError("the state of the loop alone takes more than black_box_bytes")
             lines.append(to_json({"kind": "end", "reason": "failed", "error": text}))
             if self._black_box_path is None:
-                number, self._black_box_path = tempfile.mkstemp(
-                    prefix="gptmanager-black-box-", suffix=".jsonl"
-                )
-                os.close(number)
+                file, self._black_box_path = tempfile.mkstemp(".jsonl", "gptmanager-black-box-")
+                os.close(file)
             path = Path(self._black_box_path)
             path.write_bytes(b"\n".join(lines) + b"\n")
             logger.error(
@@ -265,3 +263,26 @@ class RecordingExecutor(ExecutorTap):
 
         executor_forward, self.forward = executor.forward, forward
         executor_result, self.result = executor.result, result
+
+
+def build_recorded_loop(
+    blueprint: Blueprint,
+    host: Host,
+    executor: Executor,
+    recorder: Recorder,
+    *,
+    phase_times: PhaseTimes,
+    final: MakeFinal = final_tensors,
+) -> TokenLoop:
+    """As `build_loop`, with `recorder` between the loop and its world, if it is on."""
+    if not recorder.is_on:
+        return build_loop(blueprint, host, executor, phase_times=phase_times, final=final)
+    loop = build_loop(
+        blueprint,
+        RecordingHost(host, recorder),
+        RecordingExecutor(executor, recorder),
+        phase_times=phase_times,
+        final=final,
+    )
+    recorder.start(loop, blueprint)
+    return loop

@@ -69,6 +69,10 @@ class RecordedPreparation(RecordedProcessor):
         self()
 
 
+def recorded_processor(name: str, prepares: bool) -> RecordedProcessor:
+    return RecordedPreparation(name) if prepares else RecordedProcessor(name)
+
+
 class Allowance:
     """How many equal numbers the few bytes of a "fill" may stand for, in all of a recording."""
 
@@ -229,8 +233,7 @@ def value_from_plain(plain: Any, depth: int = 0) -> Any:
     if not isinstance(plain, dict):
         return plain
     if "processor" in plain:
-        kind = RecordedPreparation if plain.get("prepares") is True else RecordedProcessor
-        return kind(_text(plain["processor"]))
+        return recorded_processor(_text(plain["processor"]), plain.get("prepares") is True)
     return _not_finite(plain) if "float" in plain else Opaque(_text(plain.get("opaque")))
 
 
