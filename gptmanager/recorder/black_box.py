@@ -16,8 +16,9 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.kept import Keeper, kept_schedule
 from gptmanager.recorder.recording import Turn, make_header
-from gptmanager.recorder.sizes import schedule_bytes, state_bytes, turn_bytes
+from gptmanager.recorder.sizes import OBJECT, value_bytes
 from gptmanager.recorder.values import to_json
+from gptmanager.step import Schedule
 
 # CPU time that copies of the state may cost, spread over the turns between them
 _STATE_NS_PER_TURN = 2000
@@ -152,3 +153,30 @@ class _Segment:
         self.turns: list[Turn] = []
         self.turn_bytes = 0
         self.max_turn_bytes = max(max_bytes // 2 - self.state_bytes, max_bytes // 8)
+
+
+def turn_bytes(turn: Turn) -> int:
+    """Without the schedule, which is not kept as long. Most turns hold little to look at."""
+    intake, result = turn.intake, turn.result
+    size = 4 * OBJECT
+    if intake.requests or intake.stops or intake.failures or intake.ready:
+        size += value_bytes((intake.requests, *intake.stops, intake.failures, intake.ready))
+    if result is not None:
+        size += result.tokens.nbytes
+        if result.num_tokens is not None or result.beams or result.failures:
+            size += value_bytes((result.num_tokens, result.beams, result.failures))
+    return size
+
+
+def schedule_bytes(schedule: Schedule) -> int:
+    """It counts the rows alone: they are many."""
+    rows = len(schedule.context_rows) + len(schedule.generation_rows)
+    size = OBJECT * (1 + 2 * rows + len(schedule.block_copies))
+    for others in (schedule.block_appends, schedule.starts, schedule.beam_forks, schedule.drafts):
+        if others:
+            size += value_bytes(others)
+    return size
+
+
+def state_bytes(state: LoopState) -> int:
+    return value_bytes(state)
