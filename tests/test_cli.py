@@ -688,7 +688,7 @@ def test_an_interrupt_on_a_terminal_leaves_it_as_it_was(model, tmp_path, environ
                 seen += piece
     os.close(master)
 
-    # Then nothing that ran stays, and lines wrap again
+    # Then nothing that ran stays
     assert process.returncode == 130
     screen = Screen(80)
     screen.feed(seen.decode())

@@ -12,7 +12,8 @@ from gptmanager.recorder.recording import Recording
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures
 from gptmanager.simulator.host_queue import HostQueue
-from gptmanager.terminal.tables import Piece, table
+from gptmanager.terminal.tables import Piece, lines
+from gptmanager.terminal.tables import table as table_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,11 +59,16 @@ class Comparison:
         yield f"{steps:,} request-steps simulated in {self.wall_s:.1f} s ({each})"
 
 
+def table(columns: Mapping[str, Figures]) -> str:
+    """`figures_table` as text."""
+    return "\n".join(lines([figures_table(columns)]))
+
+
 def figures_table(columns: Mapping[str, Figures]) -> Table:
     """A line a figure, a column a policy."""
     shown = [_shown(figures) for figures in columns.values()]
     rows = [(label, *(column[label] for column in shown)) for label in shown[0]]
-    return table(("", *columns), rows, left=(0,))
+    return table_of(("", *columns), rows, left=(0,))
 
 
 def _shown(figures: Figures) -> dict[str, str]:
