@@ -16,9 +16,7 @@ from gptmanager.terminal.options import (
     add_manager_options,
     add_model,
     add_parser,
-    model_type,
-    optional_params,
-    scheduler_config,
+    manager_options,
 )
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.tables import print_report
@@ -70,17 +68,17 @@ def _bench(options: argparse.Namespace) -> int:
     def ran(name: str, figures: Figures) -> None:
         options.region.write(f"{name:12} {figures.tokens_per_second:10,.1f} output tokens/s\n")
 
-    params = optional_params(options)
-    params.on_progress = bars.tell
+    given = manager_options(options)
+    given.params.on_progress = bars.tell
     report = bench(
         BenchOptions(
             model=options.model,
             load=Load(options.num_requests, options.prompt_len, options.output_len),
             repeats=options.repeats,
             peer=options.peer,
-            params=params,
-            scheduler=scheduler_config(options),
-            model_type=model_type(options),
+            params=given.params,
+            scheduler=given.scheduler,
+            model_type=given.model_type,
         ),
         on_start=partial(tell_start, bars, "runs"),
         on_run=ran,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.callbacks import JsonLinesSink, RequestQueue, fan_out, load_tokenizer
-from gptmanager.config import OptionalParams
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.models.read_spec import read_spec
@@ -21,13 +20,12 @@ from gptmanager.run.results_file import Results, new_file
 from gptmanager.run.watch import Recorder, Watch, summary
 from gptmanager.terminal.arguments import check_distinct, positive, seconds
 from gptmanager.terminal.options import (
+    ManagerOptions,
     add_json,
     add_manager_options,
     add_model,
     add_parser,
-    model_type,
-    optional_params,
-    scheduler_config,
+    manager_options,
 )
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.streams import tell
@@ -85,12 +83,13 @@ def _run(options: argparse.Namespace) -> int:
     requests = None if options.requests == "-" else Path(options.requests)
     written = {f"--{name}": getattr(options, name) for name in ("output", "stats", "record")}
     check_distinct({"--requests": requests, **written})
-    params = optional_params(options)
+    given = manager_options(options)
+    params = given.params
     params.recording_path = options.record
     if not options.json:
         params.on_progress = ProgressBars(options.region).tell
     params.callback_budget_s = 1.0 + options.pace  # the pace is kept by a callback
-    summary, losses = serve_file(options, params, LiveView(options.region, quiet=options.json))
+    summary, losses = serve_file(options, given, LiveView(options.region, quiet=options.json))
     print_report(summary, as_json=options.json)
     for loss in losses:
         tell(loss)
@@ -98,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def serve_file(
-    options: argparse.Namespace, params: OptionalParams, view: LiveView
+    options: argparse.Namespace, given: ManagerOptions, view: LiveView
 ) -> tuple[dict[str, Any], list[str]]:
     """Serve every line of the file: a summary, and a sentence for each file that is not whole.
 
@@ -107,7 +106,7 @@ def serve_file(
     has_tokenizer = os.path.lexists(options.model / "tokenizer.json")
     tokenizer = load_tokenizer(options.model) if has_tokenizer else None
     config = read_object(options.model / "config.json")
-    spec = read_spec(config, max_seq_len=params.max_seq_len)
+    spec = read_spec(config, max_seq_len=given.params.max_seq_len)
     lines = read_file(
         options.requests,
         tokenizer,
@@ -131,7 +130,7 @@ def serve_file(
         view.note(f"loading {options.model}")
         queue = stack.enter_context(RequestQueue.for_checkpoint(options.model, max_pending=None))
         recorder = Recorder(queue, is_watched=not view.quiet)
-        manager = stack.enter_context(_manager(options, params, queue, recorder, sinks))
+        manager = stack.enter_context(_manager(options, given, queue, recorder, sinks))
         queue.attach(manager)
         Watch(lines, tokenizer, recorder, results, view).follow(queue)
     losses = [
@@ -147,7 +146,7 @@ def serve_file(
 
 def _manager(
     options: argparse.Namespace,
-    params: OptionalParams,
+    given: ManagerOptions,
     queue: RequestQueue,
     recorder: Recorder,
     sinks: Sequence[JsonLinesSink],
@@ -160,12 +159,12 @@ def _manager(
 
     return GptManager(
         options.model,
-        model_type(options),
+        given.model_type,
         1,
-        scheduler_config(options),
+        given.scheduler,
         recorder.get_inference_requests,
         fan_out(queue.send_response, recorder.see_response),
         paced_poll if options.pace else poll,
         fan_out(recorder.see_statistics, *sinks),
-        params,
+        given.params,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -88,8 +88,16 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add_verbose(group, "manager")
 
 
-def optional_params(options: argparse.Namespace) -> OptionalParams:
-    return OptionalParams(
+class ManagerOptions(NamedTuple):
+    """What `add_manager_options` says of a manager."""
+
+    model_type: ModelType
+    scheduler: SchedulerConfig
+    params: OptionalParams
+
+
+def manager_options(options: argparse.Namespace) -> ManagerOptions:
+    params = OptionalParams(
         kv_cache_config=KvCacheConfig(
             max_tokens=options.kv_cache_tokens,
             tokens_per_block=options.tokens_per_block,
@@ -105,11 +113,5 @@ def optional_params(options: argparse.Namespace) -> OptionalParams:
         deterministic=options.deterministic,
         seed=options.seed,
     )
-
-
-def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
-    return SchedulerConfig(CapacitySchedulerPolicy[options.policy.upper()])
-
-
-def model_type(options: argparse.Namespace) -> ModelType:
-    return _BATCHING[options.batching]
+    scheduler = SchedulerConfig(CapacitySchedulerPolicy[options.policy.upper()])
+    return ManagerOptions(_BATCHING[options.batching], scheduler, params)
