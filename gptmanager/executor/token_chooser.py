@@ -1,8 +1,7 @@
 """`TokenChooser`: from the logits of a step to its tokens, and to what else was asked for.
 
-Decides in which order a step's logits are processed, searched, sampled and compared with drafts;
-how each of these is done is told elsewhere in this package's neighbors. Knows no model and no KV
-cache.
+Decides in which order a step's logits are processed, searched, sampled and compared with drafts.
+`decoding` does each of these. Knows no model and no KV cache.
 """
 
 from __future__ import annotations
