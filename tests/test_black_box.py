@@ -194,6 +194,27 @@ def test_long_prompts_are_dropped_before_they_take_too_much(tmp_path, boxes, mon
     assert report.divergence is None and report.compared >= 1
 
 
+@pytest.mark.parametrize("beam_width", [1, 3])
+def test_histories_count_although_a_state_only_refers_to_them(boxes, beam_width, monkeypatch):
+    """What has ended is alive as long as a state of the box refers to it."""
+    sizes, state = {}, TokenLoop.state
+
+    def noted(loop):
+        found = state(loop)
+        for row in loop.active:
+            sizes[len(row.tokens)] = black_box.state_bytes(found)
+        return found
+
+    monkeypatch.setattr(TokenLoop, "state", noted)
+    make_segments_short(monkeypatch, 8)
+    inputs = {"beam_width": beam_width} if beam_width > 1 else {}
+    host = ScheduledHost([[request(1, 3, 60, **inputs)]])
+    serve(host, None, black_box_iterations=4, kv_cache=KvCacheConfig(max_tokens=256))
+    shortest, longest = min(sizes), max(sizes)
+    assert longest >= shortest + 40
+    assert sizes[longest] - sizes[shortest] >= 40 * (longest - shortest) * beam_width
+
+
 def test_a_state_that_has_no_room_is_told_once_and_tried_again(tmp_path, monkeypatch, caplog):
     size = 2 * MB
     monkeypatch.setattr(black_box, "state_bytes", lambda state: size)

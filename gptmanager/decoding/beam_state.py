@@ -12,6 +12,8 @@ from gptmanager.decoding.beam_search import BeamNode, BeamSearch, Hypothesis
 from gptmanager.decoding.deferred import Deferred
 from gptmanager.decoding.parallel_sampling import ParallelSampling
 
+_NODE_VALUES = 15  # as many numbers take as much memory as a node
+
 
 class BeamNodeState(NamedTuple):
     """`parent`: its number among those before it; -1: none."""
@@ -78,7 +80,8 @@ def beam_state(search: BeamSearch) -> Any:
             is_over,
         )
 
-    return Deferred(make)
+    num_nodes = len(live) * (length + 1)
+    return Deferred(make, _NODE_VALUES * num_nodes)
 
 
 def restore_beams(search: BeamSearch, state: BeamState) -> None:

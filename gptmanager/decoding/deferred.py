@@ -10,15 +10,19 @@ from typing import Any
 
 
 class Deferred:
-    """`make()` gives the value, and the same one whenever it is called."""
+    """`make()` gives the value, and the same one whenever it is called.
 
-    __slots__ = ("make",)
+    `num_values`: how many values it keeps alive until then, about.
+    """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    __slots__ = ("make", "num_values")
+
+    def __init__(self, make: Callable[[], Any], num_values: int) -> None:
         self.make = make
+        self.num_values = num_values
 
 
 def beginning(items: list[Any]) -> Any:
     """The items that a list has now; nothing but appending may happen to it."""
     length = len(items)
-    return Deferred(lambda: items[:length])
+    return Deferred(lambda: items[:length], length)

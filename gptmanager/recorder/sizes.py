@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gptmanager.decoding.deferred import Deferred
 from gptmanager.request.inference_request import InferenceRequest
 
 _NUMBER = 40  # in a list or tuple: the number, and the reference to it
@@ -22,6 +23,8 @@ def value_bytes(value: Any, depth: int = 0) -> int:
         return _length(value)
     if isinstance(value, (str, bytes)):
         return 4 * len(value)
+    if isinstance(value, Deferred):
+        return _NUMBER * value.num_values
     if isinstance(value, InferenceRequest):
         return 10 * OBJECT + sum(OBJECT + value_bytes(item) for item in value.tensors.values())
     if depth >= _MAX_DEPTH:
