@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gptmanager.decoding.deferred import Deferred
+from gptmanager.kv_cache.state import CachedBlockState
 from gptmanager.request.inference_request import InferenceRequest
 
 _NUMBER = 40  # in a list or tuple: the number, and the reference to it
@@ -19,6 +20,8 @@ _PLAIN = {int, float, bool, type(None)}
 
 def value_bytes(value: Any, depth: int = 0) -> int:
     """Of values of the loop, and of what a host gave as a tensor: anything."""
+    if type(value) is CachedBlockState:  # a state holds many: no look at each of their values
+        return _NUMBER * (11 + len(value.tokens))
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return _length(value)
     if isinstance(value, (str, bytes)):
