@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from test_bench import TINY
 
 from gptmanager import OptionalParams, cli
-from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end, parts, workbench
+from gptmanager.bench import EndToEndOptions, bench_end_to_end, end_to_end, workbench
 from gptmanager.bench.dense_reference import compare, dense_logits, why_not
 from gptmanager.bench.device_trace import Ran
 from gptmanager.bench.engine import IterationLog, Session
@@ -151,8 +151,8 @@ def test_random_weights_and_parts(monkeypatch):
     monkeypatch.setattr(workbench, "SMALL_LLAMA", TINY)
     options = EndToEndOptions("cpu", scale=SMALL, only=("check", "load"), quick=True)
     parts = []
-    report = bench_end_to_end(options, on_part=lambda name, result: parts.append(name))
-    assert parts == ["check", "load"] and "steps" not in report
+    report = bench_end_to_end(options, on_start=lambda *given: parts.append(given))
+    assert parts == [("check", 0, 2), ("load", 1, 2)] and "steps" not in report
     assert report["check"]["status"] == "ok" and len(report["load"]) == 1
     assert report["model"]["weights"] == "random"
     with pytest.raises(ConfigError, match="--only chek: there is no such part; there are check, "):
@@ -162,11 +162,11 @@ def test_random_weights_and_parts(monkeypatch):
 def test_no_time_left(folder):
     now = [0.0]
 
-    def a_minute_later(name, result):
-        now[0] += 61 if name == "check" else 0
+    def a_minute_later(name, number, count):
+        now[0] += 61 if name == "steps" else 0
 
     options = EndToEndOptions("cpu", folder, SMALL, minutes=1)
-    report = bench_end_to_end(options, on_part=a_minute_later, clock=lambda: now[0])
+    report = bench_end_to_end(options, on_start=a_minute_later, clock=lambda: now[0])
     skipped = [name for name in end_to_end.PARTS if report[name] == SKIPPED]
     assert skipped == ["steps", "load", "transformers", "saturated", "pressure"]
     assert report["notes"] == [f"{name}: no time left, skipped" for name in skipped]
@@ -186,7 +186,7 @@ def test_a_part_that_fails_does_not_stop_the_others(folder, monkeypatch):
     def fail(*arguments):
         raise OSError("disk gone\nat once")
 
-    monkeypatch.setattr(parts, "compare", fail)
+    monkeypatch.setattr(end_to_end, "compare", fail)
     options = EndToEndOptions("cpu", folder, SMALL, only=("check", "load"), quick=True)
     report = bench_end_to_end(options)
     assert report["check"] == {"status": "failed", "note": "OSError: disk gone"}
@@ -203,7 +203,7 @@ def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
         return session(source, params, **options)
 
     monkeypatch.setattr(workbench, "Session", noted)
-    names = tuple(parts.ABLATIONS)
+    names = tuple(end_to_end.ABLATIONS)
     options = EndToEndOptions("cpu", folder, SMALL, ("load",), quick=True, ablations=names)
     report = bench_end_to_end(options)
     assert made == [(False, True), (False, True), (True, True), (False, False)]
@@ -227,17 +227,18 @@ def test_a_card_that_is_not_there(monkeypatch):
 
 
 def test_interrupted(folder):
-    def interrupt(name, result):
-        raise KeyboardInterrupt
+    def interrupt(name, number, count):
+        if name == "steps":
+            raise KeyboardInterrupt
 
     options = EndToEndOptions("cpu", folder, SMALL, quick=True)
-    report = bench_end_to_end(options, on_part=interrupt)
+    report = bench_end_to_end(options, on_start=interrupt)
     assert report["interrupted"] and report["check"]["status"] == "ok" and "load" not in report
     assert "note: interrupted" in lines(end_to_end_table(report))
 
 
 def test_a_peer_that_is_not_installed(folder, monkeypatch):
-    monkeypatch.setattr(parts, "find_spec", lambda name: None)
+    monkeypatch.setattr(end_to_end, "find_spec", lambda name: None)
     report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
     assert report["transformers"] == {"status": "skipped", "note": "not installed"}
     assert report["notes"] == ["transformers: not installed: skipped"]
@@ -245,7 +246,7 @@ def test_a_peer_that_is_not_installed(folder, monkeypatch):
 
 @OF_TORCH
 def test_a_peer_that_takes_too_long(folder, monkeypatch):
-    monkeypatch.setattr(parts, "_PEER_LIMIT_S", 1e-9)
+    monkeypatch.setattr(end_to_end, "_PEER_LIMIT_S", 1e-9)
     report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))
     peer = report["transformers"]
     tokens = sum(n for _, n in uniform_requests(5, (3, 12), (3, 12), 96)[:3])

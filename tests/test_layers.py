@@ -297,11 +297,9 @@ bench/                    measures speed, its own and that of other libraries
     serving_parts         steps and loads of one manager
     pressure              two policies on a KV cache that is too small
     workbench             device, model and manager of the end-to-end benchmark
-    parts                 its parts
-    end_to_end            the end-to-end benchmark
+    end_to_end            the end-to-end benchmark, part by part
     table                 reports as tables
-    gpu_commands          bench kernels and bench e2e, on the command line
-    command               bench, on the command line
+    command               bench, bench kernels and bench e2e, on the command line
 cli                       the command line
 __main__
 """

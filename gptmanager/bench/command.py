@@ -1,17 +1,38 @@
-"""The command `gptmanager bench`, and those below it."""
+"""The command `gptmanager bench`, and those below it, `kernels` and `e2e`."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import orjson
+
+from gptmanager.bench.end_to_end import PARTS, bench_end_to_end
 from gptmanager.bench.engine import Figures
-from gptmanager.bench.gpu_commands import add_end_to_end, add_kernels, tell_start
+from gptmanager.bench.kernels import KernelOptions, bench_kernels
 from gptmanager.bench.load import Load
+from gptmanager.bench.table import end_to_end_table, kernel_table
 from gptmanager.bench.throughput import BenchOptions, bench
-from gptmanager.terminal.arguments import positive, span
+from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
+from gptmanager.errors import GptManagerError
+from gptmanager.terminal.arguments import (
+    device,
+    minutes,
+    numbers,
+    positive,
+    span,
+    words,
+    writable,
+)
 from gptmanager.terminal.options import (
+    add_device,
+    add_dtype,
     add_json,
     add_manager_options,
     add_model,
@@ -19,8 +40,9 @@ from gptmanager.terminal.options import (
     manager_options,
 )
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.tables import print_report
+from gptmanager.terminal.tables import Piece, print_report, show
 
+_Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 _HELP = """\
 Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
 Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096).
@@ -32,6 +54,32 @@ examples:
   gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
 
 exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted
+"""
+_KERNELS_HELP = """\
+Time each CUDA kernel at the sizes of Llama-3.1-8B. FlashInfer and torch take turns with it where
+they are installed. Copies and products are timed first: shares are shares of those. A kernel whose
+result differs from torch in float32 by more than rounding is wrong, however fast it is.
+"""
+_KERNELS_EXAMPLES = """\
+examples:
+  gptmanager bench kernels --quick                   # two minutes
+  gptmanager bench kernels --only attention --json > attention.json
+
+exit status: 0 all right, 1 a kernel is wrong or failed, 2 no GPU or a wrong call, 130 interrupted
+"""
+_E2E_HELP = """\
+Run a whole model behind a manager, part by part: compare its logits with a dense reference, time
+generation steps, run 256 requests, run some of them through transformers, and fill the KV cache.
+Copies and products are timed first: floors are computed from those. Without --model the weights are
+random, with the shape of Llama-3.1-8B (on a CPU: of a small Llama).
+"""
+_E2E_EXAMPLES = """\
+examples:
+  gptmanager bench e2e --minutes 10 --json > e2e.json
+  gptmanager bench e2e --device cpu --model examples/tiny_llama --requests 8 --lengths 4:24
+
+exit status: 0 all right, 1 logits are wrong or a part failed, 2 no GPU or a wrong call,
+130 interrupted
 """
 
 
@@ -58,8 +106,64 @@ def add_command(commands: Any) -> None:
     below = parser.add_subparsers(
         prog="gptmanager bench", title="on one GPU", metavar="[kernels | e2e]"
     )
-    add_kernels(below)
-    add_end_to_end(below)
+    _add_kernels(below)
+    _add_end_to_end(below)
+
+
+def _add_kernels(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "kernels",
+        _kernels,
+        help="time the CUDA kernels on one GPU",
+        usage="gptmanager bench kernels [options]",
+        description=_KERNELS_HELP,
+        epilog=_KERNELS_EXAMPLES,
+    )
+    _add_shared(parser)
+    add = parser.add_argument
+    told = "kernels with one of these in their name: attention,norms,sampling,..."
+    add("--only", type=words, default=(), metavar="A,B", help=told)
+    add("--peers", type=words, metavar="A,B", help="flashinfer, torch (default: all there are)")
+
+
+def _add_end_to_end(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "e2e",
+        _end_to_end,
+        help="time a whole model on one GPU",
+        usage="gptmanager bench e2e [options]",
+        description=_E2E_HELP,
+        epilog=_E2E_EXAMPLES,
+    )
+    _add_shared(parser)
+    add = parser.add_argument
+    add_device(parser, type=device, default="cuda")
+    add_model(parser)
+    add("--only", type=words, default=(), metavar="A,B", help=f"of {', '.join(PARTS)}")
+    add("--requests", type=positive, metavar="N", help="of the load (default 256, on a CPU 16)")
+    told = "tokens of prompts and outputs (default 100:1024, on a CPU 16:128)"
+    add("--lengths", type=span, metavar="A:B", help=told)
+    add("--batches", type=numbers, metavar="N,N", help="of timed steps (default 1,32,128,256)")
+    add("--contexts", type=numbers, metavar="N,N", help="of timed steps (default 1024,4096)")
+    add_dtype(parser, "bfloat16, on a CPU float32")
+    ablation: dict[str, Any] = {"dest": "ablations", "action": "append_const"}
+    told = "run the load like that, too, beside one that is not"
+    add("--deterministic", const="deterministic", help=told, **ablation)
+    told = "run the load without recorded steps, too, beside one with them"
+    add("--no-graphs", const="no graphs", help=told, **ablation)
+    add("--run-ahead", type=int, choices=(0, 1), help="(default 1, on a CPU 0)")
+    add("--seed", type=int, default=0, metavar="N", help="of random weights (default 0)")
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer cases and repetitions")
+    add("--minutes", type=minutes, metavar="M", help="leave out what does not fit into M minutes")
+    add_json(parser)
+    told = "write the report as JSON to FILE, too: after each part the report so far"
+    add("--output", type=writable, metavar="FILE", help=told)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -80,9 +184,90 @@ def _bench(options: argparse.Namespace) -> int:
             scheduler=given.scheduler,
             model_type=given.model_type,
         ),
-        on_start=partial(tell_start, bars, "runs"),
+        on_start=partial(_tell_start, bars, "runs"),
         on_run=ran,
     )
     bars.close()
     print_report(report, as_json=options.json)
     return 0
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    bars = ProgressBars(options.region, patience_s=0)
+    report = bench_kernels(
+        _as(KernelOptions, options),
+        on_report=partial(_keep, options.output),
+        on_start=partial(_tell_start, bars, "cases"),
+    )
+    bars.close()
+    bad = {row["engines"]["gptmanager"]["status"] for row in report["kernels"]} - {"ok", "skipped"}
+    return _tell(options, report, kernel_table(report), is_right=not bad)
+
+
+def _end_to_end(options: argparse.Namespace) -> int:
+    scale = CPU_SCALE if options.device in ON_CPU else GPU_SCALE
+    given = {
+        name: getattr(options, name) for name in ("requests", "lengths", "batches", "contexts")
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if "lengths" in given:
+        longest = options.lengths[1]
+        given["max_seq_len"] = max(scale.max_seq_len, 2 * longest)
+        given["max_num_tokens"] = max(scale.max_num_tokens, longest)
+    if "requests" in given:
+        given["peer_requests"] = min(scale.peer_requests, options.requests)
+    bars = ProgressBars(options.region, patience_s=0)
+    report = bench_end_to_end(
+        _as(
+            EndToEndOptions,
+            options,
+            scale=replace(scale, **given) if given else None,
+            ablations=tuple(dict.fromkeys(options.ablations or ())),
+        ),
+        on_report=partial(_keep, options.output),
+        on_start=partial(_tell_start, bars, "parts"),
+        on_progress=bars.tell,
+    )
+    bars.close()
+    parts = [report[name] for name in (*PARTS, "ablations") if name in report]
+    bad = any(isinstance(part, Mapping) and part["status"] in ("wrong", "failed") for part in parts)
+    return _tell(options, report, end_to_end_table(report), is_right=not bad)
+
+
+def _as(kind: Callable[..., _Options], options: argparse.Namespace, **others: Any) -> _Options:
+    """Options of a benchmark: `others`, and by name what the command line says."""
+    others["command"] = ("gptmanager", *sys.argv[1:])
+    names = inspect.signature(kind).parameters.keys() - others
+    return kind(**others, **{name: getattr(options, name) for name in names})
+
+
+def _tell(
+    options: argparse.Namespace,
+    report: Mapping[str, Any],
+    parts: Iterable[Piece],
+    *,
+    is_right: bool,
+) -> int:
+    _keep(options.output, report)
+    if options.json:
+        print(orjson.dumps(report).decode())
+    else:
+        show(parts)
+    if report.get("interrupted"):
+        sys.stdout.flush()
+        raise KeyboardInterrupt
+    return 0 if is_right else 1
+
+
+def _tell_start(bars: ProgressBars, what: str, name: str, number: int, count: int) -> None:
+    """Shows which of them runs."""
+    bars.tell(what, number, count, f"{name}, {number + 1} of {count}")
+
+
+def _keep(output: Path | None, report: Mapping[str, Any]) -> None:
+    if output is None:
+        return
+    try:
+        output.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    except OSError as error:
+        raise GptManagerError(f"--output {output}: {error.strerror}") from error

@@ -1,34 +1,47 @@
 """`gptmanager bench e2e`: a whole model behind a manager, part by part, beside transformers.
 
-Decides which parts run and in what order, what is left out when time runs short, and what becomes
-of a part that fails. The model is a checkpoint, or one of random weights made on the device.
+Decides which parts run and in what order, what each runs and how good is good enough, what is left
+out when time runs short, and what becomes of a part that fails.
 """
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from gptmanager.bench.dense_reference import compare, why_not
+from gptmanager.bench.load import uniform_requests
 from gptmanager.bench.machine import find_gpu, header
-from gptmanager.bench.parts import Parts
+from gptmanager.bench.pressure import compare_policies
+from gptmanager.bench.serving_parts import time_load, time_steps, trace_steps
 from gptmanager.bench.timing import Budget
+from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.bench.workbench import ON_CPU, EndToEndOptions, Workbench
-from gptmanager.config import ProgressCallback
+from gptmanager.config import OptionalParams, ProgressCallback
 from gptmanager.errors import ConfigError
 
 PARTS = ("check", "steps", "load", "transformers", "saturated", "pressure")
 _LONG = ("saturated", "pressure")
+# what a manager does otherwise; run only where they are asked for
+ABLATIONS: Mapping[str, Mapping[str, Any]] = {
+    "deterministic": {"deterministic": True},
+    "no graphs": {"cuda_graphs": False},
+}
+_PEER_LIMIT_S = 60.0
+_STEP_GOALS_MS = {1: 4.2, 32: 5.4, 128: 9.0, 256: 15.5}
+_LOAD_GOAL, _PEER_GOAL = 9300, 3.0
 
 
 def bench_end_to_end(
     options: EndToEndOptions,
     *,
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
-    on_part: Callable[[str, Any], None] = lambda name, result: None,
     on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
     on_progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -45,26 +58,28 @@ def bench_end_to_end(
             raise ConfigError(f"--only {word}: there is no such part; there are {', '.join(PARTS)}")
     if options.device not in ON_CPU:
         find_gpu("--device cpu runs a small model on the CPU")
-    budget = Budget(None if options.minutes is None else 60 * options.minutes, clock)
+    budget = Budget(options.minutes and 60 * options.minutes, clock)
     bench = Workbench(options, on_progress)
     with _current(bench.device):
         report = header(options.command, bench.device)
         notes: list[str] = []
 
-        def part_done(name: str, result: Any) -> None:
-            report[name] = result
-            on_part(name, result)
-            on_report({**report, "seconds": round(budget.used, 1), "notes": notes})
+        def told() -> dict[str, Any]:
+            return {**report, "seconds": round(budget.used, 1), "notes": notes}
 
         try:
             report |= bench.load(budget)
-            _run(bench, budget, notes, on_start, part_done)
+            parts, names = Parts(bench, budget, notes), _names(bench)
+            for number, name in enumerate(names):
+                on_start(name, number, len(names))
+                report[name] = parts.run(name)
+                on_report(told())
         except KeyboardInterrupt:
             report["interrupted"] = True
             notes.append("interrupted")
         finally:
             bench.close()
-        return {**report, "seconds": round(budget.used, 1), "notes": notes}
+        return told()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -78,32 +93,6 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return current
 
 
-def _run(
-    bench: Workbench,
-    budget: Budget,
-    notes: list[str],
-    on_start: Callable[[str, int, int], None],
-    on_part: Callable[[str, Any], None],
-) -> None:
-    """Every part that is asked for. One that fails is told, and the next gets a new manager."""
-    parts = Parts(bench, budget, notes)
-    names = _names(bench)
-    for number, name in enumerate(names):
-        on_start(name, number, len(names))
-        if budget.is_spent:
-            notes.append(f"{name}: no time left, skipped")
-            result: Any = {"status": "skipped", "note": "no time left"}
-        else:
-            try:
-                result = getattr(parts, name)()
-            except Exception as error:  # of whatever library a peer comes from
-                text = (str(error).splitlines() or [""])[0]
-                notes.append(f"{name}: failed: {text}")
-                bench.close()
-                result = {"status": "failed", "note": f"{type(error).__name__}: {text}"}
-        on_part(name, result)
-
-
 def _names(bench: Workbench) -> list[str]:
     """The parts that run, in their order."""
     options = bench.options
@@ -115,3 +104,136 @@ def _names(bench: Workbench) -> list[str]:
     if options.ablations:  # before what takes long
         names.insert(names.index("load") + 1 if "load" in names else len(names), "ablations")
     return names
+
+
+class Parts:
+    """A method for each. `notes`: sentences about what was left out: of a part that takes several
+    pieces also those for which no time was left.
+    """
+
+    def __init__(self, bench: Workbench, budget: Budget, notes: list[str]) -> None:
+        self._bench = bench
+        self._scale = bench.scale
+        self._budget = budget
+        self.notes = notes
+
+    def run(self, name: str) -> Any:
+        """What the part found. One that fails is told, and the next gets a new manager."""
+        if self._budget.is_spent:
+            self.notes.append(f"{name}: no time left, skipped")
+            return {"status": "skipped", "note": "no time left"}
+        try:
+            return getattr(self, name)()
+        except Exception as error:  # of whatever library a peer comes from
+            text = (str(error).splitlines() or [""])[0]
+            self.notes.append(f"{name}: failed: {text}")
+            self._bench.close()
+            return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
+
+    def check(self) -> dict[str, Any]:
+        why = why_not(self._bench.config)
+        if why or self._bench.weights is None:
+            return {"status": "skipped", "note": why or "no weights at hand"}
+        vocab_size = self._bench.config["vocab_size"]
+        lengths = [(5, 5), (17, 17), (40, 40), (63, 63)]
+        requests = [
+            (uniform_requests(1, length, (1, 1), vocab_size)[0][0], 16) for length in lengths
+        ]
+        session = self._bench.stage().session
+        return compare(session, self._bench.config, self._bench.weights, requests)
+
+    def steps(self) -> list[dict[str, Any]]:
+        stage, rows = self._bench.stage(), []
+        quick = self._bench.options.quick
+        steps = self._scale.steps // 4 if quick else self._scale.steps
+        contexts = self._scale.contexts[:1] if quick else self._scale.contexts
+        cases = [(batch, context) for context in contexts for batch in self._scale.batches
+                 if context == contexts[0] or batch < max(self._scale.batches)]  # fmt: skip
+        for batch, context in cases:
+            if self._budget.is_spent:
+                self.notes.append(f"steps of {batch} x {context}: no time left, skipped")
+                continue
+            has_goal = self._bench.is_goal_shape and context == 1024
+            goal = _STEP_GOALS_MS.get(batch) if has_goal else None
+            rows.append(time_steps(stage, batch, context, steps, goal))
+        if stage.trace is not None and not self._budget.is_spent:
+            trace = trace_steps(stage, max(self._scale.batches), contexts[0], 4 * steps)
+            rows.append({"trace": trace})
+        return rows
+
+    def load(self) -> list[dict[str, Any]]:
+        stage, goal = self._bench.stage(), _LOAD_GOAL if self._bench.is_goal_shape else None
+        rows = [time_load(stage, self._bench.requests, goal=goal)]
+        if not self._bench.options.quick and not self._budget.is_spent:
+            rows.append(time_load(stage, self._bench.requests, streaming=True))
+        return rows
+
+    def ablations(self) -> list[dict[str, Any]]:
+        """The load, and steps of the smallest and the largest batch, plain and each other way."""
+        rows = [self._ablated("plain", {})]
+        rows += [self._ablated(name, ABLATIONS[name]) for name in self._bench.options.ablations]
+        for row in rows:
+            speeds = (it["output_tokens_per_second"] for it in (row, rows[0]))
+            row["ratio"] = round(operator.truediv(*speeds), 3)
+        return rows
+
+    def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """In a manager of its own."""
+        self._bench.close()
+        try:
+            self._bench.changes = changes
+            stage, context = self._bench.stage(), self._scale.contexts[0]
+            batches = sorted({min(self._scale.batches), max(self._scale.batches)})
+            steps = [time_steps(stage, batch, context, self._scale.steps // 4) for batch in batches]
+            return {"name": name, **time_load(stage, self._bench.requests), "steps": steps}
+        finally:
+            self._bench.changes = {}
+            self._bench.close()
+
+    def transformers(self) -> dict[str, Any]:
+        """Both on the same of the requests, and each alone on the device."""
+        if find_spec("transformers") is None:
+            self.notes.append("transformers: not installed: skipped")
+            return {"status": "skipped", "note": "not installed"}
+        requests = self._bench.requests[: self._scale.peer_requests]
+        ours = max(self._bench.stage().session.run(requests).tokens_per_second for _ in range(2))
+        self._bench.close()
+        params = OptionalParams(dtype=self._bench.dtype)
+        row: dict[str, Any] = {"requests": len(requests), "gptmanager": round(ours, 1)}
+        engine = TransformersPeer(self._bench.source, params, self._bench.device)
+        try:
+            theirs = engine.run(requests, _PEER_LIMIT_S).tokens_per_second
+        except TooSlow as error:
+            theirs = sum(new_tokens for _, new_tokens in requests) / _PEER_LIMIT_S
+            row["note"] = f"{error}: at most this fast"
+        ratio = ours / theirs
+        goal = {"text": f">= {_PEER_GOAL:g} x", "met": ratio >= _PEER_GOAL}
+        return {
+            "status": "ok",
+            **row,
+            "transformers": round(theirs, 1),
+            "ratio": round(ratio, 3),
+            **({"goal": goal} if self._bench.is_goal_shape else {}),
+        }
+
+    def saturated(self) -> list[dict[str, Any]]:
+        """Loads that fill the KV cache, in batches as large as it allows."""
+        rows: list[dict[str, Any]] = []
+        self._bench.close()
+        stage = self._bench.stage(2 * self._scale.max_batch_size) if self._scale.saturated else None
+        for prompt, new_tokens, count in self._scale.saturated:
+            name = f"{prompt}/{new_tokens}"
+            if stage is None or self._budget.is_spent:
+                self.notes.append(f"saturated {name}: no time left, skipped")
+                continue
+            lengths = (prompt, prompt), (new_tokens, new_tokens)
+            requests = uniform_requests(count, *lengths, self._bench.config["vocab_size"])
+            rows.append({"name": name, **time_load(stage, requests)})
+        return rows
+
+    def pressure(self) -> dict[str, Any]:
+        """Each policy in a manager of its own."""
+        self._bench.close()
+        params = self._bench.params(self._scale.max_batch_size)
+        vocab_size = self._bench.config["vocab_size"]
+        return compare_policies(self._bench.source, params, self._scale.pressure, vocab_size)

@@ -1,4 +1,4 @@
-"""Kernel cases run one after the other, each beside its peers in turn, right before fast.
+"""A kernel case, run beside its peers in turn, right before fast.
 
 Decides what is told of a contender that fails, is absent or wrong, and of cases for which no time
 is left. Knows no kernel.
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from gptmanager.bench.cases import OURS, Absent, Bed, Case, Contender, Goal, Planned, Prepared
+from gptmanager.bench.cases import OURS, Absent, Bed, Case, Contender, Planned, Prepared
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.timing import Budget, Spread, Stopwatch, Timer, host_seconds, take_turns
 
@@ -36,6 +36,11 @@ class Entry:
     first_use_s: float | None = None
     plan_s: float | None = None
 
+    @property
+    def right_s(self) -> float | None:
+        """Its figure; None where there is none that is right."""
+        return self.spread.median if self.spread and self.status == "ok" else None
+
 
 @dataclass(frozen=True, eq=False)
 class CaseResult:
@@ -49,42 +54,22 @@ class CaseResult:
 
     def times(self, name: str) -> float | None:
         """How many times as long as ours a peer takes; None where one has no right figure."""
-        ours, peer = self.ours, self.entries[name]
-        if ours.spread is None or peer.spread is None or "wrong" in (ours.status, peer.status):
-            return None
-        return peer.spread.median / ours.spread.median
+        ours, peer = self.ours.right_s, self.entries[name].right_s
+        return peer / ours if ours and peer else None
 
 
-def run_cases(
-    cases: Sequence[Case],
+def run_case(
+    case: Case,
     bed: Bed,
     timer: Timer,
     *,
     rounds: int,
     budget: Budget,
     peers: Sequence[str] | None = None,
-    on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
-) -> Iterator[CaseResult]:
-    """Each case's result, as soon as there is one. `peers`: beginnings of names; None: all.
-
-    `on_start` gets the name of each case before it, its number from 0, and how many there are.
-    """
-    for number, case in enumerate(cases):
-        on_start(f"{case.part}, {case.name}", number, len(cases))
-        if budget.is_spent:
-            yield CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
-            continue
-        yield _run_case(case, bed, timer, rounds, budget.share(len(cases) - number), peers)
-
-
-def _run_case(
-    case: Case,
-    bed: Bed,
-    timer: Timer,
-    rounds: int,
-    budget: Budget,
-    peers: Sequence[str] | None,
 ) -> CaseResult:
+    """Skipped where the budget is spent. `peers`: beginnings of names; None: all."""
+    if budget.is_spent:
+        return CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
     torch.manual_seed(bed.seed)
     prepared, problem = _attempt(lambda: case.prepare(bed))
     if prepared is None:
@@ -185,18 +170,12 @@ def _judged(
 ) -> Iterator[dict[str, Any]]:
     """Goals beside what did not run, or is wrong, are passed over."""
     case, ours = result.case, result.ours
+    peers = {name: entry.right_s for name, entry in result.entries.items()}
     for goal in case.goals:
-        other = _peer_s(result, goal) if goal.kind == "peer" else medians.get((case.part, goal.of))
+        other = peers.get(goal.of) if goal.kind == "peer" else medians.get((case.part, goal.of))
         if ours.spread is not None and (other is not None or not goal.of):
             met = ours.status == "ok" and goal.is_met(case, ours.spread, ceilings, other)
             yield {"text": goal.text, "met": met}
-
-
-def _peer_s(result: CaseResult, goal: Goal) -> float | None:
-    entry = result.entries.get(goal.of)
-    if entry is None or entry.status != "ok" or entry.spread is None:
-        return None
-    return entry.spread.median
 
 
 def _figures(case: Case, entry: Entry, spread: Spread, ceilings: Ceilings) -> dict[str, Any]:

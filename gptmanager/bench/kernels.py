@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from gptmanager.bench.attention_cases import attention_cases
 from gptmanager.bench.cases import OURS, Bed, Case, Sizes
-from gptmanager.bench.kernel_runs import CaseResult, report, run_cases
+from gptmanager.bench.kernel_runs import CaseResult, report, run_case
 from gptmanager.bench.logits_cases import logits_cases
 from gptmanager.bench.machine import cache_bytes, find_gpu, header
 from gptmanager.bench.roofline import measure_ceilings
 from gptmanager.bench.sampling_cases import sampling_cases
-from gptmanager.bench.timing import Budget, DeviceTimer, Timer
+from gptmanager.bench.timing import Budget, DeviceTimer, Timer, host_seconds
 from gptmanager.bench.token_cases import token_cases
 from gptmanager.cuda.launch import DeviceLauncher
 from gptmanager.cuda.norms import rms_norm
@@ -25,7 +24,7 @@ from gptmanager.errors import ConfigError
 
 _ROUNDS, _QUICK_ROUNDS = 20, 5
 _COPY_BYTES, _PRODUCT_WIDTH = 4 << 30, 8192
-_LAUNCHES = 1000
+_LAUNCHES = 50  # so few that no queue fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +54,20 @@ def bench_kernels(
     options: KernelOptions,
     ground: Ground | None = None,
     *,
-    on_result: Callable[[CaseResult], None] = lambda result: None,
     on_report: Callable[[Mapping[str, Any]], None] = lambda report: None,
     on_start: Callable[[str, int, int], None] = lambda name, number, count: None,
 ) -> dict[str, Any]:
     """The report; ConfigError without a GPU, and for an `only` that nothing has.
 
     Interrupted, the report is of what was measured until then and has `interrupted`. `on_report`
-    gets the report so far after each case: it is not lost if the benchmark is killed. `on_start`:
-    as of `run_cases`.
+    gets the report so far after each case: it is not lost if the benchmark is killed. `on_start`
+    gets the name of each case before it, its number from 0, and how many there are.
     """
     cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
     if ground is None:
         find_gpu("the kernel benchmark needs one")
         ground = gpu()
-    bed, budget = ground.bed, Budget(_seconds(options), ground.clock)
+    bed, budget = ground.bed, Budget(options.minutes and 60 * options.minutes, ground.clock)
     started = header(options.command, bed.device)
     ceilings = measure_ceilings(
         ground.timer, bed.device, bed.sizes.dtype, ground.copy_bytes, ground.product_width
@@ -89,17 +87,12 @@ def bench_kernels(
         }
 
     try:
-        for result in run_cases(
-            cases,
-            bed,
-            ground.timer,
-            rounds=rounds,
-            budget=budget,
-            peers=options.peers,
-            on_start=on_start,
-        ):
-            results.append(result)
-            on_result(result)
+        for number, case in enumerate(cases):
+            on_start(f"{case.part}, {case.name}", number, len(cases))
+            share = budget.share(len(cases) - number)
+            results.append(
+                run_case(case, bed, ground.timer, rounds=rounds, budget=share, peers=options.peers)
+            )
             on_report(told())
     except KeyboardInterrupt:
         notes = [f"interrupted after {len(results)} of {len(cases)} cases"]
@@ -148,28 +141,12 @@ def launch_costs(bed: Bed) -> dict[str, float]:
     with torch.cuda.graph(graph):
         kernel()
     work = {"kernel": kernel, "torch op": lambda: torch.neg(x, out=out), "graph": graph.replay}
-    return {name: _host_us(run) for name, run in work.items()}
-
-
-def _host_us(run: Callable[[], object]) -> float:
-    """Median of batches so short that no queue fills."""
-    costs = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(_LAUNCHES // 20):
-            run()
-        costs.append((time.perf_counter() - started) / (_LAUNCHES // 20))
-    torch.cuda.synchronize()
-    return round(float(np.median(costs)) * 1e6, 2)
+    costs = {name: host_seconds(run, bed.device, _LAUNCHES) for name, run in work.items()}
+    return {name: round(seconds * 1e6, 2) for name, seconds in costs.items()}
 
 
 def _has(case: Case, word: str) -> bool:
     return word.lower() in case.part or word.lower() in case.name.lower()
-
-
-def _seconds(options: KernelOptions) -> float | None:
-    return None if options.minutes is None else 60 * options.minutes
 
 
 def _skipped(results: Sequence[CaseResult], options: KernelOptions) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 Run = Callable[[int], object]  # on the set of inputs of that number
 _MIN_ROUNDS = 3
-_HOST_CALLS = 20
+_HOST_ROUNDS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,19 +34,19 @@ class Timer(Protocol):
         """Call `run` on each set of inputs, so that all is compiled; and what times it."""
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceTimer:
     """CUDA events on the current stream. A measurement lasts about `seconds`."""
 
-    def __init__(self, seconds: float = 0.004, most: int = 512) -> None:
-        self._seconds = seconds
-        self._most = most
+    seconds: float = 0.004
+    most: int = 512  # calls of a measurement
 
     def prepare(self, run: Run, num_sets: int) -> Stopwatch:
         for number in range(num_sets):
             run(number)
         torch.cuda.synchronize()
         once = self._mean(lambda: run(0), 1)()
-        calls = max(num_sets, min(self._most, int(self._seconds / max(once, 1e-7)) + 1))
+        calls = max(num_sets, min(self.most, int(self.seconds / max(once, 1e-7)) + 1))
 
         def several() -> None:
             for number in range(calls):
@@ -101,15 +101,16 @@ class ClockTimer:
         return Stopwatch(seconds, "clock")
 
 
-def host_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call until it returns, on an idle device."""
+def host_seconds(work: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Median time of a call until it returns, of so many `calls` that begin on an idle device."""
     costs = []
-    for _ in range(_HOST_CALLS):
+    for _ in range(_HOST_ROUNDS):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
-        work()
-        costs.append(time.perf_counter() - started)
+        for _ in range(calls):
+            work()
+        costs.append((time.perf_counter() - started) / calls)
     return statistics.median(costs)
 
 

@@ -71,7 +71,7 @@ CPU_SCALE = Scale(16, (16, 128), (1, 8), (128,), 16, 16, 64, 1024, 1024, 64 << 2
 class EndToEndOptions:
     """`device`: as in OptionalParams. `dtype` None: the checkpoint's, or of random weights bfloat16
     on a GPU, float32 on a CPU. `run_ahead` None: the device's. `ablations`: names of
-    `parts.ABLATIONS`.
+    `end_to_end.ABLATIONS`.
     """
 
     device: str = "cuda"

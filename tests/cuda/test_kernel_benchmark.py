@@ -14,11 +14,11 @@ from bench_ground import TINY, FakeTimer, ground
 from separate_device import DEVICE, SeparateStream, pin_in
 
 from gptmanager import cli
-from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, gpu_commands, kernels
+from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, command, kernels
 from gptmanager.bench.attention_peers import torch_varlen
 from gptmanager.bench.cases import OURS, Absent, Bed, Case, Goal, Planned, Prepared, largest_error
 from gptmanager.bench.kernel_runs import report as kernel_report
-from gptmanager.bench.kernel_runs import run_cases
+from gptmanager.bench.kernel_runs import run_case
 from gptmanager.bench.kernels import all_cases
 from gptmanager.bench.machine import find_gpu
 from gptmanager.bench.paged_rows import attention_flops, paged_rows
@@ -143,7 +143,7 @@ def test_selection(launcher):
 
 
 def test_the_time_limit_skips_what_is_left(launcher):
-    times = iter(range(0, 10**6, 60))
+    times = iter(range(0, 10**6, 10))
     own = ground(launcher, clock=lambda: next(times))
     report = bench_kernels(KernelOptions(minutes=5, only=("norms", "silu", "rope")), own)
     statuses = [row["engines"][OURS]["status"] for row in report["kernels"]]
@@ -155,18 +155,17 @@ def test_the_time_limit_skips_what_is_left(launcher):
 
 
 def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_path):
-    file, told = tmp_path / "report.json", []
+    file = tmp_path / "report.json"
 
-    def killed(result):
-        told.append(result)
-        if len(told) == 2:
+    def killed(name, number, count):
+        if number == 1:
             raise SystemExit
 
     monkeypatch.setattr(
-        gpu_commands,
+        command,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(
-            options, ground(launcher), on_result=killed, **hooks
+            options, ground(launcher), **{**hooks, "on_start": killed}
         ),
     )
     with pytest.raises(SystemExit):
@@ -175,12 +174,14 @@ def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_pa
     assert len(kept["kernels"]) == 1 and kept["ceilings"] and "interrupted" not in kept
 
 
-def test_an_interrupted_run_tells_what_it_has(launcher):
-    def interrupt(result):
+def interrupted_at_the_second(name, number, count):
+    if number == 1:
         raise KeyboardInterrupt
 
+
+def test_an_interrupted_run_tells_what_it_has(launcher):
     own = ground(launcher)
-    report = bench_kernels(KernelOptions(only=("norms",)), own, on_result=interrupt)
+    report = bench_kernels(KernelOptions(only=("norms",)), own, on_start=interrupted_at_the_second)
     assert report["interrupted"] and len(report["kernels"]) == 1
     assert "interrupted after 1 of 2 cases" in report["notes"]
 
@@ -195,8 +196,7 @@ def case_of(ours, peers=None, **options):
 def run_one(case, bed=None, **options):
     bed = bed or Bed(torch.device("cpu"), None, TINY)
     options = {"rounds": 3, "budget": Budget(), **options}
-    (result,) = run_cases([case], bed, FakeTimer(), **options)
-    return result
+    return run_case(case, bed, FakeTimer(), **options)
 
 
 def right(number):
@@ -277,8 +277,8 @@ def test_ours_is_not_slower_than_a_peer():
             right, {name: lambda run=run: run for name, run in peers.items()}, goals=(goal,)
         )
         bed = Bed(torch.device("cpu"), None, TINY)
-        results = list(run_cases([case], bed, timer, rounds=3, budget=Budget()))
-        return kernel_report(results, ceilings)[0]["goals"]
+        result = run_case(case, bed, timer, rounds=3, budget=Budget())
+        return kernel_report([result], ceilings)[0]["goals"]
 
     assert goals(d=right) == [{"text": "<= 1 x d", "met": True}]
     assert goals(e=right) == []  # no such peer is there
@@ -404,7 +404,7 @@ def test_an_older_torch_is_told(monkeypatch):
 
 def test_the_command(launcher, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        gpu_commands,
+        command,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(options, ground(launcher), **hooks),
     )
@@ -422,7 +422,7 @@ def test_the_command(launcher, monkeypatch, capsys, tmp_path):
 
 def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsys):
     monkeypatch.setattr(
-        gpu_commands,
+        command,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(options, ground(SpoilingLauncher()), **hooks),
     )
@@ -431,14 +431,11 @@ def test_the_command_fails_where_a_kernel_is_wrong(toolchain, monkeypatch, capsy
 
 
 def test_an_interrupted_command_prints_what_it_has(launcher, monkeypatch, capsys):
-    def interrupt(result):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(
-        gpu_commands,
+        command,
         "bench_kernels",
         lambda options, **hooks: bench_kernels(
-            options, ground(launcher), on_result=interrupt, **hooks
+            options, ground(launcher), **{**hooks, "on_start": interrupted_at_the_second}
         ),
     )
     assert cli.main(["bench", "kernels", "--only", "norms"]) == 130
