@@ -57,7 +57,6 @@ scheduler/                who runs
     reuse_delay           which contexts wait for what another is about to compute (no torch)
     start_headroom        whether a request may start beside others (no torch)
     capacity              which active requests get memory (no torch)
-    pausing_walk          one walk down a list whose requests may be paused (no torch)
     max_utilization       the same where requests may be paused for others (no torch)
     reuse_credit          how much of a context that begins is cached (no torch)
     chunk_sizes           a step's tokens, shared out over contexts (no torch)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gptmanager.request.llm_request import LlmRequest, RequestList
-from gptmanager.scheduler.waiting import Wait, WaitReason, counted
+from gptmanager.scheduler.waiting import Wait, WaitReason, lacking
 
 
 class PeftCacheManager(Protocol):
@@ -55,7 +55,5 @@ class AdapterPages:
         cache = self._peft_cache_manager
         if cache is None or task_id is None:
             return Wait(WaitReason.ADAPTER_PAGES)
-        total = cache.get_max_device_pages()
-        needed = cache.determine_num_pages(task_id)
-        claimed = total - self._free
-        return Wait(WaitReason.ADAPTER_PAGES, needed, total, claimed, *counted(taken))
+        needed, total = cache.determine_num_pages(task_id), cache.get_max_device_pages()
+        return lacking(WaitReason.ADAPTER_PAGES, needed, total, self._free, taken)

@@ -20,7 +20,7 @@ from gptmanager.request.llm_request import LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages, PeftCacheManager
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
-from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
+from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full, lacking
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -84,13 +84,29 @@ class KvCapacityScheduler(CapacityScheduler):
         self.max_num_requests = at_least(1, "max_num_requests", self.max_num_requests)
         if self.kv_cache_manager is None:
             raise ConfigError("kv_cache_manager = None: MaxRequestsScheduler needs no KV cache")
-        _kv_cache("kv_cache_manager", self.kv_cache_manager)
-        if self.cross_kv_cache_manager is not None:
-            _kv_cache("cross_kv_cache_manager", self.cross_kv_cache_manager)
-        adapters = self.peft_cache_manager
+        able("kv_cache_manager", self.kv_cache_manager, "get_num_free_blocks", "KvCacheManager")
+        cross, adapters = self.cross_kv_cache_manager, self.peft_cache_manager
+        if cross is not None:
+            able("cross_kv_cache_manager", cross, "get_num_free_blocks", "KvCacheManager")
         if adapters is not None:
             able("peft_cache_manager", adapters, "determine_num_pages", "adapter cache")
         self.two_step_lookahead = flag("two_step_lookahead", self.two_step_lookahead)
+
+    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
+        return self._decide(active_requests)
+
+    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
+        if type(self).schedule_request is not KvCapacityScheduler.schedule_request:
+            return None  # another decision than this class's
+        waits = Waits()
+        self._decide(active_requests, waits)
+        return waits
+
+    @abstractmethod
+    def _decide(
+        self, active_requests: RequestList, waits: Waits | None = None
+    ) -> tuple[RequestList, RequestList]:
+        """The decision; `waits` is told of those that it leaves out."""
 
 
 @dataclass(eq=False, repr=False)
@@ -115,18 +131,9 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
         super().__post_init__()
         self.started_contexts_first = flag("started_contexts_first", self.started_contexts_first)
 
-    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        return self._fitting(active_requests), []
-
-    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        if type(self).schedule_request is not GuaranteedNoEvictScheduler.schedule_request:
-            return None  # another decision than this class's
-        waits = Waits()
-        self._fitting(active_requests, waits)
-        return waits.by_id
-
-    def _fitting(self, active_requests: RequestList, waits: Waits | None = None) -> RequestList:
-        """The decision; `waits` is told of those that it leaves out."""
+    def _decide(
+        self, active_requests: RequestList, waits: Waits | None = None
+    ) -> tuple[RequestList, RequestList]:
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
         if len(fitting) < min(self.max_num_requests, len(schedulable)):
@@ -134,7 +141,7 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
             self._admit(schedulable, fitting, delay, waits)
         elif waits is not None:
             waits.all_but(fitting, schedulable, full(fitting, self.max_num_requests))
-        return fitting
+        return fitting, []
 
     def _running(self, schedulable: RequestList) -> RequestList:
         """The generating requests, as many as may run."""
@@ -181,9 +188,11 @@ class GuaranteedNoEvictScheduler(KvCapacityScheduler):
             needed_cross = 0 if cross is None else cross.get_remaining_blocks_to_completion(request)
             if needed > free_blocks or needed_cross > free_cross_blocks:
                 if waits is not None:
-                    wait = _lacking(self.kv_cache_manager, fitting, needed, free_blocks)
+                    free, left = self.kv_cache_manager.get_num_free_blocks(), free_blocks
                     if cross is not None and needed <= free_blocks:
-                        wait = _lacking(cross, fitting, needed_cross, free_cross_blocks)
+                        needed, left = needed_cross, free_cross_blocks
+                        free = cross.get_num_free_blocks()
+                    wait = lacking(WaitReason.KV_BLOCKS, needed, free, left, fitting)
                     waits.end(request, wait, fitting, schedulable)
                 break
             if request.lora_task_id is None or pages.take(request.lora_task_id):
@@ -220,7 +229,9 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
     Nothing waits for what another is about to compute.
     """
 
-    def _fitting(self, active_requests: RequestList, waits: Waits | None = None) -> RequestList:
+    def _decide(
+        self, active_requests: RequestList, waits: Waits | None = None
+    ) -> tuple[RequestList, RequestList]:
         schedulable = self.schedulable(active_requests)
         fitting = self._running(schedulable)
         if not fitting:
@@ -228,25 +239,13 @@ class StaticBatchScheduler(GuaranteedNoEvictScheduler):
         elif waits is not None:
             wait = Wait(WaitReason.STATIC_BATCH, 0, 0, 0, *counted(fitting))
             waits.all_but(fitting, schedulable, wait)
-        return fitting
-
-
-def _kv_cache(name: str, value: KvCacheManager) -> KvCacheManager:
-    return able(name, value, "get_num_free_blocks", "KvCacheManager")
+        return fitting, []
 
 
 def _unreserved_blocks(kv_cache_manager: KvCacheManager, running: RequestList) -> int:
     """Free blocks less what the running requests may still need."""
     reserved = bulk_counts(kv_cache_manager).sum_remaining_blocks_to_completion(running)
     return kv_cache_manager.get_num_free_blocks() - reserved
-
-
-def _lacking(
-    kv_cache_manager: KvCacheManager, fitting: RequestList, needed: int, left: int
-) -> Wait:
-    """The wait of one that needs more blocks than those taken leave."""
-    free = kv_cache_manager.get_num_free_blocks()
-    return Wait(WaitReason.KV_BLOCKS, needed, free, free - left, *counted(fitting))
 
 
 @functools.cache

@@ -6,19 +6,18 @@ batches in flight, and allocates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from gptmanager.arguments import at_least
-from gptmanager.request.llm_request import LlmRequestState, RequestList
+from gptmanager.request.llm_request import LlmRequest, LlmRequestState, RequestList
 from gptmanager.scheduler.adapter_pages import AdapterPages
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.capacity import KvCapacityScheduler
-from gptmanager.scheduler.pausing_walk import PausingWalk, Room
-from gptmanager.scheduler.reuse_delay import reuse_delay
-from gptmanager.scheduler.start_headroom import StartHeadroom
-from gptmanager.scheduler.waiting import Wait, Waits
+from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
+from gptmanager.scheduler.start_headroom import StartHeadroom, is_started
+from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, full, lacking
 
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
@@ -54,20 +53,9 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         for name in ("resume_headroom_blocks", "start_headroom_steps"):
             setattr(self, name, at_least(0, name, getattr(self, name)))
 
-    def schedule_request(self, active_requests: RequestList) -> tuple[RequestList, RequestList]:
-        return self._decide(active_requests)
-
-    def why_waiting(self, active_requests: RequestList) -> Mapping[int, Wait] | None:
-        if type(self).schedule_request is not MaxUtilizationScheduler.schedule_request:
-            return None  # another decision than this class's
-        waits = Waits()
-        self._decide(active_requests, waits)
-        return waits.by_id
-
     def _decide(
         self, active_requests: RequestList, waits: Waits | None = None
     ) -> tuple[RequestList, RequestList]:
-        """The decision; `waits` is told of those that it leaves out."""
         self.kv_cache_manager.start_scheduling()
         delay = reuse_delay(self.kv_cache_manager, active_requests)
         walk = self.schedulable(active_requests)
@@ -75,15 +63,7 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
         if waits is None and self._rest_fits(walk, len(fitting), blocks):
             rest = walk[len(fitting) :]
             return fitting + (rest if delay is None else delay.undelayed(rest)), []
-        room = Room(
-            self.kv_cache_manager,
-            AdapterPages(self.peft_cache_manager),
-            self._headroom(),
-            self.max_num_requests,
-            self.two_step_lookahead,
-        )
-        pausing = PausingWalk(walk, room, delay, self.max_pauses, waits)
-        return pausing.decide(fitting, blocks)
+        return _PausingWalk(self, walk, fitting, blocks, delay, waits).decide()
 
     def _generating_first(self, walk: RequestList) -> tuple[RequestList, int]:
         """The generating requests at the head of `walk`, and their blocks, if all of them fit.
@@ -123,6 +103,153 @@ class MaxUtilizationScheduler(KvCapacityScheduler):
             [request.lora_task_id is None for request in rest]
         )
 
-    def _headroom(self) -> StartHeadroom | None:
-        blocks, steps = self.resume_headroom_blocks, self.start_headroom_steps
-        return StartHeadroom(self.kv_cache_manager, blocks, steps) if blocks or steps else None
+
+@dataclass(slots=True, eq=False)
+class _PausingWalk:
+    """Walks down `walk`, which it cuts short where requests are paused for others.
+
+    `fitting`, the head of the walk, are taken already, with `blocks`. `waits`, if there are any,
+    are told of those that are left out.
+    """
+
+    policy: MaxUtilizationScheduler
+    walk: RequestList
+    fitting: RequestList
+    blocks: int
+    delay: ReuseDelay | None
+    waits: Waits | None
+    _schedulable: RequestList = field(init=False)
+    _pages: AdapterPages = field(init=False)
+    _headroom: StartHeadroom | None = None
+    _index: int = field(init=False)
+    _paused: RequestList = field(default_factory=list)
+    _preempting: LlmRequest | None = None  # whom others have been paused for
+    _misfits: list[tuple[LlmRequest, Wait, RequestList]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        policy = self.policy
+        self._schedulable = self.walk if self.waits is None else [*self.walk]
+        self._pages = AdapterPages(policy.peft_cache_manager)
+        blocks, steps = policy.resume_headroom_blocks, policy.start_headroom_steps
+        if blocks or steps:
+            self._headroom = StartHeadroom(policy.kv_cache_manager, blocks, steps)
+        self._index = len(self.fitting)
+
+    def decide(self) -> tuple[RequestList, RequestList]:
+        """The fitting requests and the paused."""
+        policy, walk, fitting, delay = self.policy, self.walk, self.fitting, self.delay
+        needed_one_step = policy.kv_cache_manager.get_needed_blocks_one_step
+        has_free_blocks = policy.kv_cache_manager.scheduling_has_free_blocks
+        while self._index < len(walk):
+            request = walk[self._index]
+            if delay is not None and delay.delays(request):
+                self._skip(request, delay)
+                continue
+            needed = needed_one_step(request, policy.two_step_lookahead)
+            # `blocks` alone was found free before, and since then only more became free
+            fits = len(fitting) < policy.max_num_requests and (
+                not needed or has_free_blocks(self.blocks + needed)
+            )
+            if self._headroom is not None and self._starts_too_early(request, needed, fits):
+                continue
+            if fits and (request.lora_task_id is None or self._pages.take(request.lora_task_id)):
+                fitting.append(request)
+                if delay is not None and request.state is _CONTEXT_INIT:
+                    policy.kv_cache_manager.scheduling_add_sequence(request)
+                self.blocks += needed
+                self._index += 1
+            else:
+                self._pause_for(request, needed, fits)
+        if self.waits is not None:
+            self._tell_of_misfits(self.waits)
+        return fitting, self._paused
+
+    def _skip(self, request: LlmRequest, delay: ReuseDelay) -> None:
+        """It waits for a prefix; one that others were paused for only meets its own record."""
+        if self.waits is not None and request is not self._preempting:
+            self.waits.put(request, delay.wait(request, self._schedulable))
+        self._index += 1
+
+    def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
+        """Whether too little stays free beside it: then nothing new starts from here on."""
+        headroom, fitting = self._headroom, self.fitting
+        if headroom is None or not fitting or request is self._preempting or is_started(request):
+            return False
+        if fits:
+            beside = headroom.blocks_beside(request, fitting)
+            blocks = self.blocks + needed + beside
+            if not beside or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
+                return False
+        started = [  # of lower rank; most of a long list waits
+            other
+            for other in self.walk[self._index + 1 :]
+            if (other.context_current_position or other.state is not _CONTEXT_INIT)
+            and is_started(other)
+        ]
+        if started and not request.pause_count:
+            return False  # a first start may pause requests of lower rank
+        if self.waits is not None:
+            beside = headroom.blocks_beside(request, fitting)
+            wait = self._lacking(needed, beside)
+            self.waits.end(request, wait, [*fitting, *started], self.walk)
+        self.walk[self._index :] = started
+        return True
+
+    def _pause_for(self, request: LlmRequest, needed: int, fits: bool) -> None:
+        """Cut the walk short because the request does not fit; pause a victim if there is any.
+
+        The victim, or without one the misfit, leaves the walk with all behind it but those that
+        `max_pauses` spared.
+        """
+        self._preempting = request
+        if self.waits is not None:
+            wait = self._lacking(needed)
+            if fits:
+                wait = self._pages.wait(request.lora_task_id, self.fitting)
+            self._misfits.append((request, wait, [*self.walk]))
+        cut, spared = self._find_victim()
+        if cut is None:
+            cut = self._index
+        else:
+            victim = self.walk[cut]
+            self._paused.append(victim)
+            self.policy.kv_cache_manager.scheduling_remove_sequence(victim.request_id)
+        self.walk[cut:] = spared
+
+    def _tell_of_misfits(self, waits: Waits) -> None:
+        """Those that did not fit, each with the walk that it stood in, in the order of the walk.
+
+        One that others are paused for may be among the fitting in the end, and does not wait
+        itself.
+        """
+        for request, wait, _ in reversed(self._misfits):
+            if request not in self.fitting:
+                waits.put(request, wait)
+        for request, wait, walk in reversed(self._misfits):
+            waits.all_but(self.fitting, walk, wait.of_those_behind(request.request_id))
+
+    def _lacking(self, needed: int, beside: int = 0) -> Wait:
+        """The wait of one that needs more than `fitting` leave: a cell of the batch, or blocks, of
+        which so many must stay free `beside`.
+        """
+        policy, taken = self.policy, self.fitting
+        if len(taken) >= policy.max_num_requests:
+            return full(taken, policy.max_num_requests)
+        free = policy.kv_cache_manager.scheduling_num_free_blocks
+        return lacking(WaitReason.KV_BLOCKS, needed, free, free - self.blocks - beside, taken)
+
+    def _find_victim(self) -> tuple[int | None, RequestList]:
+        """The victim's index in the walk, from the misfit's on, and the spared ones behind it."""
+        walk, first, max_pauses = self.walk, self._index, self.policy.max_pauses
+        exempt: list[int] = []
+        for index in range(len(walk) - 1, first - 1, -1):
+            request = walk[index]
+            if request.state is _CONTEXT_INIT and not request.context_current_position:
+                continue  # as `is_started` would say, but sooner: most of a long list waits
+            if is_started(request):
+                if max_pauses is None or request.pause_count < max_pauses:
+                    return index, [walk[other] for other in reversed(exempt)]
+                exempt.append(index)
+        if exempt and exempt[-1] == first:
+            return exempt[0], []
+        return None, [walk[index] for index in reversed(exempt)]

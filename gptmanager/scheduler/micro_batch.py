@@ -25,7 +25,7 @@ from gptmanager.scheduler.chunk_sizes import (
     share_units,
     trim_drafts,
 )
-from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, counted, full
+from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, full, lacking
 
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -139,11 +139,12 @@ class MicroBatchScheduler:
             is_context = misfit.state in (_CONTEXT_INIT, _ENCODER_INIT)
             cost = misfit.beam_width + misfit.num_draft_tokens
             cost = self._whole_cost(misfit) if is_context else cost
-            wait = _lacking_tokens(cost, limit, limit - scan.num_tokens, taken)
+            left = limit - scan.num_tokens
+            wait = lacking(WaitReason.TOKEN_BUDGET, cost, limit, left, taken)
             waits.end(misfit, wait, taken, requests)
         running = {request.request_id for request in (*context, *generation)}
         self._tell_of_chunks(scan, running, waits)
-        return waits.by_id
+        return waits
 
     def _tell_of_chunks(self, scan: _Scan, running: Set[int], waits: Waits) -> None:
         """Why contexts of the batch got no chunk: what was left when it was their turn.
@@ -162,7 +163,8 @@ class MicroBatchScheduler:
             if in_rounds and self.reuse_credit_rule == "prefix":
                 least = max(0, min(remaining, self.chunk_unit) - credit)
             if request.request_id not in running:
-                waits.put(request, _lacking_tokens(max(1, least), limit, left, taken))
+                needed = max(1, least)
+                waits.put(request, lacking(WaitReason.TOKEN_BUDGET, needed, limit, left, taken))
                 continue
             taken = [*taken, request]
             size = request.context_chunk_size or 0
@@ -283,11 +285,6 @@ class MicroBatchScheduler:
             if request.context_chunk_size != size:
                 request.context_chunk_size = size
         return False
-
-
-def _lacking_tokens(needed: int, limit: int, left: int, taken: RequestList) -> Wait:
-    """The wait of one that needs more tokens than those taken leave of `limit`."""
-    return Wait(WaitReason.TOKEN_BUDGET, needed, limit, limit - left, *counted(taken))
 
 
 def _limit(name: str, value: int | None) -> int | None:

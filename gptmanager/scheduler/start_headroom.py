@@ -30,25 +30,18 @@ class StartHeadroom:
     _counted: int = 0  # of those taken so far
     _growth: int = 0  # theirs
 
-    def suffices(self, request: LlmRequest, needed: int, taken: RequestList, blocks: int) -> bool:
-        """Whether enough stay free when `request` takes `needed`, and `taken` take `blocks`.
+    def blocks_beside(self, request: LlmRequest, taken: RequestList) -> int:
+        """Blocks that must stay free when `request` starts beside `taken`.
 
         `taken` only grows during a pass.
         """
-        headroom = self.resume_blocks if request.pause_count else 0
-        if self.steps:
-            if len(taken) > self._counted:
-                self._growth += self._growth_of(taken[self._counted :])
-                self._counted = len(taken)
-            headroom = max(headroom, self._growth + self._growth_of([request]))
-        if not headroom:
-            return True
-        return self.kv_cache_manager.scheduling_has_free_blocks(blocks + needed + headroom)
-
-    def blocks_beside(self, request: LlmRequest, taken: RequestList) -> int:
-        """Blocks that must stay free when `request` starts beside `taken`."""
         resume = self.resume_blocks if request.pause_count else 0
-        return max(resume, self._growth_of([*taken, request]) if self.steps else 0)
+        if not self.steps:
+            return resume
+        if len(taken) > self._counted:
+            self._growth += self._growth_of(taken[self._counted :])
+            self._counted = len(taken)
+        return max(resume, self._growth + self._growth_of([request]))
 
     def _growth_of(self, requests: RequestList) -> int:
         """Blocks that they take in the steps after this one, or until their ends."""

@@ -6,7 +6,7 @@ Values and sentences only: the policies fill them in, from the same walk that de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -84,14 +84,11 @@ class Wait:
         )
 
 
-@dataclass(slots=True)
-class Waits:
+class Waits(dict[int, Wait]):
     """The waits of one decision, by request id, filled in while it walks down its list."""
 
-    by_id: dict[int, Wait] = field(default_factory=dict)
-
     def put(self, request: LlmRequest, wait: Wait) -> None:
-        self.by_id.setdefault(request.request_id, wait)
+        self.setdefault(request.request_id, wait)
 
     def all_but(self, taken: RequestList, requests: RequestList, wait: Wait) -> None:
         """All of `requests` but those `taken` wait so, if nothing else is told of them."""
@@ -133,9 +130,14 @@ def counted(taken: RequestList) -> tuple[int, int]:
     return running, len(taken) - running
 
 
+def lacking(reason: WaitReason, needed: int, free: int, left: int, taken: RequestList) -> Wait:
+    """The wait of one that needs more than those `taken` leave of what was free."""
+    return Wait(reason, needed, free, free - left, *counted(taken))
+
+
 def full(taken: RequestList, limit: int) -> Wait:
     """The wait of those that find `limit` requests taken."""
-    return Wait(WaitReason.BATCH_FULL, 1, limit, len(taken), *counted(taken))
+    return lacking(WaitReason.BATCH_FULL, 1, limit, limit - len(taken), taken)
 
 
 def _others(running: int, starting: int) -> str:
