@@ -47,6 +47,7 @@ from gptmanager.recorder.requests import (
 )
 from gptmanager.recorder.values import Decoder, field_names, to_json
 from gptmanager.replay import replay
+from gptmanager.request.read_tensors import read_float, read_token_ids
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.simulator.comparison import Machine, hypothetical
 from gptmanager.step import (
@@ -135,6 +136,30 @@ def test_a_request_keeps_its_attributes_and_defaults_are_left_out():
     odd = InferenceRequest(4, cache_salt=False, client_id=False, is_streaming=0)
     back = request_from_plain(orjson.loads(to_json(odd)), Allowance(100))
     assert (back.cache_salt, back.client_id) == (False, False) and back.is_streaming is not False
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.array([[3, 4, 5]], dtype=object),
+        np.array([3, 4, 5], dtype=">i4"),
+        *(torch.tensor([3, 4, 5], dtype=dtype) for dtype in (torch.uint16, torch.uint64)),
+    ],
+)
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        np.array(0.5, dtype=object),
+        np.array([0.5], dtype=np.longdouble),
+        torch.tensor([0.5]).to(torch.float8_e4m3fn),
+    ],
+)
+def test_whatever_dtype_admission_takes_comes_back_as_the_same_numbers(ids, temperature):
+    given = InferenceRequest(1, {"input_ids": ids, "temperature": temperature})
+    back = request_from_plain(orjson.loads(to_json(given)), Allowance(100))
+    for told in (given, back):
+        assert read_token_ids("input_ids", told.input_ids, 10) == [3, 4, 5]
+        assert read_float("temperature", told.temperature, 0.0) == 0.5
 
 
 def test_what_no_json_can_hold_stands_as_opaque():

@@ -137,15 +137,20 @@ def plain_tensor(value: Any) -> Any:
     if isinstance(value, HostRows):
         return {"rows": value.digest, "count": value.count}
     if isinstance(value, torch.Tensor):
-        kind, dtype = "torch", str(value.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES[kind] or value.layout is not torch.strided:
+        if value.layout is not torch.strided:
             return _opaque(value)
-        value = value.detach().cpu()
-        array = (value.float() if dtype == "bfloat16" else value).numpy(force=True)
+        kind, dtype, value = "torch", str(value.dtype).removeprefix("torch."), value.detach().cpu()
+        is_narrow = value.dtype.is_floating_point and dtype not in _DTYPES["numpy"]
+        array = (value.float() if is_narrow else value).numpy(force=True)
+        if dtype not in _DTYPES[kind]:  # 8-bit floats, or unsigned integers
+            kind, dtype = "numpy", array.dtype.name
     elif isinstance(value, np.ndarray):
-        kind, dtype, array = "numpy", value.dtype.name, value
+        array = value.astype(np.float64) if value.dtype == np.longdouble else value
+        kind, dtype = "numpy", array.dtype.name
     else:
         return _plain_value(value)
+    if array.dtype.kind == "O":  # integers, perhaps
+        return _plain_value(array.tolist())
     if array.dtype.name not in _DTYPES["numpy"]:
         return _opaque(value)
     flat = array.reshape(-1)
