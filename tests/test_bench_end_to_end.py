@@ -237,6 +237,16 @@ def test_interrupted(folder):
     assert "note: interrupted" in lines(end_to_end_table(report))
 
 
+def test_interrupted_while_it_loads(folder, monkeypatch):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workbench, "read_checkpoint", interrupt)
+    report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL))
+    assert report["interrupted"] and "model" not in report
+    assert "note: interrupted" in lines(end_to_end_table(report))
+
+
 def test_a_peer_that_is_not_installed(folder, monkeypatch):
     monkeypatch.setattr(end_to_end, "find_spec", lambda name: None)
     report = bench_end_to_end(EndToEndOptions("cpu", folder, SMALL, only=("transformers",)))

@@ -103,12 +103,8 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
 def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
     """A block a part, in the order in which they ran."""
     yield from _header(report)
-    model = report["model"]
-    yield (
-        f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
-        f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
-    )
-    yield from _construction_lines(report)
+    if "model" in report:  # or it was interrupted before that was loaded
+        yield from _model_lines(report["model"], report["construction"])
     for name, parts in (
         ("check", _check_parts),
         ("steps", _step_parts),
@@ -130,12 +126,14 @@ def end_to_end_table(report: Mapping[str, Any]) -> Iterator[Piece]:
     yield from _notes(report)
 
 
-def _construction_lines(report: Mapping[str, Any]) -> Iterator[str]:
+def _model_lines(model: Mapping[str, Any], construction: Mapping[str, Any]) -> Iterator[str]:
     """The first manager compiles; the others find what it compiled."""
-    if "construction" not in report:
-        return
-    yield f"made: weights {report['construction']['weights_s']:.1f} s"
-    for own in report["construction"]["managers"]:
+    yield (
+        f"model: {model['model_type']}, hidden {model['hidden_size']}, {model['num_hidden_layers']}"
+        f" layers, vocabulary {model['vocab_size']}, {model['dtype']}, weights: {model['weights']}"
+    )
+    yield f"made: weights {construction['weights_s']:.1f} s"
+    for own in construction["managers"]:
         name = "".join(f", {field}={own[field]}" for field in _CHANGED if field in own)
         yield (
             f"  a manager of {own['max_batch_size']}{name} {own['made_s']:.1f} s, "
