@@ -181,11 +181,15 @@ def test_every_field_of_a_batch_is_documented_once():
 
 
 def calls(cls):
-    """What is public in a class, with its arguments: `name(argument, other=1)`, or `name`."""
+    """What is public in a class, with its arguments: `name(argument, other=1)`, or `name`.
+
+    A property that gives a method begins its docstring with the call.
+    """
     for name, member in inspect.getmembers_static(cls):
         if not name.startswith("_"):
             if not callable(member):
-                yield name
+                shown = re.match(r"`(\w+\(.*?\))`", inspect.getdoc(member) or "")
+                yield shown[1] if shown else name
                 continue
             parameters = list(inspect.signature(member).parameters.values())[1:]
             plain = [str(it.replace(annotation=it.empty)) for it in parameters]

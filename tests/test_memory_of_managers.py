@@ -124,9 +124,9 @@ def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
     host = EndlessHost(itertools.islice(mixed_requests(512, None), 400), 40)
     with start(model, host, max_active_requests=None) as manager:
         assert host.is_over.wait(60)
-    reuse = manager._loop.allocator.kv_cache._reuse
+    reuse = manager._loop.allocator.kv_cache._sequences.reuse
     lookups = reuse.lookups
-    assert manager._loop.allocator.kv_cache._live == reuse._storing == {}
+    assert manager._loop.allocator.kv_cache._sequences.live == reuse._storing == {}
     assert lookups._lookups == lookups._numbers == lookups._users == {}
     assert lookups._last.requests == []
 

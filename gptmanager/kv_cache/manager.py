@@ -1,4 +1,4 @@
-"""`KvCacheManager`: who holds blocks, and whether there are some for what a scheduler wants to run.
+"""`KvCacheManager`: whether there are blocks for what a scheduler wants to run.
 
 Decides nothing: it answers, from the accounts of the sequences and from what requests need.
 """
@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from gptmanager.arguments import at_least, flag
 from gptmanager.errors import ConfigError
-from gptmanager.kv_cache.block import WhatIf
+from gptmanager.kv_cache.block import BlockCopy, KvCacheReport, LedgerError, WhatIf
 from gptmanager.kv_cache.needs import BlockNeeds, CrossBlockNeeds
 from gptmanager.kv_cache.reuse import BlockReuse, ReuseCounts, ReuseOptions
 from gptmanager.kv_cache.sequences import KvSequences
@@ -21,7 +21,7 @@ from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest, Llm
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 
 
-class KvCacheManager(KvSequences):
+class KvCacheManager:
     """Counts blocks of `tokens_per_block` positions; ids are request ids.
 
     What cannot be had raises and leaves no change. An id that holds nothing is a ValueError.
@@ -60,7 +60,7 @@ class KvCacheManager(KvSequences):
     from its first context chunk on, shared by all beams, and never more.
     """
 
-    __slots__ = ("_lookups", "_what_if")
+    __slots__ = ("num_blocks", "tokens_per_block", "_lookups", "_needs", "_sequences", "_what_if")
 
     def __init__(
         self,
@@ -98,7 +98,119 @@ class KvCacheManager(KvSequences):
         if is_reused:
             _check_reuse(needs, sink_token_length)
             reuse = BlockReuse(num_blocks, needs.tokens_per_block, needs.window, options)
-        super().__init__(num_blocks, needs, reuse)
+        self.num_blocks = num_blocks
+        self.tokens_per_block = needs.tokens_per_block
+        self._needs = needs
+        self._begin(reuse)
+
+    def reset(self) -> None:
+        """Begin anew: no sequence, all blocks free, nothing cached; whatever happened before."""
+        reuse = self._sequences.reuse
+        self._begin(None if reuse is None else reuse.anew())
+
+    # What sequences do ----------------------------------------------------------------------
+
+    def add_sequence(self, request: LlmRequest) -> tuple[BlockCopy, ...]:
+        """Take the blocks of the whole prompt, also when only its first chunk runs now.
+
+        All beams share them but for a last, partial block, which each beam has for itself. With
+        block reuse the context of `request` moves on to behind what is cached: in the first beam,
+        so that the context must be computed there, and the others forked from it. The copies that
+        are returned must be made, in order, before anything is written, after those of earlier
+        calls; those that `add_token` left to be made are among them. Raises
+        DuplicateRequestIdError, or CapacityError when there are not enough free blocks.
+        """
+        return self._sequences.add_sequence(request)
+
+    @property  # called for each row of each step: a method would be one more call for each
+    def add_token(self) -> Callable[[int], tuple[int, ...]]:
+        """`add_token(request_id)` stores one more position in each beam of the request.
+
+        It returns the blocks that this took, one a beam, mostly (). With a host tier `take_moves`
+        has what must be copied before they are written. Raises CapacityError when there are not
+        enough free blocks.
+        """
+        return self._sequences.add_token
+
+    def rewind(self, request_id: int, num_tokens: int) -> None:
+        """Forget the last `num_tokens` positions; blocks that held nothing else become free.
+
+        ValueError for beams, for more than is stored, and past the attention window for more than
+        the last token: what the window lost to the others is needed again. Also for an end inside
+        a block that other sequences share.
+        """
+        self._sequences.rewind(request_id, num_tokens)
+
+    def fork(self, request_id: int, parents: Sequence[int]) -> tuple[BlockCopy, ...]:
+        """Beam i goes on from what beam `parents[i]` holds; never allocates.
+
+        Full blocks become shared, a partial last block stays private to each beam. Returns what
+        the device must copy before the next position is stored, as `add_sequence` does. The block
+        tables change in every beam but those that are their own parent. ValueError past the
+        attention window.
+        """
+        return self._sequences.fork(request_id, parents)
+
+    def take_moves(self) -> tuple[BlockCopy, ...]:
+        """The copies, in order, that no call has returned yet: none without a host tier."""
+        return self._sequences.take_moves()
+
+    def store_context(self, request: LlmRequest) -> None:
+        """The context of `request` is computed: its full blocks may be reused from now on.
+
+        What is written later is computed after it, so a launched context counts as computed.
+        """
+        self._sequences.store_context(request)
+
+    def remove(self, request_id: int, store: bool = True) -> None:
+        """End the sequence. `store`: what it held may be reused, all but for its newest token.
+
+        Its tokens are those of the request that was added, as far as they are confirmed. Blocks
+        become free from the last one to the first, so that a prefix outlives its ends.
+        """
+        self._sequences.remove(request_id, store)
+
+    def withdraw(self, request_id: int) -> None:
+        """What the sequence holds is not to be found, neither now nor when it has ended.
+
+        Nor does any other that shares some of it leave anything.
+        """
+        self._sequences.withdraw(request_id)
+
+    def clear_cached(self) -> None:
+        """Forget what blocks hold, live sequences' included: the weights have been replaced."""
+        self._sequences.clear_cached()
+
+    # What is held ---------------------------------------------------------------------------
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._sequences.live
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._sequences.pool.free)
+
+    def block_ids(self, request_id: int) -> list[list[int]]:
+        """The block table of each beam, as the caller's own lists."""
+        return self._sequences.block_ids(request_id)
+
+    def num_tokens(self, request_id: int) -> int:
+        """Positions stored in each beam; past the attention window, ever stored."""
+        return self._sequences.num_tokens(request_id)
+
+    def num_cached_tokens(self, request_id: int) -> int:
+        """Tokens of the prompt that were found in the cache when the sequence was added."""
+        return self._sequences.num_cached_tokens(request_id)
+
+    def audit(self) -> KvCacheReport:
+        """Everything counted anew, each held block with its owners."""
+        return self._sequences.audit()
+
+    def check(self) -> None:
+        """Raises LedgerError, naming block and owner, unless every count agrees with the tables."""
+        problem = self.audit().problem
+        if problem is not None:
+            raise LedgerError(problem)
 
     # What requests need ---------------------------------------------------------------------
 
@@ -112,7 +224,7 @@ class KvCacheManager(KvSequences):
         return self._needs.window
 
     def get_num_free_blocks(self) -> int:
-        return len(self._pool.free)
+        return len(self._sequences.pool.free)
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Blocks that the request fills in its whole life, INCLUDING what it holds already."""
@@ -120,12 +232,12 @@ class KvCacheManager(KvSequences):
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks that the request must still take to come to its end: whole life minus held."""
-        held = self._live.get(request.request_id)
+        held = self._sequences.live.get(request.request_id)
         if held is None:
             needed = self._needs.remaining(request, 0)
             if self._lookups is None or request.state >= _IN_PROGRESS:
                 return needed
-            ref_counts = self._pool.ref_counts
+            ref_counts = self._sequences.pool.ref_counts
             return needed - len(self._held_prefix(request, ref_counts.__getitem__))
         if held.life_tokens == request.prompt_len + request.max_new_tokens:
             return held.remaining_blocks
@@ -133,7 +245,7 @@ class KvCacheManager(KvSequences):
 
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
         """The sum of `get_remaining_blocks_to_completion` over `requests`, in one go."""
-        find = self._live.get
+        find = self._sequences.live.get
         total = 0
         for request in requests:
             held = find(request.request_id)
@@ -172,11 +284,11 @@ class KvCacheManager(KvSequences):
 
     def start_scheduling(self) -> None:
         """Begin a what-if from the present accounts; the one before it is forgotten."""
-        self._what_if = WhatIf(self._pool)
+        self._what_if = WhatIf(self._sequences.pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
         """As if it were removed: what only it held is free. Who holds nothing frees nothing."""
-        sequence = self._live.get(request_id)
+        sequence = self._sequences.live.get(request_id)
         if sequence is not None:
             self._what_if.remove(sequence)
 
@@ -196,18 +308,17 @@ class KvCacheManager(KvSequences):
 
     @property
     def enable_block_reuse(self) -> bool:
-        return self._reuse is not None
+        return self._sequences.reuse is not None
 
     @property
     def reuse_counts(self) -> ReuseCounts:
-        return ReuseCounts() if self._reuse is None else self._reuse.counts
+        reuse = self._sequences.reuse
+        return ReuseCounts() if reuse is None else reuse.counts
 
     @property
     def host_counts(self) -> HostCounts:
-        counts = self.reuse_counts
-        free = counts.host_blocks - counts.cached_host_blocks
-        moved = counts.offloaded_blocks, counts.onboarded_blocks
-        return HostCounts(counts.host_blocks, free, *moved)
+        reuse = self._sequences.reuse
+        return HostCounts() if reuse is None else reuse.host_counts
 
     def get_reusable_tokens(self, request: LlmRequest) -> int:
         """Tokens of the full cached blocks that the request would find if it started now."""
@@ -241,7 +352,8 @@ class KvCacheManager(KvSequences):
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:
         """While one of `requests` starts, what `get_reusable_tokens` said of the others holds."""
-        return nullcontext() if self._reuse is None else self._reuse.holding(requests)
+        reuse = self._sequences.reuse
+        return nullcontext() if reuse is None else reuse.holding(requests)
 
     def forget_waiting(self, request_id: int) -> None:
         """A request that was asked about has ended, started or not."""
@@ -251,7 +363,7 @@ class KvCacheManager(KvSequences):
     # Inside ---------------------------------------------------------------------------------
 
     def _begin(self, reuse: BlockReuse | None) -> None:
-        super()._begin(reuse)
+        self._sequences = KvSequences(self.num_blocks, self._needs, reuse)
         self._lookups = None if reuse is None else reuse.lookups
         self.start_scheduling()
 

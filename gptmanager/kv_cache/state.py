@@ -82,10 +82,11 @@ class KvCacheState(NamedTuple):
 
 
 def kv_cache_state(kv_cache: KvCacheManager) -> KvCacheState:
-    reuse = kv_cache._reuse
+    sequences = kv_cache._sequences
+    reuse = sequences.reuse
     return KvCacheState(
-        tuple(map(_sequence_state, kv_cache._live.values())),
-        tuple(kv_cache._pool.free),
+        tuple(map(_sequence_state, sequences.live.values())),
+        tuple(sequences.pool.free),
         None if reuse is None else _reuse_state(reuse),
     )
 
@@ -97,13 +98,14 @@ def restore_kv_cache(
 
     Raises LedgerError if the accounts would not prove right.
     """
-    pool, reuse = kv_cache._pool, kv_cache._reuse
+    sequences = kv_cache._sequences
+    pool, reuse = sequences.pool, sequences.reuse
     if (reuse is None) != (state.reuse is None):
         raise LedgerError("a state with block reuse belongs to a cache with block reuse")
     for sequence in state.sequences:
         if sequence.request_id not in requests or sequence.request_id in kv_cache:
             raise LedgerError(f"request {sequence.request_id} cannot hold blocks")
-        _restore_sequence(kv_cache, sequence)
+        _restore_sequence(sequences, sequence)
     _check_blocks(state.free, 0, kv_cache.num_blocks)
     pool.free.clear()
     pool.free.update(dict.fromkeys(state.free))
@@ -126,7 +128,7 @@ def _sequence_state(held: BlockTables) -> SequenceState:
     )
 
 
-def _restore_sequence(kv_cache: KvSequences, state: SequenceState) -> None:
+def _restore_sequence(sequences: KvSequences, state: SequenceState) -> None:
     held = BlockTables(state.request_id, state.num_slots, [list(table) for table in state.tables])
     held.peak_slots = state.peak_slots
     held.life_tokens, held.total_blocks = state.life_tokens, state.total_blocks
@@ -134,11 +136,11 @@ def _restore_sequence(kv_cache: KvSequences, state: SequenceState) -> None:
     if not held.tables:
         raise LedgerError(f"request {state.request_id} has no block table")
     for table in held.tables:
-        _check_blocks(table, 0, kv_cache.num_blocks)
+        _check_blocks(table, 0, sequences.num_blocks)
         for block in table:
-            kv_cache._pool.ref_counts[block] += 1
-    kv_cache._live[state.request_id] = held
-    kv_cache._table_changed(held)
+            sequences.pool.ref_counts[block] += 1
+    sequences.live[state.request_id] = held
+    sequences.table_changed(held)
 
 
 def _reuse_state(reuse: BlockReuse) -> ReuseState:

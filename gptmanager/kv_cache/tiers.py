@@ -57,6 +57,10 @@ class HostTier:
         self.evictable = self.queue.blocks
         self.offloaded = self.onboarded = 0
 
+    @property
+    def counts(self) -> HostCounts:
+        return HostCounts(self.num_blocks, len(self.free), self.offloaded, self.onboarded)
+
     def drop(self, block: int) -> None:
         """What the block holds is not cached any more."""
         self.evictable.pop(block, None)

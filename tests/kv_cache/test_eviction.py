@@ -74,9 +74,11 @@ def test_what_is_found_again_and_again_does_not_pile_up():
     run(kv, 500, priority=10)
     for _ in range(300):
         run(kv, 0, num_blocks=4, priority=90)
-    queue = kv._pool.queue
+    queue = kv._sequences.pool.queue
     assert len(queue._heap) <= 2 * len(queue.blocks) + 65
-    assert queue.first(kv._pool.tree.is_leaf) == searched(queue, kv._pool.tree.is_leaf)
+    assert queue.first(kv._sequences.pool.tree.is_leaf) == searched(
+        queue, kv._sequences.pool.tree.is_leaf
+    )
 
 
 @pytest.mark.parametrize("hosts", [0, 3])
@@ -93,7 +95,7 @@ def test_a_copy_by_its_state_decides_the_same(hosts):
         for each in (kv, copy):
             run(each, 100 * i, 1 + i % 3, priority=[None, 40, 60][i % 3])
             each.check()
-        assert list(copy._pool.free) == list(kv._pool.free)
+        assert list(copy._sequences.pool.free) == list(kv._sequences.pool.free)
         assert copy.reuse_counts == kv.reuse_counts
 
 
@@ -104,7 +106,7 @@ def test_priorities_that_end_and_begin_again_are_those_of_now():
     run(kv, 200)
     run(kv, 300)  # takes the place of 100
     kv.clear_cached()
-    assert kv._pool.tree.num_prioritized == 0
+    assert kv._sequences.pool.tree.num_prioritized == 0
     for start in (0, 100, 200):
         run(kv, start)
     run(kv, 100, priority=0)
