@@ -6,6 +6,7 @@ Arrays on the CPU, and what of them a device must have. Knows nothing of schedul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import torch
 from gptmanager.cuda.uploads import Upload
 
 Ints = npt.NDArray[np.int64]
-Written = tuple[int, npt.NDArray[np.int32]]  # values, and the cell of the first
+Written = tuple[Ints, npt.NDArray[Any]]  # cells, and what was written to them
 
 
 class SequenceTables:
@@ -63,7 +64,7 @@ class DeviceTables(SequenceTables):
         self.block_tensor = torch.zeros(self.blocks.shape, dtype=torch.int32, device=device)
         self._written_tokens: list[Written] = []
         self._written_blocks: list[Written] = []
-        self._forks: list[tuple[int, Sequence[int]]] = []
+        self._forks: list[Written] = []  # lines, and those that they go on from
 
     @property
     def device_nbytes(self) -> int:
@@ -72,16 +73,19 @@ class DeviceTables(SequenceTables):
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
         super().write_tokens(line, first, tokens)
         cell = line * self.tokens.shape[1] + first
-        self._written_tokens.append((cell, np.array(tokens, dtype=np.int32)))
+        cells = np.arange(cell, cell + len(tokens))
+        self._written_tokens.append((cells, np.array(tokens, dtype=np.int32)))
 
     def write_blocks(self, line: int, first: int, block_ids: Sequence[int]) -> None:
         super().write_blocks(line, first, block_ids)
         cell = line * self.blocks.shape[1] + first
-        self._written_blocks.append((cell, np.array(block_ids, dtype=np.int32)))
+        cells = np.arange(cell, cell + len(block_ids))
+        self._written_blocks.append((cells, np.array(block_ids, dtype=np.int32)))
 
     def fork(self, first_line: int, parents: Sequence[int], position: int) -> None:
         super().fork(first_line, parents, position)
-        self._forks.append((first_line, parents))
+        lines = np.arange(first_line, first_line + len(parents))
+        self._forks.append((lines, first_line + np.array(parents)))
 
     def cells(self, lines: Ints, positions: Ints) -> Ints:
         """Where in `token_cells` these positions are; behind a line's end nobody's."""
@@ -92,7 +96,7 @@ class DeviceTables(SequenceTables):
         """Enqueue what the device's copy lacks: beams first, then what was written to them."""
         if not (self._forks or self._written_tokens or self._written_blocks):
             return
-        lines, sources = _joined_forks(self._forks)
+        lines, sources = _joined(self._forks)
         token_cells, tokens = _joined(self._written_tokens)
         block_cells, blocks = _joined(self._written_blocks)
         sent = upload((lines, sources, token_cells, tokens, block_cells, blocks))
@@ -106,21 +110,12 @@ class DeviceTables(SequenceTables):
         self._forks, self._written_tokens, self._written_blocks = [], [], []
 
 
-_NO_CELLS, _NO_VALUES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
-def _joined(written: Sequence[Written]) -> tuple[Ints, npt.NDArray[np.int32]]:
+def _joined(written: Sequence[Written]) -> Written:
     """All cells and their values."""
     if not written:
-        return _NO_CELLS, _NO_VALUES
-    cells = [np.arange(first, first + len(values)) for first, values in written]
-    return np.concatenate(cells), np.concatenate([values for _, values in written])
-
-
-def _joined_forks(forks: Sequence[tuple[int, Sequence[int]]]) -> tuple[Ints, Ints]:
-    """Lines, and those that they go on from; each fork is of another sequence."""
-    if not forks:
-        return _NO_CELLS, _NO_CELLS
-    lines = [first + np.arange(len(parents)) for first, parents in forks]
-    sources = [first + np.array(parents) for first, parents in forks]
-    return np.concatenate(lines), np.concatenate(sources)
+        return _NOTHING, _NOTHING
+    cells, values = zip(*written, strict=True)
+    return np.concatenate(cells), np.concatenate(values)
