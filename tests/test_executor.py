@@ -91,7 +91,7 @@ def test_a_sampled_token_is_the_next_input():
     own = executor()
     assert run(own, context(start(0, 3, 4), start(2, 7, 8))).tokens.tolist() == [[5], [9]]
     assert run(own, generation(2, 0, 2)).tokens.tolist() == [[6], [10]]
-    assert own.model.batch.token_ids.tolist() == [5, 9]
+    assert own.runner.model.batch.token_ids.tolist() == [5, 9]
 
 
 @pytest.mark.parametrize("config", [None, OutputConfig(log_probs=True)])

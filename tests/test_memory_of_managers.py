@@ -50,7 +50,8 @@ def watched(manager):
         loop.allocator,
         loop.scheduler,
     )
-    within = (executor, executor.model, executor.kv_pool, executor._chooser)
+    runner = executor.runner
+    within = (executor, runner.model, runner.kv_pool, executor._chooser)
     return [*map(weakref.ref, whole)], [*map(weakref.ref, within)]
 
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -110,14 +110,16 @@ class CpuBackend(Backend):
         return Room(free_memory_bytes())
 
     def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
-        shape, num_host_blocks = _shape(model.spec, sizes)
-        pool = KvPool(*shape, num_host_blocks=num_host_blocks, contiguous=sizes.contiguous)
+        pool = KvPool(
+            *_shape(model.spec, sizes),
+            num_host_blocks=sizes.num_host_blocks,
+            contiguous=sizes.contiguous,
+        )
         lines = options.lines
         tables = SequenceTables(lines.count, sizes.max_seq_len, _blocks_per_sequence(sizes))
         sampler = Sampler(lines.count, model.spec.vocab_size, tables.tokens)
         processing = options.processing or PostProcessing(lines)
         executor = TorchExecutor(
-            *(model, pool, lines, tables),
             Runner(model, pool, tables),
             TokenChooser(lines, tables, sampler, processing),
             attention_window=sizes.window,
@@ -160,24 +162,23 @@ class DeviceBackend(Backend):
     def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
         self._reserve(model, sizes.max_seq_len)
         rows = options.max_batch_size * options.lines.max_beam_width
-        parts = self._parts(model, sizes, options, ladder(rows) if self._cuda_graphs else ())
-        return TorchExecutor(
-            model,
-            parts.pool,
-            options.lines,
-            parts.tables,
-            parts.runner,
-            parts.chooser,
-            attention_window=sizes.window,
-            fused=options.fused,
+        runner, chooser = self._parts(
+            model, sizes, options, ladder(rows) if self._cuda_graphs else ()
         )
+        return TorchExecutor(runner, chooser, attention_window=sizes.window, fused=options.fused)
 
     def _parts(
         self, model: Model, sizes: Sizes, options: StepOptions, graph_sizes: Sequence[int]
-    ) -> _DeviceParts:
+    ) -> tuple[DeviceRunner, DeviceChooser]:
         """What runs steps; all that they keep on the device is allocated here."""
         lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
-        pool = self._pool(model, sizes)
+        pool = DeviceKvPool(
+            stream.launcher,
+            *_shape(model.spec, sizes),
+            num_host_blocks=sizes.num_host_blocks,
+            dtype=self._dtype(model),
+            device=self.device,
+        )
         uploads = Uploads(stream)
         downloads = Downloads(stream, 8 * lines.count)  # of a line a token and its log probability
         processing = options.processing or PostProcessing(lines, stream=stream)
@@ -200,7 +201,7 @@ class DeviceBackend(Backend):
                 on_progress=self._on_progress,
             )
             stream.synchronize()
-        return _DeviceParts(pool, tables, runner, chooser)
+        return runner, chooser
 
     def _reserve(self, model: Model, num_positions: int) -> None:
         _reserve(model, num_positions)
@@ -210,35 +211,18 @@ class DeviceBackend(Backend):
         longest = _longest(model, params)
         block = params.kv_cache_config.tokens_per_block
         sizes = Sizes(1, block, longest, longest - 1, False, False, longest)
-        runner = self._parts(model, sizes, StepOptions(Lines(1)), ()).runner
+        runner, _ = self._parts(model, sizes, StepOptions(Lines(1)), ())
         runner.run_largest(params.max_num_tokens, params.max_batch_size * max_beam_width)
-
-    def _pool(self, model: Model, sizes: Sizes) -> KvPool:
-        shape, num_host_blocks = _shape(model.spec, sizes)
-        return DeviceKvPool(
-            self.stream.launcher,
-            *shape,
-            num_host_blocks=num_host_blocks,
-            dtype=self._dtype(model),
-            device=self.device,
-        )
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)
         return getattr(model.spec, "kv_cache_dtype", None) or own
 
 
-class _DeviceParts(NamedTuple):
-    pool: KvPool
-    tables: DeviceTables
-    runner: DeviceRunner
-    chooser: DeviceChooser
-
-
-def _shape(spec: Dimensions, sizes: Sizes) -> tuple[tuple[int, int, int, int, int], int]:
-    """What a `KvPool` is made of, and its blocks in the CPU's memory."""
+def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:
+    """What a `KvPool` is made of."""
     blocks = sizes.num_blocks, sizes.tokens_per_block
-    return (spec.num_layers, *blocks, spec.num_kv_heads, spec.head_dim), sizes.num_host_blocks
+    return (spec.num_layers, *blocks, spec.num_kv_heads, spec.head_dim)
 
 
 def _blocks_per_sequence(sizes: Sizes) -> int:

@@ -5,15 +5,11 @@ Decides what of a step's choice stays on the device and what travels to the CPU;
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.downloads import Download, Downloads
+from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.device_sampling import MAX_CONTINUATIONS, Choice, DeviceSampler
 from gptmanager.decoding.lines import Lines
@@ -29,22 +25,6 @@ from gptmanager.executor.step_in_flight import (
 )
 from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.step import BeamCandidates, SequenceStart
-
-
-class _Downloading(NamedTuple):
-    """A step's choice on its way to the CPU, and the logits that its rows want.
-
-    Of its S those `is_single` have one beam; `starts`: what had started in their lines when it
-    left. `counts` `[rows]`: candidates of each beam, 0: none is searched. `failed`: by row.
-    """
-
-    download: Download
-    rows: SamplingRows
-    is_single: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    failed: Mapping[int, BaseException]
-    logits: tuple[tuple[int, Tensor], ...]  # by row
 
 
 class DeviceChooser(TokenChooser):
@@ -74,7 +54,7 @@ class DeviceChooser(TokenChooser):
 
     def load(self, start: SequenceStart) -> None:
         super().load(start)
-        self._num_starts[self._lines.of(start.slot)] += 1
+        self._num_starts[self.lines.of(start.slot)] += 1
 
     def choose(self, step: StepInFlight) -> PendingTokens:
         rows = step.rows
@@ -94,9 +74,22 @@ class DeviceChooser(TokenChooser):
         if self._drawn.by_slot:
             self._drawn.forget(rows)
         starts = self._num_starts[rows.lines]
-        return functools.partial(
-            self._receive, _Downloading(download, rows, is_single, starts, counts, failed, raw)
-        )
+
+        def receive() -> ChosenTokens:
+            download.copied.synchronize()
+            tokens, log_probs, *best = (
+                None if tensor is None else tensor.numpy() for tensor in download.tensors
+            )
+            assert tokens is not None
+            beams: tuple[BeamCandidates, ...] = ()
+            if not is_single.all():
+                beams = candidates(rows, counts, tokens, log_probs, *best)
+            # another sequence may have started in a line meanwhile
+            self._write(rows, tokens, is_single & (starts == self._num_starts[rows.lines]))
+            pieces = tuple((row, pinned.clone()) for row, pinned in raw)
+            return ChosenTokens(*self._by_row(rows, tokens, log_probs), beams, failed, pieces)
+
+        return receive
 
     def _enqueue(
         self, rows: SamplingRows, logits: Tensor, inputs: ChoiceInputs | None, counts: np.ndarray
@@ -108,7 +101,7 @@ class DeviceChooser(TokenChooser):
         if inputs is None:
             cells = tables.cells(rows.lines, rows.positions)
             arrays = [rows.lines.astype(np.int32), rows.positions, cells]
-            if self._lines.max_beam_width > 1:
+            if self.lines.max_beam_width > 1:
                 num_beams = np.diff(rows.firsts)
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
                 is_single = widths.repeat(num_beams) == 1
@@ -123,26 +116,6 @@ class DeviceChooser(TokenChooser):
         # behind a wrong draft they are overwritten before anything reads them
         tables.token_cells.index_copy_(0, inputs.cells, choice.inputs)
         return choice, is_single
-
-    def _receive(self, downloading: _Downloading) -> ChosenTokens:
-        """Wait for what was chosen."""
-        download, rows, is_single, starts, counts, failed, logits = downloading
-        download.copied.synchronize()
-        tokens, log_probs, *best = (
-            None if tensor is None else tensor.numpy() for tensor in download.tensors
-        )
-        assert tokens is not None
-        found, num_right, values = self._by_row(rows, tokens, log_probs)
-        beams: tuple[BeamCandidates, ...] = ()
-        if not is_single.all():
-            beams = candidates(rows, counts, tokens, log_probs, *best)
-        # another sequence may have started in a line meanwhile
-        table = self._tables.tokens
-        own = is_single & (starts == self._num_starts[rows.lines])
-        own &= rows.positions < table.shape[1]
-        table[rows.lines[own], rows.positions[own]] = np.maximum(tokens[own], 0)
-        raw = tuple((row, pinned.clone()) for row, pinned in logits)
-        return ChosenTokens(found, num_right, values, beams, failed, raw)
 
     def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:
         """Wait for the logits; the tokens go back to the device."""

@@ -37,7 +37,7 @@ class DeviceRunner(Runner):
     """
 
     stream: Stream
-    _tables: DeviceTables
+    tables: DeviceTables
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DeviceRunner(Runner):
                 )
 
     def run(self, rows: PackedRows) -> Computed:
-        self._tables.flush(self._uploads.upload)
+        self.tables.flush(self._uploads.upload)
         num_rows = len(rows.lines)
         if rows.num_context_rows == 0 and len(rows.sample_index) == rows.row_starts[-1] == num_rows:
             size = self._graphs.size_for(num_rows)
@@ -89,14 +89,14 @@ class DeviceRunner(Runner):
     @property
     def memory(self) -> Memory:
         return Memory(
-            cpu=self._tables.nbytes,
-            gpu=self._model.nbytes + self._kv_pool.nbytes + self._tables.device_nbytes,
-            pinned=self._uploads.nbytes + self._downloads.nbytes + self._kv_pool.host_nbytes,
+            cpu=self.tables.nbytes,
+            gpu=self.model.nbytes + self.kv_pool.nbytes + self.tables.device_nbytes,
+            pinned=self._uploads.nbytes + self._downloads.nbytes + self.kv_pool.host_nbytes,
         )
 
     def run_largest(self, num_tokens: int, num_sampled: int) -> None:
         """Run contexts of `num_tokens` tokens in all; what they write and read is block 0."""
-        longest = self._tables.tokens.shape[1]
+        longest = self.tables.tokens.shape[1]
         counts = np.full(-(-num_tokens // longest), longest, dtype=np.int64)
         counts[-1] = num_tokens - counts[:-1].sum()
         ends = np.cumsum(counts)
@@ -127,14 +127,12 @@ class DeviceRunner(Runner):
         the copy widens to float32.
         """
         batch = replace(self._batch(tensors[2:], 0), all_sampled=True)
-        return self._graph_logits[: len(batch.slots)].copy_(
-            self._model.forward(batch, self._kv_pool)
-        )
+        return self._graph_logits[: len(batch.slots)].copy_(self.model.forward(batch, self.kv_pool))
 
     def _fixed_arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         """Positions and cells of the choice that follows, and the batch: one copy brings all."""
         positions = rows.positions + 1
-        cells = self._tables.cells(rows.token_lines, positions)
+        cells = self.tables.cells(rows.token_lines, positions)
         return (positions, cells, *super()._arrays(rows), *self._plan(rows, fixed=True))
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
@@ -142,14 +140,14 @@ class DeviceRunner(Runner):
 
     def _inputs(self, rows: PackedRows) -> Array:
         """The cells of the tokens: the CPU may not know these yet."""
-        cells = self._tables.cells(rows.token_lines, rows.positions)
+        cells = self.tables.cells(rows.token_lines, rows.positions)
         # padding reads nobody's cell: a sequence may begin with a virtual token
-        cells[rows.row_starts[-1] :] = self._tables.tokens.size
+        cells[rows.row_starts[-1] :] = self.tables.tokens.size
         return cells
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
         cells, *others = tensors
-        token_ids = self._tables.token_cells.index_select(0, cells).long()
+        token_ids = self.tables.token_cells.index_select(0, cells).long()
         return super()._batch((token_ids, *others), num_context_rows)
 
     def _upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:

@@ -5,10 +5,8 @@ Keeps what each slot's drafts were drawn from. Knows nothing of how other tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
+import torch
 from torch import Tensor
 
 from gptmanager.decoding.rejection import sample_draft
@@ -16,19 +14,6 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.executor.step_in_flight import SamplingRows
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import SequenceStart
-
-
-class DrawnDraft(NamedTuple):
-    """One draft, drawn by `params` from `draft_logits` `[vocab]`.
-
-    `number`: which of the S it stands for; `log_probs` `[vocab]`: what it is compared with.
-    """
-
-    number: int
-    draft: int
-    params: SamplingParams
-    draft_logits: np.ndarray
-    log_probs: np.ndarray
 
 
 class DrawnDrafts:
@@ -50,42 +35,44 @@ class DrawnDrafts:
         for row in rows.rows:
             self.by_slot.pop(row.slot, None)
 
-    def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> list[DrawnDraft]:
-        """The drafts at `offset` of `rows`, each the one choice of its row; `logits` `[S, vocab]`
-        are those behind the post-processors.
+    def at(self, offset: int, rows: SamplingRows, logits: Tensor) -> dict[int, np.ndarray]:
+        """By row, the log probabilities `[vocab]` that its draft at `offset` is compared with.
+
+        Each draft is the one choice of its row; `logits` `[S, vocab]` are those behind the
+        post-processors, and stay as they are.
         """
-        found = []
+        own = [
+            index
+            for index, row in enumerate(rows.rows)
+            if row.slot in self.by_slot and offset < row.num_drafts
+        ]
+        numbers = rows.firsts[own]
+        log_probs = self._sampler.log_probs(
+            logits[torch.from_numpy(numbers)].cpu(), rows.lines[numbers], rows.positions[numbers]
+        )
+        return dict(zip(own, log_probs.numpy(), strict=True))
+
+    def replace_rejected(
+        self,
+        offset: int,
+        rows: SamplingRows,
+        compared: dict[int, np.ndarray],
+        tokens: np.ndarray,
+        log_probs: np.ndarray | None,
+        histories: np.ndarray,
+    ) -> None:
+        """Write the token for each of the drafts `compared` by `at` to `tokens` `[S]`, and to its
+        line of `histories`. A row that has no token is left alone.
+        """
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
-        for row, number in zip(rows.rows, rows.firsts.tolist(), strict=False):
-            if row.slot in self.by_slot and offset < row.num_drafts:
-                params, draft_logits = self.by_slot[row.slot]
-                own = slice(number, number + 1)
-                log_probs = self._sampler.log_probs(
-                    logits[own].to("cpu", copy=True), rows.lines[own], rows.positions[own]
-                )
-                draft = drafts[row.slot][offset]
-                found.append(
-                    DrawnDraft(number, draft, params, draft_logits[offset], log_probs[0].numpy())
-                )
-        return found
-
-
-def replace_rejected(
-    drawn: Sequence[DrawnDraft],
-    rows: SamplingRows,
-    tokens: np.ndarray,
-    log_probs: np.ndarray | None,
-    histories: np.ndarray,
-) -> None:
-    """Write the token for each draft to `tokens` `[S]`, and to its line of `histories`.
-
-    A row that has no token is left alone.
-    """
-    for number, draft, params, draft_logits, scores in drawn:
-        if tokens[number] < 0:
-            continue
-        position = int(rows.positions[number])
-        token = sample_draft(scores, draft_logits, draft, params, position)
-        tokens[number] = histories[rows.lines[number], position] = token
-        if log_probs is not None:
-            log_probs[number] = scores[token]
+        for index, scores in compared.items():
+            slot, number = rows.rows[index].slot, rows.firsts[index]
+            if tokens[number] < 0:
+                continue
+            params, draft_logits = self.by_slot[slot]
+            position = int(rows.positions[number])
+            draft = drafts[slot][offset]
+            token = sample_draft(scores, draft_logits[offset], draft, params, position)
+            tokens[number] = histories[rows.lines[number], position] = token
+            if log_probs is not None:
+                log_probs[number] = scores[token]

@@ -44,9 +44,9 @@ class Runner:
     stream: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self, model: Model, kv_pool: KvPool, tables: SequenceTables) -> None:
-        self._model = model
-        self._kv_pool = kv_pool
-        self._tables = tables
+        self.model = model
+        self.kv_pool = kv_pool
+        self.tables = tables
         self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
 
     def load(self, line: int, prompt_table: HostRows | None) -> None:
@@ -71,14 +71,14 @@ class Runner:
     @property
     def memory(self) -> Memory:
         """Bytes of the tensors that are held, the weights among them."""
-        pages = self._kv_pool.nbytes + self._kv_pool.host_nbytes
-        return Memory(cpu=self._model.nbytes + pages + self._tables.nbytes)
+        pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
+        return Memory(cpu=self.model.nbytes + pages + self.tables.nbytes)
 
     def _launch(self, rows: PackedRows) -> Tensor:
         batch = self._batch(self._upload(self._arrays(rows)), rows.num_context_rows)
         if self._prompt_tables:
             batch = self._embed(batch, rows)
-        return self._model.forward(batch, self._kv_pool).float()
+        return self.model.forward(batch, self.kv_pool).float()
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         """What `_batch` is made of."""
@@ -94,7 +94,7 @@ class Runner:
 
     def _inputs(self, rows: PackedRows) -> Array:
         """The tokens of the batch, int64 `[T]`."""
-        token_ids: Array = self._tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
+        token_ids: Array = self.tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
         return token_ids
 
     def _upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
@@ -105,7 +105,7 @@ class Runner:
         token_ids, lines, positions, starts, lengths, index, sample_rows, *plan = tensors
         return Batch(
             *(token_ids, positions, starts, lengths, lines),
-            *(self._tables.block_tensor, self._tables.token_tensor, index, sample_rows),
+            *(self.tables.block_tensor, self.tables.token_tensor, index, sample_rows),
             num_context_rows=num_context_rows,
             plan=tuple(plan),
         )
@@ -114,7 +114,7 @@ class Runner:
         """With the embeddings of virtual tokens, which stand in contexts alone."""
         context = slice(0, int(rows.row_starts[rows.num_context_rows]))
         lines, positions = rows.token_lines[context], rows.positions[context]
-        numbers = self._tables.tokens[lines, positions] - self._model.spec.vocab_size
+        numbers = self.tables.tokens[lines, positions] - self.model.spec.vocab_size
         index = np.flatnonzero(numbers >= 0)
         if not index.size:
             return batch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.sampling import Sampler
-from gptmanager.executor.drawn_drafts import DrawnDrafts, replace_rejected
+from gptmanager.executor.drawn_drafts import DrawnDrafts
 from gptmanager.executor.gathered_logits import GatheredLogits
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import (
@@ -32,21 +31,7 @@ from gptmanager.executor.step_in_flight import (
 )
 from gptmanager.step import NOT_FINITE, BeamCandidates, SequenceStart
 
-
-class Prepared(NamedTuple):
-    """Rows and logits `[S, vocab]` behind the logits post-processors; `failed` of these, by row."""
-
-    rows: SamplingRows
-    logits: Tensor
-    failed: Mapping[int, BaseException]
-
-
-class _Picked(NamedTuple):
-    """Tokens and log probabilities of all S; candidates of the rows with several beams."""
-
-    tokens: np.ndarray
-    log_probs: np.ndarray | None
-    beams: tuple[BeamCandidates, ...] = ()
+_Beams = tuple[BeamCandidates, ...]
 
 
 class TokenChooser:
@@ -62,7 +47,7 @@ class TokenChooser:
         sampler: Sampler,
         processing: PostProcessing,
     ) -> None:
-        self._lines = lines
+        self.lines = lines
         self._tables = tables
         self._sampler = sampler
         self.gathered = GatheredLogits(lines.num_slots)
@@ -78,7 +63,7 @@ class TokenChooser:
             sampling = start.sampling
             if start.sampled and beam:
                 sampling = replace(sampling, seed=derive_seed(sampling.seed, beam))
-            line = self._lines.of(start.slot, beam)
+            line = self.lines.of(start.slot, beam)
             self._sampler.load(line, sampling, start.orig_prompt_len, start.output_config)
         if start.sampled or start.slot in self._sampled:
             (self._sampled.add if start.sampled else self._sampled.discard)(start.slot)
@@ -101,36 +86,47 @@ class TokenChooser:
                 chosen = self._verify_in_order(rows, step.logits)._replace(generation_logits=raw)
             else:
                 rows, logits, failed = self._prepare(rows, step.logits)
-                picked = self._pick(rows, logits)
-                given = self._by_row(rows, picked.tokens, picked.log_probs)
-                chosen = ChosenTokens(*given, picked.beams, failed, raw)
+                tokens, log_probs, beams = self._pick(rows, logits)
+                found = self._by_row(rows, tokens, log_probs)
+                chosen = ChosenTokens(*found, beams, failed, raw)
         if self._drawn.by_slot:
             self._drawn.forget(rows)
         return lambda: chosen
 
-    def _pick(self, rows: SamplingRows, logits: Tensor) -> _Picked:
-        """Choose for all S, behind the logits post-processors.
-
-        The tokens are their sequences' next inputs, 0 where there is none; those behind a wrong
-        draft are overwritten.
-        """
+    def _pick(
+        self, rows: SamplingRows, logits: Tensor
+    ) -> tuple[np.ndarray, np.ndarray | None, _Beams]:
+        """Tokens and log probabilities of all S; candidates of the rows with several beams."""
         log_probs = None
         if self.gathered.any_log_probs and self.gathered.wants_log_probs(rows.slots):
             log_probs = np.zeros(len(rows.lines), dtype=np.float32)
         logits = logits.cpu()
-        if self._lines.max_beam_width > 1 and any(row.beam_width > 1 for row in rows.rows):
-            picked = self._search(rows, logits, log_probs)
+        if self.lines.max_beam_width > 1 and any(row.beam_width > 1 for row in rows.rows):
+            tokens, beams = self._search(rows, logits, log_probs)
         else:
-            tokens = self._sampler.sample(logits, rows.lines, rows.positions, log_probs)
-            picked = _Picked(tokens, log_probs)
-        # the last position of a sequence needs no input after it
-        table = self._tables.tokens
-        fits = rows.positions < table.shape[1]
-        table[rows.lines[fits], rows.positions[fits]] = np.maximum(picked.tokens[fits], 0)
-        return picked
+            tokens, beams = self._sampler.sample(logits, rows.lines, rows.positions, log_probs), ()
+        self._write(rows, tokens)
+        return tokens, log_probs, beams
 
-    def _prepare(self, rows: SamplingRows, logits: Tensor) -> Prepared:
-        """Let logits post-processors change the logits; then each sampled beam gets its own."""
+    def _write(self, rows: SamplingRows, tokens: np.ndarray, own: np.ndarray | None = None) -> None:
+        """Tokens `[S]`, of all or of `own`, are their sequences' next inputs; 0 where none is.
+
+        Those behind a wrong draft are overwritten.
+        """
+        table = self._tables.tokens
+        # the last position of a sequence needs no input after it
+        fits = rows.positions < table.shape[1]
+        if own is not None:
+            fits &= own
+        table[rows.lines[fits], rows.positions[fits]] = np.maximum(tokens[fits], 0)
+
+    def _prepare(
+        self, rows: SamplingRows, logits: Tensor
+    ) -> tuple[SamplingRows, Tensor, Mapping[int, BaseException]]:
+        """Let logits post-processors change the logits; then each sampled beam gets its own.
+
+        Which of them failed, by row.
+        """
         failed: Mapping[int, BaseException] = {}
         if self._processing.sequences:
             failed = self._processing.run(
@@ -144,7 +140,7 @@ class TokenChooser:
             )
         if self._sampled and not self._sampled.isdisjoint(rows.slots.tolist()):
             rows, logits = self._spread(rows, logits)
-        return Prepared(rows, logits, failed)
+        return rows, logits, failed
 
     @staticmethod
     def _by_row(
@@ -181,7 +177,9 @@ class TokenChooser:
         )
         return spread, torch.cat([*pieces, logits[end:]])
 
-    def _search(self, rows: SamplingRows, logits: Tensor, log_probs: np.ndarray | None) -> _Picked:
+    def _search(
+        self, rows: SamplingRows, logits: Tensor, log_probs: np.ndarray | None
+    ) -> tuple[np.ndarray, _Beams]:
         """Tokens of what is sampled, of a searched beam 0 or NOT_FINITE; candidates of all."""
         counts = self._num_candidates[rows.slots]
         searched = counts.repeat(np.diff(rows.firsts)) > 0
@@ -202,8 +200,7 @@ class TokenChooser:
         best_tokens = np.zeros((len(rows.lines), most), dtype=np.int32)
         best_values = np.zeros((len(rows.lines), most), dtype=np.float32)
         best_tokens[beams], best_values[beams] = best
-        found = candidates(rows, counts, tokens, values, best_tokens, best_values)
-        return _Picked(tokens, log_probs, found)
+        return tokens, candidates(rows, counts, tokens, values, best_tokens, best_values)
 
     # Drafts of which each depends on the one before --------------------------------------------
 
@@ -229,28 +226,30 @@ class TokenChooser:
         found = np.zeros((len(rows.rows), 1 + num_drafts.max()), dtype=np.int32)
         values = None
         counts = np.ones(len(rows.rows), dtype=np.int32)
-        beams: tuple[BeamCandidates, ...] = ()
+        beams: _Beams = ()
         failed: dict[int, BaseException] = {}
         left = np.arange(len(rows.rows))
         for offset in range(found.shape[1]):
-            part = self._prepare(*part_of(rows, logits, left, offset))
-            drawn = self._drawn.at(offset, part.rows, part.logits)
-            picked = self._pick(part.rows, part.logits)
-            replace_rejected(drawn, part.rows, *picked[:2], self._tables.tokens)
-            heads = part.rows.firsts[:-1]
-            found[left, offset] = picked.tokens[heads]
-            if picked.log_probs is not None:
+            part, part_logits, errors = self._prepare(*part_of(rows, logits, left, offset))
+            compared = self._drawn.at(offset, part, part_logits)
+            tokens, log_probs, searched = self._pick(part, part_logits)
+            self._drawn.replace_rejected(
+                offset, part, compared, tokens, log_probs, self._tables.tokens
+            )
+            heads = part.firsts[:-1]
+            found[left, offset] = tokens[heads]
+            if log_probs is not None:
                 values = np.zeros(found.shape, dtype=np.float32) if values is None else values
-                values[left, offset] = picked.log_probs[heads]
-            failed |= {int(left[index]): error for index, error in part.failed.items()}
+                values[left, offset] = log_probs[heads]
+            failed |= {int(left[index]): error for index, error in errors.items()}
             counts[left] = offset + 1
             if not offset:
-                beams = picked.beams
+                beams = searched
             agree = [
                 num_drafts[index] > offset
                 and drafts[row.slot][offset] == found[index, offset]
                 and int(index) not in failed
-                for index, row in zip(left, part.rows.rows, strict=True)
+                for index, row in zip(left, part.rows, strict=True)
             ]
             left = left[agree]
             if not left.size:

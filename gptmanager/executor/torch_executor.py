@@ -11,19 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from gptmanager.decoding.lines import Lines
 from gptmanager.errors import response_text
 from gptmanager.executor.gathered_logits import split_context, with_context
 from gptmanager.executor.out_of_memory import Cuts, failures, joined
 from gptmanager.executor.packed_rows import PackedRows, offsets
 from gptmanager.executor.runner import Computed, Runner
-from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
 from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
-from gptmanager.memory.kv_pool import KvPool
-from gptmanager.models.model import Model
 from gptmanager.statistics import Memory
 from gptmanager.step import ContextLogits, Extras, Failure, Row, Schedule, StepResult
 
@@ -31,7 +27,7 @@ Rows = tuple[Row, ...]
 
 
 class TorchExecutor:
-    """Runs schedules on a torch model: `runner` computes, `chooser` chooses, both over `tables`.
+    """Runs schedules on a torch model: `runner` computes, `chooser` chooses, over the same tables.
 
     `fused`: context and generation rows run in one pass of the model, otherwise in two. On the CPU
     every call has finished when it returns; on a device nothing waits before `result`, but where
@@ -40,35 +36,29 @@ class TorchExecutor:
 
     def __init__(
         self,
-        model: Model,
-        kv_pool: KvPool,
-        lines: Lines,
-        tables: SequenceTables,
         runner: Runner,
         chooser: TokenChooser,
         *,
         attention_window: AttentionWindow | None = None,
         fused: bool = True,
     ) -> None:
-        self.model = model
-        self.kv_pool = kv_pool
+        self.runner = runner
         self.fused = fused
-        self._lines = lines
-        self._tables = tables
-        self._runner = runner
+        self._lines = chooser.lines
+        self._tables = runner.tables
         self._chooser = chooser
         self._gathered = chooser.gathered
         self._window = attention_window
-        self._cuts = Cuts(model.spec.vocab_size, kv_pool.keys.device)
+        self._cuts = Cuts(runner.model.spec.vocab_size, runner.kv_pool.keys.device)
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> StepInFlight:
         """Compute the logits of the schedule's rows."""
         before = _off_cpu_ns()
-        with self._runner.stream:
+        with self.runner.stream:
             self._load(schedule)
             if schedule.block_copies:
-                self.kv_pool.copy(schedule.block_copies)
+                self.runner.kv_pool.copy(schedule.block_copies)
             with torch.inference_mode():
                 step = self._compute(schedule)
         self._stalled_ns += max(0, _off_cpu_ns() - before)
@@ -77,7 +67,7 @@ class TorchExecutor:
     def sample(self, step: StepInFlight) -> None:
         """Choose tokens for each sampling row and make them its sequence's next input."""
         before = _off_cpu_ns()
-        with self._runner.stream:
+        with self.runner.stream:
             step.pending = self._chooser.choose(step)
         self._stalled_ns += max(0, _off_cpu_ns() - before)
 
@@ -85,7 +75,7 @@ class TorchExecutor:
         """Wait for the tokens."""
         if step.pending is None:
             raise RuntimeError("result() of a step that was not sampled")
-        with self._runner.stream:
+        with self.runner.stream:
             chosen = step.pending()
         rows, counts = step.rows.rows, chosen.counts
         failed: tuple[Failure, ...] = ()
@@ -121,7 +111,7 @@ class TorchExecutor:
     @property
     def memory(self) -> Memory:
         """Bytes of the tensors that it holds, the weights among them."""
-        return self._runner.memory
+        return self.runner.memory
 
     def _load(self, schedule: Schedule) -> None:
         """Bring the tables up to date."""
@@ -130,7 +120,7 @@ class TorchExecutor:
             line = lines.of(start.slot)
             tables.write_tokens(line, 0, start.tokens)
             self._chooser.load(start)
-            self._runner.load(line, start.prompt_table)
+            self.runner.load(line, start.prompt_table)
         if schedule.starts:
             self._gathered.load(schedule.starts)
         for fork in schedule.beam_forks:
@@ -157,7 +147,7 @@ class TorchExecutor:
                 results.append(self._run(rows))
                 continue
             computed = self._run(with_context(rows, parts))
-            logits, brought = split_context(computed.logits, parts, self._runner.bring)
+            logits, brought = split_context(computed.logits, parts, self.runner.bring)
             results.append(computed._replace(logits=logits))
             context_logits += brought
         whole, (lines, positions) = results[0], sampled[0]
@@ -184,11 +174,11 @@ class TorchExecutor:
     def _run(self, rows: PackedRows) -> Computed:
         """Logits of the sampled tokens of `rows`; of what does not fit into memory, in parts."""
         try:
-            return self._runner.run(rows)
+            return self.runner.run(rows)
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = response_text(error)
         # here the error is gone, and with it the tensors that its frames held
-        self._runner.relieve()
+        self.runner.relieve()
         return self._cuts.run(rows, reason, self._run)
 
     def _pack(self, context: Rows, generation: Rows) -> PackedRows:

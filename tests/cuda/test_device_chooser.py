@@ -54,7 +54,7 @@ def watched(device, request, monkeypatch):
 
     def inside(method):
         def run(self, step):
-            if not isinstance(self._runner, DeviceRunner):
+            if not isinstance(self.runner, DeviceRunner):
                 return method(self, step)
             with streams[-1].watch():
                 return method(self, step)
