@@ -17,7 +17,7 @@ import numpy as np
 
 import gptmanager.executor.torch_executor
 import gptmanager.host.callback_host
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import build_loop
 from gptmanager.bench import SMALL_LLAMA, Load, random_llama, run_manager
 from gptmanager.config import (
     CapacitySchedulerPolicy,

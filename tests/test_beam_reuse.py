@@ -304,7 +304,7 @@ def alone(source):
 )
 def test_reuse_shows_in_no_tensor_of_beams_bit_by_bit(source, alone, options, monkeypatch):
     monkeypatch.setattr(
-        "gptmanager.assembly.loop_builder._START_HEADROOM_STEPS", 0
+        "gptmanager.assembly.blueprint._START_HEADROOM_STEPS", 0
     )  # so that some are paused
     answers = Answers(source, **options)
     assert answers.differs_from(alone) == {}

@@ -274,7 +274,7 @@ def test_beams_are_the_best_of_a_choice(byte_guided, tmp_path, run_ahead):
 
 def test_neither_pauses_nor_neighbors_show_in_beams(guided, tokenizer, monkeypatch):
     monkeypatch.setattr(
-        "gptmanager.assembly.loop_builder._START_HEADROOM_STEPS", 0
+        "gptmanager.assembly.blueprint._START_HEADROOM_STEPS", 0
     )  # so that some are paused
     grammars = [guided.json_schema(SCHEMA), guided.regex("[a-c]{30,50}x?"), None]
 

@@ -177,11 +177,9 @@ loop/                     `iterate()`, and the requests that it iterates over
     confirmation          what the result of a step does to its requests
     token_loop            iterate(), in about 25 lines
 assembly/                 builds all parts of a loop from options and a checkpoint
-    option_fields         what each field of a configuration may be by itself (no torch)
     options               which configurations a manager takes (no torch)
     sizing                how large the KV cache is, and how long a sequence may be
-    blueprint             what a loop is built of, but for its model
-    loop_builder          the loop of a manager, of a replay, or of a simulation
+    blueprint             what a loop is built of, but for its model; and the loop of it
     backend               where a model and its KV cache lie, and what runs them there
     assemble              from checked options and a model to a loop
 recorder/                 writes down the inputs and decisions of a loop; the black box

@@ -16,8 +16,7 @@ import pytest
 from loop_driver import LoopDriver
 
 from gptmanager import InferenceRequest, ModelType, OptionalParams
-from gptmanager.assembly import loop_builder
-from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.blueprint import Blueprint, _scheduler
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
 from gptmanager.errors import ConfigError
@@ -478,9 +477,7 @@ def test_a_loop_and_its_recording_give_the_same_trace(tmp_path, run_ahead):
         chunked=True,
         max_num_tokens=16,
         max_active=None,
-        scheduler=lambda given: loop_builder._scheduler(
-            blueprint, given.capacity_scheduler.kv_cache_manager
-        ),
+        scheduler=lambda given: _scheduler(blueprint, given.capacity_scheduler.kv_cache_manager),
     )
     loop = driver.loop
     recorder = Recorder(tmp_path / "run.jsonl")

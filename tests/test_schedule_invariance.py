@@ -27,8 +27,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.assembly.backend import CpuBackend, StepOptions
-from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint, build_loop
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import size
 from gptmanager.decoding.lines import Lines

@@ -12,8 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint, build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import ConfigError, RecordingError, response_text
 from gptmanager.lifecycle.log import logger

@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint, build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
 from gptmanager.loop.token_loop import LoopState, TokenLoop

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint, build_loop
 from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import RecordingError, SchedulerError
 from gptmanager.loop.active_request import ActiveRequest

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
 from gptmanager.manager.inspection import audit

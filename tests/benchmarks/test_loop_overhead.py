@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams, SchedulerConfig
-from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.loop_builder import build_loop
+from gptmanager.assembly.blueprint import Blueprint, build_loop
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.recorder import Recorder, build_recorded_loop
