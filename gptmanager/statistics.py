@@ -8,9 +8,9 @@ everything of ours lies under "gptmanager". The JSON Schema beside this file
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import orjson
 
@@ -91,58 +91,10 @@ class LockStepKeys:
         }
 
 
-def statistics_json(
-    counts: Counts,
-    memory: Memory,
-    timestamp: str,
-    extra: Mapping[str, Any],
-    scheme_keys: SchemeKeys = in_flight_keys,
-) -> str:
-    """One record. `timestamp`: local time as "%m-%d-%Y %H:%M:%S"; `extra`: our own values."""
-    scheduled = counts.context + counts.generation
-    return orjson.dumps(
-        {
-            "Timestamp": timestamp,
-            "Iteration Counter": counts.iteration,
-            "Active Request Count": counts.active,
-            "Max Request Count": counts.max_active,
-            "Runtime CPU Memory Usage": memory.cpu,
-            "Runtime GPU Memory Usage": memory.gpu,
-            "Runtime Pinned Memory Usage": memory.pinned,
-            "Max KV cache blocks": counts.total_blocks,
-            "Free KV cache blocks": counts.free_blocks,
-            "Used KV cache blocks": counts.total_blocks - counts.free_blocks,
-            "Tokens per KV cache block": counts.tokens_per_block,
-            "Scheduled Requests": scheduled,
-            "Context Requests": counts.context,
-            "Total Context Tokens": counts.context_tokens,
-            **scheme_keys(counts),
-            "Paused Requests": counts.paused,
-            "Waiting Requests": counts.active - scheduled,
-            "gptmanager": {
-                "schema_version": SCHEMA_VERSION,
-                "block_reuse": counts.block_reuse._asdict(),
-                "draft_tokens": counts.drafts._asdict(),
-                "logits_errors": counts.logits_errors,
-                **extra,
-            },
-        }
-    ).decode()
-
-
-class Timestamp:
-    """The wall clock at second resolution; formatted once a second only."""
-
-    def __init__(self) -> None:
-        self._second = -1
-        self._text = ""
-
-    def __call__(self) -> str:
-        second = int(system_time())
-        if second != self._second:
-            self._second = second
-            self._text = local_time("%m-%d-%Y %H:%M:%S", second)
-        return self._text
+@functools.lru_cache(maxsize=1)
+def _timestamp(second: int) -> str:
+    """Local time; formatted once a second only."""
+    return local_time("%m-%d-%Y %H:%M:%S", second)
 
 
 class StatisticsReport:
@@ -151,7 +103,6 @@ class StatisticsReport:
     def __init__(self, timers: Sequence[CallbackTimer]) -> None:
         self.last_counts: Counts | None = None  # of the last iteration
         self._timers = timers
-        self._timestamp = Timestamp()
         self._memory = Memory()
         self._scheme_keys: SchemeKeys = in_flight_keys
         self._take_gil_wait_us: Callable[[], int] = int
@@ -178,13 +129,38 @@ class StatisticsReport:
         return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
 
     def _record(self, counts: Counts, latency_us: dict[str, int], gil_wait_us: int) -> str:
-        extra = {
-            "iteration_latency_us": latency_us,
-            "gil_wait_us": gil_wait_us,
-            "callback_us": {timer.name: timer.total_ns // 1000 for timer in self._timers},
-            "callback_errors": {timer.name: timer.errors for timer in self._timers},
-        }
-        return statistics_json(counts, self._memory, self._timestamp(), extra, self._scheme_keys)
+        scheduled = counts.context + counts.generation
+        return orjson.dumps(
+            {
+                "Timestamp": _timestamp(int(system_time())),
+                "Iteration Counter": counts.iteration,
+                "Active Request Count": counts.active,
+                "Max Request Count": counts.max_active,
+                "Runtime CPU Memory Usage": self._memory.cpu,
+                "Runtime GPU Memory Usage": self._memory.gpu,
+                "Runtime Pinned Memory Usage": self._memory.pinned,
+                "Max KV cache blocks": counts.total_blocks,
+                "Free KV cache blocks": counts.free_blocks,
+                "Used KV cache blocks": counts.total_blocks - counts.free_blocks,
+                "Tokens per KV cache block": counts.tokens_per_block,
+                "Scheduled Requests": scheduled,
+                "Context Requests": counts.context,
+                "Total Context Tokens": counts.context_tokens,
+                **self._scheme_keys(counts),
+                "Paused Requests": counts.paused,
+                "Waiting Requests": counts.active - scheduled,
+                "gptmanager": {
+                    "schema_version": SCHEMA_VERSION,
+                    "block_reuse": counts.block_reuse._asdict(),
+                    "draft_tokens": counts.drafts._asdict(),
+                    "logits_errors": counts.logits_errors,
+                    "iteration_latency_us": latency_us,
+                    "gil_wait_us": gil_wait_us,
+                    "callback_us": {timer.name: timer.total_ns // 1000 for timer in self._timers},
+                    "callback_errors": {timer.name: timer.errors for timer in self._timers},
+                },
+            }
+        ).decode()
 
 
 class PhaseTimes:
@@ -209,18 +185,15 @@ class PhaseTimes:
         return split
 
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def timed_phase(
-    method: Callable[Concatenate[Any, _P], _R],
-) -> Callable[Concatenate[Any, _P], _R]:
+def timed_phase(method: _Method) -> _Method:
     """Count the time of a method in its object's `phase_times`, under the method's name."""
     name = method.__name__
 
     @functools.wraps(method)
-    def timed(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         phase_times: PhaseTimes = self.phase_times
         started = phase_times.clock_ns()
         try:
@@ -229,4 +202,4 @@ def timed_phase(
             taken = phase_times.clock_ns() - started
             phase_times.nanoseconds[name] = phase_times.nanoseconds.get(name, 0) + taken
 
-    return cast(Callable[Concatenate[Any, _P], _R], timed)
+    return cast(_Method, timed)

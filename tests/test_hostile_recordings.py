@@ -87,7 +87,7 @@ def graph_with_host(victim):
         return {"@": len(objects) - 1}
 
     sink = "gptmanager.callbacks.json_lines_sink.JsonLinesSink"
-    clock = add(object_of("gptmanager.statistics.Timestamp", _second=-1, _text="$(reboot)"))
+    clock = add(object_of("gptmanager.statistics.PhaseTimes", nanoseconds="$(reboot)", _started=0))
     lock = add(object_of(sink, _file=None))
     fields = {"_path": str(victim), "_lock": lock, "_file": None, "_is_closed": False}
     write = add(object_of(sink, _max_bytes=None, **fields))
