@@ -58,7 +58,7 @@ class PrefixTree:
 
     A root for each `root_key`: what lies under two of them never meets. `version` is another one
     after each change, `num_moves` after each move of a block that is cached already. Blocks from
-    `num_primary` on lie where nobody can read them before they are moved; None: there are none.
+    `num_primary` on lie where nobody can read them before they are moved.
     What lies behind a block from `end_findable` on is not found, nor is the block itself.
     `num_prioritized` of the blocks have another priority than the default; `priority_era` is
     another one each time that there are some again. As long as there are, `take_touched` tells
@@ -73,12 +73,12 @@ class PrefixTree:
     def __init__(
         self,
         tokens_per_block: int,
-        num_primary: int | None = None,
-        end_findable: int | None = None,
+        num_primary: int = UNBOUNDED,
+        end_findable: int = UNBOUNDED,
     ) -> None:
         self.tokens_per_block = tokens_per_block
-        self.num_primary = UNBOUNDED if num_primary is None else num_primary
-        self.end_findable = UNBOUNDED if end_findable is None else end_findable
+        self.num_primary = num_primary
+        self.end_findable = end_findable
         self.version = self.num_moves = self.num_prioritized = self.priority_era = 0
         self._touched: dict[int, None] = {}
         self._nodes: dict[int, Node] = {}  # by block
@@ -114,41 +114,24 @@ class PrefixTree:
         return 0 if node is None else len(node.tokens)
 
     def full_blocks(
-        self, root_key: Hashable, tokens: Sequence[int], end: int
+        self, root_key: Hashable, tokens: Sequence[int], end: int, *, findable_only: bool = True
     ) -> tuple[list[int], Node | None]:
         """The cached full blocks of `tokens[:end]` from its beginning on, and the node of the last.
 
         The node is the root if there are none, None if there is no root either.
         """
-        node = self._roots.get(root_key)
+        node, size = self._roots.get(root_key), self.tokens_per_block
         blocks: list[int] = []
-        return blocks, node and self.extend(node, blocks, tokens, end, self.end_findable)
-
-    def extend(
-        self,
-        node: Node,
-        blocks: list[int],
-        tokens: Sequence[int],
-        end: int,
-        end_findable: int = UNBOUNDED,
-    ) -> Node:
-        """Go on from `node`, which ends `blocks`: append what follows, return where it ends."""
-        size = self.tokens_per_block
-        for start in range(len(blocks) * size, end - size + 1, size):
+        if node is None:
+            return blocks, None
+        end_block = self.end_findable if findable_only else UNBOUNDED
+        for start in range(0, end - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
-            if child is None or child.block >= end_findable:
+            if child is None or child.block >= end_block:
                 break
             node = child
             blocks.append(child.block)
-        return node
-
-    def all_blocks(self, root_key: Hashable, tokens: Sequence[int], end: int) -> list[int]:
-        """As `full_blocks`, those among them that are not findable."""
-        blocks: list[int] = []
-        node = self._roots.get(root_key)
-        if node is not None:
-            self.extend(node, blocks, tokens, end)
-        return blocks
+        return blocks, node
 
     def path(self, node: Node | None) -> list[Node]:
         """The nodes from the first block to this one."""
@@ -303,15 +286,6 @@ class PrefixTree:
     def secondary_blocks(self) -> set[int]:
         """The cached blocks that are not primary."""
         return {block for block in self._nodes if block >= self.num_primary}
-
-    def path_to(self, block: int) -> tuple[Hashable, list[int]]:
-        """The root key and all tokens from the beginning to the end of a cached block."""
-        node = self._nodes[block]
-        pieces = []
-        while node.parent is not None:
-            pieces.append(node.tokens)
-            node = node.parent
-        return node.root_key, [token for piece in reversed(pieces) for token in piece]
 
     def problem(self) -> str | None:
         """The first contradiction in the tree; None when there is none."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
 from gptmanager.kv_cache.lookups import Lookups, root_key
-from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Match, PrefixTree
+from gptmanager.kv_cache.prefix_tree import NO_BLOCK, UNBOUNDED, Match, PrefixTree
 from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
@@ -72,7 +72,7 @@ class BlockReuse:
     def __init__(
         self, num_blocks: int, tokens_per_block: int, max_tokens: int, options: ReuseOptions
     ) -> None:
-        end_findable = None if options.onboards else num_blocks
+        end_findable = UNBOUNDED if options.onboards else num_blocks
         tree = self.tree = PrefixTree(tokens_per_block, num_blocks, end_findable)
         host = None
         if options.num_host_blocks:
@@ -278,7 +278,9 @@ class BlockReuse:
             request = self._storing.get(sequence.request_id)
             if request is None:
                 continue
-            path = self.tree.all_blocks(root_key(request), request.tokens, request.prompt_len)
+            path, _ = self.tree.full_blocks(
+                root_key(request), request.tokens, request.prompt_len, findable_only=False
+            )
             for table in sequence.tables:
                 for index, block in enumerate(table):
                     if block in self.tree and path[index : index + 1] != [block]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tree_paths import path_to
 
 from gptmanager.errors import CapacityError
 from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError, ReuseCounts
@@ -830,7 +831,7 @@ class ReuseMachine(RuleBasedStateMachine):
             return
         self.kv.check()
         tree = self.kv._sequences.reuse.tree
-        assert {b: tree.path_to(b) for b in self.content} == {
+        assert {b: path_to(tree, b) for b in self.content} == {
             block: ((root[0], type(root[1]).__name__, root[1]), list(prefix))
             for block, (root, prefix) in self.content.items()
         }

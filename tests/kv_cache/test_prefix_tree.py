@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tree_paths import path_to
 
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree, common_prefix
 
@@ -27,7 +28,7 @@ def test_a_block_is_found_by_all_tokens_up_to_its_end():
     assert tree.full_blocks(None, [9, 9, 9, 4, 5, 6], 5)[0] == [20]
     assert tree.full_blocks(None, [4, 5, 6], 3)[0] == []
     assert tree.full_blocks("salt", [1, 2, 3], 3) == ([], None)
-    assert tree.path_to(21) == (None, [9, 9, 9, 4, 5, 6])
+    assert path_to(tree, 21) == (None, [9, 9, 9, 4, 5, 6])
     assert (len(tree), 12 in tree, 13 in tree) == (5, True, False)
 
 
@@ -83,14 +84,14 @@ def test_a_forgotten_block_takes_what_lies_behind_it_along():
     assert len(tree) == 0 and 10 not in tree and tree.problem() is None
 
 
-def test_a_search_goes_on_from_where_it_ended_while_that_is_there():
+def test_what_a_search_found_stands_while_it_is_there():
     tree = tree_of(([1, 2, 3], [10]))
     tokens = [1, 2, 3, 4, 5, 6, 7]
     blocks, node = tree.full_blocks(None, tokens, 7)
     assert blocks == [10] and tree.holds(node)
     tree.store(None, tokens, 7, [10, 11, 12])
     assert tree.holds(node)
-    end = tree.extend(node, blocks, tokens, 7)
+    blocks, end = tree.full_blocks(None, tokens, 7)
     assert blocks == [10, 11]
     tree.forget(11)
     assert (tree.holds(node), tree.holds(end)) == (True, False)
@@ -185,7 +186,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         assert self.tree.problem() is None
         assert len(self.tree) == len(self.model)
         for block, (root, prefix) in self.model.items():
-            assert self.tree.path_to(block) == (root, list(prefix))
+            assert path_to(self.tree, block) == (root, list(prefix))
             behind = [
                 other
                 for key, other in self.model.values()

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from tree_paths import path_to
 
 from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.kv_cache import BlockCopy, HostCounts, KvCacheManager, LedgerError
@@ -291,7 +292,7 @@ class Lives:
                     tuple(request.tokens[: position + 1]),
                 )
         for block in tree._nodes:
-            (_, _, salt), tokens = tree.path_to(block)
+            (_, _, salt), tokens = path_to(tree, block)
             first = (len(tokens) - 1) // self.size * self.size
             for position in range(first, len(tokens)):
                 held = self.memory[block, position - first]
