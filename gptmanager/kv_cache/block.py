@@ -31,29 +31,28 @@ class BlockCopy(NamedTuple):
     num_tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class BlockTables:
     """What one request holds: a block table for each beam, all of the same length.
 
     `num_slots` counts positions stored, padding of the sink tokens included; past the attention
     window it goes on counting although nothing grows. A block is due at `grows_at` slots.
-    `peak_slots` is the most that there were at any rewind so far.
+    `peak_slots` is the most that there were at any rewind so far, 0 before one.
     `total_blocks` is the need of a whole life of `life_tokens` tokens and `remaining_blocks` what
     is not held of it; with beams `life_tokens` is NEVER, and both are without meaning.
     `may_share`: other sequences may hold its full blocks; its first `num_cached` tokens were found.
     """
 
-    __slots__ = (
-        "grows_at", "life_tokens", "may_share", "num_cached", "num_slots", "peak_slots",
-        "remaining_blocks", "request_id", "tables", "total_blocks",
-    )  # fmt: skip
-
-    def __init__(self, request_id: int, num_slots: int, tables: list[list[int]]) -> None:
-        self.request_id = request_id
-        self.num_slots = self.peak_slots = num_slots
-        self.tables = tables
-        self.grows_at = self.life_tokens = NEVER
-        self.total_blocks = self.remaining_blocks = self.num_cached = 0
-        self.may_share = False
+    request_id: int
+    num_slots: int
+    tables: list[list[int]]
+    peak_slots: int = 0
+    grows_at: int = NEVER
+    life_tokens: int = NEVER
+    total_blocks: int = 0
+    remaining_blocks: int = 0
+    num_cached: int = 0
+    may_share: bool = False
 
 
 class BlockPool:

@@ -7,6 +7,7 @@ lookups from the tree. Whatever the data say, the accounts are proved before any
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockTables, LedgerError
@@ -32,6 +33,9 @@ class SequenceState(NamedTuple):
     total_blocks: int
     num_cached: int
     may_share: bool
+
+
+_read_sequence = attrgetter(*SequenceState._fields)
 
 
 class RootState(NamedTuple):
@@ -116,23 +120,11 @@ def restore_kv_cache(
 
 
 def _sequence_state(held: BlockTables) -> SequenceState:
-    return SequenceState(
-        held.request_id,
-        held.num_slots,
-        held.peak_slots,
-        tuple(map(tuple, held.tables)),
-        held.life_tokens,
-        held.total_blocks,
-        held.num_cached,
-        held.may_share,
-    )
+    return SequenceState(*_read_sequence(held))._replace(tables=tuple(map(tuple, held.tables)))
 
 
 def _restore_sequence(sequences: KvSequences, state: SequenceState) -> None:
-    held = BlockTables(state.request_id, state.num_slots, [list(table) for table in state.tables])
-    held.peak_slots = state.peak_slots
-    held.life_tokens, held.total_blocks = state.life_tokens, state.total_blocks
-    held.num_cached, held.may_share = state.num_cached, state.may_share
+    held = BlockTables(**{**state._asdict(), "tables": [list(table) for table in state.tables]})
     if not held.tables:
         raise LedgerError(f"request {state.request_id} has no block table")
     for table in held.tables:

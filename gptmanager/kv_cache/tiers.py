@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 from gptmanager.kv_cache.block import BlockCopy, BlockPool
@@ -27,6 +28,7 @@ class HostCounts(NamedTuple):
     onboarded_blocks: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class HostTier:
     """Blocks `first..first + num_blocks - 1`, for cached content that the pool has no room for.
 
@@ -35,27 +37,21 @@ class HostTier:
     `min_priority`, does not come here.
     """
 
-    __slots__ = (
-        "evictable", "first", "free", "min_priority", "min_tokens", "num_blocks", "offloaded",
-        "onboarded", "queue",
-    )  # fmt: skip
+    tree: InitVar[PrefixTree]
+    first: int
+    num_blocks: int
+    min_tokens: int
+    min_priority: int
+    free: OrderedDict[int, None] = field(init=False)
+    evictable: OrderedDict[int, None] = field(init=False)
+    queue: EvictionQueue = field(init=False)
+    offloaded: int = 0
+    onboarded: int = 0
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        first: int,
-        num_blocks: int,
-        min_tokens: int,
-        min_priority: int = 0,
-    ) -> None:
-        self.first = first
-        self.num_blocks = num_blocks
-        self.min_tokens = min_tokens
-        self.min_priority = min_priority
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + num_blocks))
+    def __post_init__(self, tree: PrefixTree) -> None:
+        self.free = OrderedDict.fromkeys(range(self.first, self.first + self.num_blocks))
         self.queue = EvictionQueue(tree)
         self.evictable = self.queue.blocks
-        self.offloaded = self.onboarded = 0
 
     @property
     def counts(self) -> HostCounts:
