@@ -166,7 +166,6 @@ loop/                     `iterate()`, and the requests that it iterates over
     request_times         when what happened to a request (no torch)
     active_request        a request from its admission to its final response
     limits                what one request may be, and whether its lengths fit (no torch)
-    sampling_inputs       how a request wants its tokens chosen
     admission             whether a request can be taken at all
     allocation            a decision with its blocks, frozen as a Schedule
     decision              who runs next: a scheduler is asked, and its answer checked

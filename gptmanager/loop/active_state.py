@@ -100,14 +100,12 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
     if state.drafts.drafter is not None and limits.lookup is not None:
         drafter = Drafter(limits.lookup, limits.vocab_size)
         drafter.restore(state.drafts.drafter)
-    times = RequestTimes()
-    times.restore(state.times)
     made = state._asdict()
     del made["search"], made["progress"]
     made.update(
         tokens=list(state.tokens),
         end_rule=restored_end_rule(state.end_rule),
-        times=times,
+        times=RequestTimes(*state.times),
         drafts=RequestDrafts(state.drafts.tokens, state.drafts.logits, drafter),
     )
     request = ActiveRequest(**made)

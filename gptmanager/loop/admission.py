@@ -15,12 +15,12 @@ import numpy as np
 from gptmanager.decoding.beam_search import BeamParams
 from gptmanager.decoding.drafting import Drafter, RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
+from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.stop_words import StopWords
 from gptmanager.errors import InvalidRequestError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits, check_pool, fit_length
 from gptmanager.loop.request_times import RequestTimes
-from gptmanager.loop.sampling_inputs import read_sampling
 from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.llm_request import RETENTION_PRIORITIES
@@ -28,6 +28,7 @@ from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import read_post_processor
 from gptmanager.request.read_tensors import (
     INT32,
+    read_bias,
     read_bool,
     read_float,
     read_int,
@@ -40,6 +41,9 @@ from gptmanager.request.sampling_params import SamplingParams
 # inputs whose support has not landed
 _LATER = ("position_ids", "lora_task_id", "lora_weights", "lora_config")
 
+_TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
+_SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
+
 
 def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveRequest:
     """Check a whole request; raises RequestError for the first thing that is wrong with it."""
@@ -49,7 +53,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
     max_new_tokens = read_int("request_output_len", tensors["request_output_len"], 1, INT32[1])
     drafts, draft_logits = _read_drafts(tensors, len(prompt), limits)
     max_new_tokens = fit_length(request.request_id, len(prompt), max_new_tokens, limits)
-    sampling = read_sampling(request.request_id, tensors, limits)
+    sampling = _read_sampling(request.request_id, tensors, limits)
     beams = _read_beams(tensors, sampling, limits)
     if beams is not None:
         check_pool(len(prompt), max_new_tokens, beams.width, limits)
@@ -68,8 +72,8 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         _read_output_options(request, tensors, limits, sampling.end_id),
         RequestTimes(
             now,
-            _seconds("deadline_s", request.deadline_s),
-            _seconds("queue_timeout_s", request.queue_timeout_s),
+            _time_limit("deadline_s", request.deadline_s, now),
+            _time_limit("queue_timeout_s", request.queue_timeout_s, now),
         ),
         RequestDrafts(
             drafts[: max_new_tokens - 1], None if sampling.greedy else draft_logits, drafter
@@ -141,6 +145,62 @@ def read_draft_logits(value: Any, drafts: Sequence[int], vocab_size: int) -> Hos
                 "a token that could not have been drawn"
             )
     return rows
+
+
+def _read_sampling(request_id: int, tensors: dict[str, Any], limits: Limits) -> SamplingParams:
+    """Raises InvalidRequestError for the first thing that is wrong."""
+    end_id = read_int("end_id", tensors.get("end_id", -1), -1, limits.vocab_size - 1)
+    try:
+        return _read_sampling_params(request_id, tensors, limits, end_id)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"Incorrect sampling config: {error}") from None
+
+
+def _read_sampling_params(
+    request_id: int, tensors: dict[str, Any], limits: Limits, end_id: int
+) -> SamplingParams:
+    """A temperature or a penalty is refused where float32 cannot hold it."""
+
+    def count(name: str) -> int:
+        return read_int(name, tensors.get(name, 0), 0, INT32[1])
+
+    def number(name: str, default: float, low: float, high: float = math.inf) -> float:
+        return read_float(name, tensors.get(name, default), low, high)
+
+    temperature = number("temperature", 1.0, 0.0)
+    if temperature and not _TINY <= temperature <= _HUGE:
+        raise InvalidRequestError(
+            f"temperature = {temperature:g} must be 0 or within {_TINY:g}..{_HUGE:g}"
+        )
+    top_k, top_p = count("runtime_top_k"), number("runtime_top_p", 1.0, 0.0, 1.0)
+    asked = any(name in tensors for name in _SAMPLING_TENSORS)
+    seed, words, bias = map(tensors.get, ("random_seed", "bad_words_list", "embedding_bias"))
+    return SamplingParams(
+        greedy=not asked or top_k == 1 or top_p == 0.0 or temperature == 0.0,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=number("runtime_min_p", 0.0, 0.0, 1.0),
+        seed=(
+            derive_seed(limits.seed, request_id)
+            if seed is None
+            else read_int("random_seed", seed, 0, 2**64 - 1)
+        ),
+        min_length=count("min_length"),
+        no_repeat_ngram_size=count("noRepeatNgramSize"),
+        repetition_penalty=number("repetition_penalty", 1.0, _TINY, _HUGE),
+        presence_penalty=number("presence_penalty", 0.0, -_HUGE, _HUGE),
+        frequency_penalty=number("frequency_penalty", 0.0, -_HUGE, _HUGE),
+        bad_words=(
+            tuple(map(tuple, read_word_list("bad_words_list", words, limits.vocab_size)))
+            if words is not None
+            else ()
+        ),
+        embedding_bias=(
+            read_bias("embedding_bias", bias, limits.vocab_size) if bias is not None else None
+        ),
+        end_id=end_id,
+    )
 
 
 def _read_output_options(
@@ -244,8 +304,8 @@ def _optional_int(name: str, value: Any, low: int, high: int) -> int | None:
     return None if value is None else read_int(name, value, low, high)
 
 
-def _seconds(name: str, value: Any) -> float | None:
-    """None, also for infinity: no limit."""
+def _time_limit(name: str, value: Any, now: float) -> float | None:
+    """So many seconds from `now` on; None, also for infinity: no limit."""
     if value is None or (isinstance(value, (float, np.floating)) and value == math.inf):
         return None
-    return read_float(name, value, 0.0)
+    return now + read_float(name, value, 0.0)

@@ -70,7 +70,7 @@ class Confirmation:
             elif (token := tokens[0]) < 0:
                 fault = token
             else:
-                # as in `_confirm`, without a call for each row
+                # as in `_confirm_several`, without a call for each row
                 request.tokens.append(token)
                 length = len(request.tokens) - request.orig_prompt_len
                 request.stop_state, end = request.end_rule.find(request.stop_state, token, length)
@@ -93,7 +93,10 @@ class Confirmation:
         for token in tokens:
             if token < 0:
                 return token, None
-            end = _confirm(request, token)
+            request.tokens.append(token)
+            request.stop_state, end = request.end_rule.find(
+                request.stop_state, token, request.num_output
+            )
             if end is not None:
                 return 0, end
         return 0, None
@@ -117,13 +120,6 @@ class Confirmation:
         self.num_logits_errors += isinstance(failure.error, LogitsError)
         self._table.host.fail(failure)
         self.failing.add(failure.request_id)
-
-
-def _confirm(request: ActiveRequest, token: int) -> End | None:
-    """The next token of a text, and whether the text ends with it."""
-    request.tokens.append(token)
-    request.stop_state, end = request.end_rule.find(request.stop_state, token, request.num_output)
-    return end
 
 
 def _advance_beams(

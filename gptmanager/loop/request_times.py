@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class TimesState(NamedTuple):
 _read = attrgetter(*TimesState._fields)
 
 
+@dataclass(slots=True)
 class RequestTimes:
     """Seconds of the clock of `Intake.now`.
 
@@ -27,20 +29,12 @@ class RequestTimes:
     others None: it has not happened.
     """
 
-    __slots__ = TimesState._fields
-
-    def __init__(
-        self,
-        arrival: float = 0.0,
-        deadline_s: float | None = None,
-        queue_timeout_s: float | None = None,
-    ) -> None:
-        self.arrival = arrival
-        self.deadline = None if deadline_s is None else arrival + deadline_s
-        self.queue_deadline = None if queue_timeout_s is None else arrival + queue_timeout_s
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+    arrival: float
+    deadline: float | None = None
+    queue_deadline: float | None = None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -55,7 +49,3 @@ class RequestTimes:
 
     def state(self) -> TimesState:
         return TimesState(*_read(self))
-
-    def restore(self, state: TimesState) -> None:
-        for name, value in zip(TimesState._fields, state, strict=True):
-            setattr(self, name, value)
