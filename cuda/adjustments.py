@@ -54,10 +54,10 @@ def pack(
 ) -> tuple[object, ...]:
     """A value of dtype PARAMS, for a sequence whose host sent `orig_prompt_len` tokens.
 
-    `lists`: where `pack_lists(params)` begins in the tensor of all lists.
+    `lists`: where `pack_lists(params)` begins in the tensor of all lists; its address on the CPU.
     """
     words = [word for word in params.bad_words if word]
-    num_biases = 0 if params.embedding_bias is None else params.embedding_bias.count
+    num_biases = len(split_bias(params.embedding_bias)[0])
     has_end = 0 <= params.end_id < vocab_size and params.min_length > 0
     penalizes = (
         params.repetition_penalty != 1

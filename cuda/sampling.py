@@ -1,4 +1,7 @@
-"""One token from each row of logits, by the rules of `gptmanager.decoding.sampling`."""
+"""One token from each row of logits, by the rules of `gptmanager.decoding.sampling`.
+
+That reads the same records, PARAMS.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def pack(params: SamplingParams, orig_prompt_len: int, vocab_size: int) -> tuple
         params.min_p,
         params.end_id if has_end else 0,
         orig_prompt_len + params.min_length if has_end else 0,
-        params.temperature,
+        params.temperature if params.temperature > 0 else 1.0,
         params.greedy or only_best,
     )
 

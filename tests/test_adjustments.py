@@ -196,4 +196,4 @@ def test_a_row_that_asks_for_nothing_is_not_touched() -> None:
         logits = torch.full((1, 100), torch.nan)
         sampler.sample(logits, np.array([0]), np.array([1]))
         assert logits.isnan().all()
-        assert not sampler._params["adjusts"].any()
+        assert not sampler._adjustments["adjusts"].any()

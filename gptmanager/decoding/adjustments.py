@@ -67,11 +67,12 @@ def _ends_with(history: int, length: int, tokens: int, start: int, count: int) -
 
 @loop
 def _ban_words(x: int, p: Any, history: int, length: int) -> None:
-    start = 0
-    for word in range(p.num_bad_words):
-        end = get_int(p.bad_word_ends, word)
-        if _ends_with(history, length, p.bad_words, start, end - start - 1):
-            put(x, get_int(p.bad_words, end - 1), BANNED)
+    words, start = p.lists + 8 * p.num_biases, 0
+    ends = words + 4 * p.num_word_tokens
+    for word in range(p.num_words):
+        end = get_int(ends, word)
+        if _ends_with(history, length, words, start, end - start - 1):
+            put(x, get_int(words, end - 1), BANNED)
         start = end
 
 
@@ -85,13 +86,16 @@ def _ban_ngrams(x: int, size: int, n: int, history: int, length: int) -> None:
 
 @loop
 def adjust(x: int, size: int, p: Any, history: int, length: int, position: int, seen: int) -> None:
-    """One row in place. `history` int32 `[length]`; `p` a record of `sampling.LINE`."""
+    """One row in place. `history` int32 `[length]`.
+
+    `p`: a record of `cuda.adjustments.PARAMS`, whose `lists` is the address of its own.
+    """
     for i in range(p.num_biases):
-        token = get_int(p.bias_ids, i)
-        put(x, token, get(x, token) + get(p.bias_values, i))
+        token = get_int(p.lists, i)
+        put(x, token, get(x, token) + get(p.lists, p.num_biases + i))
     if p.penalizes:
         _penalize(x, size, p, history, length, seen)
-    if p.num_bad_words:
+    if p.num_words:
         _ban_words(x, p, history, length)
     if p.ngram_size:
         _ban_ngrams(x, size, p.ngram_size, history, length)

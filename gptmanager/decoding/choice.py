@@ -286,13 +286,13 @@ def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction:
 
 @loop
 def draw_token(p: Any, position: int, total: float, weights: int, sums: int, size: int) -> int:
-    """From weights whose sum is `total`; `p` a record of `sampling.LINE`.
+    """From weights whose sum is `total`; `p` a record of `cuda.sampling.PARAMS`.
 
     Whether the mass above a token is p already is compared from below and in single precision, as
     in transformers.
     """
     if p.min_p > ZERO:  # the best weight is 1; what falls ranks lowest, so top-p may come later
-        _drop_below(weights, sums, size, p.min_p)
+        _drop_below(weights, sums, size, np.float32(p.min_p))
     token, own, draw = 0, ZERO, 0
     while True:
         token = _pick(weights, sums, size, own, token, _uniform(p.seed, position, draw))

@@ -5,7 +5,7 @@ Keeps there what rows are adjusted and chosen by. Knows nothing of steps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 class DeviceSampler(Sampler):
     """`enqueue` chooses on the device what `sample` would choose on the CPU.
 
-    A record a line on the device, as on the CPU; the lists of all lines (biases, bad words) lie
+    The records of the CPU lie on the device, too; the lists of all lines (biases, bad words) lie
     one behind the other, and travel anew when one of them changes.
     """
 
@@ -55,12 +55,11 @@ class DeviceSampler(Sampler):
     ) -> None:
         super().__init__(num_lines, vocab_size, histories)
         self._launcher = launcher
-        self._choice = _Records(num_lines, sampling.PARAMS, device)
-        self._adjustment = _Records(num_lines, adjustments.PARAMS, device)
-        self._wanted = np.zeros(num_lines, dtype=np.uint8)
-        self._wanted_table = torch.zeros(num_lines, dtype=torch.uint8, device=device)
-        self._device_lists: dict[int, npt.NDArray[np.int32]] = {}  # by line, where there are any
+        self._choice_table = _table(self._choices, device)
+        self._adjustment_table = _table(self._adjustments, device)
+        self._wanted_table = torch.from_numpy(self._wanted).to(device, copy=True)
         self._list_table = torch.zeros(1, dtype=torch.int32, device=device)
+        self._list_starts = np.zeros(num_lines, dtype=np.int64)
         self._lists_changed = False
         self._changed: set[int] = set()
         # marks of tokens that a row has seen, all zero between steps
@@ -77,19 +76,10 @@ class DeviceSampler(Sampler):
         orig_prompt_len: int,
         output_config: OutputConfig = NO_EXTRAS,
     ) -> None:
+        had_lists = self._lists[line].size > 0
         super().load(line, params, orig_prompt_len, output_config)
-        lists = adjustments.pack_lists(params)
-        if lists.size or line in self._device_lists:
+        if had_lists or self._lists[line].size:
             self._lists_changed = True
-            self._device_lists.pop(line, None)
-        if lists.size:
-            self._device_lists[line] = lists
-        given = params, orig_prompt_len, self.vocab_size
-        self._choice.array[line] = sampling.pack(*given)
-        self._adjustment.array[line] = adjustments.pack(*given, 0)
-        self._wanted[line] = log_probs.NOTHING
-        if output_config.log_probs:
-            self._wanted[line] = log_probs.LOG_PROB if output_config.normalized else log_probs.LOGIT
         self._changed.add(line)
 
     def enqueue(
@@ -114,7 +104,7 @@ class DeviceSampler(Sampler):
         if self.adjusts(cpu_lines):
             self._adjust(logits, histories, lines, positions)
         inputs, tokens = torch.empty((2, len(cpu_lines)), dtype=torch.int32, device=logits.device)
-        choice = self._choice.table
+        choice = self._choice_table
         sampling.sample(self._launcher, tokens, inputs, logits, choice, lines, positions)
         values = best_tokens = best_log_probs = None
         if self._wanted[cpu_lines].any():
@@ -132,12 +122,11 @@ class DeviceSampler(Sampler):
         return Choice(inputs, tokens, values, best_tokens, best_log_probs)
 
     def _adjust(self, logits: Tensor, histories: Tensor, lines: Tensor, positions: Tensor) -> None:
-        params = self._adjustment.table
         for first in range(0, len(logits), len(self._marks)):
             own = slice(first, first + len(self._marks))
             adjustments.adjust(
                 self._launcher,
-                *(logits[own], params, self._list_table, histories, self._marks),
+                *(logits[own], self._adjustment_table, self._list_table, histories, self._marks),
                 *(lines[own], positions[own]),
             )
 
@@ -148,38 +137,30 @@ class DeviceSampler(Sampler):
             self._place_lists(upload)
         changed = np.fromiter(self._changed, dtype=np.int64)
         self._changed.clear()
-        lines, wanted, choice, adjustment = upload(
-            (
-                changed,
-                self._wanted[changed],
-                self._choice.words(changed),
-                self._adjustment.words(changed),
-            )
+        choices, adjusted = self._choices[changed], self._adjustments[changed]
+        adjusted["lists"] = self._list_starts[changed]
+        lines, wanted, *records = upload(
+            (changed, self._wanted[changed], _words(choices), _words(adjusted))
         )
         self._wanted_table.index_copy_(0, lines, wanted)
-        self._choice.table.view(torch.int64).index_copy_(0, lines, choice)
-        self._adjustment.table.view(torch.int64).index_copy_(0, lines, adjustment)
+        self._choice_table.view(torch.int64).index_copy_(0, lines, records[0])
+        self._adjustment_table.view(torch.int64).index_copy_(0, lines, records[1])
 
     def _place_lists(self, upload: Upload) -> None:
         """All lists anew, and where those of each line begin."""
-        start = 0
-        for line, own in self._device_lists.items():
-            self._adjustment.array["lists"][line] = start
-            self._changed.add(line)
-            start += len(own)
-        if start:
-            (self._list_table,) = upload((np.concatenate([*self._device_lists.values()]),))
+        sizes = [len(own) for own in self._lists]
+        self._list_starts = np.cumsum([0, *sizes[:-1]])
+        self._changed.update(line for line, size in enumerate(sizes) if size)
+        if any(sizes):
+            (self._list_table,) = upload((np.concatenate(self._lists),))
         self._lists_changed = False
 
 
-class _Records:
-    """A record a line: `array` on the CPU, and `table`, its bytes on the device."""
+def _table(records: npt.NDArray[np.void], device: torch.device) -> Tensor:
+    """Room for them as bytes, `[lines, itemsize]`."""
+    return torch.zeros((len(records), records.itemsize), dtype=torch.uint8, device=device)
 
-    def __init__(self, num_lines: int, dtype: np.dtype[Any], device: torch.device) -> None:
-        self.array = np.zeros(num_lines, dtype)
-        shape = num_lines, dtype.itemsize
-        self.table = torch.zeros(shape, dtype=torch.uint8, device=device)
 
-    def words(self, lines: Ints) -> Ints:
-        """The records of these lines, int64 `[lines, words]`."""
-        return self.array[lines].view(np.int64).reshape(len(lines), -1)
+def _words(records: npt.NDArray[np.void]) -> Ints:
+    """They as int64 `[lines, words]`."""
+    return records.view(np.int64).reshape(len(records), -1)

@@ -20,6 +20,7 @@ import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
+from gptmanager.cuda import adjustments, log_probs, sampling
 from gptmanager.decoding.adjustments import adjust
 from gptmanager.decoding.choice import (
     BLOCK,
@@ -42,40 +43,13 @@ from gptmanager.kernels.lanes import (
 )
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, Team, task_fields
-from gptmanager.request.input_rows import split_bias
 from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 
-LINE = np.dtype(
-    [
-        ("seed", np.uint64),
-        ("prompt_len", np.int64),  # tokens that the host sent
-        ("top_k", np.int64),  # 0: unlimited
-        ("end_id", np.int64),
-        ("first_end", np.int64),  # the position from which on end_id is allowed
-        ("ngram_size", np.int64),  # 0: none
-        ("bias_ids", np.int64),  # addresses and how many there are
-        ("bias_values", np.int64),
-        ("num_biases", np.int64),
-        ("bad_words", np.int64),
-        ("bad_word_ends", np.int64),
-        ("num_bad_words", np.int64),
-        ("top_p", np.float64),
-        ("min_p", np.float32),
-        ("temperature", np.float32),
-        ("repetition", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("greedy", np.bool_),
-        ("adjusts", np.bool_),
-        ("penalizes", np.bool_),
-        ("log_probs", np.bool_),
-        ("normalized", np.bool_),
-    ],
-    align=True,
-)
+CHOICE, ADJUSTMENT = sampling.PARAMS, adjustments.PARAMS  # records that CUDA kernels read, too
+NO_VALUE, LOGIT = log_probs.NOTHING, log_probs.LOGIT
 _SMALL = 1 << 15  # logits: waking a second thread costs about as much
 
 
@@ -86,8 +60,8 @@ class SampleTask(ctypes.Structure):
     """
 
     _fields_ = task_fields(
-        "logits lines positions params histories tokens log_probs seen weights"
-        " num_lines vocab_size history_size weights_size"
+        "logits lines positions choices adjustments wanted histories tokens log_probs seen"
+        " weights num_lines vocab_size history_size weights_size"
     )
 
 
@@ -95,10 +69,10 @@ _TASK = np.dtype(SampleTask)
 
 
 @loop
-def _log_prob(p: Any, x: int, token: int, top: Any, total: float) -> Any:
+def _log_prob(p: Any, wanted: int, x: int, token: int, top: Any, total: float) -> Any:
     """Of a token, or its logit; after the temperature. What is infinitely likely has all mass."""
     scaled, highest = get(x, token) / p.temperature, top / p.temperature
-    if not p.normalized:
+    if wanted == LOGIT:
         return np.float64(scaled)
     if not np.isfinite(highest):
         return 0.0
@@ -106,7 +80,7 @@ def _log_prob(p: Any, x: int, token: int, top: Any, total: float) -> Any:
 
 
 @loop
-def _choose(t: Any, p: Any, row: int, x: int, weights: int) -> None:
+def _choose(t: Any, p: Any, wanted: int, row: int, x: int, weights: int) -> None:
     size, sums = t.vocab_size, weights + 4 * padded(t.vocab_size)
     token, top = find_best(x, size)
     if token < 0:
@@ -115,7 +89,7 @@ def _choose(t: Any, p: Any, row: int, x: int, weights: int) -> None:
     # an infinite quotient leaves nothing to draw: the best token has all the mass
     greedy = p.greedy or not np.isfinite(top / p.temperature)
     total = 0.0
-    if np.isfinite(top / p.temperature) and (p.log_probs or not (greedy or p.top_k)):
+    if np.isfinite(top / p.temperature) and (wanted != NO_VALUE or not (greedy or p.top_k)):
         total = weigh(x, size, p.temperature, top, NOTHING, weights, sums)
     whole = total
     if not greedy:
@@ -125,29 +99,30 @@ def _choose(t: Any, p: Any, row: int, x: int, weights: int) -> None:
         position = get_long(t.positions, row)
         token = draw_token(p, position, total, weights, sums, size)
     put_int(t.tokens, row, token)
-    if p.log_probs:
-        put(t.log_probs, row, np.float32(_log_prob(p, x, token, top, whole)))
+    if wanted != NO_VALUE:
+        put(t.log_probs, row, np.float32(_log_prob(p, wanted, x, token, top, whole)))
 
 
 def sample_rows(address: int) -> None:
     """One row after another, each adjusted in place, then its token chosen."""
     t = task_at(address, _TASK)
-    params = carray(pointer_to(t.params), t.num_lines, LINE)
+    choices = carray(pointer_to(t.choices), t.num_lines, CHOICE)
+    adjusted = carray(pointer_to(t.adjustments), t.num_lines, ADJUSTMENT)
+    wanted = carray(pointer_to(t.wanted), t.num_lines, np.uint8)
     thread = claim(address, NEXT_THREAD)
     seen = t.seen + 4 * thread * t.vocab_size
     weights = t.weights + 4 * thread * t.weights_size
     row = claim(address, NEXT_PART)
     while row < t.num_parts:
         line = get_long(t.lines, row)
-        p = params[line]
         x = t.logits + 4 * row * t.vocab_size
-        if p.adjusts:
+        if adjusted[line].adjusts:
             history = t.histories + 4 * line * t.history_size
             position = get_long(t.positions, row)
             length = min(position, t.history_size)
-            adjust(x, t.vocab_size, p, history, length, position, seen)
+            adjust(x, t.vocab_size, adjusted[line], history, length, position, seen)
         if t.tokens:
-            _choose(t, p, row, x, weights)
+            _choose(t, choices[line], wanted[line], row, x, weights)
         row = claim(address, NEXT_PART)
 
 
@@ -173,8 +148,17 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self._histories = np.zeros((num_lines, 0), np.int32) if histories is None else histories
-        self._params: npt.NDArray[np.void] = np.zeros(num_lines, dtype=LINE)
-        self._lists: list[tuple[np.ndarray, ...]] = [()] * num_lines  # what `_params` points to
+        self._choices: npt.NDArray[np.void] = np.zeros(num_lines, dtype=CHOICE)
+        self._adjustments: npt.NDArray[np.void] = np.zeros(num_lines, dtype=ADJUSTMENT)
+        self._lists = [np.empty(0, dtype=np.int32)] * num_lines  # what `_adjustments` points to
+        self._wanted = np.full(num_lines, NO_VALUE, dtype=np.uint8)
+        tables = {
+            "choices": self._choices,
+            "adjustments": self._adjustments,
+            "wanted": self._wanted,
+            "histories": self._histories,
+        }
+        self._addresses = {name: table.ctypes.data for name, table in tables.items()}
         self._team = Team()
         self._body = compiled(sample_rows)
         self._weights_size = padded(vocab_size) + padded(vocab_size) // BLOCK
@@ -193,54 +177,13 @@ class Sampler:
         `orig_prompt_len`: tokens that the host sent; min_length and the penalties of generated
         tokens count from there.
         """
-        only_best = params.temperature <= 0 or params.top_k == 1 or params.top_p <= 0
-        has_end = 0 <= params.end_id < self.vocab_size
-        first_end = orig_prompt_len + params.min_length if has_end else 0
-        penalizes = (
-            params.repetition_penalty != 1
-            or params.presence_penalty != 0
-            or params.frequency_penalty != 0
-        )
-        lists = self._load_lists(line, params)
-        self._params[line] = (  # in the order of LINE
-            params.seed & (2**64 - 1),
-            orig_prompt_len,
-            params.top_k if params.top_k < self.vocab_size else 0,
-            params.end_id if has_end else 0,
-            first_end,
-            params.no_repeat_ngram_size,
-            *lists,
-            params.top_p,
-            params.min_p,
-            params.temperature if params.temperature > 0 else 1.0,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.greedy or only_best,
-            penalizes
-            or any(lists)
-            or params.no_repeat_ngram_size > 0
-            or first_end > orig_prompt_len,
-            penalizes,
-            output_config.log_probs,
-            output_config.normalized,
-        )
-
-    def _load_lists(self, line: int, params: SamplingParams) -> tuple[int, ...]:
-        """Addresses and lengths, all 0 where there is nothing."""
-        words = [word for word in params.bad_words if word]
-        ids, values = split_bias(params.embedding_bias)
-        if not (words or len(ids)):
-            self._lists[line] = ()
-            return (0,) * 6
-        lists = self._lists[line] = (
-            ids,
-            values,
-            np.array([token for word in words for token in word], dtype=np.int32),
-            np.cumsum([len(word) for word in words], dtype=np.int32),
-        )
-        bias_ids, bias_values, bad_words, ends = (array.ctypes.data for array in lists)
-        return bias_ids, bias_values, len(ids), bad_words, ends, len(words)
+        lists = self._lists[line] = adjustments.pack_lists(params)
+        given = params, orig_prompt_len, self.vocab_size
+        self._choices[line] = sampling.pack(*given)
+        self._adjustments[line] = adjustments.pack(*given, lists.ctypes.data)
+        self._wanted[line] = NO_VALUE
+        if output_config.log_probs:
+            self._wanted[line] = log_probs.LOG_PROB if output_config.normalized else LOGIT
 
     def sample(
         self,
@@ -263,7 +206,7 @@ class Sampler:
 
     def adjusts(self, lines: Ints) -> bool:
         """The choice for one of these lines depends on its tokens before it, or on how many."""
-        return bool(self._params["adjusts"][lines].any())
+        return bool(self._adjustments["adjusts"][lines].any())
 
     def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
         """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
@@ -273,7 +216,7 @@ class Sampler:
         """
         logits = self._run(logits, lines, positions, None, None)
         best = logits.amax(dim=1)
-        logits /= torch.from_numpy(self._params["temperature"][lines])[:, None]
+        logits /= torch.from_numpy(self._choices["temperature"][lines])[:, None]
         logits.clamp_(max=torch.finfo(torch.float32).max)  # an infinite quotient
         scores = torch.log_softmax(logits, dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         scores[~(best < torch.inf)] = torch.nan
@@ -304,16 +247,15 @@ class Sampler:
             logits=logits.data_ptr(),
             lines=lines.ctypes.data,
             positions=positions.ctypes.data,
-            params=self._params.ctypes.data,
-            histories=self._histories.ctypes.data,
             tokens=0 if tokens is None else tokens.ctypes.data,
             log_probs=0 if log_probs is None else log_probs.ctypes.data,
             seen=self._seen.ctypes.data,
             weights=self._weights.ctypes.data,
-            num_lines=len(self._params),
+            num_lines=len(self._choices),
             vocab_size=self.vocab_size,
             history_size=self._histories.shape[1],
             weights_size=self._weights_size,
+            **self._addresses,
         )
         self._team.run(self._body, task, num_threads)
         return logits

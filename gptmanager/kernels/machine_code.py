@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import cast
 
+import numpy as np
 from numba import cfunc, types
 
 
@@ -24,7 +25,8 @@ def compiled(body: Callable[[int], None]) -> int:
 
 
 def _stamped(body: Callable[[int], None]) -> FunctionType:
-    """The same function under a name that changes with any source in this folder and its own.
+    """The same function under a name that changes with any source in this folder and its own, and
+    with the layout of records that it reads.
 
     Numba's cache looks at the file of the body alone, not at those of the words it is made of.
     """
@@ -32,6 +34,8 @@ def _stamped(body: Callable[[int], None]) -> FunctionType:
     folders = {Path(__file__).parent, Path(body.__code__.co_filename).parent}
     for source in sorted(source for folder in folders for source in folder.glob("*.py")):
         digest.update(source.read_bytes())
+    layouts = [value for value in body.__globals__.values() if isinstance(value, np.dtype)]
+    digest.update(repr(layouts).encode())
     name = f"{body.__name__}_{digest.hexdigest()[:12]}"
     stamped = FunctionType(body.__code__, body.__globals__, name)
     stamped.__qualname__ = name
