@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -44,27 +44,29 @@ class BeamParams:
     sampled: bool = False
 
 
+@dataclass(slots=True, eq=False, repr=False)  # that of a long text would recurse too deep
 class BeamNode:
     """The last token of a beam, and with it the whole: each node knows the one before it.
 
     `beam`: whose logits the token was chosen from.
     """
 
-    __slots__ = ("beam", "length", "log_prob", "parent", "stop_state", "token")
+    parent: BeamNode | None
+    beam: int
+    token: int
+    log_prob: float
+    stop_state: int
+    length: int = field(init=False)
 
-    def __init__(
-        self, parent: BeamNode | None, beam: int, token: int, log_prob: float, stop_state: int
-    ) -> None:
-        self.parent = parent
-        self.beam = beam
-        self.token = token
-        self.log_prob = log_prob
-        self.stop_state = stop_state
-        self.length: int = 1 if parent is None else parent.length + 1
+    def __post_init__(self) -> None:
+        self.length = 1 if self.parent is None else self.parent.length + 1
 
     def path(self) -> list[BeamNode]:
         """All nodes of the beam, the first generated token first."""
-        return list(_up(self))[::-1]
+        nodes = [self]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
 
 
 class Hypothesis(NamedTuple):
@@ -244,12 +246,6 @@ class BeamSearch:
             length = self.end_rule.max_new_tokens
         best_possible = self._score(max(self.cum_log_probs), length)
         return best_possible <= self.ended[-1].score
-
-
-def _up(node: BeamNode | None) -> Iterator[BeamNode]:
-    while node is not None:
-        yield node
-        node = node.parent
 
 
 def _common_length(nodes: Iterable[BeamNode]) -> int:

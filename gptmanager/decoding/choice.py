@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.decoding.random_numbers import HALF, LOW_32, rounds, to_unit
+from gptmanager.decoding.random_numbers import uniform
 from gptmanager.kernels.lanes import (
     LANES,
     exp2,
@@ -44,8 +44,6 @@ ZERO, ONE, HALF_OF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 NOTHING, LOWEST = np.float32(-np.inf), np.finfo(np.float32).min
 LOG2_E = np.float32(1.4426950408889634)
 NEGLIGIBLE = np.float32(-87.0)  # e to that power is the smallest weight that is not 0
-
-_rounds, _to_unit = loop(rounds), loop(to_unit)
 
 
 @loop
@@ -241,16 +239,6 @@ def _sum_above(weights: int, sums: int, size: int, token: int) -> float:
 
 
 @loop
-def _uniform(seed: Any, position: int, draw: int) -> Any:
-    """As `random_numbers.uniform`."""
-    counter, zero = np.uint64(position), np.uint64(0)
-    words = _rounds(
-        counter & LOW_32, counter >> HALF, np.uint64(draw), zero, seed & LOW_32, seed >> HALF
-    )
-    return _to_unit(words[0], words[1])
-
-
-@loop
 def _pick(weights: int, sums: int, size: int, own: Single, token: int, fraction: Single) -> int:
     """Where the cumulative weight passes `fraction` of the sum; never a weight of 0.
 
@@ -295,7 +283,7 @@ def draw_token(p: Any, position: int, total: float, weights: int, sums: int, siz
         _drop_below(weights, sums, size, np.float32(p.min_p))
     token, own, draw = 0, ZERO, 0
     while True:
-        token = _pick(weights, sums, size, own, token, _uniform(p.seed, position, draw))
+        token = _pick(weights, sums, size, own, token, uniform(p.seed, position, draw))
         if p.top_p >= 1.0:
             return token
         own = get(weights, token)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gptmanager.config import PromptLookup
@@ -104,23 +105,16 @@ class DraftsState(NamedTuple):
     drafter: DrafterState | None
 
 
+@dataclass(slots=True, eq=False)
 class RequestDrafts:
     """The drafts of one request: its host's, behind the prompt, or those of its drafter.
 
     `tokens`: those to run next. `logits`: what a host's drafts were drawn from.
     """
 
-    __slots__ = ("drafter", "logits", "tokens")
-
-    def __init__(
-        self,
-        tokens: tuple[int, ...] = (),
-        logits: HostRows | None = None,
-        drafter: Drafter | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.logits = logits
-        self.drafter = drafter
+    tokens: tuple[int, ...] = ()
+    logits: HostRows | None = None
+    drafter: Drafter | None = None
 
     def state(self) -> DraftsState:
         return DraftsState(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gptmanager.config import FinishReason
@@ -19,6 +20,7 @@ class EndRuleState(NamedTuple):
     include_stop: bool
 
 
+@dataclass(slots=True, eq=False)
 class EndRule:
     """An output ends with `end_id`, with a stop word, or when it is `max_new_tokens` long.
 
@@ -26,19 +28,10 @@ class EndRule:
     tokens, what is cut off included. A stop state is what `StopWords.advance` gives, 0 at first.
     """
 
-    __slots__ = ("end_id", "include_stop", "max_new_tokens", "stop_words")
-
-    def __init__(
-        self,
-        max_new_tokens: int,
-        end_id: int = -1,
-        stop_words: StopWords | None = None,
-        include_stop: bool = False,
-    ) -> None:
-        self.max_new_tokens = max_new_tokens
-        self.end_id = end_id
-        self.stop_words = stop_words
-        self.include_stop = include_stop
+    max_new_tokens: int
+    end_id: int = -1
+    stop_words: StopWords | None = None
+    include_stop: bool = False
 
     def find(self, stop_state: int, token: int, length: int) -> tuple[int, End | None]:
         """The stop state behind `token`, with which there are `length`, and the end, if it is one.

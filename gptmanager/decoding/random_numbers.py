@@ -9,11 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint64]
+from numba.extending import register_jitable
 
 LOW_32 = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
@@ -22,6 +18,7 @@ _STEP_0, _STEP_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _DROPPED = np.uint64(11)  # of 64 bits: 53 are what a float64 holds
 
 
+@register_jitable
 def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, Any, Any, Any]:
     """Philox4x32-10 of a counter under a key: 32-bit words in uint64, arrays or compiled."""
     for _ in range(10):
@@ -32,24 +29,18 @@ def rounds(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> tuple[Any, A
     return c0, c1, c2, c3
 
 
-def to_unit(first: Any, second: Any) -> Any:
-    """A number in [0, 1) of the upper 53 bits of two words."""
-    return ((first << HALF | second) >> _DROPPED) * 2.0**-53
+@register_jitable
+def uniform(seed: Any, position: Any, draw: int = 0) -> Any:
+    """A number in [0, 1) of 53 random bits: a function of (seed, position, draw) alone.
 
-
-def uniform(seeds: Words, positions: Ints, draw: int = 0) -> Floats:
-    """Numbers in [0, 1) of 53 random bits, `[n]`: functions of (seed, position, draw) alone.
-
-    `seeds` uint64 `[n]`; `positions` int64 `[n]`, not negative; `draw` tells apart the numbers
+    `seed` uint64; `position` not negative; either may be an array. `draw` tells apart the numbers
     that one token needs. They are the upper bits of the first two words.
     """
-    counters = positions.astype(np.uint64)
-    zeros = np.zeros_like(counters)
+    counter, zero = np.uint64(position), np.uint64(0)
     words = rounds(
-        *(counters & LOW_32, counters >> HALF, zeros + np.uint64(draw), zeros),
-        *(seeds & LOW_32, seeds >> HALF),
+        counter & LOW_32, counter >> HALF, np.uint64(draw), zero, seed & LOW_32, seed >> HALF
     )
-    return np.asarray(to_unit(words[0], words[1]))
+    return ((words[0] << HALF | words[1]) >> _DROPPED) * 2.0**-53
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -62,8 +62,7 @@ def sample_draft(
     Of these some may be -inf, but not that of `draft`.
     """
     q: Floats = np.exp(draft_logits.astype(np.float64) - draft_logits.max())
-    seeds = np.array([params.seed & (2**64 - 1)], dtype=np.uint64)
-    where = np.array([position], dtype=np.int64)
-    accept = float(uniform(seeds, where, ACCEPTANCE_DRAW)[0])
-    replace = float(uniform(seeds, where, REPLACEMENT_DRAW)[0])
+    seed = np.uint64(params.seed & (2**64 - 1))
+    accept = float(uniform(seed, position, ACCEPTANCE_DRAW))
+    replace = float(uniform(seed, position, REPLACEMENT_DRAW))
     return verify_draft(truncated(log_probs, params), q / q.sum(), draft, accept, replace)
