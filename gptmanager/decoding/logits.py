@@ -62,7 +62,7 @@ class PostProcessing:
     ) -> None:
         self._batched = batched
         self._budget_s = budget_s
-        self._timer = timer or CallbackTimer("LogitsPostProcessor")
+        self.timer = timer or CallbackTimer("LogitsPostProcessor")
         self._lines = lines
         self._stream = stream
         device = torch.device("cpu") if stream is None else stream.device
@@ -150,7 +150,7 @@ class PostProcessing:
         for index in members:
             sequence = step.sequences[index]
             logits, beams = step.view(index), step.beams(index)
-            with self._guarded([sequence], shared):
+            with _Guard(self, [sequence], shared):
                 ids = sequence.request_id, sequence.client_id
                 call = functools.partial(shared, ids[0], logits, beams, step.stream, ids[1])
                 answer = self._call(call, logits)
@@ -162,7 +162,7 @@ class PostProcessing:
         views = [step.view(index) for index in members]
         process = getattr(shared, "process_batch", shared)
         answers: Any = None
-        with self._guarded(sequences, shared):
+        with _Guard(self, sequences, shared):
             call = functools.partial(
                 process,
                 [sequence.request_id for sequence in sequences],
@@ -173,10 +173,10 @@ class PostProcessing:
             )
             answers = self._call(call, step.logits)
             if answers is not None and len(answers) != len(members):
-                raise _WrongAnswer(f"{len(answers)} values for {len(members)} requests")
+                raise _Misuse(f"returned {len(answers)} values for {len(members)} requests")
         for member, index in enumerate(members):
             if answers is not None and step.sequences[index].error is None:
-                with self._guarded([step.sequences[index]], shared):
+                with _Guard(self, [step.sequences[index]], shared):
                     if isinstance(answers[member], BaseException):
                         raise answers[member]
                     step.replace(views[member], answers[member])
@@ -186,7 +186,7 @@ class PostProcessing:
         rows = step.rows(members)
         sequences = rows.sequences
         errors: Errors = {}
-        with self._guarded(sequences, shared):
+        with _Guard(self, sequences, shared):
             session = self._session(shared)
             errors = self._call(lambda: session.process(rows), step.logits)
         for index, error in errors.items():
@@ -197,7 +197,7 @@ class PostProcessing:
             return call()
         answer, wrong = self._watch.run(call, logits)
         if wrong:
-            raise _WrongStream(wrong)
+            raise _Misuse(f"{wrong}: work within `with stream:`")
         return answer
 
     def _session(self, shared: RowProcessor) -> RowSession:
@@ -205,9 +205,6 @@ class PostProcessing:
         if session is None:
             session = self._sessions[shared] = shared.open(self._lines.count, self._stream)
         return session
-
-    def _guarded(self, sequences: Sequence[ProcessedSequence], shared: Any) -> _Guard:
-        return _Guard(self, self._timer, sequences, shared)
 
     def fail(
         self, error: BaseException, sequences: Sequence[ProcessedSequence], shared: Any
@@ -242,10 +239,8 @@ class PostProcessing:
     def _told(error: BaseException, shared: Any) -> BaseException:
         """What ends a request: without the frames of the error, which would be kept alive."""
         text = f"logits_post_processor {name_of(shared)}"
-        if isinstance(error, _WrongAnswer):
-            return CallbackError(f"{text} returned {error}")
-        if isinstance(error, _WrongStream):
-            return CallbackError(f"{text} {error}: work within `with stream:`")
+        if isinstance(error, _Misuse):
+            return CallbackError(f"{text} {error}")
         if isinstance(error, RequestError) and isinstance(shared, RowProcessor):
             return type(error)(f"{text}: {error}")
         return CallbackError(f"{text} raised {response_text(error)}")
@@ -255,43 +250,31 @@ class PostProcessing:
         self.sequences = {slot: one for slot, one in sequences if not one.has_ended}
 
 
+@dataclass(slots=True, eq=False)
 class _Guard:
     """Around a call: times it, and lets no error out. No generator: it is entered for every row."""
 
-    __slots__ = ("_processing", "_sequences", "_shared", "_started", "_timer")
-
-    def __init__(
-        self,
-        processing: PostProcessing,
-        timer: CallbackTimer,
-        sequences: Sequence[ProcessedSequence],
-        shared: Any,
-    ) -> None:
-        self._processing = processing
-        self._timer = timer
-        self._sequences = sequences
-        self._shared = shared
+    processing: PostProcessing
+    sequences: Sequence[ProcessedSequence]
+    shared: Any
+    started: float = 0.0
 
     def __enter__(self) -> None:
-        self._timer.start()
-        self._started = perf_counter()
+        self.processing.timer.start()
+        self.started = perf_counter()
 
     def __exit__(self, kind: Any, raised: BaseException | None, traceback: Any) -> bool:
-        taken_s = perf_counter() - self._started
-        self._timer.stop()
+        taken_s = perf_counter() - self.started
+        self.processing.timer.stop()
         if raised is not None:
-            self._timer.errors += 1
-            self._processing.fail(raised, self._sequences, self._shared)
-        self._processing.check_budget(taken_s, self._sequences, self._shared)
+            self.processing.timer.errors += 1
+            self.processing.fail(raised, self.sequences, self.shared)
+        self.processing.check_budget(taken_s, self.sequences, self.shared)
         return True
 
 
-class _WrongStream(Exception):
-    """A processor worked where the model does not wait for it."""
-
-
-class _WrongAnswer(Exception):
-    """A processor returned what it must not."""
+class _Misuse(Exception):
+    """A processor did what it must not; says what."""
 
 
 @dataclass(slots=True, eq=False)
@@ -348,11 +331,11 @@ class _Step:
         if answer is None or answer is given:
             return
         if not isinstance(answer, Tensor):
-            raise _WrongAnswer(f"a {type(answer).__name__}, expected None or a tensor")
+            raise _Misuse(f"returned a {type(answer).__name__}, expected None or a tensor")
         expected = (torch.float32, list(given.shape), self.logits.device)
         found = (answer.dtype, list(answer.shape), answer.device)
         if found != expected:
-            raise _WrongAnswer(
-                "a {} tensor {} on {}, expected {} {} on {}".format(*found, *expected)
+            raise _Misuse(
+                "returned a {} tensor {} on {}, expected {} {} on {}".format(*found, *expected)
             )
         given.copy_(answer)
