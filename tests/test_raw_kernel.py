@@ -222,7 +222,7 @@ def test_a_launch_of_one_size_can_be_replayed_with_fewer_rows():
     logits = torch.zeros(5, WRITTEN)  # the last row is nobody's
     for line in range(4):
         session.load(line, kernel.bind(factor=line + 1))
-    session.update(rows_of(logits, tokens, [(0, 1, 2)]), 4, spare_row=4)
+    session.update(rows_of(logits, tokens, [(0, 1, 2)]), spare_row=4)
     session._launch = capture
     session.launch(logits, torch.from_numpy(tokens), 4)
     for found in (
@@ -233,7 +233,7 @@ def test_a_launch_of_one_size_can_be_replayed_with_fewer_rows():
         [(1, 3, 10)],
     ):
         logits.zero_()
-        session.update(rows_of(logits, tokens, found), 4, spare_row=4)
+        session.update(rows_of(logits, tokens, found), spare_row=4)
         launch(*captured[0])
         expected = np.zeros((4, WRITTEN))
         for row, line, length in found:

@@ -116,19 +116,21 @@ class RawKernelLogitsPostProcessor(RowProcessor):
 
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         launch = self.prepare("cpu" if stream is None else stream.name).result()
-        size = self.params_dtype.itemsize
-        if stream is None:
-            return _Session(launch, self.block, _Memory(num_lines, size))
-        return _Session(launch, self.block, _DeviceMemory(num_lines, size, stream))
+        return _Session(launch, self.block, (num_lines, self.params_dtype.itemsize), stream)
 
     def _compile(self, device: str, future: Future[Launch]) -> None:
         source = with_signature(self.source, self.kernel_name)
-        given = source, self.kernel_name, self.options
         try:
             if device in ("cpu", "emulator"):
-                future.set_result(_compile_for_cpu(*given))
+                module = emulator.Module(
+                    source=source, name_expressions=[self.kernel_name], options=self.options
+                )
+                future.set_result(module.get_function(self.kernel_name))
             else:
-                future.set_result(_compile_for_cuda(*given, device))
+                find_cupy()
+                with torch.cuda.device(device):  # a new thread begins with the first
+                    kernel = DeviceLauncher().load(source, self.kernel_name, self.options)
+                future.set_result(kernel)
         except BaseException as error:  # noqa: B036 - whoever waits is told
             why = response_text(error)
             why = difference(why, self.source, self.kernel_name) or why
@@ -138,6 +140,8 @@ class RawKernelLogitsPostProcessor(RowProcessor):
 
 class BoundKernel(BoundProcessor):
     """A request's parameters of a kernel."""
+
+    owner: RawKernelLogitsPostProcessor
 
     def __init__(self, owner: RawKernelLogitsPostProcessor, params: Mapping[str, Any]) -> None:
         super().__init__(owner)
@@ -154,8 +158,7 @@ class BoundKernel(BoundProcessor):
                 ) from None
 
     def prepare(self, device: str) -> Future[Launch]:
-        prepared: Future[Launch] = self.owner.prepare(device)
-        return prepared
+        return self.owner.prepare(device)
 
 
 class _Session(RowSession):
@@ -165,91 +168,54 @@ class _Session(RowSession):
     in a CUDA graph after a first step, and run again behind any `update` for as many blocks.
     """
 
-    def __init__(self, launch: Launch, block: int, memory: _Memory) -> None:
+    def __init__(
+        self, launch: Launch, block: int, shape: tuple[int, int], stream: Stream | None
+    ) -> None:
+        """`shape`: how many lines, and the bytes of the parameters of each."""
         self._launch = launch
         self._block = block
-        self._memory = memory
+        device = torch.device("cpu") if stream is None else stream.device
+        self._params = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._numbers = torch.zeros((4, shape[0]), dtype=torch.int32, device=device)
+        self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
 
     def load(self, line: int, bound: BoundKernel) -> None:
-        self._memory.write_params(line, bound.record.tobytes())
+        self._write(self._params[line], np.frombuffer(bound.record.tobytes(), dtype=np.uint8))
 
     def process(self, rows: Rows) -> Errors:
         self.update(rows)
         self.launch(rows.logits, rows.token_tensor, len(rows.sequences))
         return {}
 
-    def update(self, rows: Rows, num_blocks: int | None = None, spare_row: int = 0) -> None:
-        """Write down what the next launch of `num_blocks` works on; None: as many as rows.
+    def update(self, rows: Rows, spare_row: int = 0) -> None:
+        """Write down what the next launch works on.
 
         Blocks beyond the rows do what the first one does, to the logits' row `spare_row`, which
         should be nobody's.
         """
         prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
-        numbers = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int64)
-        missing = 0 if num_blocks is None else num_blocks - len(prompts)
-        if missing > 0:
-            more = numbers[:, :1] if prompts else np.array([[0], [0], [1], [1]])
-            numbers = np.concatenate([numbers, more.repeat(missing, axis=1)], axis=1)
-            numbers[0, len(prompts) :] = spare_row
-        self._memory.write_numbers(numbers)
+        own = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int32)
+        numbers = np.empty(self._numbers.shape, dtype=np.int32)
+        numbers[:] = own[:, :1] if prompts else [[0], [0], [1], [1]]
+        numbers[0] = spare_row
+        numbers[:, : len(prompts)] = own
+        self._write(self._numbers, numbers)
 
     def launch(self, logits: Tensor, tokens: Tensor, num_blocks: int) -> None:
         """For the rows of the last `update`, with the tensors that it was for."""
-        index, lines, lengths, prompt_lengths = self._memory.numbers.unbind()
+        index, lines, lengths, prompt_lengths = self._numbers.unbind()
         arguments = (
-            *(logits, index, lines, self._memory.params, lengths, prompt_lengths, tokens),
+            *(logits, index, lines, self._params, lengths, prompt_lengths, tokens),
             *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
         )
         self._launch((num_blocks,), (self._block,), arguments)
 
-
-class _Memory:
-    """What a launch reads beside the logits: `params` uint8 `[num_lines, size]`, and `numbers`
-    int32 `[4, num_lines]` of the rows of a step.
-    """
-
-    def __init__(self, num_lines: int, size: int, device: torch.device | str = "cpu") -> None:
-        self.params = torch.zeros((num_lines, size), dtype=torch.uint8, device=device)
-        self.numbers = torch.zeros((4, num_lines), dtype=torch.int32, device=device)
-
-    def write_params(self, line: int, raw: bytes) -> None:
-        self.params[line].numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
-
-    def write_numbers(self, numbers: npt.NDArray[np.int64]) -> None:
-        """`[4, rows]`, for the first rows."""
-        self.numbers.numpy()[:, : numbers.shape[1]] = numbers
-
-
-class _DeviceMemory(_Memory):
-    """The same on a device, where nothing waits for what is written."""
-
-    def __init__(self, num_lines: int, size: int, stream: Stream) -> None:
-        super().__init__(num_lines, size, stream.device)
-        self._uploads = Uploads(stream, _NUM_BUFFERS)
-
-    def write_params(self, line: int, raw: bytes) -> None:
-        self._write(self.params[line], np.frombuffer(raw, dtype=np.uint8))
-
-    def write_numbers(self, numbers: npt.NDArray[np.int64]) -> None:
-        whole = np.zeros(self.numbers.shape, dtype=np.int32)
-        whole[:, : numbers.shape[1]] = numbers
-        self._write(self.numbers.view(-1).view(torch.uint8), whole)
-
     def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
-        self._uploads.fill(memory, Layout([array]), [array])
-
-
-def _compile_for_cpu(source: str, kernel_name: str, options: Sequence[str]) -> Launch:
-    module = emulator.Module(source=source, name_expressions=[kernel_name], options=options)
-    kernel = module.get_function(kernel_name)
-    return lambda grid, block, arguments: kernel(grid, block, arguments)
-
-
-def _compile_for_cuda(source: str, kernel_name: str, options: Sequence[str], device: str) -> Launch:
-    find_cupy()
-    with torch.cuda.device(device):  # a new thread begins with the first
-        kernel = DeviceLauncher().load(source, kernel_name, options)
-    return lambda grid, block, arguments: kernel(grid, block, arguments)
+        """On a device nothing waits for it."""
+        if self._uploads is None:
+            memory.numpy()[:] = array
+        else:
+            self._uploads.fill(memory.view(-1).view(torch.uint8), Layout([array]), [array])
 
 
 def _call_twin(twin: Callable[..., None], params_dtype: np.dtype[Any]) -> Launch:

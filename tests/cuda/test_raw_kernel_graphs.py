@@ -83,7 +83,7 @@ def test_a_captured_launch_is_replayed_with_other_rows(session):
     for found in STEPS:
         logits.normal_()
         before = logits.cpu()
-        session.update(rows_of(logits, tokens, found), NUM_LINES, spare_row=NUM_LINES)
+        session.update(rows_of(logits, tokens, found), spare_row=NUM_LINES)
         graph.replay()
         after = expected(before, tokens, found)
         torch.testing.assert_close(logits.cpu()[:NUM_LINES], after[:NUM_LINES])
