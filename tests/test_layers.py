@@ -111,10 +111,9 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     matrix                every kernel in every instantiation, compiled
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
-    cpu_memory            how much memory is free for the CPU (no torch)
+    cpu_memory            how much memory is free, and what has been freed given back (no torch)
     kv_pool               the tensors that blocks stand for
     device_kv_pool        the same on a device, whose blocks a kernel copies
-    heap                  what has been freed goes back to the system
     tensor_sources        where tensors of a checkpoint come from
     weights               tensors loaded by name into storage the executor owns
 models/                   the network: packed inputs, decoder families as a table

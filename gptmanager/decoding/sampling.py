@@ -241,7 +241,9 @@ class Sampler:
             return logits
         lines, positions = _longs(lines), _longs(positions)
         num_threads = min(self._team.max_size, rows) if logits.numel() > _SMALL else 1
-        self._make_room(num_threads)
+        if len(self._weights) < num_threads:
+            self._weights = np.empty((num_threads, self._weights_size), dtype=np.float32)
+            self._seen = np.zeros((num_threads, self.vocab_size), dtype=np.int32)
         task = SampleTask(
             num_parts=rows,
             logits=logits.data_ptr(),
@@ -259,11 +261,6 @@ class Sampler:
         )
         self._team.run(self._body, task, num_threads)
         return logits
-
-    def _make_room(self, num_threads: int) -> None:
-        if len(self._weights) < num_threads:
-            self._weights = np.empty((num_threads, self._weights_size), dtype=np.float32)
-            self._seen = np.zeros((num_threads, self.vocab_size), dtype=np.int32)
 
 
 def _longs(values: Ints) -> Ints:

@@ -10,7 +10,7 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
-from gptmanager.memory.heap import give_back
+from gptmanager.memory.cpu_memory import give_back
 from gptmanager.recorder import Recorder
 
 

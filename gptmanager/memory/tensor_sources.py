@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,19 +29,6 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-
-
-class TensorSource(Protocol):
-    """Named tensors to load from."""
-
-    def describe(self) -> Mapping[str, TensorInfo]: ...
-
-    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        """The tensor in slices along its first dimension: (first index, slice), all in order.
-
-        A slice is valid until the next one is asked for: it may lie in a mapped file.
-        """
-        ...
 
 
 class StateDict:
@@ -101,6 +88,10 @@ class SafetensorsFolder:
         return self._tensors
 
     def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+        """The tensor in slices along its first dimension: (first index, slice), all in order.
+
+        A slice is valid until the next one is asked for: it may lie in a mapped file.
+        """
         shape, dtype = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
@@ -142,6 +133,9 @@ class SafetensorsFolder:
             dtype = header.get_dtype()
             self._files[name] = file
             self._tensors[name] = TensorInfo(tuple(header.get_shape()), FLOATS.get(dtype, dtype))
+
+
+TensorSource = StateDict | SafetensorsFolder
 
 
 def _open(file: Path) -> Any:
