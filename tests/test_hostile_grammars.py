@@ -19,9 +19,9 @@ from test_guided import MODEL, asked
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import load_guided_decoding
+from gptmanager.decoding.grammar_matcher import readable_schema
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.guided import GuidedDecoding, _Progress, _Session
-from gptmanager.decoding.schema_numbers import readable_schema
 from gptmanager.errors import InvalidRequestError, LogitsError
 
 NUM_SCHEMAS = 40 * FUZZ
@@ -196,7 +196,7 @@ def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
         def get_error(self):
             return "lexer error: too many expressions constructed"
 
-    session = _Session(64, frozenset([0]))
+    session = _Session(64, frozenset([0]), None)
     masks = np.ones((1, 2), dtype=np.int32)
     with pytest.raises(LogitsError, match="generated token 4: lexer error: too many"):
         session._compute(masks, 0, -1, _Progress(Failed(), 3))

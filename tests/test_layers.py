@@ -136,7 +136,6 @@ decoding/                 from logits to tokens, and to the end of an output
     logits                who is called for which rows, and what becomes of one that fails
     grammar_matcher       a grammar compiled, and the program that does so on trial (no torch)
     grammar_trial         a grammar compiled in a process that may be ended (no torch)
-    schema_numbers        numbers of a JSON schema that the parser of grammars can hold (no torch)
     guided                grammars as masks
     kernel_signature      what a kernel over rows is passed
     raw_kernel            a logits post-processor given as CUDA source
@@ -146,8 +145,7 @@ decoding/                 from logits to tokens, and to the end of an output
     sampling              one token from each row
     device_sampling       rows that a device can choose alone
     rejection             a draft that was sampled, accepted or replaced
-    beam_search           beams and their parents
-    parallel_sampling     several texts of one prompt
+    beam_search           beams and their parents, searched, or each a text of its own
     beam_state            beams as data, and back
 executor/                 one step on a device: input arrays, the network, the choice of tokens
     packed_rows           a batch as the CPU knows it, padded or cut (no torch)

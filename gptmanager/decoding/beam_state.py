@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gptmanager.config import FinishReason
-from gptmanager.decoding.beam_search import BeamNode, BeamSearch, Hypothesis
+from gptmanager.decoding.beam_search import BeamNode, BeamSearch, Hypothesis, ParallelSampling
 from gptmanager.decoding.deferred import Deferred
-from gptmanager.decoding.parallel_sampling import ParallelSampling
 
 _NODE_VALUES = 15  # as many numbers take as much memory as a node
 

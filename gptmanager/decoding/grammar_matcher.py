@@ -1,5 +1,9 @@
 """From the text of a grammar to llguidance's matcher; and the program of a trial of that.
 
+The matcher has bounds of 64 bits and constants of double precision for the numbers of a schema, and
+takes others for the nearest ones, so that what it permits would not fit the schema. Bounds are
+narrowed to what it can hold; what cannot be held is refused by name.
+
 As a program it imports nothing of this package, so that it starts in no time: it reads a line with
 the tokenizer, says "" when it is ready, and answers a line for each grammar: what is wrong with it.
 """
@@ -8,11 +12,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from typing import Any
 
 NO_TEXT = "no text fits the grammar"
 _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # what exhausts it takes 0.2 s
+_MOST = 2**63 - 1024  # the largest double below 2**63
+_EXACT = 2**53
+_UP = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
+_VALUES = ("const", "enum")
+_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, not keywords
+_IGNORED = ("default", "examples", "$comment", "title", "description")
 
 
 def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
@@ -25,7 +36,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
         grammar = make.grammar_from_regex(text)
     elif kind.startswith("json_schema"):
         options = {"whitespace_flexible": kind != "json_schema"}
-        grammar = make.grammar_from_json_schema(text, overrides=options)
+        grammar = make.grammar_from_json_schema(readable_schema(text), overrides=options)
     else:
         grammar = make.grammar_from_lark(text)
     limits = llguidance.LLParserLimits(verbose_errors=False, **_FUEL)
@@ -54,6 +65,77 @@ def fault_of(matcher: Any) -> str:
     """Why a matcher can go on no more, empty if it can or has come to an end."""
     fault = str(matcher.get_error()).removesuffix("\n<non-verbose/>")
     return NO_TEXT if fault.startswith("NoExtension") else fault
+
+
+def readable_schema(text: str) -> str:
+    """The schema that stands for `text`; what is no JSON is left as it is, for the parser to tell.
+
+    `true` is any JSON value. ValueError for what is no schema, or cannot be held.
+    """
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    except ValueError:
+        return text
+    if schema is True:
+        return "{}"
+    if schema is False:
+        raise ValueError("the schema is false: no text fits it")
+    if not isinstance(schema, dict):
+        raise ValueError(f"the schema is {_shown(schema)}, expected an object, true or false")
+    try:
+        return json.dumps(_read(schema))
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+
+
+def _read(part: Any) -> Any:
+    """A schema, or what holds some."""
+    if isinstance(part, list):
+        return [_read(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    return {name: _read_keyword(name, value) for name, value in part.items()}
+
+
+def _read_keyword(name: str, value: Any) -> Any:
+    if name in _UP and isinstance(value, int | float) and not isinstance(value, bool):
+        return _narrowed(name, value, _UP[name])
+    if name in _VALUES:
+        _check_value(name, value)
+        return value
+    if name in _NAMES and isinstance(value, dict):
+        return {own: _read(schema) for own, schema in value.items()}
+    return value if name in _IGNORED else _read(value)
+
+
+def _narrowed(name: str, bound: float, up: bool) -> float:
+    """The bound, or the nearest one inside of it that is both a double and a 64-bit integer."""
+    if abs(bound) <= _EXACT:
+        return bound
+    if not (bound <= _MOST if up else bound >= -_MOST):
+        raise ValueError(f"{name} = {_shown(bound)} is beyond integers of 64 bits")
+    near = float(max(-_MOST, min(bound, _MOST)))
+    if abs(bound) < _MOST and (near < bound if up else near > bound):
+        near = math.nextafter(near, math.inf if up else -math.inf)
+    return int(near)  # whose digits are read exactly
+
+
+def _check_value(name: str, value: Any) -> None:
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list):
+        for part in parts:
+            _check_value(name, part)
+    elif isinstance(value, int | float) and abs(value) > _EXACT:
+        raise ValueError(
+            f"{name} holds {_shown(value)}, which double precision does not hold as it is written"
+        )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def new_tokenizer(llguidance: Any, text: str, end_ids: list[int]) -> Any:

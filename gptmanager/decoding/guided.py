@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,11 @@ import numpy.typing as npt
 import torch
 
 from gptmanager.cuda import token_masks
-from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.streams import Stream
-from gptmanager.cuda.uploads import Upload, Uploads
+from gptmanager.cuda.uploads import Uploads
 from gptmanager.decoding.grammar_matcher import fault_of, new_matcher, new_tokenizer
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
-from gptmanager.decoding.schema_numbers import readable_schema
 from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.request.post_processor import BoundProcessor
@@ -54,7 +53,13 @@ class GuidedDecoding(RowProcessor):
         max_grammars: int = 256,
         compile_timeout_s: float = 10.0,
     ) -> None:
-        self._llguidance = _find_llguidance()
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError(
+                f"guided decoding needs llguidance: pip install 'gptmanager[guided]' ({error})"
+            ) from error
+        self._llguidance: Any = llguidance
         try:
             given = tokenizer.to_str(), list(end_ids)
             self._tokenizer = new_tokenizer(self._llguidance, *given)
@@ -100,10 +105,7 @@ class GuidedDecoding(RowProcessor):
         return self._grammar("lark", grammar)
 
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
-        if stream is None:
-            return _Session(self.vocab_size, self.end_ids)
-        upload = Uploads(stream, _NUM_BUFFERS).upload
-        return _Session(self.vocab_size, self.end_ids, (stream.launcher, upload))
+        return _Session(self.vocab_size, self.end_ids, stream)
 
     def _grammar(self, kind: str, text: str) -> Grammar:
         key = kind, text
@@ -118,8 +120,6 @@ class GuidedDecoding(RowProcessor):
     def _compile(self, kind: str, text: str) -> Any:
         """A matcher at its start, which is never moved on: sequences have copies."""
         try:
-            if kind.startswith("json_schema"):
-                text = readable_schema(text)
             self._trial.run(kind, text)
             return new_matcher(self._llguidance, self._tokenizer, kind, text)
         except ValueError as error:
@@ -142,6 +142,7 @@ class Grammar(BoundProcessor):
         return self.compiled
 
 
+@dataclass(slots=True, eq=False)
 class _Progress:
     """How far a sequence has come in its grammar.
 
@@ -149,12 +150,9 @@ class _Progress:
     last one ended the text.
     """
 
-    __slots__ = ("ended_at", "matcher", "num_tokens")
-
-    def __init__(self, matcher: Any, num_tokens: int = 0, ended_at: int | None = None) -> None:
-        self.matcher = matcher
-        self.num_tokens = num_tokens
-        self.ended_at = ended_at
+    matcher: Any
+    num_tokens: int = 0
+    ended_at: int | None = None
 
     def copy(self) -> _Progress:
         return _Progress(self.matcher.deep_copy(), self.num_tokens, self.ended_at)
@@ -168,7 +166,9 @@ class _Progress:
         if self.ended_at is not None and count < self.ended_at:
             self.ended_at = None
         if count < self.num_tokens:
-            self._go_back(count)
+            if not self.matcher.rollback(self.num_tokens - count):
+                raise InvalidRequestError(self.matcher.get_error())
+            self.num_tokens = count
         if count == self.num_tokens or self.ended_at is not None:
             return
         tokens = generated[self.num_tokens :].tolist()
@@ -186,11 +186,6 @@ class _Progress:
                 f"token {tokens[taken]} at place {self.num_tokens} of the output does not continue "
                 "the grammar: other inputs (min_length, bad words) permitted none that does"
             )
-
-    def _go_back(self, count: int) -> None:
-        if not self.matcher.rollback(self.num_tokens - count):
-            raise InvalidRequestError(self.matcher.get_error())
-        self.num_tokens = count
 
 
 class _Beams:
@@ -225,17 +220,13 @@ class _Session(RowSession):
     """Computes masks on the loop's thread.
 
     llguidance has threads for that, too; but to wait for them is to hand over the interpreter lock,
-    which costs milliseconds beside a busy host thread, and a mask takes 20 us. On a device, of
-    which it is told by `there`, a kernel applies them, and nothing waits for that.
+    which costs milliseconds beside a busy host thread, and a mask takes 20 us. On a device a
+    kernel applies them, and nothing waits for that.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        end_ids: frozenset[int],
-        there: tuple[Launcher, Upload] | None = None,
-    ) -> None:
-        self._there = there
+    def __init__(self, vocab_size: int, end_ids: frozenset[int], stream: Stream | None) -> None:
+        self._stream = stream
+        self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
         self._end_ids = end_ids
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
@@ -261,17 +252,19 @@ class _Session(RowSession):
             progresses.append(progress)
         if self._apply(masks, rows) > len(errors):
             self._find_empty(masks, progresses, errors)
-        for index in _dead_beams(errors, rows.sequences) if errors else ():
-            del errors[index]
-        return errors
+        # a search pads its beams with dead ones, of any text, where the grammar permits too few
+        return {
+            index: error
+            for index, error in errors.items()
+            if not (rows.sequences[index].is_searched and isinstance(error, RequestError))
+        }
 
     def _apply(self, masks: Words, rows: Rows) -> int:
         """Write the masks into the logits; how many permit nothing."""
-        if self._there is None:
+        if self._stream is None or self._uploads is None:
             return mask_logits(rows.logits, rows.index, masks)
-        launcher, upload = self._there
-        index, sent = upload((rows.index.astype(np.int32), masks))
-        token_masks.mask_logits(launcher, rows.logits, index, sent)
+        index, sent = self._uploads.upload((rows.index.astype(np.int32), masks))
+        token_masks.mask_logits(self._stream.launcher, rows.logits, index, sent)
         return len(masks) - int(masks.any(axis=1).sum())
 
     def _masks_for(self, rows: Rows) -> Words:
@@ -341,27 +334,3 @@ def _dead_end(progress: _Progress) -> LogitsError:
 
 def _started(bound: Grammar) -> _Progress:
     return _Progress(bound.compiled.result().deep_copy())
-
-
-def _dead_beams(
-    errors: Mapping[int, BaseException], sequences: Sequence[ProcessedSequence]
-) -> list[int]:
-    """Rows where a search holds a beam of no probability, whose text may be anything.
-
-    A search pads its beams with such where the grammar permits too few texts.
-    """
-    return [
-        index
-        for index, error in errors.items()
-        if sequences[index].is_searched and isinstance(error, RequestError)
-    ]
-
-
-def _find_llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ConfigError(
-            f"guided decoding needs llguidance: pip install 'gptmanager[guided]' ({error})"
-        ) from error
-    return llguidance

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from gptmanager.decoding.beam_search import BeamParams, BeamSearch
+from gptmanager.decoding.beam_search import BeamParams, BeamSearch, ParallelSampling
 from gptmanager.decoding.drafting import RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
-from gptmanager.decoding.parallel_sampling import ParallelSampling
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState

@@ -26,9 +26,8 @@ from gptmanager import (
     OptionalParams,
     PromptLookup,
 )
-from gptmanager.decoding.beam_search import BeamParams
+from gptmanager.decoding.beam_search import BeamParams, ParallelSampling
 from gptmanager.decoding.end_rule import EndRule
-from gptmanager.decoding.parallel_sampling import ParallelSampling
 from gptmanager.decoding.raw_kernel import RawKernelLogitsPostProcessor
 from gptmanager.step import BeamCandidates
 from gptmanager.testing import RecordingCallbacks
