@@ -96,7 +96,13 @@ class KvCacheManager:
         needs = kind(tokens_per_block, max_attention_window, sink_token_length)
         reuse = None
         if is_reused:
-            _check_reuse(needs, sink_token_length)
+            if not needs.grows:
+                raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
+            if needs.bubble:
+                raise ConfigError(
+                    f"enable_block_reuse: sink_token_length = {sink_token_length} must be a "
+                    f"multiple of tokens_per_block = {needs.tokens_per_block}"
+                )
             reuse = BlockReuse(num_blocks, needs.tokens_per_block, needs.window, options)
         self.num_blocks = num_blocks
         self.tokens_per_block = needs.tokens_per_block
@@ -317,8 +323,11 @@ class KvCacheManager:
 
     @property
     def host_counts(self) -> HostCounts:
-        reuse = self._sequences.reuse
-        return HostCounts() if reuse is None else reuse.host_counts
+        counts = self.reuse_counts
+        free = counts.host_blocks - counts.cached_host_blocks
+        return HostCounts(
+            counts.host_blocks, free, counts.offloaded_blocks, counts.onboarded_blocks
+        )
 
     def get_reusable_tokens(self, request: LlmRequest) -> int:
         """Tokens of the full cached blocks that the request would find if it started now."""
@@ -374,13 +383,3 @@ class KvCacheManager:
             return []
         blocks = lookups.cached_blocks(request)
         return blocks and list(takewhile(is_held, blocks))
-
-
-def _check_reuse(needs: BlockNeeds, sink_token_length: int) -> None:
-    if not needs.grows:
-        raise ConfigError("enable_block_reuse: a cross KV cache is not reused")
-    if needs.bubble:
-        raise ConfigError(
-            f"enable_block_reuse: sink_token_length = {sink_token_length} must be a multiple of "
-            f"tokens_per_block = {needs.tokens_per_block}"
-        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Tokens = tuple[int, ...]
@@ -16,24 +17,18 @@ DEFAULT_PRIORITY = 35
 NOT_CACHED = -1  # as a priority: below all
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One block: the tokens in it, behind those of its parents. Only a leaf may be partial."""
 
-    __slots__ = (
-        "block", "children", "num_stored", "ordered", "parent", "priority", "root_key", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, block: int, tokens: Tokens, parent: Node | None, root_key: Hashable = None
-    ) -> None:
-        self.block = block  # NO_BLOCK: a root
-        self.tokens = tokens
-        self.parent = parent
-        self.root_key = root_key  # of a root
-        self.children: dict[Tokens, Node] = {}
-        self.num_stored = 0  # children ever
-        self.ordered: list[Tokens] = []  # the keys of `children`, sorted
-        self.priority = DEFAULT_PRIORITY
+    block: int  # NO_BLOCK: a root
+    tokens: Tokens
+    parent: Node | None
+    root_key: Hashable = None  # of a root
+    children: dict[Tokens, Node] = field(default_factory=dict)
+    num_stored: int = 0  # children ever
+    ordered: list[Tokens] = field(default_factory=list)  # the keys of `children`, sorted
+    priority: int = DEFAULT_PRIORITY
 
 
 NO_BLOCK = -1

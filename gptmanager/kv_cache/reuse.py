@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gptmanager.kv_cache.block import BlockCopy, BlockTables
 from gptmanager.kv_cache.lookups import Lookups, root_key
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, UNBOUNDED, Match, PrefixTree
-from gptmanager.kv_cache.tiers import CachingBlockPool, HostCounts, HostTier
+from gptmanager.kv_cache.tiers import CachingBlockPool, HostTier
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -96,20 +96,19 @@ class BlockReuse:
 
     @property
     def counts(self) -> ReuseCounts:
-        host = self.host_counts
-        on_host = host.total_blocks - host.free_blocks
+        host = self.pool.host
+        found = self._reused_blocks, self._missed_blocks, self._reused_tokens
+        if host is None:
+            return ReuseCounts(*found, cached_blocks=len(self.tree))
+        on_host = host.num_blocks - len(host.free)
         return ReuseCounts(
-            *(self._reused_blocks, self._missed_blocks, self._reused_tokens),
+            *found,
             cached_blocks=len(self.tree) - on_host,
-            offloaded_blocks=host.offloaded_blocks,
-            onboarded_blocks=host.onboarded_blocks,
+            offloaded_blocks=host.offloaded,
+            onboarded_blocks=host.onboarded,
             cached_host_blocks=on_host,
-            host_blocks=host.total_blocks,
+            host_blocks=host.num_blocks,
         )
-
-    @property
-    def host_counts(self) -> HostCounts:
-        return HostCounts() if self.pool.host is None else self.pool.host.counts
 
     # What sequences do ------------------------------------------------------------------------
 

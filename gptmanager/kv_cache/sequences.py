@@ -157,14 +157,14 @@ class KvSequences:
         )
         if self.reuse is None:
             return report
-        host = self.reuse.host_counts
+        counts = self.reuse.counts
         return replace(
             report,
             problem=report.problem or self.reuse.problem(self.live.values()),
-            cached=self.reuse.counts.cached_blocks,
-            host_total=host.total_blocks,
-            host_free=host.free_blocks,
-            host_used=host.total_blocks - host.free_blocks,
+            cached=counts.cached_blocks,
+            host_total=counts.host_blocks,
+            host_free=counts.host_blocks - counts.cached_host_blocks,
+            host_used=counts.cached_host_blocks,
         )
 
     # Inside ---------------------------------------------------------------------------------

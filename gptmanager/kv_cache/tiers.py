@@ -53,10 +53,6 @@ class HostTier:
         self.queue = EvictionQueue(tree)
         self.evictable = self.queue.blocks
 
-    @property
-    def counts(self) -> HostCounts:
-        return HostCounts(self.num_blocks, len(self.free), self.offloaded, self.onboarded)
-
     def drop(self, block: int) -> None:
         """What the block holds is not cached any more."""
         self.evictable.pop(block, None)
