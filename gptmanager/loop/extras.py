@@ -26,7 +26,7 @@ class RequestExtras:
         self._vocab_size = vocab_size
         self._context: Tensor | None = None  # [prompt, vocab]
         self._context_end = 0  # positions of it that are computed
-        self._generation: dict[int, Tensor] = {}  # by index, [1, vocab]
+        self._generation: dict[int, Tensor] = {}  # by index, [beam, vocab]
         self._log_probs: list[float] = []
 
     def add_context(self, prompt_len: int, position: int, logits: Tensor) -> None:
@@ -37,13 +37,9 @@ class RequestExtras:
         self._context[position:end] = logits
         self._context_end = end
 
-    def add_generation(self, index: int, logits: Tensor) -> None:
-        for offset, row in enumerate(torch.split(logits, 1)):
-            self._generation[index + offset] = row
-
-    def add_beam_generation(self, index: int, logits: Tensor) -> None:
-        """Those of all beams `[beam, vocab]` from which the tokens `index` are chosen."""
-        self._generation[index] = logits
+    def add_generation(self, index: int, logits: Sequence[Tensor]) -> None:
+        """Those `[beam, vocab]` from which each token from `index` on is chosen."""
+        self._generation.update(enumerate(logits, index))
 
     def beam_generation(self, nodes: Sequence[BeamNode]) -> Tensor:
         """`[n, vocab]`: what each node's token was chosen from; a replay has none of it."""
@@ -101,9 +97,8 @@ class HeldExtras(dict[int, RequestExtras]):
         requests = [_find(by_id, row.request_id, row.epoch) for row in rows]
         for index, logits in extras.generation_logits:
             if (request := requests[index]) is not None:
-                found = self[request.request_id]
-                add = found.add_generation if request.search is None else found.add_beam_generation
-                add(request.num_output, logits)
+                each = torch.split(logits, 1) if request.search is None else [logits]
+                self[request.request_id].add_generation(request.num_output, each)
         if extras.log_probs is None:
             return
         for request, log_probs in zip(requests, extras.log_probs.tolist(), strict=True):

@@ -53,7 +53,6 @@ class AdapterPages:
     def wait(self, task_id: int | None, taken: RequestList) -> Wait:
         """The wait of one whose adapter's pages did not fit beside those of `taken`."""
         cache = self._peft_cache_manager
-        if cache is None or task_id is None:
-            return Wait(WaitReason.ADAPTER_PAGES)
+        assert cache is not None and task_id is not None  # `take` has refused it
         needed, total = cache.determine_num_pages(task_id), cache.get_max_device_pages()
         return lacking(WaitReason.ADAPTER_PAGES, needed, total, self._free, taken)

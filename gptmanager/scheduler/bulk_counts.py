@@ -26,6 +26,7 @@ class BulkCounts(Protocol):
 
     def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
         """No less than that sum."""
+        return _UNKNOWN
 
     def sum_needed_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
@@ -36,6 +37,7 @@ class BulkCounts(Protocol):
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
         """No less than the sum of `get_needed_blocks_one_step` over any requests."""
+        return _UNKNOWN
 
 
 def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
@@ -45,7 +47,7 @@ def bulk_counts(kv_cache_manager: Any) -> BulkCounts:
     return _CountsInPart(kv_cache_manager)
 
 
-class _CountsInPart:
+class _CountsInPart(BulkCounts):
     """What a host's own manager has of the bulk counts, and the rest without it."""
 
     def __init__(self, kv_cache_manager: Any) -> None:
@@ -58,16 +60,8 @@ class _CountsInPart:
     def sum_remaining_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
         return sum(map(self._kv_cache_manager.get_remaining_blocks_to_completion, requests))
 
-    def most_blocks_to_completion(self, requests: Iterable[LlmRequest]) -> int:
-        return _UNKNOWN
-
     def sum_needed_blocks_one_step(
         self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
     ) -> int:
         needed = self._kv_cache_manager.get_needed_blocks_one_step
         return sum(needed(request, two_step_lookahead) for request in requests)
-
-    def most_blocks_one_step(
-        self, requests: Iterable[LlmRequest], two_step_lookahead: bool = False
-    ) -> int:
-        return _UNKNOWN

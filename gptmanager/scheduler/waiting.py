@@ -6,7 +6,7 @@ Values and sentences only: the policies fill them in, from the same walk that de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -49,12 +49,7 @@ class Wait:
         """Why others wait that may not overtake the request `request_id`, whose wait this is."""
         if self.reason in (WaitReason.BATCH_FULL, WaitReason.STATIC_BATCH):
             return self
-        return Wait(
-            WaitReason.BEHIND,
-            *(self.needed, self.free, self.reserved, self.running, self.starting),
-            behind=request_id,
-            cause=self.reason,
-        )
+        return replace(self, reason=WaitReason.BEHIND, behind=request_id, cause=self.reason)
 
     @property
     def text(self) -> str:
