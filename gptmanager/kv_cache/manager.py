@@ -26,13 +26,11 @@ class KvCacheManager:
 
     What cannot be had raises and leaves no change. An id that holds nothing is a ValueError.
 
-    *For capacity schedulers.* Who promises completion compares the remaining blocks
-    (`get_remaining_blocks_to_completion`, `sum_remaining_blocks_to_completion`) with the free
+    *For capacity schedulers.* Who promises completion compares the remaining blocks with the free
     ones, or the needed resource, which includes what is held, with `get_max_resource_count`;
     never across. Who may pause calls `start_scheduling`, adds up `get_needed_blocks_one_step` of
-    what it takes, asks `scheduling_has_free_blocks(sum)`, and `scheduling_remove_sequence` for a
-    victim; none of these touches the real accounts. A request whose needed resource exceeds
-    `get_max_resource_count` could not run even alone.
+    what it takes, and asks `scheduling_has_free_blocks(sum)`. A request whose needed resource
+    exceeds `get_max_resource_count` could not run even alone.
 
     *Block reuse.* Blocks found in the cache need not be taken if a live sequence holds their
     beginning: they are not in the needs of a request that has not started. Who may pause says
@@ -44,9 +42,8 @@ class KvCacheManager:
     *Host tier.* With `num_host_blocks`, whose ids begin at `num_blocks`, what a cached block holds
     moves to one of those when the block is handed out, if it has `min_offload_tokens` and its
     priority is at least `secondary_offload_min_priority`. With `onboard_blocks` it is found there,
-    and takes a block of the pool again, as if it were not found, when a request that shares it
-    starts. Only blocks that nobody holds move. The copies are returned by what hands out blocks;
-    see `take_moves`.
+    and takes a block of the pool again when a request that shares it starts. The copies are
+    returned by what hands out blocks; see `take_moves`.
 
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new
     token lies where the oldest one lay, and nothing grows. Beams share their prompt's blocks
