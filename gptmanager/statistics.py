@@ -64,33 +64,6 @@ class Counts:
     logits_errors: int = 0
 
 
-SchemeKeys = Callable[[Counts], dict[str, int]]
-
-
-def in_flight_keys(counts: Counts) -> dict[str, int]:
-    """What is reported of in-flight batching alone."""
-    return {"Generation Requests": counts.generation, "MicroBatch ID": counts.micro_batch_id}
-
-
-class LockStepKeys:
-    """What is reported of V1 batches alone.
-
-    A batch keeps the slots that it began with. A slot whose request has ended is empty until all
-    have ended. The tokens and the empty slots of a batch come to its size times its longest output.
-    """
-
-    def __init__(self) -> None:
-        self._slots = 0
-
-    def __call__(self, counts: Counts) -> dict[str, int]:
-        if counts.context:  # all contexts of a batch run in its first step
-            self._slots = counts.context + counts.generation
-        return {
-            "Total Generation Tokens": counts.sampled,
-            "Empty Generation Slots": self._slots - counts.context - counts.generation,
-        }
-
-
 @functools.lru_cache(maxsize=1)
 def _timestamp(second: int) -> str:
     """Local time; formatted once a second only."""
@@ -101,31 +74,41 @@ class StatisticsReport:
     """The records of one manager. `timers`: of all calls into its host's code."""
 
     def __init__(self, timers: Sequence[CallbackTimer]) -> None:
-        self.last_counts: Counts | None = None  # of the last iteration
         self._timers = timers
+        self._last_counts: Counts | None = None  # of the last iteration
         self._memory = Memory()
-        self._scheme_keys: SchemeKeys = in_flight_keys
+        self._is_lock_step = False
+        self._num_slots = 0  # of a V1 batch
         self._take_gil_wait_us: Callable[[], int] = int
 
     def attach(
-        self, memory: Memory, scheme_keys: SchemeKeys, take_gil_wait_us: Callable[[], int]
+        self, memory: Memory, is_lock_step: bool, take_gil_wait_us: Callable[[], int]
     ) -> None:
-        """What an executor tells: its `memory`, and the wait of the step before the call."""
+        """What an executor tells: its `memory`, and the wait of the step before the call.
+
+        `is_lock_step`: the batches are those of V1.
+        """
         self._memory = memory
-        self._scheme_keys = scheme_keys
+        self._is_lock_step = is_lock_step
         self._take_gil_wait_us = take_gil_wait_us
 
     def release(self) -> None:
         """Let go of the executor."""
         self._take_gil_wait_us = int
 
+    def note(self, counts: Counts) -> None:
+        """An iteration ends."""
+        self._last_counts = counts
+        if counts.context:  # all contexts of a V1 batch run in its first step
+            self._num_slots = counts.context + counts.generation
+
     def record(self, counts: Counts, phase_times: PhaseTimes) -> str:
-        """Of the iteration that ends."""
+        """Of the iteration that was noted last."""
         return self._record(counts, phase_times.microseconds(), self._take_gil_wait_us())
 
     def so_far(self) -> str:
         """The last iteration's record, with what callbacks have cost by now. From any thread."""
-        counts = self.last_counts
+        counts = self._last_counts
         return "none: no step has ended" if counts is None else self._record(counts, {}, 0)
 
     def _record(self, counts: Counts, latency_us: dict[str, int], gil_wait_us: int) -> str:
@@ -161,6 +144,20 @@ class StatisticsReport:
                 },
             }
         ).decode()
+
+    def _scheme_keys(self, counts: Counts) -> dict[str, int]:
+        """What is reported of one batching scheme alone."""
+        if not self._is_lock_step:
+            return {
+                "Generation Requests": counts.generation,
+                "MicroBatch ID": counts.micro_batch_id,
+            }
+        # A batch keeps the slots that it began with. One whose request has ended is empty until
+        # all have ended. Tokens and empty slots come to the batch's size times its longest output.
+        return {
+            "Total Generation Tokens": counts.sampled,
+            "Empty Generation Slots": self._num_slots - counts.context - counts.generation,
+        }
 
 
 class PhaseTimes:

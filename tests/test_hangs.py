@@ -17,15 +17,15 @@ from functools import partial
 import pytest
 from fuzz import FUZZ
 from loop_driver import next_token
-from shorthand import request
+from shorthand import params, request
 from shorthand import start as start_manager
 
-from gptmanager import SchedulerConfig
+from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.statistics import StatisticsReport
-from gptmanager.testing import RecordingCallbacks
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 BUDGET = {"step_budget_s": 0.05, "on_hang": "fail"}
 
@@ -136,6 +136,17 @@ def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
     record = json.loads(told.split("statistics: ")[1].split("\nAll threads")[0])
     assert record["Iteration Counter"] == 3
     assert told.count("the loop hangs") == 1
+
+
+def test_empty_slots_are_known_without_a_statistics_callback():
+    host = Host(lambda: None)
+    keywords = host.keywords() | {"return_batch_manager_stats_cb": None}
+    model = ScriptedModel(next_token, vocab_size=100, max_position_embeddings=128)
+    host.submit(request(1, [1], 4), request(2, [1], 2))
+    with GptManager(model, ModelType.V1, optional_params=params(), **keywords) as manager:
+        assert host.final(1).error == "" and manager.wait_idle(10)
+        record = json.loads(manager._host.statistics.so_far())
+    assert record["Empty Generation Slots"] == 1
 
 
 def test_a_hang_of_which_nothing_can_be_told_ends_the_manager_all_the_same(gate, monkeypatch):

@@ -32,14 +32,7 @@ from gptmanager.request.inference_request import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
-from gptmanager.statistics import (
-    Counts,
-    LockStepKeys,
-    PhaseTimes,
-    SchemeKeys,
-    StatisticsReport,
-    in_flight_keys,
-)
+from gptmanager.statistics import Counts, PhaseTimes, StatisticsReport
 from gptmanager.step import Failure, Intake
 
 _POLL_S = 0.002  # how often a SendResponse that should return is looked at
@@ -108,8 +101,7 @@ class CallbackHost:
         """The loop stands on `assembly`; called once, before the loop iterates."""
         executor = assembly.executor
         is_lock_step = assembly.blueprint.model_type is ModelType.V1
-        keys: SchemeKeys = LockStepKeys() if is_lock_step else in_flight_keys
-        self.statistics.attach(executor.memory, keys, executor.take_gil_wait_us)
+        self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
         self.preparation.device = assembly.device
         self.follow_weights(assembly.weights_version)
 
@@ -254,7 +246,7 @@ class CallbackHost:
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
-        self.statistics.last_counts = counts
+        self.statistics.note(counts)
         if self._return_stats is None:
             return
         record = self.statistics.record(counts, phase_times)
