@@ -221,40 +221,37 @@ class TokenChooser:
 
         So each token is chosen once, with the history that it has without drafts.
         """
-        num_drafts = np.array([row.num_drafts for row in rows.rows])
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
-        found = np.zeros((len(rows.rows), 1 + num_drafts.max()), dtype=np.int32)
-        values = None
-        counts = np.ones(len(rows.rows), dtype=np.int32)
+        tokens, log_probs = np.zeros(len(rows.lines), dtype=np.int32), None
         beams: _Beams = ()
         failed: dict[int, BaseException] = {}
         left = np.arange(len(rows.rows))
-        for offset in range(found.shape[1]):
+        for offset in range(1 + max(row.num_drafts for row in rows.rows)):
             part, part_logits, errors = self._prepare(*part_of(rows, logits, left, offset))
             compared = self._drawn.at(offset, part, part_logits)
-            tokens, log_probs, searched = self._pick(part, part_logits)
+            picked, values, searched = self._pick(part, part_logits)
             self._drawn.replace_rejected(
-                offset, part, compared, tokens, log_probs, self._tables.tokens
+                offset, part, compared, picked, values, self._tables.tokens
             )
-            heads = part.firsts[:-1]
-            found[left, offset] = tokens[heads]
-            if log_probs is not None:
-                values = np.zeros(found.shape, dtype=np.float32) if values is None else values
-                values[left, offset] = log_probs[heads]
+            numbers, heads = rows.firsts[left] + offset, part.firsts[:-1]
+            tokens[numbers] = picked[heads]
+            if values is not None:
+                if log_probs is None:
+                    log_probs = np.zeros(len(tokens), dtype=np.float32)
+                log_probs[numbers] = values[heads]
             failed |= {int(left[index]): error for index, error in errors.items()}
-            counts[left] = offset + 1
             if not offset:
                 beams = searched
             agree = [
-                num_drafts[index] > offset
-                and drafts[row.slot][offset] == found[index, offset]
-                and int(index) not in failed
-                for index, row in zip(left, part.rows, strict=True)
+                row.num_drafts > offset
+                and drafts[row.slot][offset] == tokens[number]
+                and index not in failed
+                for index, number, row in zip(left.tolist(), numbers, part.rows, strict=True)
             ]
             left = left[agree]
             if not left.size:
                 break
-        return ChosenTokens(found, counts, values, beams, failed)
+        return ChosenTokens(*accepted(rows, tokens, log_probs), beams, failed)
 
 
 def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
