@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gptmanager.assembly.sizing import Room, Sizes
+from gptmanager.assembly.sizing import Room, Sizes, asked_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.graphs import ladder
@@ -116,7 +116,7 @@ class CpuBackend(Backend):
             contiguous=sizes.contiguous,
         )
         lines = options.lines
-        tables = SequenceTables(lines.count, sizes.max_seq_len, _blocks_per_sequence(sizes))
+        tables = SequenceTables(lines.count, sizes.max_seq_len, sizes.blocks_per_sequence)
         sampler = Sampler(lines.count, model.spec.vocab_size, tables.tokens)
         processing = options.processing or PostProcessing(lines)
         executor = TorchExecutor(
@@ -150,7 +150,7 @@ class DeviceBackend(Backend):
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         """By a trial: the largest step that the options allow is run, with a cache of one block."""
-        self._reserve(model, _longest(model, params))
+        self._reserve(model, asked_seq_len(params, model.spec))
         peak = self.stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
         gc.collect()  # of what the trial held nothing may be missing from what is free
         # what the trial has none of: the recordings' logits, and marks of the sampler beside them
@@ -184,7 +184,7 @@ class DeviceBackend(Backend):
         processing = options.processing or PostProcessing(lines, stream=stream)
         with stream:
             tables = DeviceTables(
-                lines.count, sizes.max_seq_len, _blocks_per_sequence(sizes), stream.device
+                lines.count, sizes.max_seq_len, sizes.blocks_per_sequence, stream.device
             )
             sampler = DeviceSampler(
                 *(lines.count, vocab_size, tables.tokens, stream.launcher, stream.device)
@@ -208,7 +208,7 @@ class DeviceBackend(Backend):
         self.stream.catch_up()  # as when it was loaded
 
     def _try(self, model: Model, params: OptionalParams, max_beam_width: int) -> None:
-        longest = _longest(model, params)
+        longest = asked_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block
         sizes = Sizes(1, block, longest, longest - 1, False, False, longest)
         runner, _ = self._parts(model, sizes, StepOptions(Lines(1)), ())
@@ -223,15 +223,6 @@ def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:
     """What a `KvPool` is made of."""
     blocks = sizes.num_blocks, sizes.tokens_per_block
     return (spec.num_layers, *blocks, spec.num_kv_heads, spec.head_dim)
-
-
-def _blocks_per_sequence(sizes: Sizes) -> int:
-    return -(-sizes.max_seq_len // sizes.tokens_per_block)
-
-
-def _longest(model: Model, params: OptionalParams) -> int:
-    """Tokens of a sequence, before the KV cache has its say."""
-    return min(params.max_seq_len or (1 << 62), model.spec.max_position_embeddings)
 
 
 def _reserve(model: Model, num_positions: int) -> None:

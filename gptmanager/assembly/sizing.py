@@ -60,6 +60,10 @@ class Sizes:
         return AttentionWindow(self.attention_window, self.sink_token_length, self.tokens_per_block)
 
     @property
+    def blocks_per_sequence(self) -> int:
+        return -(-self.max_seq_len // self.tokens_per_block)
+
+    @property
     def chunk_unit(self) -> int:
         """Tokens: a context that is cut ends its chunks on multiples of so many.
 
@@ -84,7 +88,7 @@ def size(
     V1 has a contiguous KV cache: one block of max_seq_len tokens for each sequence that a batch can
     have, or for as many as max_tokens and the memory allow.
     """
-    max_seq_len = _asked_seq_len(params, spec)
+    max_seq_len = asked_seq_len(params, spec)
     contiguous = model_type is ModelType.V1
     tokens_per_block = max_seq_len if contiguous else params.kv_cache_config.tokens_per_block
     room = room or Room(free_memory_bytes())
@@ -122,7 +126,8 @@ def size(
     return sizes
 
 
-def _asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
+def asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
+    """Tokens of a sequence, before the KV cache has its say."""
     longest = spec.max_position_embeddings
     if params.max_seq_len is None:
         return longest
@@ -249,7 +254,7 @@ def _check_chunks(max_num_tokens: int, sizes: Sizes) -> None:
 
 def _log(sizes: Sizes, onboards: bool, block_bytes: int) -> None:
     num_blocks, size = sizes.num_blocks, sizes.tokens_per_block
-    longest = -(-sizes.max_seq_len // size)
+    longest = sizes.blocks_per_sequence
     if sizes.window is not None:
         longest = min(longest, sizes.window.num_blocks)
     logger.info("number of blocks in the KV cache primary pool: %d", num_blocks)
