@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
-from gptmanager.assembly.sizing import Sizes, size
+from gptmanager.assembly.sizing import size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
@@ -42,7 +41,10 @@ def assemble(
     max_beam_width: int,
     processor_timer: CallbackTimer,
 ) -> Assembly:
-    """Load the model, size and allocate the KV cache. `processor_timer`: of post-processors."""
+    """Load the model, size and allocate the KV cache. `processor_timer`: of post-processors.
+
+    ConfigError, which names the sizes, for what has no memory.
+    """
     backend = place(params)
     model = backend.load(source, params)
     if model_type is ModelType.V1:
@@ -60,7 +62,7 @@ def assemble(
         hidden_size=getattr(model.spec, "hidden_size", 0),
     )
     lines = Lines(blueprint.num_slots, max_beam_width)
-    with _memory_for_steps(params, sizes):
+    try:
         processing = PostProcessing(
             lines,
             batched=params.logits_post_processor_batched,
@@ -72,19 +74,6 @@ def assemble(
         fused = model_type is not ModelType.INFLIGHT_BATCHING
         options = StepOptions(lines, params.max_batch_size, fused, processing)
         executor = backend.executor(model, sizes, options)
-    return Assembly(
-        blueprint,
-        executor,
-        device="cpu" if backend.stream is None else backend.stream.name,
-        weights_version=_weights_version(model),
-    )
-
-
-@contextmanager
-def _memory_for_steps(params: OptionalParams, sizes: Sizes) -> Iterator[None]:
-    """What has no memory within is a ConfigError, which names the sizes."""
-    try:
-        yield
     except (RuntimeError, MemoryError, ValueError) as error:
         is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not is_of_memory and not any(text in str(error) for text in _NO_SUCH_ARRAY):
@@ -94,6 +83,12 @@ def _memory_for_steps(params: OptionalParams, sizes: Sizes) -> Iterator[None]:
             f"max_seq_len = {sizes.max_seq_len} tokens, beside a KV cache of {sizes.num_blocks} "
             f"blocks and {sizes.num_host_blocks} on the host: {response_text(error)}"
         ) from error
+    return Assembly(
+        blueprint,
+        executor,
+        device="cpu" if backend.stream is None else backend.stream.name,
+        weights_version=_weights_version(model),
+    )
 
 
 def _weights_version(model: Any) -> Callable[[], int]:

@@ -88,9 +88,10 @@ class DeviceRunner(Runner):
 
     @property
     def memory(self) -> Memory:
+        tables = self.tables.token_cells.nbytes + self.tables.block_tensor.nbytes
         return Memory(
             cpu=self.tables.nbytes,
-            gpu=self.model.nbytes + self.kv_pool.nbytes + self.tables.device_nbytes,
+            gpu=self.model.nbytes + self.kv_pool.nbytes + tables,
             pinned=self._uploads.nbytes + self._downloads.nbytes + self.kv_pool.host_nbytes,
         )
 

@@ -66,10 +66,6 @@ class DeviceTables(SequenceTables):
         self._written_blocks: list[Written] = []
         self._forks: list[Written] = []  # lines, and those that they go on from
 
-    @property
-    def device_nbytes(self) -> int:
-        return self.token_cells.nbytes + self.block_tensor.nbytes
-
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
         super().write_tokens(line, first, tokens)
         cell = line * self.tokens.shape[1] + first
