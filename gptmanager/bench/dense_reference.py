@@ -90,20 +90,16 @@ def _layer(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def _attend(
     config: Mapping[str, Any], layer: Mapping[str, Tensor], hidden: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     queries, keys, values = (
         F.linear(hidden, layer[f"self_attn.{name}_proj"]).view(len(hidden), -1, head_dim)
         for name in "qkv"
     )
-    queries, keys = _rotate(queries, cos, sin), _rotate(keys, cos, sin)
-    group = heads // keys.shape[1]
-    keys, values = (it.repeat_interleave(group, 1).float() for it in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * head_dim**-0.5
-    hidden_ones = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-    mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden_ones, -torch.inf).softmax(-1),
-                         values)  # fmt: skip
-    return F.linear(mixed.flatten(1).to(hidden.dtype), layer["self_attn.o_proj"])
+    rotated = (_rotate(queries, cos, sin), _rotate(keys, cos, sin), values)
+    queries, keys, values = (it.float().transpose(0, 1)[None] for it in rotated)
+    mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    mixed = mixed[0].transpose(0, 1).flatten(1).to(hidden.dtype)
+    return F.linear(mixed, layer["self_attn.o_proj"])
 
 
 def _rotation(
@@ -123,7 +119,4 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(
-        x.dtype
-    )
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.bench.cases import Bed
@@ -61,21 +62,20 @@ class PagedRows:
 
     def expected(self) -> Tensor:
         """Attention in float32, `[T, H, D]`."""
-        group, scale = self.shape.group, self.shape.scale
         result = torch.empty(self.queries.shape, dtype=torch.float32, device=self.queries.device)
         start = 0
         for row, (new, length) in enumerate(zip(self.num_new, self.lengths, strict=True)):
-            keys, values = (it.float() for it in self.history(row))
+            keys, values = (it.float().transpose(0, 1)[None] for it in self.history(row))
             for first in range(0, int(new), _QUERIES):
                 after = min(first + _QUERIES, int(new))
                 at = slice(start + first, start + after)
-                tokens = self.queries[at].float()
-                queries = tokens.view(len(tokens), -1, group, tokens.shape[-1])
-                scores = torch.einsum("qkgd,lkd->kgql", queries, keys) * scale
+                queries = self.queries[at].float().transpose(0, 1)[None]
                 position = torch.arange(length - new + first, length - new + after)[:, None]
-                seen = torch.arange(length)[None] <= position
-                scores = scores.masked_fill(~seen.to(scores.device), -torch.inf).softmax(-1)
-                result[at] = torch.einsum("kgql,lkd->qkgd", scores, values).flatten(1, 2)
+                seen = (torch.arange(length)[None] <= position).to(queries.device)
+                attended = F.scaled_dot_product_attention(
+                    queries, keys, values, seen, scale=self.shape.scale, enable_gqa=True
+                )
+                result[at] = attended[0].transpose(0, 1)
             start += int(new)
         return result
 
