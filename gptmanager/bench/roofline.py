@@ -107,15 +107,11 @@ class ModelShape:
         products = ceilings.floor_s(params * self.itemsize, 2 * params * batch_size)
         return products + ceilings.floor_s(batch_size * context * self.kv_bytes_per_token)
 
-    def context_s(self, ceilings: Ceilings, num_tokens: float, *, reads: bool = True) -> float:
-        """The context phase of one sequence. Not `reads`: beside many others, which read the
-        weights for it.
-        """
+    def context_s(self, ceilings: Ceilings, num_tokens: float) -> float:
+        """The context phase of one sequence beside many others, which read the weights for it."""
         head = 2 * self.hidden * self.vocab_size
         attention = 2 * num_tokens**2 * self.num_heads * self.head_dim * self.num_layers
-        flops = 2 * self.layer_params * num_tokens + attention + head
-        params = self.layer_params + self.hidden * self.vocab_size
-        return ceilings.floor_s(params * self.itemsize if reads else 0, flops)
+        return ceilings.floor_s(0, 2 * self.layer_params * num_tokens + attention + head)
 
     def load_s(
         self, ceilings: Ceilings, lengths: list[tuple[int, int]], max_batch_size: int
@@ -125,7 +121,7 @@ class ModelShape:
         Contexts take what they take in batches of any size; a request generates when a place among
         `max_batch_size` is free, the first come first.
         """
-        seconds = sum(self.context_s(ceilings, prompt, reads=False) for prompt, _ in lengths)
+        seconds = sum(self.context_s(ceilings, prompt) for prompt, _ in lengths)
         waiting = list(reversed(lengths))
         running: list[list[int]] = []  # context, tokens to come
         while waiting or running:
