@@ -9,7 +9,9 @@ from gptmanager.terminal.tables import Piece, table
 
 _WIDTHS = (22, 9, 7, 5, 7, 6, 6, 6)  # columns, so that the tables of all cases line up
 _HEAD = ("", "us", "+-", "TB/s", "TFLOP/s", "% copy", "% roof", "x ours", "")
-_DEVICE = {"driver_version": "driver", "driver_cuda": "for CUDA", "clock": "clock up to"}
+_DEVICE = {"memory_gib": "{:g} GiB", "driver_version": "driver {}", "driver_cuda": "for CUDA {}",
+           "clock": "clock up to {}"}  # fmt: skip
+_SPEED = {"seconds": ".2f", "output_tokens_per_second": ",.0f"}
 _NOTE = 70  # characters; the report has all
 _CHANGED = ("deterministic", "cuda_graphs")  # of a manager's parameters
 _LONG_S = 2.0  # a first use that is told
@@ -40,8 +42,7 @@ def kernel_table(report: Mapping[str, Any]) -> Iterator[Piece]:
 
 def _header(report: Mapping[str, Any]) -> Iterator[str]:
     device, versions = report["device"], report["versions"]
-    details = [f"{device[key]:g} GiB" for key in ("memory_gib",) if key in device]
-    details += [f"{text} {device[key]}" for key, text in _DEVICE.items() if key in device]
+    details = [text.format(device[key]) for key, text in _DEVICE.items() if key in device]
     yield ", ".join([device["name"], *details])
     yield f"{report['date']}; {report['machine']}"
     yield ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -68,23 +69,18 @@ def _engine_cells(name: str, engine: Mapping[str, Any]) -> tuple[str, ...]:
     if engine["status"] == "failed":
         note = f"FAILED: {note}"
     note = note if len(note) <= _NOTE else f"{note[: _NOTE - 3]}..."
-    if "median_us" not in engine:
-        return (f"    {name}", *[""] * 7, note)
-    low, high = engine["quartiles_us"]
-    how = [] if engine["timed_by"] == "graph" else [f"by {engine['timed_by']}"]
+    how = [] if engine.get("timed_by", "graph") == "graph" else [f"by {engine['timed_by']}"]
     if "plan_us" in engine:
         how.append(f"plan {engine['plan_us']:,.1f} us")
-    if engine["first_use_s"] >= _LONG_S:
+    if engine.get("first_use_s", 0) >= _LONG_S:
         how.append(f"first use {engine['first_use_s']:.0f} s")
     return (
         f"    {name}",
-        f"{engine['median_us']:,.1f}",
-        f"{(high - low) / 2:,.1f}",
-        f"{engine['tb_per_s']:.2f}",
-        f"{engine['tflop_per_s']:,.0f}" if engine["tflop_per_s"] >= 1 else "",
-        f"{engine['share_of_copy']:.0%}",
-        f"{engine['share_of_roofline']:.0%}",
-        f"{engine['times_ours']:.2f}" if "times_ours" in engine else "",
+        *_cells(engine, {"median_us": ",.1f"}),
+        _half_spread(engine, "quartiles_us", ",.1f"),
+        *_cells(engine, {"tb_per_s": ".2f"}),
+        f"{engine['tflop_per_s']:,.0f}" if engine.get("tflop_per_s", 0) >= 1 else "",
+        *_cells(engine, {"share_of_copy": ".0%", "share_of_roofline": ".0%", "times_ours": ".2f"}),
         "; ".join(filter(None, (note, *how))),
     )
 
@@ -151,20 +147,17 @@ def _check_parts(part: Mapping[str, Any]) -> Iterator[str]:
 
 def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     head = ("  batch x context", "ms", "+-", "floor ms", "x floor", "tokens/s", "")
-    rows: list[tuple[str, ...]] = []
-    for row in part:
-        if "trace" in row:
-            continue
-        name = f"  {row['batch']} x {row['context']}"
-        if row["status"] != "ok":
-            rows.append((name, "", "", "", "", "", f"{row['status']}: {row['note']}"))
-            continue
-        low, high = row["quartiles_ms"]
-        floor = ("", "")
-        if "floor_ms" in row:
-            floor = (f"{row['floor_ms']:.2f}", f"{row['times_floor']:.2f}")
-        figures = (f"{row['median_ms']:.2f}", f"{(high - low) / 2:.2f}", *floor)
-        rows.append((name, *figures, f"{row['tokens_per_second']:,.0f}", _goal(row)))
+    rows = [
+        (
+            f"  {row['batch']} x {row['context']}",
+            *_cells(row, {"median_ms": ".2f"}),
+            _half_spread(row, "quartiles_ms", ".2f"),
+            *_cells(row, {"floor_ms": ".2f", "times_floor": ".2f", "tokens_per_second": ",.0f"}),
+            _goal(row) if row["status"] == "ok" else f"{row['status']}: {row['note']}",
+        )
+        for row in part
+        if "trace" not in row
+    ]
     yield table(head, rows)
     for trace in (row["trace"] for row in part if "trace" in row):
         if trace["status"] != "ok":
@@ -179,26 +172,20 @@ def _step_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
 
 
 def _load_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    waits = ("first p50/p99 ms", "token p50/p99 ms")
-    speed = ("  requests", "tokens in/out", "s", "out tok/s", "% roof")
-    head = (*speed, *waits, "batch", "pauses", "host ms", "")
+    head = ("  requests", "tokens in/out", "s", "out tok/s", "% roof", "first p50/p99 ms",
+            "token p50/p99 ms", "batch", "pauses", "host ms", "")  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for row in part:
         times = [
             "/".join(f"{row[key].get(cut, 0):,.1f}" for cut in ("p50", "p99"))
             for key in ("time_to_first_token_ms", "time_per_output_token_ms")
         ]
-        share = f"{row['share_of_roofline']:.0%}" if "share_of_roofline" in row else ""
-        host = f"{row['host_ms_per_iteration']:.2f}" if "host_ms_per_iteration" in row else ""
-        name = f"{row['requests']} x {row['name']}" if "name" in row else f"{row['requests']}"
-        figures = (
-            f"{row['tokens_in']:,}/{row['tokens_out']:,}",
-            f"{row['seconds']:.2f}",
-            f"{row['output_tokens_per_second']:,.0f}",
-        )
-        counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]), host)
+        name = f"  {row['requests']}" + (f" x {row['name']}" if "name" in row else "")
         name += ", streaming" if row["streaming"] else ""
-        rows.append((f"  {name}", *figures, share, *times, *counts, _goal(row)))
+        tokens = f"{row['tokens_in']:,}/{row['tokens_out']:,}"
+        speed = _cells(row, {**_SPEED, "share_of_roofline": ".0%"})
+        counts = _cells(row, {"mean_batch": ".0f", "pauses": "d", "host_ms_per_iteration": ".2f"})
+        rows.append((name, tokens, *speed, *times, *counts, _goal(row)))
     yield table(head, rows)
 
 
@@ -211,10 +198,7 @@ def _ablation_parts(part: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
             for it in row["steps"]
             if it["status"] == "ok"
         )
-        speed = f"{row['output_tokens_per_second']:,.0f}"
-        rows.append(
-            (f"  {row['name']}", f"{row['seconds']:.2f}", speed, f"{row['ratio']:.2f}", steps)
-        )
+        rows.append((f"  {row['name']}", *_cells(row, {**_SPEED, "ratio": ".2f"}), steps))
     yield table(head, rows)
 
 
@@ -233,13 +217,20 @@ def _pressure_parts(part: Mapping[str, Any]) -> Iterator[Piece]:
         f"KV cache of {part['kv_cache_tokens']:,} tokens"
     )
     head = ("  policy", "s", "out tok/s", "batch", "pauses")
-    rows: list[tuple[str, ...]] = []
-    for name, row in part["policies"].items():
-        speed = f"{row['output_tokens_per_second']:,.0f}"
-        counts = (f"{row['mean_batch']:.0f}", str(row["pauses"]))
-        rows.append((f"  {name}", f"{row['seconds']:.2f}", speed, *counts))
+    figures = {**_SPEED, "mean_batch": ".0f", "pauses": "d"}
+    rows = [(f"  {name}", *_cells(row, figures)) for name, row in part["policies"].items()]
     yield table(head, rows, left=(0,))
     yield f"  max_utilization is {part['ratio']:.2f} times as fast  {_goal(part)}"
+
+
+def _cells(row: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    """A cell each, empty where the row has no such figure."""
+    return [format(row[name], how) if name in row else "" for name, how in formats.items()]
+
+
+def _half_spread(row: Mapping[str, Any], quartiles: str, how: str) -> str:
+    low, high = row.get(quartiles, (0, 0))
+    return format((high - low) / 2, how) if quartiles in row else ""
 
 
 def _goal(row: Mapping[str, Any]) -> str:
