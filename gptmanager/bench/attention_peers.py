@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ def _planned(
         plans.append(functools.partial(wrapper.plan, *arguments, **options))
         plans[-1]()
 
-    def run(number: int) -> Tensor:
+    def run(number: int) -> Any:
         rows = sets[number]
-        return _tensor(wrappers[number].run(rows.queries, rows.token_major))
+        return wrappers[number].run(rows.queries, rows.token_major)
 
     return Planned(run, plans[0])
 
@@ -105,20 +105,19 @@ def torch_varlen(sets: Sequence[PagedRows]) -> Contender:
 
     grouped = {"enable_gqa": True} if "enable_gqa" in names else {}  # which at first had no name
 
-    def run(number: int) -> Tensor:
+    def run(number: int) -> Any:
         options = {"window_size": (-1, 0), "scale": sets[number].shape.scale, **grouped}
-        return _tensor(attend(*packed[number], **options))
+        return attend(*packed[number], **options)
 
     return run
 
 
-def _find_varlen() -> Callable[..., Any]:
+def _find_varlen() -> Any:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise Absent(f"torch {torch.__version__} has no varlen_attn") from error
-    attend: Callable[..., Any] = varlen_attn
-    return attend
+    return varlen_attn
 
 
 def _workspace(sets: Sequence[PagedRows]) -> Tensor:
@@ -138,8 +137,3 @@ def _page_lists(rows: PagedRows) -> tuple[Tensor, Tensor, Tensor]:
     pages = torch.cat([tables[row, :count] for row, count in enumerate(counts.tolist())])
     last = (lengths - 1) % rows.tokens_per_block + 1
     return starts.cpu(), pages, last.cpu()
-
-
-def _tensor(value: Any) -> Tensor:
-    result: Tensor = value
-    return result

@@ -69,6 +69,15 @@ class IterationLog:
             if was_plain and is_plain
         ]
 
+    def counts(self) -> dict[str, Any]:
+        """Of all iterations, for a report."""
+        records = [record for _, record in self.since()]
+        return {
+            "iterations": len(records),
+            "mean_batch": round(statistics.mean(it["Scheduled Requests"] for it in records), 1),
+            "pauses": sum(it["Paused Requests"] for it in records),
+        }
+
     def host_milliseconds(self) -> float | None:
         """Median time of the loop's thread in an iteration, without the wait for its result."""
         times = [record["gptmanager"]["iteration_latency_us"] for _, record in self.since()]

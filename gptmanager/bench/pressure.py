@@ -103,11 +103,8 @@ def _run(
         ]
         outputs = [generation.result().generated_ids[0] for generation in generations]
         seconds = time.monotonic() - started
-    records = [record for _, record in log.since()]
     return {
         "seconds": round(seconds, 3),
         "output_tokens_per_second": round(sum(map(len, outputs)) / seconds, 1),
-        "iterations": len(records),
-        "mean_batch": round(sum(it["Scheduled Requests"] for it in records) / len(records), 1),
-        "pauses": sum(it["Paused Requests"] for it in records),
+        **log.counts(),
     }

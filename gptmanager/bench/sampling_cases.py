@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,16 +98,14 @@ def _flashinfer(sets: list[Tensor], params: SamplingParams) -> Contender:
     """Softmax, then rejection with a moving pivot."""
     sampling = flashinfer().sampling
 
-    def run(number: int) -> Tensor:
+    def run(number: int) -> Any:
         probs = torch.softmax(sets[number] / params.temperature, dim=-1)
         place = {"seed": params.seed, "offset": number}  # else it asks the generator, and waits
         if params.top_k:
-            chosen: Tensor = sampling.top_k_top_p_sampling_from_probs(
+            return sampling.top_k_top_p_sampling_from_probs(
                 probs, params.top_k, params.top_p, filter_apply_order="top_k_first", **place
             )
-            return chosen
-        chosen = sampling.top_p_sampling_from_probs(probs, params.top_p, **place)
-        return chosen
+        return sampling.top_p_sampling_from_probs(probs, params.top_p, **place)
 
     return run
 

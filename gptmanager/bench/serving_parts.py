@@ -116,7 +116,6 @@ def time_load(
     figures = stage.session.run(requests, is_streaming=streaming)
     tokens_in = sum(len(prompt) for prompt, _ in requests)
     tokens_out = sum(map(len, figures.outputs))
-    records = [record for _, record in stage.log.since()]
     speed = tokens_out / figures.seconds
     row: dict[str, Any] = {
         "status": "ok",
@@ -128,9 +127,7 @@ def time_load(
         "output_tokens_per_second": round(speed, 1),
         "total_tokens_per_second": round((tokens_in + tokens_out) / figures.seconds, 1),
         "requests_per_second": round(len(requests) / figures.seconds, 2),
-        "iterations": len(records),
-        "mean_batch": round(statistics.mean(it["Scheduled Requests"] for it in records), 1),
-        "pauses": sum(it["Paused Requests"] for it in records),
+        **stage.log.counts(),
         **figures.latencies,
     }
     host_ms = stage.log.host_milliseconds()
