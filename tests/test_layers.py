@@ -232,11 +232,9 @@ testing/                  what hosts and researchers test with
     conformance           does a scheduler keep the rules?
 replay/                   runs a recorded run again, and finds the first difference
     difference            where two schedules differ, for people
-    unheard               final responses for a world that hears only ends
     replaying             a recorded run, once more, and where it goes another way
     command               replay, on the command line
 simulator/                the real loop under a virtual clock, without a model
-    host_queue            when recorded requests came to their host
     load                  which requests arrive when, and how long they are
     known_outputs         what each step yields, of outputs that a load knows
     cost_model            how long a step takes

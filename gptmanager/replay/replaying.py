@@ -10,13 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from gptmanager.assembly.blueprint import Blueprint, build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import RecordingError, response_text
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.extras import HeldExtras
+from gptmanager.loop.responses import final_beams
 from gptmanager.loop.token_loop import LoopState, TokenLoop
 from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
-from gptmanager.replay.unheard import finish_reasons
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
@@ -213,6 +217,19 @@ class _Step:
     schedule: Schedule
 
 
+def finish_reasons(
+    request: ActiveRequest, reason: FinishReason, end: int, extras: HeldExtras
+) -> list[NamedTensor]:
+    """A final response for a world that listens to nothing but why a request ended.
+
+    A true one holds as many tokens as were asked for, whoever asked: nobody reads them here.
+    """
+    reasons = [reason]
+    if request.search is not None:
+        reasons = final_beams(request, request.search, reason).reasons
+    return [NamedTensor("finish_reasons", torch.tensor([reasons], dtype=torch.int32))]
+
+
 class _RecordedWorld:
     """Host and executor of a replay: both say what the recorded iteration says."""
 
@@ -237,12 +254,9 @@ class _RecordedWorld:
     ) -> None:
         if not is_final:
             return
-        reasons = (
-            int(value[0, 0]) for name, value in reversed(tensors) if name == "finish_reasons"
-        )
-        reason = next(reasons, None)
-        name = "ERROR" if reason is None else FinishReason(reason).name
-        self.ends.append(End(request_id, name, _class(error)))
+        value = dict(tensors).get("finish_reasons")
+        reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
+        self.ends.append(End(request_id, reason, _class(error)))
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """When it was ready the recorded intakes say."""

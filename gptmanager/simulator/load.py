@@ -6,6 +6,7 @@ their numbers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, RecordingError
 from gptmanager.recorder.recording import Iteration, Recording
 from gptmanager.request.inference_request import InferenceRequest
-from gptmanager.simulator.host_queue import HostQueue, host_queue
 from gptmanager.step import BeamCandidates, Schedule, StepResult
+
+logger = logging.getLogger("gptmanager")
 
 # a load that was recorded takes so many times the recorded request-steps at most, and some more:
 # requests that had not ended, another policy, a smaller batch
@@ -97,6 +99,56 @@ class SyntheticLoad:
         return {}
 
 
+@dataclass(frozen=True, slots=True)
+class HostQueue:
+    """When recorded requests came to their host, as far as the recording tells.
+
+    `arrivals`: of each request, in the order in which Get returned it, seconds since the start.
+    Get is asked for no more than there is room for: a request may have waited in the host's queue.
+    It came at the latest when Get returned it, and that is taken for its arrival, unless the
+    Get before had been answered to the full room: then it may have waited since the first Get
+    from which on all were, and that one is. The first Get that was answered with less had
+    emptied the queue. `num_held`: how many arrive so before Get returned them, and
+    `longest_s`: how long before at most.
+    """
+
+    arrivals: tuple[float, ...]
+    num_held: int = 0
+    longest_s: float = 0.0
+
+
+def host_queue(recording: Recording) -> HostQueue:
+    max_active = recording.header.blueprint.max_active  # None: Get was never short of room
+    first = recording.iterations[0].intake.now
+    arrivals: list[float] = []
+    full_since: float | None = None  # the first of the Gets, up to now, that were answered in full
+    num_held, longest_s, untold = 0, 0.0, 0
+    for turn in recording.iterations:
+        now = turn.intake.now - first
+        if full_since is not None and not turn.num_active and turn.idle_turns != 0:
+            untold += turn.idle_turns is None
+            full_since = None  # nothing was active: Get was asked again, and had nothing
+        since = now if full_since is None else full_since
+        arrivals += [since] * len(turn.intake.requests)
+        if since < now:
+            num_held += len(turn.intake.requests)
+            longest_s = max(longest_s, now - since if turn.intake.requests else 0.0)
+        full_since = since if _is_full(turn, max_active) else None
+    if untold:
+        logger.warning(
+            "an older recording: %d times nothing was active, and it is not told whether Get was "
+            "asked in vain then; requests that came next are taken to have come when Get "
+            "returned them",
+            untold,
+        )
+    return HostQueue(tuple(arrivals), num_held, longest_s)
+
+
+def _is_full(turn: Iteration, max_active: int | None) -> bool:
+    """Whether Get left nothing of the room. Without room it is not asked, and more may wait."""
+    return max_active is not None and turn.num_active + len(turn.intake.requests) >= max_active
+
+
 class RecordedLoad:
     """The requests of a recording, with what they generated there.
 
@@ -121,10 +173,7 @@ class RecordedLoad:
         self._beams: list[dict[int, BeamCandidates]] = []
         first = recording.iterations[0].intake.now
         times: list[float] = []
-        self.queue: HostQueue | None = None
-        if arrivals == "time":
-            max_active = recording.header.blueprint.max_active
-            self.queue = host_queue(recording, max_active)
+        self.queue = host_queue(recording) if arrivals == "time" else None
         stops: list[Stop] = []
         clears: list[float] = []
         live: dict[int, int] = {}

@@ -11,7 +11,7 @@ from rich.table import Table
 from gptmanager.recorder.recording import Recording
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures
-from gptmanager.simulator.host_queue import HostQueue
+from gptmanager.simulator.load import HostQueue
 from gptmanager.terminal.tables import Piece, lines
 from gptmanager.terminal.tables import table as table_of
 

@@ -17,7 +17,7 @@ from gptmanager.errors import RecordingError, SchedulerError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras
 from gptmanager.recorder import Recorder, build_recorded_loop
-from gptmanager.replay.unheard import finish_reasons
+from gptmanager.replay.replaying import finish_reasons
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.simulator.cost_model import CostModel
