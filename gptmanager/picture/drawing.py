@@ -113,20 +113,14 @@ def _axis(trace: Trace, layout: Layout) -> Iterator[str]:
     first = trace.first_iteration
     heights = (layout.top - 6, bottom + 16)
     ticks = []
-    if layout.look is Look.BARS:
-        step = nice_step(layout.num_columns, 12)
-        begin = -first % step
-        for column in range(begin, layout.num_columns + 1, step):
-            x = layout.x(column)
-            ticks.append(path(f"M{number(x)} {number(layout.top)}V{number(bottom)}", "grid"))
-            ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
-    else:
-        for column in range(layout.num_columns + 1):
-            x = layout.x(column)
-            ticks.append(path(f"M{number(x)} {number(layout.top)}V{number(bottom)}", "grid"))
-        for column in range(layout.num_columns):
-            x = layout.x(column + 0.5)
-            ticks += [label(x, y, str(first + column), "mid small faint") for y in heights]
+    is_bars = layout.look is Look.BARS
+    step, middle = (nice_step(layout.num_columns, 12), 0.0) if is_bars else (1, 0.5)
+    for column in range(-first % step, layout.num_columns + 1, step):
+        x = number(layout.x(column))
+        ticks.append(path(f"M{x} {number(layout.top)}V{number(bottom)}", "grid"))
+        if column + middle <= layout.num_columns:
+            x_of_name = layout.x(column + middle)
+            ticks += [label(x_of_name, y, str(first + column), "mid small faint") for y in heights]
     yield element("g", *ticks, class_="ticks")
     yield label(layout.left + layout.width / 2, bottom + 34, "iteration", "mid")
     yield label(MARGIN, layout.rows_top - 6, "prompt + output", "small faint")

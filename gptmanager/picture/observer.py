@@ -28,11 +28,6 @@ def observe(loop: TokenLoop, *, policy: str = "", chunk_unit: int | None = None)
             chunk_unit=chunk_unit,
         )
     )
-    _tap(loop, builder)
-    return builder
-
-
-def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
     host, executor = loop.table.host, loop.executor
     host_tap, executor_tap = HostTap(host), ExecutorTap(executor)
     told, now = ToldWaits(loop.scheduler), 0.0
@@ -46,7 +41,9 @@ def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
     def respond(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
         host.respond(request_id, tensors, is_final, error)
         if is_final:
-            builder.end(request_id, error or finish_reason(tensors))
+            value = dict(tensors).get("finish_reasons")
+            reason = "" if value is None else FinishReason(int(value[0, 0])).name
+            builder.end(request_id, error or reason)
 
     def forward(schedule: Schedule) -> Step:
         for request in loop.table.by_id.values():
@@ -62,11 +59,4 @@ def _tap(loop: TokenLoop, builder: TraceBuilder) -> None:
 
     host_tap.fetch, host_tap.respond, executor_tap.forward = fetch, respond, forward
     loop.scheduler, loop.table.host, loop.executor = told, host_tap, executor_tap
-
-
-def finish_reason(tensors: list[NamedTensor]) -> str:
-    """The name of the first beam's finish reason; "" if the response tells none."""
-    for name, tensor in tensors:
-        if name == "finish_reasons":
-            return FinishReason(int(tensor.flatten()[0])).name
-    return ""
+    return builder
