@@ -19,9 +19,8 @@ from gptmanager.bench.dense_reference import compare, dense_logits, why_not
 from gptmanager.bench.device_trace import Ran
 from gptmanager.bench.engine import IterationLog, Session
 from gptmanager.bench.load import random_llama, read_checkpoint, uniform_requests
-from gptmanager.bench.pressure import Pressure
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.serving_parts import Stage, time_load, time_steps, trace_steps
+from gptmanager.bench.serving_parts import Pressure, Stage, time_load, time_steps, trace_steps
 from gptmanager.bench.table import end_to_end_table
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.bench.workbench import CPU_SCALE

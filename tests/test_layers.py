@@ -285,8 +285,7 @@ bench/                    measures speed, its own and that of other libraries
     kernels               the kernel benchmark
     dense_reference       a Llama without a cache, whose logits are right
     device_trace          how busy a GPU is
-    serving_parts         steps and loads of one manager
-    pressure              two policies on a KV cache that is too small
+    serving_parts         steps and loads of a manager, policies on a KV cache that is too small
     workbench             device, model and manager of the end-to-end benchmark
     end_to_end            the end-to-end benchmark, part by part
     table                 reports as tables

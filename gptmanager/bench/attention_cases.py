@@ -29,18 +29,21 @@ from gptmanager.cuda.generation_plan import plan_generation
 Rows = Sequence[tuple[int, int]]  # new tokens, length
 _FP8 = torch.float8_e4m3fn
 Run = Callable[[], Tensor]
-Peers = Mapping[str, Callable[[], Contender]]
+Peers = Mapping[str, Callable[[Sequence[PagedRows]], Contender]]  # name -> makes it for the sets
+_TORCH: Peers = {  # none over pages of 8-bit floats
+    "torch sdpa, dense": attention_peers.torch_sdpa,
+    "torch varlen, dense": attention_peers.torch_varlen,
+}
 
 
 @dataclass(frozen=True, eq=False)
 class _Phase:
-    """`start` and `plan` take a bed and rows. `rival`: the peer that ours is not slower than."""
+    """`start` and `plan` take a bed and rows. Ours is not slower than the first of `peers`."""
 
     part: str
     start: Callable[[Bed, PagedRows], Run]
     plan: Callable[[Bed, PagedRows], object]
-    peers: Callable[[Sequence[PagedRows]], Peers]
-    rival: str
+    peers: Peers
 
 
 def attention_cases(sizes: Sizes) -> list[Case]:
@@ -55,13 +58,8 @@ def _generation_cases(sizes: Sizes) -> list[Case]:
     long = 2 * context - short
     one = [(1, context // 4)] * (batch - 1)
     one.append((1, batch * context - sum(length for _, length in one)))
-    phase = _Phase(
-        "generation_attention",
-        _generation,
-        _generation_plan,
-        lambda sets: {"flashinfer": lambda: attention_peers.flashinfer_generation(sets)},
-        "flashinfer",
-    )
+    peers = {"flashinfer": attention_peers.flashinfer_generation}
+    phase = _Phase("generation_attention", _generation, _generation_plan, peers)
     case = functools.partial(_case, phase, sizes)
     return [
         case(uniform, alike, goals=(Goal("copy", 0.85),)),
@@ -82,17 +80,14 @@ def _generation_cases(sizes: Sizes) -> list[Case]:
 
 def _context_cases(sizes: Sizes) -> list[Case]:
     """Several tokens a row, over earlier blocks too."""
-
-    def peers(sets: Sequence[PagedRows]) -> Peers:
-        return {
-            f"flashinfer {backend}": functools.partial(
-                attention_peers.flashinfer_context, sets, backend
-            )
-            for backend in ("fa2", "fa3")
-        }
-
+    peers = {
+        f"flashinfer {backend}": functools.partial(
+            attention_peers.flashinfer_context, backend=backend
+        )
+        for backend in ("fa2", "fa3")
+    }
     context, chunk, packed = sizes.context, sizes.chunk, max(1, sizes.context // 4)
-    phase = _Phase("context_attention", _context, _context_plan, peers, "flashinfer fa2")
+    phase = _Phase("context_attention", _context, _context_plan, peers)
     case = functools.partial(_case, phase, sizes)
     chunks = f"4 chunks of {chunk} up to {context}"
     return [
@@ -126,7 +121,7 @@ def _case(
         num_bytes + (written if phase.start is _context else 0),
         functools.partial(_prepare, phase, rows, num_bytes, *own),
         attention_flops(sizes.num_heads, sizes.head_dim, rows),
-        (*goals, Goal("peer", 1.0, phase.rival)),
+        (*goals, Goal("peer", 1.0, next(iter(phase.peers)))),
         quick,
     )
 
@@ -137,23 +132,14 @@ def _prepare(
     numbers = range(bed.num_sets(num_bytes))
     sets = [paged_rows(bed, rows, tokens_per_block, number, dtype) for number in numbers]
     runs = [phase.start(bed, own) for own in sets]
+    makers = phase.peers if sets[0].pages.cache_scales is not None else {**phase.peers, **_TORCH}
     return Prepared(
         len(sets),
         Planned(lambda number: runs[number](), lambda: phase.plan(bed, sets[0])),
         largest_error(sets[0].expected()),
         tolerance(bed.sizes.dtype),
-        {**phase.peers(sets), **_torch_peers(sets)},
+        {name: functools.partial(make, sets) for name, make in makers.items()},
     )
-
-
-def _torch_peers(sets: Sequence[PagedRows]) -> Peers:
-    """None over pages of 8-bit floats."""
-    if sets[0].pages.cache_scales is not None:
-        return {}
-    return {
-        "torch sdpa, dense": lambda: attention_peers.torch_sdpa(sets),
-        "torch varlen, dense": lambda: attention_peers.torch_varlen(sets),
-    }
 
 
 def _generation(bed: Bed, rows: PagedRows) -> Run:

@@ -10,6 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +19,7 @@ import torch
 from gptmanager.bench.dense_reference import compare, why_not
 from gptmanager.bench.load import uniform_requests
 from gptmanager.bench.machine import find_gpu, header
-from gptmanager.bench.pressure import compare_policies
-from gptmanager.bench.serving_parts import time_load, time_steps, trace_steps
+from gptmanager.bench.serving_parts import compare_policies, time_load, time_steps, trace_steps
 from gptmanager.bench.timing import Budget
 from gptmanager.bench.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.bench.workbench import ON_CPU, EndToEndOptions, Workbench
@@ -106,20 +106,19 @@ def _names(bench: Workbench) -> list[str]:
     return names
 
 
+@dataclass(frozen=True, slots=True)
 class Parts:
     """A method for each. `notes`: sentences about what was left out: of a part that takes several
     pieces also those for which no time was left.
     """
 
-    def __init__(self, bench: Workbench, budget: Budget, notes: list[str]) -> None:
-        self._bench = bench
-        self._scale = bench.scale
-        self._budget = budget
-        self.notes = notes
+    bench: Workbench
+    budget: Budget
+    notes: list[str]
 
     def run(self, name: str) -> Any:
         """What the part found. One that fails is told, and the next gets a new manager."""
-        if self._budget.is_spent:
+        if self.budget.is_spent:
             self.notes.append(f"{name}: no time left, skipped")
             return {"status": "skipped", "note": "no time left"}
         try:
@@ -127,51 +126,51 @@ class Parts:
         except Exception as error:  # of whatever library a peer comes from
             text = (str(error).splitlines() or [""])[0]
             self.notes.append(f"{name}: failed: {text}")
-            self._bench.close()
+            self.bench.close()
             return {"status": "failed", "note": f"{type(error).__name__}: {text}"}
 
     def check(self) -> dict[str, Any]:
-        why = why_not(self._bench.config)
-        if why or self._bench.weights is None:
+        why = why_not(self.bench.config)
+        if why or self.bench.weights is None:
             return {"status": "skipped", "note": why or "no weights at hand"}
-        vocab_size = self._bench.config["vocab_size"]
+        vocab_size = self.bench.config["vocab_size"]
         lengths = [(5, 5), (17, 17), (40, 40), (63, 63)]
         requests = [
             (uniform_requests(1, length, (1, 1), vocab_size)[0][0], 16) for length in lengths
         ]
-        session = self._bench.stage().session
-        return compare(session, self._bench.config, self._bench.weights, requests)
+        session = self.bench.stage().session
+        return compare(session, self.bench.config, self.bench.weights, requests)
 
     def steps(self) -> list[dict[str, Any]]:
-        stage, rows = self._bench.stage(), []
-        quick = self._bench.options.quick
-        steps = self._scale.steps // 4 if quick else self._scale.steps
-        contexts = self._scale.contexts[:1] if quick else self._scale.contexts
-        cases = [(batch, context) for context in contexts for batch in self._scale.batches
-                 if context == contexts[0] or batch < max(self._scale.batches)]  # fmt: skip
+        stage, rows = self.bench.stage(), []
+        quick = self.bench.options.quick
+        steps = self.bench.scale.steps // 4 if quick else self.bench.scale.steps
+        contexts = self.bench.scale.contexts[:1] if quick else self.bench.scale.contexts
+        cases = [(batch, context) for context in contexts for batch in self.bench.scale.batches
+                 if context == contexts[0] or batch < max(self.bench.scale.batches)]  # fmt: skip
         for batch, context in cases:
-            if self._budget.is_spent:
+            if self.budget.is_spent:
                 self.notes.append(f"steps of {batch} x {context}: no time left, skipped")
                 continue
-            has_goal = self._bench.is_goal_shape and context == 1024
+            has_goal = self.bench.is_goal_shape and context == 1024
             goal = _STEP_GOALS_MS.get(batch) if has_goal else None
             rows.append(time_steps(stage, batch, context, steps, goal))
-        if stage.trace is not None and not self._budget.is_spent:
-            trace = trace_steps(stage, max(self._scale.batches), contexts[0], 4 * steps)
+        if stage.trace is not None and not self.budget.is_spent:
+            trace = trace_steps(stage, max(self.bench.scale.batches), contexts[0], 4 * steps)
             rows.append({"trace": trace})
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        stage, goal = self._bench.stage(), _LOAD_GOAL if self._bench.is_goal_shape else None
-        rows = [time_load(stage, self._bench.requests, goal=goal)]
-        if not self._bench.options.quick and not self._budget.is_spent:
-            rows.append(time_load(stage, self._bench.requests, streaming=True))
+        stage, goal = self.bench.stage(), _LOAD_GOAL if self.bench.is_goal_shape else None
+        rows = [time_load(stage, self.bench.requests, goal=goal)]
+        if not self.bench.options.quick and not self.budget.is_spent:
+            rows.append(time_load(stage, self.bench.requests, streaming=True))
         return rows
 
     def ablations(self) -> list[dict[str, Any]]:
         """The load, and steps of the smallest and the largest batch, plain and each other way."""
         rows = [self._ablated("plain", {})]
-        rows += [self._ablated(name, ABLATIONS[name]) for name in self._bench.options.ablations]
+        rows += [self._ablated(name, ABLATIONS[name]) for name in self.bench.options.ablations]
         for row in rows:
             speeds = (it["output_tokens_per_second"] for it in (row, rows[0]))
             row["ratio"] = round(operator.truediv(*speeds), 3)
@@ -179,28 +178,30 @@ class Parts:
 
     def _ablated(self, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         """In a manager of its own."""
-        self._bench.close()
+        self.bench.close()
         try:
-            self._bench.changes = changes
-            stage, context = self._bench.stage(), self._scale.contexts[0]
-            batches = sorted({min(self._scale.batches), max(self._scale.batches)})
-            steps = [time_steps(stage, batch, context, self._scale.steps // 4) for batch in batches]
-            return {"name": name, **time_load(stage, self._bench.requests), "steps": steps}
+            self.bench.changes = changes
+            stage, context = self.bench.stage(), self.bench.scale.contexts[0]
+            batches = sorted({min(self.bench.scale.batches), max(self.bench.scale.batches)})
+            steps = [
+                time_steps(stage, batch, context, self.bench.scale.steps // 4) for batch in batches
+            ]
+            return {"name": name, **time_load(stage, self.bench.requests), "steps": steps}
         finally:
-            self._bench.changes = {}
-            self._bench.close()
+            self.bench.changes = {}
+            self.bench.close()
 
     def transformers(self) -> dict[str, Any]:
         """Both on the same of the requests, and each alone on the device."""
         if find_spec("transformers") is None:
             self.notes.append("transformers: not installed: skipped")
             return {"status": "skipped", "note": "not installed"}
-        requests = self._bench.requests[: self._scale.peer_requests]
-        ours = max(self._bench.stage().session.run(requests).tokens_per_second for _ in range(2))
-        self._bench.close()
-        params = OptionalParams(dtype=self._bench.dtype)
+        requests = self.bench.requests[: self.bench.scale.peer_requests]
+        ours = max(self.bench.stage().session.run(requests).tokens_per_second for _ in range(2))
+        self.bench.close()
+        params = OptionalParams(dtype=self.bench.dtype)
         row: dict[str, Any] = {"requests": len(requests), "gptmanager": round(ours, 1)}
-        engine = TransformersPeer(self._bench.source, params, self._bench.device)
+        engine = TransformersPeer(self.bench.source, params, self.bench.device)
         try:
             theirs = engine.run(requests, _PEER_LIMIT_S).tokens_per_second
         except TooSlow as error:
@@ -213,27 +214,31 @@ class Parts:
             **row,
             "transformers": round(theirs, 1),
             "ratio": round(ratio, 3),
-            **({"goal": goal} if self._bench.is_goal_shape else {}),
+            **({"goal": goal} if self.bench.is_goal_shape else {}),
         }
 
     def saturated(self) -> list[dict[str, Any]]:
         """Loads that fill the KV cache, in batches as large as it allows."""
         rows: list[dict[str, Any]] = []
-        self._bench.close()
-        stage = self._bench.stage(2 * self._scale.max_batch_size) if self._scale.saturated else None
-        for prompt, new_tokens, count in self._scale.saturated:
+        self.bench.close()
+        stage = (
+            self.bench.stage(2 * self.bench.scale.max_batch_size)
+            if self.bench.scale.saturated
+            else None
+        )
+        for prompt, new_tokens, count in self.bench.scale.saturated:
             name = f"{prompt}/{new_tokens}"
-            if stage is None or self._budget.is_spent:
+            if stage is None or self.budget.is_spent:
                 self.notes.append(f"saturated {name}: no time left, skipped")
                 continue
             lengths = (prompt, prompt), (new_tokens, new_tokens)
-            requests = uniform_requests(count, *lengths, self._bench.config["vocab_size"])
+            requests = uniform_requests(count, *lengths, self.bench.config["vocab_size"])
             rows.append({"name": name, **time_load(stage, requests)})
         return rows
 
     def pressure(self) -> dict[str, Any]:
         """Each policy in a manager of its own."""
-        self._bench.close()
-        params = self._bench.params(self._scale.max_batch_size)
-        vocab_size = self._bench.config["vocab_size"]
-        return compare_policies(self._bench.source, params, self._scale.pressure, vocab_size)
+        self.bench.close()
+        params = self.bench.params(self.bench.scale.max_batch_size)
+        vocab_size = self.bench.config["vocab_size"]
+        return compare_policies(self.bench.source, params, self.bench.scale.pressure, vocab_size)

@@ -40,7 +40,7 @@ class KernelOptions:
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """What the benchmark stands on; `bench_kernels` makes that of the GPU."""
+    """What the benchmark stands on; `bench_kernels` makes that of the current CUDA device."""
 
     bed: Bed
     timer: Timer
@@ -66,7 +66,9 @@ def bench_kernels(
     cases = selected(all_cases(ground.bed.sizes if ground else Sizes()), options)
     if ground is None:
         find_gpu("the kernel benchmark needs one")
-        ground = gpu()
+        device = torch.device("cuda", torch.cuda.current_device())
+        bed = Bed(device, DeviceLauncher(), cache_bytes=cache_bytes())
+        ground = Ground(bed, DeviceTimer(), launch_us=launch_costs)
     bed, budget = ground.bed, Budget(options.minutes and 60 * options.minutes, ground.clock)
     started = header(options.command, bed.device)
     ceilings = measure_ceilings(
@@ -118,13 +120,6 @@ def selected(cases: Sequence[Case], options: KernelOptions) -> list[Case]:
     if options.only:
         chosen = [case for case in chosen if any(_has(case, word) for word in options.only)]
     return chosen
-
-
-def gpu() -> Ground:
-    """The current CUDA device."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    bed = Bed(device, DeviceLauncher(), cache_bytes=cache_bytes())
-    return Ground(bed, DeviceTimer(), launch_us=launch_costs)
 
 
 def launch_costs(bed: Bed) -> dict[str, float]:

@@ -124,11 +124,9 @@ def random_llama(
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     generator = torch.Generator(device).manual_seed(seed)
-    weights = {
-        f"{name}.weight": torch.ones(shape, dtype=dtype, device=device)
-        for name, shape in shapes.items()
-    }
-    for weight in weights.values():
+    weights: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        weight = weights[f"{name}.weight"] = torch.ones(shape, dtype=dtype, device=device)
         if weight.ndim == 2:
             weight.normal_(0, 0.02, generator=generator)
     return weights

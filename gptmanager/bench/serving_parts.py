@@ -1,4 +1,4 @@
-"""What the end-to-end benchmark times on one manager: generation steps, and whole loads.
+"""What the end-to-end benchmark times: generation steps, whole loads, and policies under pressure.
 
 Knows managers by their public interface alone. Figures stand beside the floors of the measured
 ceilings where the model is one that floors are known of.
@@ -6,23 +6,30 @@ ceilings where the model is one that floors are known of.
 
 from __future__ import annotations
 
+import functools
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gptmanager.bench.device_trace import Ran, idle_share, split
 from gptmanager.bench.engine import IterationLog, Session
-from gptmanager.bench.load import Request
+from gptmanager.bench.load import Request, Source, uniform_requests
 from gptmanager.bench.roofline import Ceilings, ModelShape
 from gptmanager.bench.timing import Spread
+from gptmanager.callbacks import RequestQueue
+from gptmanager.config import CapacitySchedulerPolicy, OptionalParams, SchedulerConfig
+from gptmanager.request.inference_request import NamedTensor, SendResponseCallback
 
 _SETTLING = 4  # steps of a batch that are not counted
 _TRACE_S = 0.25
 _START_S = 60.0  # until a batch generates, at most
+_PRESSURE_GOAL = 0.95
+_POLICIES = (CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, CapacitySchedulerPolicy.MAX_UTILIZATION)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +44,19 @@ class Stage:
     ceilings: Ceilings
     shape: ModelShape | None
     trace: Callable[[float], Sequence[Ran]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """`requests` of `prompt_len` tokens that may get `max_new_tokens` and end after `ends`, both
+    ends of the range included, over a KV cache of `kv_cache_tokens`.
+    """
+
+    requests: int
+    prompt_len: int
+    max_new_tokens: int
+    ends: tuple[int, int]
+    kv_cache_tokens: int
 
 
 def time_steps(
@@ -143,6 +163,82 @@ def time_load(
     if goal is not None:
         row["goal"] = {"text": f">= {goal:,.0f} output tokens/s", "met": speed >= goal}
     return row
+
+
+def compare_policies(
+    source: Source, params: OptionalParams, pressure: Pressure, vocab_size: int
+) -> dict[str, Any]:
+    """Output tokens a second under both, each in a manager of its own, and the ratio.
+
+    Requests may get long and end early, as those of people do: GUARANTEED_NO_EVICT keeps room for
+    what never comes, MAX_UTILIZATION takes more at a time and pauses some.
+    """
+    lengths = (pressure.prompt_len,) * 2
+    requests = uniform_requests(
+        pressure.requests, lengths, (pressure.max_new_tokens,) * 2, vocab_size
+    )
+    chance = random.Random(1)
+    ends = [chance.randint(*pressure.ends) for _ in requests]
+    cache = replace(params.kv_cache_config, max_tokens=pressure.kv_cache_tokens)
+    params = replace(params, kv_cache_config=cache)
+    rows = {
+        policy.name.lower(): _run_policy(source, params, policy, requests, ends)
+        for policy in _POLICIES
+    }
+    no_evict, max_utilization = (row["output_tokens_per_second"] for row in rows.values())
+    ratio = max_utilization / no_evict
+    return {
+        "status": "ok",
+        "requests": pressure.requests,
+        "kv_cache_tokens": pressure.kv_cache_tokens,
+        "policies": rows,
+        "ratio": round(ratio, 3),
+        "goal": {"text": f">= {_PRESSURE_GOAL:g} x", "met": ratio >= _PRESSURE_GOAL},
+    }
+
+
+def _run_policy(
+    source: Source,
+    params: OptionalParams,
+    policy: CapacitySchedulerPolicy,
+    requests: Sequence[Request],
+    ends: Sequence[int],
+) -> dict[str, Any]:
+    log = IterationLog()
+    send = functools.partial(_ending_early, lengths=ends)
+    with Session(source, params, SchedulerConfig(policy), log=log, send=send) as session:
+        session.warm_up()
+        log.restart()
+        started = time.monotonic()
+        generations = [
+            session.queue.submit(prompt, new_tokens, request_id=number, is_streaming=True)
+            for number, (prompt, new_tokens) in enumerate(requests)
+        ]
+        outputs = [generation.result().generated_ids[0] for generation in generations]
+        seconds = time.monotonic() - started
+    return {
+        "seconds": round(seconds, 3),
+        "output_tokens_per_second": round(sum(map(len, outputs)) / seconds, 1),
+        **log.counts(),
+    }
+
+
+def _ending_early(queue: RequestQueue, lengths: Sequence[int]) -> SendResponseCallback:
+    """A SendResponse callback before a queue: a request is stopped once it has its tokens."""
+    left = dict(enumerate(lengths))
+
+    def send(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
+        queue.send_response(request_id, tensors, is_final, error)
+        if is_final or request_id not in left:
+            return
+        for name, tensor in tensors:
+            if name == "sequence_length":
+                left[request_id] -= int(tensor.item())
+        if left[request_id] <= 0:
+            del left[request_id]
+            queue.cancel(request_id)
+
+    return send
 
 
 def _same_length(stage: Stage, batch_size: int, context: int, num_steps: int) -> list[Request]:

@@ -28,9 +28,8 @@ from gptmanager.bench.load import (
     read_checkpoint,
     uniform_requests,
 )
-from gptmanager.bench.pressure import Pressure
 from gptmanager.bench.roofline import Ceilings, ModelShape, measure_ceilings
-from gptmanager.bench.serving_parts import Stage
+from gptmanager.bench.serving_parts import Pressure, Stage
 from gptmanager.bench.timing import Budget, ClockTimer, DeviceTimer
 from gptmanager.config import KvCacheConfig, OptionalParams, ProgressCallback
 
