@@ -6,7 +6,7 @@ The scheduler decides once more in a replay, beside, to tell why requests waited
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import RecordingError, RequestError
@@ -100,12 +100,12 @@ class _Asked:
     priority: float
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
-    def __init__(self, builder: TraceBuilder, vocab_size: int, max_seq_len: int) -> None:
-        self.builder = builder
-        self._vocab_size = vocab_size
-        self._max_seq_len = max_seq_len
-        self._asked: dict[int, _Asked] = {}
+    builder: TraceBuilder
+    vocab_size: int
+    max_seq_len: int
+    asked: dict[int, _Asked] = field(default_factory=dict)
 
     def read(self, iteration: Iteration, waits: Mapping[int, Wait] | None) -> None:
         builder, schedule, intake = self.builder, iteration.schedule, iteration.intake
@@ -119,7 +119,7 @@ class _Reader:
             if request.request_id not in refused and request.request_id not in builder:
                 asked = self._read_request(request)
                 if asked is not None:
-                    self._asked[request.request_id] = asked
+                    self.asked[request.request_id] = asked
                     if iteration.kept:
                         self._arrive(request.request_id)
         if schedule is not None:
@@ -131,7 +131,7 @@ class _Reader:
             builder.end(end.request_id, end.error or end.reason)
 
     def _arrive(self, request_id: int) -> None:
-        asked = self._asked.get(request_id)
+        asked = self.asked.get(request_id)
         if asked is not None:
             self.builder.arrive(request_id, asked.prompt_len, asked.max_new_tokens, asked.priority)
 
@@ -139,14 +139,14 @@ class _Reader:
         """None: no loop would have taken it."""
         tensors = {TENSOR_ALIASES.get(name, name): v for name, v in request.tensors.items()}
         try:
-            prompt = read_token_ids("input_ids", tensors.get("input_ids"), self._vocab_size)
+            prompt = read_token_ids("input_ids", tensors.get("input_ids"), self.vocab_size)
             name = "request_output_len"
             new_tokens = read_int(name, tensors.get(name), 1, INT32[1])
             end_id = read_int("end_id", tensors.get("end_id", -1), *INT32)
             priority = read_float("priority", request.priority, -1e300)
         except RequestError:
             return None
-        new_tokens = min(new_tokens, self._max_seq_len - len(prompt))
+        new_tokens = min(new_tokens, self.max_seq_len - len(prompt))
         return _Asked(len(prompt), new_tokens, end_id, priority)
 
     def _find_ends(self, iteration: Iteration) -> Iterable[End]:
@@ -157,7 +157,7 @@ class _Reader:
         failed = {failure.request_id for failure in result.failures}
         for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):
             has_token = row.request_id not in failed and min(tokens) >= 0
-            asked = self._asked.get(row.request_id) if has_token else None
+            asked = self.asked.get(row.request_id) if has_token else None
             if asked is not None and tokens[-1] == asked.end_id >= 0:
                 yield End(row.request_id, "END_ID")
             elif asked is not None and (

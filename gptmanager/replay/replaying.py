@@ -234,15 +234,12 @@ class _RecordedWorld:
     """Host and executor of a replay: both say what the recorded iteration says."""
 
     def __init__(self) -> None:
-        self._iteration: Iteration | None = None
+        self.begin(None)
+
+    def begin(self, iteration: Iteration | None) -> None:
+        self._iteration = iteration
         self.schedule: Schedule | None = None
         self.ends: list[End] = []
-        self.took_result = False
-
-    def begin(self, iteration: Iteration) -> None:
-        self._iteration = iteration
-        self.schedule = None
-        self.ends = []
         self.took_result = False
 
     def fetch(self, room: int | None, num_active: int) -> Intake:

@@ -132,7 +132,7 @@ def serve_file(
         recorder = Recorder(queue, is_watched=not view.quiet)
         manager = stack.enter_context(_manager(options, given, queue, recorder, sinks))
         queue.attach(manager)
-        Watch(lines, tokenizer, recorder, results, view).follow(queue)
+        Watch(recorder, results, view).follow(queue)
     losses = [
         f"--stats {options.stats}: {sink.num_dropped} records could not be written"
         for sink in sinks

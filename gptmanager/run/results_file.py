@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def result_line(
     }
 
 
+@dataclass(slots=True)
 class Results:
     """What became of each line.
 
@@ -58,29 +60,26 @@ class Results:
     `close` writes those that are known behind one that is not.
     """
 
-    def __init__(
-        self, lines: Sequence[RequestLine], tokenizer: Tokenizer | None, file: RawIOBase | None
-    ) -> None:
-        self._lines = lines
-        self._tokenizer = tokenizer
-        self._file = file
-        self._num_written = 0
-        self.by_number: dict[int, dict[str, Any]] = {}
+    lines: Sequence[RequestLine]
+    tokenizer: Tokenizer | None
+    file: RawIOBase | None
+    by_number: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    _num_written: int = field(default=0, init=False)
 
     def add(
         self, line: RequestLine, outcome: GenerationResult | BaseException | None
     ) -> dict[str, Any]:
-        result = result_line(line, outcome, self._tokenizer)
+        result = result_line(line, outcome, self.tokenizer)
         self.by_number[line.number] = result
-        while self._num_written < len(self._lines):
-            known = self.by_number.get(self._lines[self._num_written].number)
+        while self._num_written < len(self.lines):
+            known = self.by_number.get(self.lines[self._num_written].number)
             if known is None:
                 break
             self._write(known)
         return result
 
     def close(self) -> None:
-        for line in self._lines[self._num_written :]:
+        for line in self.lines[self._num_written :]:
             if line.number in self.by_number:
                 self._write(self.by_number[line.number])
 
@@ -88,9 +87,9 @@ class Results:
         self._num_written += 1
         line = memoryview(orjson.dumps(result) + b"\n")
         try:
-            while self._file is not None and line:
-                line = line[self._file.write(line) :]
+            while self.file is not None and line:
+                line = line[self.file.write(line) :]
         except OSError as error:
-            name = getattr(self._file, "name", "")
-            self._file = None  # what comes behind a gap would be misread
+            name = getattr(self.file, "name", "")
+            self.file = None  # what comes behind a gap would be misread
             raise GptManagerError(f"--output {name}: {error.strerror}") from error

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-from tokenizers import Tokenizer
 
 from gptmanager.callbacks import Generation, RequestQueue, TextStream
 from gptmanager.errors import ManagerDeadError
@@ -88,20 +87,13 @@ def summary(results: Sequence[Mapping[str, Any]], recorder: Recorder) -> dict[st
 class Watch:
     """Submits the requests and follows them, on the terminal's thread."""
 
-    def __init__(
-        self,
-        lines: Sequence[RequestLine],
-        tokenizer: Tokenizer | None,
-        recorder: Recorder,
-        results: Results,
-        view: LiveView,
-    ) -> None:
-        self._lines = lines
-        self._tokenizer = tokenizer
+    def __init__(self, recorder: Recorder, results: Results, view: LiveView) -> None:
+        self._lines = results.lines
+        self._tokenizer = results.tokenizer
         self._recorder = recorder
         self._results = results
         self._view = view
-        self._progress = Progress(total=len(lines))
+        self._progress = Progress(total=len(results.lines))
         self._rows: dict[int, RunningRow] = {}  # by line
         self._generations: dict[int, tuple[RequestLine, Generation]] = {}
 
