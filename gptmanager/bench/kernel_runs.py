@@ -71,9 +71,10 @@ def run_case(
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
     torch.manual_seed(bed.seed)
-    prepared, problem = _attempt(lambda: case.prepare(bed))
-    if prepared is None:
-        return CaseResult(case, None, {OURS: problem})
+    try:
+        prepared = case.prepare(bed)
+    except Exception as error:
+        return CaseResult(case, None, {OURS: _problem(error)})
     entries: dict[str, Entry] = {}
     watches: dict[str, Stopwatch] = {}
     makers: dict[str, Callable[[], Contender]] = {OURS: lambda: prepared.ours}
@@ -81,10 +82,10 @@ def run_case(
         if peers is None or any(name.startswith(wanted) for wanted in peers):
             makers[name] = maker
     for name, maker in makers.items():
-        entry, watch = _enter(maker, prepared, timer, bed.device)
-        entries[name] = entry
-        if watch is not None:
-            watches[name] = watch
+        try:
+            entries[name], watches[name] = _enter(maker, prepared, timer, bed.device)
+        except Exception as error:  # of whatever library a peer comes from
+            entries[name] = _problem(error)
     for name, seconds in take_turns(watches, rounds, budget).items():
         spread = Spread.of(seconds)
         entries[name] = replace(entries[name], spread=spread, how=watches[name].how)
@@ -93,37 +94,27 @@ def run_case(
 
 def _enter(
     maker: Callable[[], Contender], prepared: Prepared, timer: Timer, device: torch.device
-) -> tuple[Entry, Stopwatch | None]:
-    """One contender: is it there, does it run, is it right? And what times it, if so."""
-
-    def checked() -> tuple[Entry, Stopwatch]:
-        started = time.perf_counter()
-        run = maker()
-        error = prepared.error(run(0))  # the first call: inputs are as they were prepared
-        first_use_s = time.perf_counter() - started
-        plan_s = host_seconds(run.plan, device) if isinstance(run, Planned) else None
-        watch = timer.prepare(run, prepared.num_sets)
-        return Entry("ok", error=error, first_use_s=first_use_s, plan_s=plan_s), watch
-
-    done, problem = _attempt(checked)
-    if done is None:
-        return problem, None
-    entry, watch = done
-    if not entry.error <= prepared.tolerance:
-        note = f"error {entry.error:.2g}, allowed {prepared.tolerance:.2g}"
+) -> tuple[Entry, Stopwatch]:
+    """One contender: is it there, does it run, is it right? And what times it."""
+    started = time.perf_counter()
+    run = maker()
+    error = prepared.error(run(0))  # the first call: inputs are as they were prepared
+    first_use_s = time.perf_counter() - started
+    plan_s = host_seconds(run.plan, device) if isinstance(run, Planned) else None
+    watch = timer.prepare(run, prepared.num_sets)
+    entry = Entry("ok", error=error, first_use_s=first_use_s, plan_s=plan_s)
+    if not error <= prepared.tolerance:
+        note = f"error {error:.2g}, allowed {prepared.tolerance:.2g}"
         return replace(entry, status="wrong", note=note), watch
     return entry, watch
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, Entry]:
-    """The result, or None and what went wrong: nothing of that ends the benchmark."""
-    try:
-        return work(), Entry("ok")
-    except Absent as error:
-        return None, Entry("absent", f"{error}: skipped")
-    except Exception as error:  # of whatever library a peer comes from
-        text = str(error).strip().splitlines()
-        return None, Entry("failed", f"{type(error).__name__}: {text[0] if text else ''}"[:120])
+def _problem(error: Exception) -> Entry:
+    """What went wrong: nothing of that ends the benchmark."""
+    if isinstance(error, Absent):
+        return Entry("absent", f"{error}: skipped")
+    text = str(error).strip().splitlines()
+    return Entry("failed", f"{type(error).__name__}: {text[0] if text else ''}"[:120])
 
 
 def report(results: Sequence[CaseResult], ceilings: Ceilings) -> list[dict[str, Any]]:
