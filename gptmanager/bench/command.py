@@ -40,7 +40,7 @@ from gptmanager.terminal.options import (
     manager_options,
 )
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.tables import Piece, print_report, show
+from gptmanager.terminal.tables import Piece, print_report
 
 _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 _HELP = """\
@@ -249,10 +249,7 @@ def _tell(
     is_right: bool,
 ) -> int:
     _keep(options.output, report)
-    if options.json:
-        print(orjson.dumps(report).decode())
-    else:
-        show(parts)
+    print_report(report, parts, as_json=options.json)
     if report.get("interrupted"):
         sys.stdout.flush()
         raise KeyboardInterrupt

@@ -4,8 +4,8 @@ probabilities, continuations of beams. All read or write rows of logits in float
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,20 +31,15 @@ def logits_cases(sizes: Sizes) -> list[Case]:
     history, biases = min(sizes.context // 4, vocab_size), min(_NUM_BIASES, vocab_size)
     allowed, most = min(_ALLOWED, vocab_size // 2), min(2 * _BEAMS, vocab_size)
     mask_bytes = 4 * (-(-vocab_size // 32) + vocab_size - allowed)
-    case = functools.partial(_case, sizes)
+    case = partial(_case, sizes)
     # of each row: ids and their logits read and written; those of a bias with its values
     touched = history * (4 + 8) + biases * (8 + 8)
     name = f"penalties over {history} tokens, {biases} biases"
-    adjust = functools.partial(_prepare_adjustments, history, biases)
-    mask, beams = (
-        functools.partial(_prepare_masks, allowed),
-        functools.partial(_prepare_beams, most),
-    )
     return [
-        case("adjustments", name, touched, adjust),
-        case("token_masks", f"{allowed} allowed", mask_bytes, mask),
+        case("adjustments", name, touched, partial(_prepare_adjustments, history, biases)),
+        case("token_masks", f"{allowed} allowed", mask_bytes, partial(_prepare_masks, allowed)),
         case("log_probs", "of one token", 4 * vocab_size + 3 * 4, _prepare_log_probs),
-        case("beam_step", f"{most} best", 4 * vocab_size + 8 * most, beams),
+        case("beam_step", f"{most} best", 4 * vocab_size + 8 * most, partial(_prepare_beams, most)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -17,8 +18,8 @@ from gptmanager.cuda.device import find_cupy
 from gptmanager.errors import ConfigError
 
 REPORT_VERSION = 1
-_PACKAGES = ("torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python",
-             "transformers")  # fmt: skip
+_PACKAGES = ("gptmanager", "torch", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x",
+             "flashinfer-python", "transformers")  # fmt: skip
 _SMI = {"driver_version": "driver_version", "clocks.max.sm": "clock", "power.limit": "power_limit"}
 
 
@@ -83,16 +84,11 @@ def cache_bytes() -> int:
 
 
 def versions() -> Mapping[str, str]:
-    found = {"python": platform.python_version(), "gptmanager": _version("gptmanager")}
-    found |= {name: _version(name) for name in _PACKAGES}
-    return {name: number for name, number in found.items() if number}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _dotted(number: int) -> str:

@@ -35,26 +35,19 @@ def _norm_case(sizes: Sizes, num_tokens: int) -> Case:
 
 def _prepare_norm(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
     width = bed.sizes.hidden
-    sets = [
-        (bed.randn(num_tokens, width), bed.randn(num_tokens, width))
-        for _ in range(bed.num_sets(num_bytes))
-    ]
+    sets, residuals = (bed.sets(num_bytes, num_tokens, width) for _ in range(2))
     weight = 1 + bed.randn(width, scale=0.1)
-    x, residual = sets[0]
-    summed = (x + residual).float()
+    out, summed = torch.empty_like(sets[0]), (sets[0] + residuals[0]).float()
     expected = summed * torch.rsqrt(summed.square().mean(-1, keepdim=True) + _EPS) * weight.float()
-
-    def own_residuals() -> list[Tensor]:
-        return [residual.clone() for _, residual in sets]
-
-    residuals, out = own_residuals(), torch.empty_like(x)
+    own = [it.clone() for it in residuals]
 
     def ours(number: int) -> Tensor:
-        rms_norm(bed.launcher, out, sets[number][0], weight, _EPS, residual=residuals[number])
+        rms_norm(bed.launcher, out, sets[number], weight, _EPS, residual=own[number])
         return out
 
     def peer_flashinfer() -> Contender:
-        library, inputs, sums = flashinfer(), [x.clone() for x, _ in sets], own_residuals()
+        library = flashinfer()
+        inputs, sums = ([it.clone() for it in given] for given in (sets, residuals))
 
         def run(number: int) -> Tensor:  # both are written
             library.norm.fused_add_rmsnorm(inputs[number], sums[number], weight, _EPS)
@@ -63,8 +56,8 @@ def _prepare_norm(num_tokens: int, num_bytes: int, bed: Bed) -> Prepared:
         return run
 
     def peer_torch() -> Contender:
-        sums = own_residuals()
-        return lambda number: F.rms_norm(sums[number].add_(sets[number][0]), (width,), weight, _EPS)
+        sums = [it.clone() for it in residuals]
+        return lambda number: F.rms_norm(sums[number].add_(sets[number]), (width,), weight, _EPS)
 
     peers = {"flashinfer": peer_flashinfer, "torch": peer_torch}
     error = largest_error(expected)

@@ -34,7 +34,7 @@ from gptmanager.terminal.options import (
 )
 from gptmanager.terminal.printable import printable
 from gptmanager.terminal.progress import ProgressBars
-from gptmanager.terminal.tables import show
+from gptmanager.terminal.tables import print_report
 
 _HELP = """\
 Run a load through the real scheduler and block accounting under a virtual clock. Do so once for
@@ -145,10 +145,7 @@ def _simulate(options: argparse.Namespace) -> int:
     taken = time.perf_counter() - started
     queue = load.queue if isinstance(load, RecordedLoad) else None
     comparison = Comparison(figures, cost, taken, recording, queue)
-    if options.json:
-        print(orjson.dumps(comparison.plain()).decode())
-    else:
-        show(comparison.parts())
+    print_report(comparison.plain(), comparison.parts(), as_json=options.json)
     return 0
 
 

@@ -98,6 +98,4 @@ def _milliseconds(seconds: float) -> str:
 
 def plain(figures: Figures) -> dict[str, Any]:
     """As JSON values."""
-    values = dataclasses.asdict(figures)
-    values["output_tokens_per_s"] = figures.output_tokens_per_s
-    return values
+    return {**dataclasses.asdict(figures), "output_tokens_per_s": figures.output_tokens_per_s}

@@ -66,13 +66,16 @@ def show(pieces: Iterable[Piece]) -> None:
     print("\n".join(lines(pieces, styled=styled)))
 
 
-def print_report(report: Mapping[str, Any], *, as_json: bool) -> None:
+def print_report(
+    report: Mapping[str, Any], pieces: Iterable[Piece] | None = None, *, as_json: bool
+) -> None:
+    """`pieces`: what people see of it; None: a table of its names and values."""
     if as_json:
         print(orjson.dumps(report).decode())
         return
-    if sys.stdout.isatty():  # below the live view
+    if pieces is None and sys.stdout.isatty():  # below the live view
         print()
-    show([report_table(report)])
+    show([report_table(report)] if pieces is None else pieces)
 
 
 def report_table(report: Mapping[str, Any]) -> Table:
