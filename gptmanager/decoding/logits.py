@@ -31,7 +31,7 @@ from gptmanager.decoding.rows import (
     RowSession,
     Tokens,
 )
-from gptmanager.decoding.stream_watch import StreamWatch
+from gptmanager.decoding.stream_watch import watched
 from gptmanager.errors import CallbackError, RequestError, response_text
 from gptmanager.lifecycle.clock import perf_counter
 from gptmanager.lifecycle.log import logger
@@ -65,8 +65,7 @@ class PostProcessing:
         self.timer = timer or CallbackTimer("LogitsPostProcessor")
         self._lines = lines
         self._stream = stream
-        device = torch.device("cpu") if stream is None else stream.device
-        self._watch = StreamWatch(device) if watches_streams else None
+        self._watches_streams = watches_streams
         self.sequences: dict[int, ProcessedSequence] = {}
         self._sessions: WeakKeyDictionary[RowProcessor, RowSession] = WeakKeyDictionary()
         self._overstays: dict[str, int] = {}
@@ -193,9 +192,9 @@ class PostProcessing:
             sequences[index].error = self._told(error, shared)
 
     def _call(self, call: Callable[[], Any], logits: Tensor) -> Any:
-        if self._watch is None:
+        if not self._watches_streams:
             return call()
-        answer, wrong = self._watch.run(call, logits)
+        answer, wrong = watched(call, logits)
         if wrong:
             raise _Misuse(f"{wrong}: work within `with stream:`")
         return answer

@@ -1,4 +1,4 @@
-"""`StreamWatch`: finds logits post-processors that work on another stream than the model's.
+"""`watched`: finds logits post-processors that work on another stream than the model's.
 
 For debugging: what runs elsewhere may read logits that are not there yet, or write to those that
 are sampled from already, and mostly does neither.
@@ -18,34 +18,30 @@ _HELD_CYCLES = 500_000_000  # of the device's clock: a quarter of a second
 _SETTLED_S = 0.02  # work that waits for no one has been done by then
 
 
-class StreamWatch:
-    """Runs calls that are given logits, and says what they did on another stream.
+def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
+    """What `call`, which is given logits, returns, and what it did on another stream, if anything.
 
     torch's operations are looked at one by one. Other libraries', as launches of CuPy, are found by
-    what they do: the model's stream is kept busy, so what changes the logits ran elsewhere.
+    what they do: the model's stream is kept busy, so what changes the logits ran elsewhere. On the
+    CPU there is nothing to find.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def run(self, call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
-        """What `call` returns, and what was wrong; "" for nothing, as always on the CPU."""
-        if self._device.type != "cuda":
-            return call(), ""
-        own = torch.cuda.current_stream(self._device)
-        before = logits.clone()
-        own.synchronize()
-        torch.cuda._sleep(_HELD_CYCLES)  # type: ignore[no-untyped-call]
-        with _Operations(self._device, own.cuda_stream) as operations:
-            result = call()
-        if operations.elsewhere:
-            return result, f"ran {operations.elsewhere} on another stream than the model's"
-        if own.query():  # it has waited for the model's stream, as it may
-            return result, ""
-        time.sleep(_SETTLED_S)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            changed = not torch.equal(logits, before) and not own.query()
-        return result, "changed the logits on another stream than the model's" if changed else ""
+    device = logits.device
+    if device.type != "cuda":
+        return call(), ""
+    own = torch.cuda.current_stream(device)
+    before = logits.clone()
+    own.synchronize()
+    torch.cuda._sleep(_HELD_CYCLES)  # type: ignore[no-untyped-call]
+    with _Operations(device, own.cuda_stream) as operations:
+        result = call()
+    if operations.elsewhere:
+        return result, f"ran {operations.elsewhere} on another stream than the model's"
+    if own.query():  # it has waited for the model's stream, as it may
+        return result, ""
+    time.sleep(_SETTLED_S)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        changed = not torch.equal(logits, before) and not own.query()
+    return result, "changed the logits on another stream than the model's" if changed else ""
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
