@@ -98,18 +98,13 @@ def _end_late(process: subprocess.Popen[str], is_late: threading.Event) -> None:
 
 def _ask(process: subprocess.Popen[str], line: str) -> str:
     """The answer, empty if the process has ended."""
-    _write(process, line)
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
-def _write(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
+    assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(line + "\n")
         process.stdin.flush()
     except OSError:  # it has ended, and its answer tells
         pass
+    return process.stdout.readline()
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -238,20 +238,21 @@ class _Session(RowSession):
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
         masks = self._masks_for(rows)
-        progresses: list[_Progress | None] = []
+        progresses: dict[int, _Progress] = {}  # of rows that have not failed
         lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
         for index, sequence in enumerate(rows.sequences):
-            progress = None
             try:
                 history = rows.tokens[lines[index], sequence.orig_prompt_len : lengths[index]]
                 progress = self._followed(sequence, history)
                 self._compute(masks, index, sequence.end_id, progress)
+                progresses[index] = progress
             except BaseException as error:  # noqa: B036 - a panic of llguidance, too
                 errors[index] = error
                 masks[index] = 0
-            progresses.append(progress)
-        if self._apply(masks, rows) > len(errors):
-            self._find_empty(masks, progresses, errors)
+        if self._apply(masks, rows) > len(errors):  # nothing may come, though nothing has failed
+            for index in np.flatnonzero(~masks.any(axis=1)).tolist():
+                if index in progresses:
+                    errors[index] = _dead_end(progresses[index])
         # a search pads its beams with dead ones, of any text, where the grammar permits too few
         return {
             index: error
@@ -307,18 +308,6 @@ class _Session(RowSession):
         sequence.request.kept = progress
         progress.follow(history, ends)
         return progress
-
-    def _find_empty(
-        self,
-        masks: Words,
-        progresses: Sequence[_Progress | None],
-        errors: dict[int, BaseException],
-    ) -> None:
-        """The rows in which nothing may come, though nothing has failed yet."""
-        for index in np.flatnonzero(~masks.any(axis=1)).tolist():
-            progress = progresses[index]
-            if index not in errors and progress is not None:
-                errors[index] = _dead_end(progress)
 
 
 def _set_bit(mask: Words, token: int, may_come: bool) -> None:

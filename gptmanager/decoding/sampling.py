@@ -239,7 +239,8 @@ class Sampler:
         logits = logits.contiguous()
         if not rows:
             return logits
-        lines, positions = _longs(lines), _longs(positions)
+        lines = np.ascontiguousarray(lines, dtype=np.int64)
+        positions = np.ascontiguousarray(positions, dtype=np.int64)
         num_threads = min(self._team.max_size, rows) if logits.numel() > _SMALL else 1
         if len(self._weights) < num_threads:
             self._weights = np.empty((num_threads, self._weights_size), dtype=np.float32)
@@ -261,7 +262,3 @@ class Sampler:
         )
         self._team.run(self._body, task, num_threads)
         return logits
-
-
-def _longs(values: Ints) -> Ints:
-    return np.ascontiguousarray(values, dtype=np.int64)
