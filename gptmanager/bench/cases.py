@@ -68,7 +68,6 @@ class Bed:
     launcher: Launcher
     sizes: Sizes = field(default_factory=Sizes)
     cache_bytes: int = 60 << 20
-    seed: int = 0
 
     def num_sets(self, set_bytes: int) -> int:
         """Sets of inputs that are used in turn."""

@@ -70,7 +70,7 @@ def run_case(
     """Skipped where the budget is spent. `peers`: beginnings of names; None: all."""
     if budget.is_spent:
         return CaseResult(case, None, {OURS: Entry("skipped", "no time left")})
-    torch.manual_seed(bed.seed)
+    torch.manual_seed(0)
     try:
         prepared = case.prepare(bed)
     except Exception as error:

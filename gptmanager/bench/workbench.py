@@ -113,7 +113,9 @@ class Workbench:
         self.source, self.config, self.weights = self._model()
         weights_s = budget.used - started
         dtype = self.weights["model.norm.weight"].dtype if self.weights else torch.float32
-        self.ceilings = self._ceilings(dtype)
+        timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
+        sizes = (self.scale.copy_bytes, self.scale.product_width)
+        self.ceilings = measure_ceilings(timer, self.device, dtype, *sizes)
         kv_itemsize = 4 if self.options.device == "cpu" else dtype.itemsize
         self.shape = ModelShape.of(self.config, dtype.itemsize, kv_itemsize)
         return {
@@ -201,8 +203,3 @@ class Workbench:
         dtype = getattr(torch, self.dtype or "float32")
         weights = random_llama(config, self.options.seed, dtype=dtype, device=self.device)
         return (config, weights), config, weights
-
-    def _ceilings(self, dtype: torch.dtype) -> Ceilings:
-        timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
-        sizes = (self.scale.copy_bytes, self.scale.product_width)
-        return measure_ceilings(timer, self.device, dtype, *sizes)

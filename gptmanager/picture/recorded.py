@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.errors import RecordingError, RequestError
 from gptmanager.picture.builder import TraceBuilder
 from gptmanager.picture.trace import Bounds, Trace
@@ -40,11 +39,16 @@ def trace_of(recording: Recording) -> Trace:
     shows from its first row on.
     """
     blueprint = recording.header.blueprint
-    reader = _Reader(
-        TraceBuilder(bounds_of(blueprint)),
-        blueprint.vocab_size,
-        blueprint.sizes.max_seq_len,
+    params, sizes = blueprint.params, blueprint.sizes
+    bounds = Bounds(
+        max_batch_size=params.max_batch_size,
+        max_num_tokens=params.max_num_tokens,
+        num_blocks=sizes.num_blocks,
+        tokens_per_block=sizes.tokens_per_block,
+        policy=blueprint.custom_scheduler or blueprint.scheduler.capacity_scheduler_policy.name,
+        chunk_unit=sizes.tokens_per_block if sizes.chunked else None,
     )
+    reader = _Reader(TraceBuilder(bounds), blueprint.vocab_size, sizes.max_seq_len)
     rows = sum(
         len(turn.schedule.context_rows) + len(turn.schedule.generation_rows)
         for turn in recording.iterations
@@ -75,19 +79,6 @@ def _waits_of(recording: Recording, most: int) -> Iterator[Mapping[int, Wait]]:
                 return
     except RecordingError:
         return
-
-
-def bounds_of(blueprint: Blueprint) -> Bounds:
-    """The limits that a recording's header tells of."""
-    params, sizes = blueprint.params, blueprint.sizes
-    return Bounds(
-        max_batch_size=params.max_batch_size,
-        max_num_tokens=params.max_num_tokens,
-        num_blocks=sizes.num_blocks,
-        tokens_per_block=sizes.tokens_per_block,
-        policy=blueprint.custom_scheduler or blueprint.scheduler.capacity_scheduler_policy.name,
-        chunk_unit=sizes.tokens_per_block if sizes.chunked else None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
