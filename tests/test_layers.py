@@ -55,7 +55,6 @@ scheduler/                who runs
     adapter_pages         whether the adapters of several requests fit together (no torch)
     bulk_counts           the needs of many requests in one call (no torch)
     reuse_delay           which contexts wait for what another is about to compute (no torch)
-    start_headroom        whether a request may start beside others (no torch)
     capacity              which active requests get memory (no torch)
     max_utilization       the same where requests may be paused for others (no torch)
     reuse_credit          how much of a context that begins is cached (no torch)

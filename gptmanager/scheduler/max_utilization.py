@@ -14,11 +14,11 @@ from gptmanager.scheduler.adapter_pages import AdapterPages
 from gptmanager.scheduler.bulk_counts import bulk_counts
 from gptmanager.scheduler.capacity import KvCapacityScheduler
 from gptmanager.scheduler.reuse_delay import ReuseDelay, reuse_delay
-from gptmanager.scheduler.start_headroom import StartHeadroom, is_started
 from gptmanager.scheduler.waiting import Wait, WaitReason, Waits, full, lacking
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 
 @dataclass(eq=False, repr=False)
@@ -120,19 +120,16 @@ class _PausingWalk:
     waits: Waits | None
     _schedulable: RequestList = field(init=False)
     _pages: AdapterPages = field(init=False)
-    _headroom: StartHeadroom | None = None
     _index: int = field(init=False)
     _paused: RequestList = field(default_factory=list)
     _preempting: LlmRequest | None = None  # whom others have been paused for
     _misfits: list[tuple[LlmRequest, Wait, RequestList]] = field(default_factory=list)
+    _growth: int = 0  # blocks, of the first `_num_grown` of those fitting
+    _num_grown: int = 0
 
     def __post_init__(self) -> None:
-        policy = self.policy
         self._schedulable = self.walk if self.waits is None else [*self.walk]
-        self._pages = AdapterPages(policy.peft_cache_manager)
-        blocks, steps = policy.resume_headroom_blocks, policy.start_headroom_steps
-        if blocks or steps:
-            self._headroom = StartHeadroom(policy.kv_cache_manager, blocks, steps)
+        self._pages = AdapterPages(self.policy.peft_cache_manager)
         self._index = len(self.fitting)
 
     def decide(self) -> tuple[RequestList, RequestList]:
@@ -140,6 +137,7 @@ class _PausingWalk:
         policy, walk, fitting, delay = self.policy, self.walk, self.fitting, self.delay
         needed_one_step = policy.kv_cache_manager.get_needed_blocks_one_step
         has_free_blocks = policy.kv_cache_manager.scheduling_has_free_blocks
+        is_guarded = policy.resume_headroom_blocks > 0 or policy.start_headroom_steps > 0
         while self._index < len(walk):
             request = walk[self._index]
             if delay is not None and delay.delays(request):
@@ -150,7 +148,7 @@ class _PausingWalk:
             fits = len(fitting) < policy.max_num_requests and (
                 not needed or has_free_blocks(self.blocks + needed)
             )
-            if self._headroom is not None and self._starts_too_early(request, needed, fits):
+            if is_guarded and self._starts_too_early(request, needed, fits):
                 continue
             if fits and (request.lora_task_id is None or self._pages.take(request.lora_task_id)):
                 fitting.append(request)
@@ -172,11 +170,11 @@ class _PausingWalk:
 
     def _starts_too_early(self, request: LlmRequest, needed: int, fits: bool) -> bool:
         """Whether too little stays free beside it: then nothing new starts from here on."""
-        headroom, fitting = self._headroom, self.fitting
-        if headroom is None or not fitting or request is self._preempting or is_started(request):
+        fitting = self.fitting
+        if not fitting or request is self._preempting or _is_started(request):
             return False
         if fits:
-            beside = headroom.blocks_beside(request, fitting)
+            beside = self._blocks_beside(request)
             blocks = self.blocks + needed + beside
             if not beside or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
                 return False
@@ -184,16 +182,44 @@ class _PausingWalk:
             other
             for other in self.walk[self._index + 1 :]
             if (other.context_current_position or other.state is not _CONTEXT_INIT)
-            and is_started(other)
+            and _is_started(other)
         ]
         if started and not request.pause_count:
             return False  # a first start may pause requests of lower rank
         if self.waits is not None:
-            beside = headroom.blocks_beside(request, fitting)
-            wait = self._lacking(needed, beside)
+            wait = self._lacking(needed, self._blocks_beside(request))
             self.waits.end(request, wait, [*fitting, *started], self.walk)
         self.walk[self._index :] = started
         return True
+
+    def _blocks_beside(self, request: LlmRequest) -> int:
+        """Blocks that must stay free when `request` starts beside those fitting so far."""
+        policy, fitting = self.policy, self.fitting
+        resume = policy.resume_headroom_blocks if request.pause_count else 0
+        if not policy.start_headroom_steps:
+            return resume
+        if len(fitting) > self._num_grown:
+            self._growth += self._growth_of(fitting[self._num_grown :])
+            self._num_grown = len(fitting)
+        return max(resume, self._growth + self._growth_of([request]))
+
+    def _growth_of(self, requests: RequestList) -> int:
+        """Blocks that they take in the next `start_headroom_steps`, or until their ends."""
+        steps, manager = self.policy.start_headroom_steps, self.policy.kv_cache_manager
+        growth, size, kept = 0, manager.tokens_per_block, manager.max_kept_tokens
+        for request in requests:
+            stored = request.num_tokens
+            if stored >= kept:
+                continue
+            end = request.prompt_len + request.max_new_tokens - 1
+            if end > kept:
+                end = kept
+            last = stored + steps
+            if last > end:
+                last = end
+            if last > stored:
+                growth += ((last - 1) // size - (stored - 1) // size) * request.beam_width
+        return growth
 
     def _pause_for(self, request: LlmRequest, needed: int, fits: bool) -> None:
         """Cut the walk short because the request does not fit; pause a victim if there is any.
@@ -245,11 +271,19 @@ class _PausingWalk:
         for index in range(len(walk) - 1, first - 1, -1):
             request = walk[index]
             if request.state is _CONTEXT_INIT and not request.context_current_position:
-                continue  # as `is_started` would say, but sooner: most of a long list waits
-            if is_started(request):
+                continue  # as `_is_started` would say, but sooner: most of a long list waits
+            if _is_started(request):
                 if max_pauses is None or request.pause_count < max_pauses:
                     return index, [walk[other] for other in reversed(exempt)]
                 exempt.append(index)
         if exempt and exempt[-1] == first:
             return exempt[0], []
         return None, [walk[index] for index in reversed(exempt)]
+
+
+def _is_started(request: LlmRequest) -> bool:
+    """In generation, or in the context past its first chunk: it holds blocks to give."""
+    state = request.state
+    if state is _CONTEXT_INIT:
+        return not request.is_first_context_chunk
+    return state is _IN_PROGRESS or state is _TO_COMPLETE
