@@ -188,8 +188,7 @@ recorder/                 writes down the inputs and decisions of a loop; the bl
     taps                  a host and an executor that pass everything on
     recorder              what passes between a loop and its world, written down
 host/                     the host's four callbacks, called safely
-    read_request          one item that Get returned, read once
-    receiver              what Get has returned, on its way to the next intake
+    receiver              what Get has returned, read once, on its way to the next intake
     retries               how long Get is left alone after it has failed
     preparation           logits post-processors on their way to being ready
     callback_host         the four callbacks, called safely
@@ -198,8 +197,7 @@ manager/                  a thread around the loop: `GptManager`
     inspection            who owns which block, and why a request waits
     recovery              what becomes of a manager whose iteration raised
     stall_watch           when steps ended, and who waits although none does
-    ending                what has to happen when a loop ends, on whichever thread
-    deputy                who answers for a loop's thread that hangs
+    ending                what has to happen when a loop ends, or hangs
     worker                what a manager's thread does
     gpt_manager           GptManager: a thread, and a life around the loop
 gptmanager                the public names, as hosts import them

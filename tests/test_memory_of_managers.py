@@ -35,12 +35,12 @@ def without_collector(monkeypatch):
 
 def executor_of(manager):
     """The manager's own, out of what records it."""
-    return manager._loop.executor.sample.__self__
+    return manager._worker.loop.executor.sample.__self__
 
 
 def watched(manager):
     """Weak references to the manager and what belongs to it."""
-    loop, executor = manager._loop, executor_of(manager)
+    loop, executor = manager._worker.loop, executor_of(manager)
     whole = (
         manager,
         manager._host,
@@ -125,9 +125,9 @@ def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
     host = EndlessHost(itertools.islice(mixed_requests(512, None), 400), 40)
     with start(model, host, max_active_requests=None) as manager:
         assert host.is_over.wait(60)
-    reuse = manager._loop.allocator.kv_cache._sequences.reuse
+    reuse = manager._worker.loop.allocator.kv_cache._sequences.reuse
     lookups = reuse.lookups
-    assert manager._loop.allocator.kv_cache._sequences.live == reuse._storing == {}
+    assert manager._worker.loop.allocator.kv_cache._sequences.live == reuse._storing == {}
     assert lookups._lookups == lookups._numbers == lookups._users == {}
     assert lookups._last.requests == []
 

@@ -50,7 +50,7 @@ def serve(source, requests, *, kv=None, policy=NO_EVICT, **options):
         optional_params=OptionalParams(**options),
     ) as manager:
         assert manager.wait_idle(60)
-        assert not manager._loop.table.extras
+        assert not manager._worker.loop.table.extras
     checker.check(manager)
     assert not [response.error for response in host.responses if response.error]
     return host
@@ -337,7 +337,7 @@ def test_the_black_box_can_copy_the_loop_while_logits_are_held():
 
     def send(request_id, tensors, is_final, error):
         host.send_response(request_id, tensors, is_final, error)
-        loop = host.manager._loop
+        loop = host.manager._worker.loop
         if not is_final:
             held.append(len(loop.table.extras))
             to_json(loop.state())

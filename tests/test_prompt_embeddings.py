@@ -40,7 +40,7 @@ def serve(model, requests, *, kv=None, **options):
         optional_params=OptionalParams(kv_cache_config=kv_cache, **options),
     ) as manager:
         assert manager.wait_idle(60)
-        to_json(manager._loop.state())
+        to_json(manager._worker.loop.state())
     assert not [response.error for response in host.responses if response.error]
     return host
 

@@ -17,8 +17,7 @@ from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
 from gptmanager.host.preparation import Preparation
-from gptmanager.host.read_request import not_iterable
-from gptmanager.host.receiver import Receiver
+from gptmanager.host.receiver import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.latch import Latch

@@ -1,20 +1,24 @@
 """`Receiver`: what Get has returned, on its way to the next intake.
 
-A final response is owed for each request from the moment when its id is known.
+All that a host's objects may do when they are looked at is done here, once: behind this door a
+request is a plain `InferenceRequest`. A final response is owed for each from the moment when its id
+is known.
 """
 
 from __future__ import annotations
 
+import reprlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from gptmanager.errors import CallbackError, InvalidRequestError
-from gptmanager.host.read_request import read_id, read_request
+import numpy as np
+
+from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.lifecycle.state import Lifecycle
-from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 
 
 class OwedFinals:
@@ -68,7 +72,7 @@ class Receiver:
         while self.returned:
             item = self.returned[0]
             try:
-                request_id = read_id(item)
+                request_id = _read_id(item)
             except CallbackError as error:
                 self.returned.popleft()
                 num_foreign, first = num_foreign + 1, first or str(error)
@@ -78,7 +82,7 @@ class Receiver:
                 self.owed.owe(request_id)
                 self.returned.popleft()
             try:
-                self.received.append(read_request(item, request_id))
+                self.received.append(_read_request(item, request_id))
             except InvalidRequestError as error:
                 refuse(request_id, error)
         if not num_foreign:
@@ -97,4 +101,55 @@ class Receiver:
                     self.returned.append(item)
                     continue
                 with suppress(CallbackError):  # it is no request
-                    self.owed.owe(read_id(item))
+                    self.owed.owe(_read_id(item))
+
+
+def _read_id(item: Any) -> int:
+    """The id under which an item that Get returned is answered.
+
+    Raises CallbackError, which tells the item's type, if it is no request or has no such id.
+    """
+    name = type(item).__name__
+    try:
+        if not isinstance(item, InferenceRequest):
+            raise CallbackError(f"an item of type {name}, expected InferenceRequest")
+        request_id = item.request_id
+        is_integer = isinstance(request_id, (int, np.integer)) and not isinstance(request_id, bool)
+        if is_integer and 0 <= (number := int(request_id)) < 2**64:
+            return number
+    except CallbackError:
+        raise
+    except BaseException as error:  # noqa: B036 - a host's class
+        raise CallbackError(
+            f"an item of type {name}, whose request_id cannot be read: {response_text(error)} "
+            "(a subclass of InferenceRequest must call super().__init__())"
+        ) from error
+    raise CallbackError(
+        f"an item of type {name}, whose request_id of type {type(request_id).__name__} is no "
+        "integer in 0..2**64-1"
+    )
+
+
+def _read_request(item: InferenceRequest, request_id: int) -> InferenceRequest:
+    """The request as it is now, a plain one whatever its class.
+
+    Raises InvalidRequestError if something of it cannot be read.
+    """
+    try:
+        tensors = item.tensors
+        keywords = {name: getattr(item, name) for name in KEYWORDS}
+        return InferenceRequest(request_id, tensors, **keywords)
+    except BaseException as error:  # noqa: B036 - a host's class
+        raise InvalidRequestError(
+            f"the request cannot be read: {response_text(error)} (it is a {type(item).__name__}; "
+            "a subclass of InferenceRequest must call super().__init__())"
+        ) from error
+
+
+def not_iterable(answer: Any) -> CallbackError:
+    """What Get returned is no iterable at all."""
+    hint = ", as a function without `return` does" if answer is None else ""
+    return CallbackError(
+        f"GetInferenceRequests returned {reprlib.repr(answer)}{hint}; expected an iterable of "
+        "InferenceRequest"
+    )

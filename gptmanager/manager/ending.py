@@ -1,42 +1,58 @@
-"""`Ending`: what has to happen when a loop ends, on whichever thread it is told."""
+"""`Ending`: what has to happen when a loop ends, by itself or because it hangs.
+
+A watchdog's thread answers for a loop's thread that hangs. This then does nothing any more, should
+it come back.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
-from gptmanager.errors import GptManagerError
+from gptmanager.config import OptionalParams
+from gptmanager.errors import GptManagerError, ManagerDeadError, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.log import logger
-from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.lifecycle.watchdog import CallbackTimer, Hang, Watchdog
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
 from gptmanager.memory.cpu_memory import give_back
 from gptmanager.recorder import Recorder
 
+_SEND_S = 0.3  # a SendResponse that runs so long when the loop is given up hangs, too
+
 
 class Ending:
-    """`turn` times the turns of the loop. `on_end` is called once, by `close`."""
+    """`turn` times the turns of the loop. `on_end` is called once, by `close`.
+
+    `deputy`: the thread that answers for the loop's now, if one does.
+    """
 
     def __init__(
         self,
+        params: OptionalParams,
         host: CallbackHost,
         inbox: Inbox,
         recorder: Recorder,
         turn: CallbackTimer,
         on_end: Callable[[], None],
     ) -> None:
-        self.host = host
-        self.inbox = inbox
-        self.turn = turn
+        self.deputy: threading.Thread | None = None
+        self._params = params
+        self._host = host
+        self._inbox = inbox
         self._recorder = recorder
+        self._turn = turn
         self._on_end = on_end
+
+    # On the thread that speaks for the loop ----------------------------------------------------
 
     def end_requests(self, loop: TokenLoop, error: GptManagerError) -> None:
         """A final error for each request, also for those that the loop has lost."""
         try:
             loop.abort(error)
         finally:
-            self.host.answer_all(error)
+            self._host.answer_all(error)
 
     def tell_failure(self, error: BaseException) -> None:
         """To the log and to the recorder."""
@@ -48,16 +64,67 @@ class Ending:
 
     def release(self, loop: TokenLoop | None) -> None:
         """Weights and pages go now, not when the host forgets the manager."""
-        self.host.release()
+        self._host.release()
         if loop is not None:
             loop.release()
         give_back()
 
     def close(self) -> None:
         """Every thread that waits for the end learns of it."""
-        self.host.is_accepting = False
-        self.turn.abandon()
-        self.host.lifecycle.ended.set()
-        self.inbox.close()
+        self._host.is_accepting = False
+        self._turn.abandon()
+        self._host.lifecycle.ended.set()
+        self._inbox.close()
         on_end, self._on_end = self._on_end, lambda: None  # its owner is free to go
         on_end()
+
+    # A hang ------------------------------------------------------------------------------------
+
+    def watch(self, loop: TokenLoop) -> Watchdog | None:
+        """Begin to watch the calling thread, which turns `loop`; None: there are no budgets."""
+        params, watched = self._params, threading.current_thread()
+        if params.callback_budget_s is None and params.step_budget_s is None:
+            return None
+
+        def on_hang(hang: Hang) -> bool:
+            try:
+                statistics = self._host.statistics.so_far()
+            except Exception as error:  # the hang must end at any rate
+                statistics = f"none: {response_text(error)}"
+            if params.on_hang == "log":
+                hang.tell(f"; statistics: {statistics}")
+                return True
+            self._give_up(hang, statistics, loop, watched)
+            return False
+
+        watchdog = Watchdog(
+            self._host.timers.all,
+            threading.get_ident(),
+            budget_s=params.callback_budget_s,
+            turn=self._turn,
+            step_budget_s=params.step_budget_s,
+            on_hang=on_hang,
+        )
+        watchdog.start()
+        return watchdog
+
+    def _give_up(
+        self, hang: Hang, statistics: str, loop: TokenLoop, watched: threading.Thread
+    ) -> None:
+        host, error = self._host, ManagerDeadError(hang.text)
+        if not host.lifecycle.depose(error):
+            return  # it ends at this moment
+        self.deputy = threading.current_thread()
+        host.is_accepting = False
+        is_sent = host.answer_deposed(error, _SEND_S)
+        self.close()
+        self._inbox.refuse(error)
+        hang.tell(f"; on_hang = 'fail': the manager has ended; statistics: {statistics}")
+        if not is_sent:
+            logger.error("SendResponse hangs itself: no final response can be sent before it ends")
+        self.tell_failure(error)
+        host.answer_deposed(error)
+        watched.join()  # what a Get that hung returns at last is answered, too
+        host.answer_deposed(error)
+        self.release(loop)
+        self.deputy = None

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, TypeVar
 
 from gptmanager.assembly.assemble import assemble
@@ -93,7 +92,8 @@ class GptManager:
             max_bytes=params.black_box_bytes,
             black_box_path=params.black_box_path,
         )
-        self._worker = Worker(params, self._host, self._inbox, self._recorder, self._forget)
+        forget = functools.partial(atexit.unregister, self._at_exit)  # the loop has ended by itself
+        self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
         assembling = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
@@ -200,19 +200,14 @@ class GptManager:
     def __enter__(self) -> GptManager:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self.shutdown(drain=exc_type is None)
 
     # Questions, from any thread ------------------------------------------------------------
 
     def health(self) -> Health:
         """What the manager is doing; answered at once, even while a callback hangs."""
-        loop, progress = self._loop, self._worker.progress
+        loop, progress = self._worker.loop, self._worker.progress
         num_active = 0 if loop is None else len(loop.active)
         alive = not (self._lifecycle.ended.is_set or self._is_forked)
         return Health(
@@ -249,7 +244,7 @@ class GptManager:
 
     def _ask(self, name: str, function: Callable[[TokenLoop], _T], timeout: float | None) -> _T:
         self._raise_if_forked()
-        if self._is_elsewhere and self._loop is not None:
+        if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))
         question = self._inbox.ask(function)
         if self._lifecycle.ended.is_set and self._inbox.take_back(question):
@@ -265,19 +260,12 @@ class GptManager:
 
     def _asked(self, name: str) -> TokenLoop:
         """The loop, for a question of that name which its thread does not answer."""
-        if self._loop is None or self._lifecycle.is_deposed:
+        loop = self._worker.loop
+        if loop is None or self._lifecycle.is_deposed:
             raise ManagerDeadError(
                 f"{name}: there is no loop to ask between two iterations"
             ) from self._lifecycle.exception
-        return self._loop
-
-    @property
-    def _loop(self) -> TokenLoop | None:
-        return self._worker.loop
-
-    def _forget(self) -> None:
-        """The loop has ended: nothing is left to do at the interpreter's exit."""
-        atexit.unregister(self._at_exit)
+        return loop
 
     @property
     def _is_forked(self) -> bool:

@@ -1,6 +1,6 @@
 """`Worker`: what a manager's thread does: build the loop, turn it, answer for it at the end.
 
-Asks nobody but the inbox whether to go on. Should the thread hang, a `Deputy` answers for it.
+Asks nobody but the inbox whether to go on. Should the thread hang, a watchdog's answers for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from gptmanager.lifecycle.log import logger
 from gptmanager.lifecycle.state import Deposed, ManagerState, as_final
 from gptmanager.lifecycle.watchdog import CallbackTimer, whereabouts
 from gptmanager.loop.token_loop import TokenLoop
-from gptmanager.manager.deputy import Deputy
 from gptmanager.manager.ending import Ending
 from gptmanager.manager.inbox import Inbox
 from gptmanager.manager.recovery import Recovery
@@ -47,8 +46,7 @@ class Worker:
         self._recorder = recorder
         self._recovery = Recovery(host, recorder, params.max_step_failures)
         self._turn = CallbackTimer("turn")  # of the loop; none while it rests
-        self._ending = Ending(host, inbox, recorder, self._turn, on_end)
-        self._deputy = Deputy(params, self._ending)
+        self._ending = Ending(params, host, inbox, recorder, self._turn, on_end)
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         self.loop: TokenLoop | None = None
@@ -56,7 +54,7 @@ class Worker:
     @property
     def is_here(self) -> bool:
         """The calling thread is one that calls the host's callbacks."""
-        return threading.current_thread() in (self._thread, self._deputy.thread)
+        return threading.current_thread() in (self._thread, self._ending.deputy)
 
     def whereabouts(self) -> str:
         """What the thread does now. From any thread."""
@@ -69,7 +67,7 @@ class Worker:
         try:
             self.loop = loop = self._build(assemble())
             self._host.timers.all.append(loop.scheduler_timer)
-            watchdog = self._deputy.watch(loop)
+            watchdog = self._ending.watch(loop)
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
             self.end_unborn(error)
             booted.set_exception(error)
@@ -79,7 +77,7 @@ class Worker:
         try:
             self._serve_to_the_end(loop)
         except Deposed:
-            return  # the deputy does the rest
+            return  # the watchdog's thread does the rest
         if watchdog is not None:
             watchdog.stop()
         self._ending.release(self.loop)
