@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from gptmanager.errors import CallbackError, ManagerDeadError, RequestError, response_text
@@ -46,8 +46,7 @@ class Preparation:
             self._forget_ended()
         self._preparing[request_id] = processor
         try:
-            with self._timed():
-                future = processor.post_processor.prepare(self.device)
+            future = self._called(processor.post_processor.prepare)
             # a done future calls back at once
             future.add_done_callback(_OnReady(self._wake_with, request_id, processor))
         except BaseException as raised:  # noqa: B036 - the loop outlives any callback
@@ -110,17 +109,15 @@ class Preparation:
             prepare = getattr(processor, "prepare", None)
             if not callable(prepare):
                 return False
-            with self._timed():
-                future = prepare(self.device)
+            future = self._called(prepare)
             return bool(future.done()) and _error_of(future) is None
         except BaseException:  # noqa: B036 - a host's code
             return False
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _called(self, prepare: Callable[[str], Future[Any]]) -> Future[Any]:
         self._timer.start()
         try:
-            yield
+            return prepare(self.device)
         finally:
             self._timer.stop()
 
