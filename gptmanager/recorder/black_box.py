@@ -15,7 +15,7 @@ from gptmanager.lifecycle.clock import thread_time_ns
 from gptmanager.lifecycle.log import logger
 from gptmanager.loop.token_loop import LoopState
 from gptmanager.recorder.kept import Keeper, kept_schedule
-from gptmanager.recorder.recording import Turn, make_header
+from gptmanager.recorder.recording import Iteration, make_header
 from gptmanager.recorder.sizes import OBJECT, value_bytes
 from gptmanager.recorder.values import to_json
 from gptmanager.step import Schedule
@@ -40,7 +40,7 @@ class BlackBox:
         self.blueprint = blueprint
         self.keeper = Keeper(blueprint.vocab_size, blueprint.hidden_size)
         self._keep = keep
-        self._recent: deque[tuple[Turn, int]] = deque()  # whose schedule is kept, and its bytes
+        self._recent: deque[tuple[Iteration, int]] = deque()  # whose schedule is kept; its bytes
         self._recent_bytes = 0
         self._max_recent_bytes = max_bytes // 4
         self._max_segment_bytes = max_bytes - self._max_recent_bytes
@@ -54,16 +54,7 @@ class BlackBox:
         else:
             self._begin_segment()
 
-    @property
-    def num_bytes(self) -> int:
-        """An estimate of all that it holds."""
-        return self._recent_bytes + self._num_segment_bytes
-
-    @property
-    def num_turns(self) -> int:
-        return sum(len(segment.turns) for segment in self._segments)
-
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: Iteration) -> None:
         """To be called between two turns of the loop."""
         self.tells_something |= turn.result is not None
         if not self._segments:
@@ -79,7 +70,7 @@ class BlackBox:
         if is_full or len(segment.turns) >= self._segment_length:
             self._begin_segment()
 
-    def lines(self, last: Turn | None) -> list[bytes]:
+    def lines(self, last: Iteration | None) -> list[bytes]:
         """The recording without its end. `last`: a turn that was not completed.
 
         None at all where no state fits.
@@ -99,7 +90,7 @@ class BlackBox:
     def _num_segment_bytes(self) -> int:
         return sum(segment.state_bytes + segment.turn_bytes for segment in self._segments)
 
-    def _add_recent(self, turn: Turn) -> None:
+    def _add_recent(self, turn: Iteration) -> None:
         recent = self._recent
         size = 0
         if turn.schedule is not None:
@@ -150,12 +141,12 @@ class _Segment:
     def __init__(self, state: LoopState | None, max_bytes: int) -> None:
         self.state = state
         self.state_bytes = 0 if state is None else state_bytes(state)
-        self.turns: list[Turn] = []
+        self.turns: list[Iteration] = []
         self.turn_bytes = 0
         self.max_turn_bytes = max(max_bytes // 2 - self.state_bytes, max_bytes // 8)
 
 
-def turn_bytes(turn: Turn) -> int:
+def turn_bytes(turn: Iteration) -> int:
     """Without the schedule, which is not kept as long. Most turns hold little to look at."""
     intake, result = turn.intake, turn.result
     size = 4 * OBJECT

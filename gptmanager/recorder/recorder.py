@@ -20,7 +20,7 @@ from gptmanager.loop.responses import MakeFinal, final_tensors
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.recorder.black_box import BlackBox
 from gptmanager.recorder.kept import kept_result
-from gptmanager.recorder.recording import End, Turn, make_header
+from gptmanager.recorder.recording import End, Iteration, make_header
 from gptmanager.recorder.taps import ExecutorTap, HostTap
 from gptmanager.recorder.values import to_json
 from gptmanager.request.inference_request import NamedTensor
@@ -49,7 +49,7 @@ class Recorder:
         self._keep = 0 if path is not None else keep
         self._max_bytes = max_bytes
         self._black_box_path = black_box_path
-        self._turn: Turn | None = None
+        self._turn: Iteration | None = None
         self._num_turns = 0
         self._num_idle = 0  # turns since the last that had something to do
         self._black_box: BlackBox | None = None
@@ -90,13 +90,12 @@ class Recorder:
             self._write(to_json({"kind": "end", "reason": reason, "error": error}))
         self._close_file()
 
-    def fail(self, error: BaseException) -> Path | None:
-        """The loop has failed: write the black box, if there is one; returns where."""
+    def fail(self, error: BaseException) -> None:
+        """The loop has failed: write the black box, if there is one."""
         text = response_text(error)
-        box, self._black_box = self._black_box, None
-        written = None if box is None else self._write_black_box(box, text)
+        if self._black_box is not None:
+            self._write_black_box(self._black_box, text)
         self.close("failed", text)
-        return written
 
     def restart(self, loop: Any, error: BaseException) -> None:
         """An iteration of `loop` has failed, and the loop goes on without the requests that ran.
@@ -121,19 +120,32 @@ class Recorder:
 
     def end_turn(self) -> None:
         """The turn under way is complete; called at the start of the next one."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        if not turn.num_active and turn.is_empty:
+            self._num_idle += 1
+            return
+        self._num_turns += 1
+        self._num_idle = 0
         try:
-            self._end_turn()
+            if self._file is not None:
+                flushes = turn.intake.now - self._flushed >= _FLUSH_S
+                self._flushed = turn.intake.now if flushes else self._flushed
+                self._write(turn.line(), flushes)
+            elif self._black_box is not None:
+                self._black_box.add(turn)
         except BaseException as error:  # noqa: B036 - what cannot be written must not end the loop
             self._give_up(error)
 
     def begin_turn(self, num_active: int, intake: Intake) -> None:
-        ends: list[End] | None = None if self._file is None else []
         if self._black_box is not None and (intake.requests or intake.failures):
             try:
                 intake = self._black_box.keeper.intake(intake)
             except BaseException as error:  # noqa: B036 - what cannot be kept must not end the loop
                 self._give_up(error)
-        self._turn = Turn(self._num_turns, num_active, intake, ends, self._num_idle)
+        self._turn = turn = Iteration(self._num_turns, num_active, intake)
+        turn.ends, turn.idle_turns = None if self._file is None else (), self._num_idle
 
     def record_schedule(self, schedule: Schedule) -> None:
         if self._turn is not None:
@@ -150,31 +162,15 @@ class Recorder:
         if turn is not None and turn.ends is not None:
             value = dict(tensors).get("finish_reasons")
             reason = "ERROR" if value is None else FinishReason(int(value[0, 0])).name
-            turn.ends.append(End(request_id, reason, error))
+            turn.ends += (End(request_id, reason, error),)
 
     # Inside --------------------------------------------------------------------------------
 
-    def _end_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is None:
-            return
-        if not turn.num_active and turn.is_empty:
-            self._num_idle += 1
-            return
-        self._num_turns += 1
-        self._num_idle = 0
-        if self._file is not None:
-            flushes = turn.intake.now - self._flushed >= _FLUSH_S
-            self._flushed = turn.intake.now if flushes else self._flushed
-            self._write(turn.line(), flushes)
-        elif self._black_box is not None:
-            self._black_box.add(turn)
-
-    def _write_black_box(self, box: BlackBox, text: str) -> Path | None:
-        """None: it cannot be written, or no step has ended since the last failure."""
+    def _write_black_box(self, box: BlackBox, text: str) -> None:
+        """Unless no step has ended since the last failure."""
         last, self._turn = self._turn, None
         if not box.tells_something:
-            return None
+            return
         try:
             lines = box.lines(last)
             if not lines:
@@ -189,10 +185,8 @@ class Recorder:
                 "the last iterations are written to %s; look at them with `gptmanager replay %s`",
                 *(path, path),
             )
-            return path
         except BaseException:  # noqa: B036 - the recorder must not cost the final responses
             logger.exception("the black box could not be written")
-            return None
 
     def _write(self, line: bytes, flushes: bool = False) -> None:
         if self._file is None:

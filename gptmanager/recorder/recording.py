@@ -1,4 +1,4 @@
-"""A recording as frozen values, and its file: versioned JSON lines.
+"""A recording as values, and its file: versioned JSON lines.
 
 The first line is the header, then comes a line for each iteration, then at most one that tells
 how the run ended. docs/recording.md describes every key.
@@ -65,9 +65,9 @@ class Header:
     state: LoopState | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Iteration:
-    """One turn of the loop that had something to do.
+    """One turn of the loop that had something to do. Changed only while it is recorded.
 
     `index` counts them from the start of the run. `num_active`: before the intake was taken in.
     `schedule` None: nobody ran, or, with `kept` False, it was not kept. `result` belongs to the
@@ -88,6 +88,18 @@ class Iteration:
     idle_turns: int | None = None
     recovered: LoopState | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing came in, and nothing ran."""
+        intake = self.intake
+        has_come = intake.requests or intake.stops or intake.failures or intake.ready
+        results = self.schedule, self.result, self.recovered
+        return not has_come and results == (None, None, None)
+
+    def line(self) -> bytes:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return to_json({"kind": "iteration", **values})
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -102,34 +114,6 @@ class Recording:
         """From the first intake to the last result."""
         results = [turn.result.now for turn in self.iterations if turn.result is not None]
         return results[-1] - self.iterations[0].intake.now if results else 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """An iteration that is being recorded: what becomes an `Iteration` when it is read."""
-
-    index: int
-    num_active: int
-    intake: Intake
-    ends: list[End] | None
-    idle_turns: int
-    schedule: Schedule | None = None
-    kept: bool = True
-    result_of: int | None = None
-    result: StepResult | None = None
-    recovered: LoopState | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing came in, and nothing ran."""
-        intake = self.intake
-        has_come = intake.requests or intake.stops or intake.failures or intake.ready
-        results = self.schedule, self.result, self.recovered
-        return not has_come and results == (None, None, None)
-
-    def line(self) -> bytes:
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return to_json({"kind": "iteration", **values})
 
 
 def make_header(blueprint: Blueprint, state: LoopState | None = None) -> dict[str, Any]:
