@@ -6,6 +6,7 @@ of the smallest seed, without the requests that it does not take.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -85,12 +86,27 @@ def check_scheduler(
     they are small. Each runs twice. `evicts` False: the scheduler pauses nobody, which is checked,
     and requests may then be too long to run as one context again.
     """
-    tried = _Tried(create_scheduler, evicts)
-    for number in range(seed, seed + num_scenarios):
-        scenario = random_scenario(number, evicts=evicts is not False)
-        if where(scenario):
-            tried.run(scenario)
-    return tried.report()
+    may_pause = evicts is not False
+    run = functools.partial(_run_twice, create_scheduler, may_pause=may_pause)
+    scenarios = (random_scenario(n, evicts=may_pause) for n in range(seed, seed + num_scenarios))
+    tried = [(scenario, run(scenario)) for scenario in scenarios if where(scenario)]
+    outcomes = [outcome for _, outcome in tried]
+    first: dict[str, tuple[Scenario, int, Complaint]] = {}
+    counts = Counter[str]()
+    for scenario, outcome in tried:
+        for iteration, complaint in outcome.complaints:
+            counts[complaint[0]] += 1
+            first.setdefault(complaint[0], (scenario, iteration, complaint))
+    return ConformanceReport(
+        getattr(create_scheduler, "__qualname__", repr(create_scheduler)),
+        tuple(_smallest(run, *first[rule], counts[rule]) for rule in RULES if rule in first),
+        len(tried),
+        sum(len(scenario.requests) for scenario, _ in tried),
+        sum(outcome.iterations for outcome in outcomes),
+        sum(outcome.pauses for outcome in outcomes),
+        sum(outcome.chunks for outcome in outcomes),
+        sum(outcome.reused_tokens for outcome in outcomes),
+    )
 
 
 def assert_conforms(
@@ -109,61 +125,33 @@ def assert_conforms(
         raise AssertionError(str(report))
 
 
-class _Tried:
-    """What has come of the scenarios so far."""
+def _run_twice(
+    create_scheduler: CreateScheduler, scenario: Scenario, *, may_pause: bool
+) -> Outcome:
+    outcome = run_scenario(create_scheduler, scenario, may_pause=may_pause)
+    if not outcome.complaints:
+        again = run_scenario(create_scheduler, scenario, may_pause=may_pause)
+        outcome.complaints += again.complaints or _difference(outcome, again)
+    return outcome
 
-    def __init__(self, create_scheduler: CreateScheduler, evicts: bool | None) -> None:
-        self._create = create_scheduler
-        self._may_pause = evicts is not False
-        self._name = getattr(create_scheduler, "__qualname__", repr(create_scheduler))
-        self._outcomes: list[Outcome] = []
-        self._num_requests = 0
-        self._first: dict[str, tuple[Scenario, int, Complaint]] = {}
-        self._counts = Counter[str]()
 
-    def run(self, scenario: Scenario) -> None:
-        outcome = self._outcome(scenario)
-        self._outcomes.append(outcome)
-        self._num_requests += len(scenario.requests)
-        for iteration, complaint in outcome.complaints:
-            rule = complaint[0]
-            self._counts[rule] += 1
-            self._first.setdefault(rule, (scenario, iteration, complaint))
-
-    def report(self) -> ConformanceReport:
-        return ConformanceReport(
-            self._name,
-            tuple(self._violation(rule) for rule in RULES if rule in self._first),
-            len(self._outcomes),
-            self._num_requests,
-            sum(outcome.iterations for outcome in self._outcomes),
-            sum(outcome.pauses for outcome in self._outcomes),
-            sum(outcome.chunks for outcome in self._outcomes),
-            sum(outcome.reused_tokens for outcome in self._outcomes),
-        )
-
-    def _outcome(self, scenario: Scenario) -> Outcome:
-        outcome = self._run(scenario)
-        if not outcome.complaints:
-            again = self._run(scenario)
-            outcome.complaints += again.complaints or _difference(outcome, again)
-        return outcome
-
-    def _run(self, scenario: Scenario) -> Outcome:
-        return run_scenario(self._create, scenario, may_pause=self._may_pause)
-
-    def _violation(self, rule: str) -> Violation:
-        scenario, iteration, complaint = self._first[rule]
-        for request in scenario.requests[::-1]:
-            others = tuple(r for r in scenario.requests if r is not request)
-            smaller = replace(scenario, requests=others)
-            for when, found in self._outcome(smaller).complaints if others else ():
-                if found[0] == rule:
-                    scenario, iteration, complaint = smaller, when, found
-        _, request_id, text = complaint
-        return Violation(
-            rule, scenario.seed, iteration, request_id, text, scenario, self._counts[rule]
-        )
+def _smallest(
+    run: Callable[[Scenario], Outcome],
+    scenario: Scenario,
+    iteration: int,
+    complaint: Complaint,
+    count: int,
+) -> Violation:
+    """The violation, without the requests that it does not take."""
+    rule = complaint[0]
+    for request in scenario.requests[::-1]:
+        others = tuple(r for r in scenario.requests if r is not request)
+        smaller = replace(scenario, requests=others)
+        for when, found in run(smaller).complaints if others else ():
+            if found[0] == rule:
+                scenario, iteration, complaint = smaller, when, found
+    _, request_id, text = complaint
+    return Violation(rule, scenario.seed, iteration, request_id, text, scenario, count)
 
 
 def _difference(one: Outcome, other: Outcome) -> list[tuple[int, Complaint]]:

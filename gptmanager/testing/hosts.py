@@ -142,10 +142,12 @@ class RecordingCallbacks:
     def final(self, request_id: int, timeout: float = 10.0) -> Response:
         """The final response to a request; raises TimeoutError when none comes."""
         with self._condition:
-            final = self._condition.wait_for(lambda: self._final(request_id), timeout)
-        if final is None:
+            finals = self._condition.wait_for(
+                lambda: [r for r in self.of(request_id) if r.is_final], timeout
+            )
+        if not finals:
             raise TimeoutError(f"no final response to request {request_id} in {timeout} s")
-        return final
+        return finals[0]
 
     def output(self, request_id: int) -> list[int]:
         """All tokens of `output_ids` that a request's responses have brought, without padding.
@@ -158,6 +160,3 @@ class RecordingCallbacks:
                 count = int(response.tensors["sequence_length"][0, 0])
                 tokens += response.tensors["output_ids"][0, 0, :count].tolist()
         return tokens
-
-    def _final(self, request_id: int) -> Response | None:
-        return next((r for r in self.responses if r.request_id == request_id and r.is_final), None)

@@ -6,7 +6,7 @@ an answer: whether requests end, and with which tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -66,16 +66,17 @@ class Breach(Exception):
 class JudgedScheduler(RequestScheduler):
     """A scheduler, each of whose answers is judged; the first that breaks a rule raises Breach.
 
-    `decisions` has those that broke none. `minor`: the first change of a list, which harms nothing
-    at once.
+    `decisions` has those that broke none, each with the iteration, which `now` tells. `minor`: the
+    first change of a list, which harms nothing at once.
     """
 
     scheduler: RequestScheduler
     blueprint: Blueprint
     kv_cache: KvCacheManager
-    may_pause: bool = True
-    decisions: list[Decision] = field(default_factory=list)
-    minor: Complaint | None = None
+    may_pause: bool
+    now: Callable[[], int]
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)
+    minor: list[tuple[int, Complaint]] = field(default_factory=list)
 
     def schedule_request(
         self, active_requests: RequestList, inflight_request_ids: Set[int]
@@ -88,14 +89,15 @@ class JudgedScheduler(RequestScheduler):
         except Exception as error:
             raise Breach("raises-nothing", None, f"it raised {response_text(error)}") from error
         self._check_untouched(requests, fields, memory)
-        if self.minor is None and not _same(given, requests):
-            ids = [request.request_id for request in given]
-            text = f"it was given {[r.request_id for r in requests]}, and {ids} is left of that"
-            self.minor = ("list-untouched", None, text)
+        if not self.minor and [*map(id, given)] != [*map(id, requests)]:
+            text = f"it was given {_ids(requests)}, and {_ids(given)} is left of that"
+            self.minor.append((self.now(), ("list-untouched", None, text)))
         output = _three_lists(answer)
         for complaint in self._complaints(output, requests, inflight_request_ids):
             raise Breach(*complaint)
-        self.decisions.append(_decision(output))
+        contexts = tuple((r.request_id, r.context_chunk_size) for r in output.context_requests)
+        others = tuple(_ids(output.generation_requests)), tuple(_ids(output.paused_requests))
+        self.decisions.append((self.now(), (contexts, *others)))
         return output
 
     def _check_untouched(
@@ -214,14 +216,6 @@ def _cost(request: LlmRequest) -> int:
     return remaining if size is None or size > remaining else size
 
 
-def _decision(output: SchedulerOutput) -> Decision:
-    return (
-        tuple((r.request_id, r.context_chunk_size) for r in output.context_requests),
-        tuple(_ids(output.generation_requests)),
-        tuple(_ids(output.paused_requests)),
-    )
-
-
 def _memory(kv_cache: KvCacheManager, requests: RequestList) -> object:
     held = [r.request_id for r in requests if r.request_id in kv_cache]
     tables = [(i, kv_cache.num_tokens(i), kv_cache.block_ids(i)) for i in held]
@@ -234,10 +228,6 @@ def _fields(request: LlmRequest) -> dict[str, Any]:
     if isinstance(request, ActiveRequest):
         values["times"], values["drafts"] = request.times.state(), request.drafts.state()
     return values
-
-
-def _same(one: RequestList, other: RequestList) -> bool:
-    return list(map(id, one)) == list(map(id, other))
 
 
 def _ids(requests: RequestList) -> list[int]:

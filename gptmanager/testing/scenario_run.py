@@ -52,14 +52,14 @@ def run_scenario(
     What `create_scheduler` itself raises is the caller's.
     """
     run = _Run(create_scheduler, scenario, may_pause)
-    outcome = Outcome(decisions=run.decisions)
+    outcome = Outcome(decisions=run.judged.decisions)
     try:
         while not run.is_done():
             run.iterate()
         run.check_end()
     except Breach as breach:
         outcome.complaints.append((run.host.now, breach.args))
-    outcome.complaints += run.minor
+    outcome.complaints += run.judged.minor
     outcome.iterations = run.host.now
     schedules = run.executor.schedules
     outcome.pauses = sum(len(schedule.paused) for schedule in schedules)
@@ -128,12 +128,9 @@ class _Run:
         self.loop = build_loop(
             blueprint, self.host, self.executor, phase_times=PhaseTimes(lambda: 0)
         )
-        self.judged = JudgedScheduler(
-            self.loop.scheduler, blueprint, self.loop.allocator.kv_cache, may_pause=may_pause
-        )
+        kv_cache, now = self.loop.allocator.kv_cache, lambda: self.host.now
+        self.judged = JudgedScheduler(self.loop.scheduler, blueprint, kv_cache, may_pause, now)
         self.loop.scheduler = self.judged
-        self.minor: list[tuple[int, Complaint]] = []
-        self.decisions: list[tuple[int, Decision]] = []
         self._patience = PATIENCE * scenario.most_iterations + 4 * MAX_IDLE
         self._idle = 0
 
@@ -149,11 +146,9 @@ class _Run:
         except Exception as error:
             text = f"the loop ended with {response_text(error)}"
             raise Breach("accepted", None, text) from error
-        self.decisions += [(self.host.now, d) for d in self.judged.decisions]
-        self.judged.decisions.clear()
-        if self.judged.minor is not None and not self.minor:
-            self.minor.append((self.host.now, self.judged.minor))
-        self._check_accounts()
+        report = audit(self.loop)
+        if not report.ok:
+            raise Breach("accounts", None, "; ".join(report.problems))
         for schedule in self.executor.schedules[launched:]:
             num_tokens = schedule.num_context_tokens + len(schedule.generation_rows)
             if num_tokens > self.scenario.max_num_tokens:
@@ -192,11 +187,6 @@ class _Run:
             expected = uncut.output()[: len(generated)]
         if generated != expected:
             raise Breach("same-tokens", request_id, f"it gave {generated}, alone {expected}")
-
-    def _check_accounts(self) -> None:
-        report = audit(self.loop)
-        if not report.ok:
-            raise Breach("accounts", None, "; ".join(report.problems))
 
     def _complain_of_idleness(self) -> None:
         kv_cache = self.loop.allocator.kv_cache
