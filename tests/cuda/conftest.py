@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def separate(monkeypatch):
     Nothing may wait for it in a step.
     """
     there_is("emulator")
-    place, compile_for_cpu, streams = assembly.place, raw_kernel._compile_for_cpu, []
+    place, streams = assembly.place, []
 
     def place_apart(params):
         if params.device != "emulator":
@@ -140,12 +141,13 @@ def separate(monkeypatch):
         streams.append(SeparateStream())
         return DeviceBackend(streams[-1], params)
 
-    def compile_apart(*given):
-        kernel = compile_for_cpu(*given)
-        return lambda *arguments: streams[-1].launch(kernel, *real(arguments))
+    class Module(emulator.Module):
+        def get_function(self, name):
+            kernel = super().get_function(name)
+            return lambda *arguments: streams[-1].launch(kernel, *real(arguments))
 
     monkeypatch.setattr(assembly, "place", place_apart)
-    monkeypatch.setattr(raw_kernel, "_compile_for_cpu", compile_apart)
+    monkeypatch.setattr(raw_kernel, "emulator", SimpleNamespace(Module=Module))
     pin_in(streams, monkeypatch)
     yield streams
     waits = [wait for stream in streams for wait in stream.waits if "reference.py" not in wait]
