@@ -141,7 +141,9 @@ class OptionalParams:
 
     The step. `device` None: the CPU. `run_ahead` None: 0 on the CPU and with `enable_trt_overlap`,
     otherwise 1. `cuda_graphs`: generation steps on a device are recorded at the start and then
-    replayed. `speculative_decoding_config`: draft tokens for requests of one beam. None: no drafts.
+    replayed. `weights_dtype` "int8", on the CPU: the network's matrices are kept in 8 bits. None:
+    as `dtype` says. `speculative_decoding_config`: draft tokens for requests of one beam. None: no
+    drafts.
 
     The host. `idle_poll_s` None: an idle manager asks Get only after `notify()`.
     `callback_budget_s`: the log names a callback that takes longer. `max_get_failures`: Get may
@@ -183,6 +185,7 @@ class OptionalParams:
     normalize_log_probs: bool = True
     device: str | None = None
     dtype: str | None = None
+    weights_dtype: Literal["int8"] | None = None
     deterministic: bool = False
     cuda_graphs: bool = True
     seed: int = 0

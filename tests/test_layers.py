@@ -65,6 +65,7 @@ statistics                the statistics of an iteration
 step                      the values that pass between loop, executor and host
 kernels/                  every operation of a step in torch, and faster ones for CPUs
     attention_arguments   what attention is given: pages, spans of rows, its shape
+    packed_matrix         a weight in the order in which products read it
     reference             every operation in torch: the specification
     lanes                 SIMD words for Numba
     products              small matrix products in register tiles
@@ -73,6 +74,9 @@ kernels/                  every operation of a step in torch, and faster ones fo
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations
     attention_task        what attention is told, and where its scratch lies
     paged_attention       attention straight on the pages of the KV cache
+    matrix_tiles          products with packed matrices in register tiles, by dtype
+    matrix_product        the product of tokens with a packed matrix
+    product_plan          which instructions multiply with a packed matrix, and whether it pays
     token_masks           which tokens may come, written into logits
     cpu                   the override for CPUs: what pays, compiled
 cuda/                     every CUDA kernel with its launcher, and an emulator that runs them

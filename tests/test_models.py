@@ -29,7 +29,8 @@ from torch import Tensor
 
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.errors import ConfigError
-from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels import CpuKernels, Kernels, PackedMatrix
+from gptmanager.kernels.product_plan import packing_pays
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.read_spec import read_spec
@@ -280,6 +281,92 @@ def test_kernels_of_the_cpu_are_the_default_there_and_there_alone() -> None:
         load_model(source, device="meta")
 
 
+def rounded_to_8_bits(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """As a matrix of the network is kept, a scale for each of its outputs."""
+    looked_up = ["wpe"] if config["tie_word_embeddings"] else ["wpe", "embed_tokens", "wte"]
+    if tensor.dim() < 2 or any(part in name for part in looked_up):
+        return tensor
+    rows = 0 if any(part in name for part in ("c_attn", "c_proj", "c_fc")) else 1
+    scale = tensor.abs().amax(dim=rows, keepdim=True) / 127
+    return (tensor / scale).round() * scale
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_in_8_bits_are_those_rounded_by_row(name: str) -> None:
+    config, tensors = checkpoint(reference(name))
+    config = {"tie_word_embeddings": False} | {**config}
+    held = load_model((config, tensors), kernels=CpuKernels(True), weights_dtype="int8")
+    tied = held.spec.tied_embeddings
+    rounded = {
+        key: rounded_to_8_bits(key, tensor, {"tie_word_embeddings": tied})
+        for key, tensor in tensors.items()
+    }
+    expected = load_model((config, rounded), kernels=Kernels())
+    rows = list(enumerate(random_tokens(9, 40, 1)))
+    logits, wanted = (PagedDriver(model, 3).forward(rows) for model in (held, expected))
+    torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+    assert held.weights.nbytes < expected.weights.nbytes
+    held.weights.load(tensors)  # twins are compared as they are held
+    assert torch.equal(PagedDriver(held, 3).forward(rows), logits)
+
+
+@pytest.mark.skipif(not packing_pays(), reason="weights are packed where there is AVX-512")
+def test_the_network_computes_with_packed_matrices() -> None:
+    weights = load_model(checkpoint(reference("llama"))).weights
+    assert isinstance(weights["layers.0.qkv.weight"], PackedMatrix)
+    assert isinstance(weights["embedding.weight"], Tensor)  # it is not tied
+    assert isinstance(weights["final_norm.weight"], Tensor)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"weights_dtype": "int4"}, "weights_dtype = 'int4' is neither 'int8' nor None"),
+        ({"weights_dtype": 8}, "weights_dtype = 8 is neither 'int8' nor None"),
+        (
+            {"weights_dtype": "int8", "kernels": Kernels()},
+            "weights_dtype = 'int8' is refused with kernels = Kernels: they have no such products",
+        ),
+        (
+            {"weights_dtype": "int8", "device": "meta", "kernels": Kernels()},
+            "weights_dtype = 'int8' is refused with device = 'meta'",
+        ),
+    ],
+)
+def test_8_bits_are_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_model(checkpoint(reference("llama")), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights_dtype": "int4"}, "weights_dtype = 'int4' is neither 'int8' nor None"),
+        (
+            {"weights_dtype": "int8", "device": "emulator"},
+            "weights_dtype = 'int8' is refused with device = 'emulator'",
+        ),
+    ],
+)
+def test_a_manager_refuses_8_bits_by_name(options: dict[str, Any], message: str) -> None:
+    host = RecordingCallbacks()
+    params = OptionalParams(**options)
+    with pytest.raises(ConfigError, match=f"OptionalParams.{message}"):
+        GptManager(
+            checkpoint(reference("llama")),
+            ModelType.INFLIGHT_FUSED_BATCHING,
+            **host.keywords(),
+            optional_params=params,
+        )
+    with pytest.raises(ConfigError, match=r"OptionalParams\.weights_dtype = 'int8' has no effect"):
+        GptManager(
+            load_model(checkpoint(reference("llama"))),
+            ModelType.INFLIGHT_FUSED_BATCHING,
+            **host.keywords(),
+            optional_params=OptionalParams(weights_dtype="int8"),
+        )
+
+
 def test_weights_tell_their_names() -> None:
     weights = load_model(checkpoint(reference("llama"))).weights
     assert {"embedding.weight", "layers.1.down.weight", "lm_head.weight"} <= set(weights)
@@ -345,8 +432,9 @@ def test_a_step_without_sampling_tokens_writes_the_cache(
     assert (rest - expected_logits(reference("llama"), tokens)[13:]).abs().max() < TOLERANCE
 
 
-def test_replaced_weights_are_used() -> None:
-    model = load_model(checkpoint(reference("gpt2")), kernels=Kernels())
+@both_kernels
+def test_replaced_weights_are_used(new_kernels: Callable[[], Kernels]) -> None:
+    model = load_model(checkpoint(reference("gpt2")), kernels=new_kernels())
     (tokens,) = random_tokens(12)
     other = random_model(CONFIGS["gpt2"], seed=1)
     model.weights.load(other.state_dict())
@@ -523,25 +611,29 @@ def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
 # VmHWM, not getrusage: ru_maxrss is inherited from the process that started this one.
 _MEASURE = """
 import re, sys, torch
-from gptmanager.kernels import Kernels
+from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.models import load_model
 
 def kilobytes(field):
     return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 
-tiny, *folders = sys.argv[1:]
-load_model(tiny, kernels=Kernels())
+kernels, tiny, *folders = sys.argv[1:]
+kernels = CpuKernels() if kernels == "CpuKernels" else Kernels()
+load_model(tiny, kernels=kernels)
 for folder in folders:
     open("/proc/self/clear_refs", "w").write("5")
     before = kilobytes("VmHWM")
-    model = load_model(folder, kernels=Kernels())
+    model = load_model(folder, kernels=kernels)
     print((kilobytes("VmHWM") - before) * 1024 / model.weights.nbytes)
     del model
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_peaks_at_the_final_weights_and_a_fifth(tmp_path: Path) -> None:
+@both_kernels
+def test_loading_peaks_at_the_final_weights_and_a_fifth(
+    tmp_path: Path, new_kernels: type[Kernels]
+) -> None:
     # one tensor of 80 MB beside fused, transposed and tied ones: 0.2 GB of llama, 0.08 of gpt2
     large = {"vocab_size": 20000, "tie_word_embeddings": True}
     llama = {"hidden_size": 1024, "intermediate_size": 2816}
@@ -549,7 +641,7 @@ def test_loading_peaks_at_the_final_weights_and_a_fifth(tmp_path: Path) -> None:
     save_large(CONFIGS["llama"] | large | llama, tmp_path / "llama")
     save_large(CONFIGS["gpt2"] | large | {"n_embd": 512}, tmp_path / "gpt2")
     folders = [tmp_path / name for name in ("tiny", "llama", "gpt2")]
-    command = [sys.executable, "-c", _MEASURE, *folders]
+    command = [sys.executable, "-c", _MEASURE, new_kernels.__name__, *folders]
     process = subprocess.run(command, check=True, capture_output=True, text=True)
     shares = [float(line) for line in process.stdout.split()]
     assert len(shares) == 2

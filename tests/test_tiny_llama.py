@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import PagedDriver
 from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from gptmanager.models import load_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CHECKPOINT = EXAMPLES / "tiny_llama"
@@ -82,3 +86,24 @@ def test_requests_are_ready_to_send(tokenizer: Tokenizer) -> None:
     assert len({request["request_id"] for request in requests}) == len(requests)
     for request in requests:
         assert len(tokenizer.encode(request["prompt"]).ids) + request["max_new_tokens"] <= 512
+
+
+def test_perplexity_in_8_bits_is_within_a_hundredth(tokenizer: Tokenizer) -> None:
+    texts = [
+        FACTS,
+        "17 + 25 = 42",
+        "Tom has 12 apples. Mia gives Tom 30 more. Now Tom has 42 apples.",
+        "Count from 8 to 13: 8, 9, 10, 11, 12, 13.",
+    ]
+    perplexities = []
+    for weights_dtype in (None, "int8"):
+        network = load_model(CHECKPOINT, weights_dtype=weights_dtype)
+        losses = []
+        for text in texts:
+            ids = tokenizer.encode(text).ids
+            logits = PagedDriver(network, 1).forward([(0, ids)])
+            targets = torch.tensor(ids[1:])
+            losses.append(cross_entropy(logits[:-1].float(), targets, reduction="none"))
+        perplexities.append(torch.cat(losses).mean().exp().item())
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=0.01)
+    assert perplexities[1] != perplexities[0]

@@ -75,6 +75,7 @@ class Backend(ABC):
                 kernels=self.kernels,
                 device=self.device,
                 dtype=params.dtype,
+                weights_dtype=params.weights_dtype,
                 max_seq_len=params.max_seq_len,
                 attention_window=params.kv_cache_config.max_attention_window,
                 sink=params.kv_cache_config.sink_token_length or 0,
@@ -240,6 +241,7 @@ def _refuse_for_models(params: OptionalParams) -> None:
         )
     for name, dtype in (
         ("OptionalParams.dtype", params.dtype),
+        ("OptionalParams.weights_dtype", params.weights_dtype),
         ("KvCacheConfig.dtype", params.kv_cache_config.dtype),
     ):
         if dtype is not None:

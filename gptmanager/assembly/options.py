@@ -134,6 +134,15 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
         params.dtype = str(params.dtype).removeprefix("torch.")
     if params.dtype not in _DTYPES:
         raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
+    if params.weights_dtype not in (None, "int8"):
+        raise ConfigError(
+            f"OptionalParams.weights_dtype = {params.weights_dtype!r} is neither 'int8' nor None"
+        )
+    if params.weights_dtype is not None and params.device not in (None, "cpu"):
+        raise ConfigError(
+            f"OptionalParams.weights_dtype = {params.weights_dtype!r} is refused with device = "
+            f"{params.device!r}: its products are the CPU's"
+        )
     return params
 
 

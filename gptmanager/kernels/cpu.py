@@ -12,20 +12,32 @@ import ctypes
 import functools
 from collections.abc import Callable
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
 from gptmanager.kernels.machine_code import compiled
+from gptmanager.kernels.matrix_product import CHUNK_ROWS, ProductTask
+from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
+from gptmanager.kernels.product_plan import (
+    FEW_ROWS,
+    ProductPlan,
+    can_be_packed,
+    plan_product,
+    registers,
+)
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
+SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
 PARTS_PER_THREAD = 8
 
 
@@ -99,6 +111,9 @@ class CpuKernels(Kernels):
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._team = Team()
+        self._plans: WeakKeyDictionary[PackedMatrix, tuple[ProductPlan, ProductPlan]] = (
+            WeakKeyDictionary()
+        )
 
     def warm_up(self) -> None:
         """Compiles every body, about 6 s of CPU time once on a machine and 0.3 s from then on."""
@@ -109,6 +124,58 @@ class CpuKernels(Kernels):
             token_loops.activate,
         ):
             compiled(body)
+
+    def new_matrix(
+        self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
+    ) -> PackedMatrix | None:
+        if not can_be_packed(dtype, quantized):
+            return None
+        matrix = PackedMatrix(rows, columns, dtype, quantized)
+        self._plan(matrix)  # compiles what is not yet
+        return matrix
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedMatrix):
+            return self._multiply(x, weight, bias, False)
+        return super().linear(x, weight, bias)
+
+    def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedMatrix) and weight.shape[0] % (2 * PANEL_ROWS) == 0:
+            return self._multiply(x, weight, bias, True)
+        return super().linear_silu_mul(x, weight, bias)
+
+    def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
+        if not isinstance(table, PackedMatrix):
+            return super().embedding(ids, table)
+        rows = table.values[ids // PANEL_ROWS, :, ids % PANEL_ROWS].flatten(1)
+        if table.scales is not None:
+            rows = (rows * table.scales[ids].unsqueeze(1)).to(table.dtype)
+        return rows[:, : table.shape[1]]
+
+    def _plan(self, matrix: PackedMatrix) -> tuple[ProductPlan, ProductPlan]:
+        plan_it = functools.partial(plan_product, matrix, deterministic=self.deterministic)
+        plans = self._plans[matrix] = plan_it(silu=False), plan_it(silu=True)
+        return plans
+
+    def _multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, silu: bool) -> Tensor:
+        plan, num_rows = (self._plans.get(matrix) or self._plan(matrix))[silu], x.shape[0]
+        body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
+        x = x.to(dtype).contiguous()
+        if plan.task.depth > x.shape[1]:
+            x = F.pad(x, (0, plan.task.depth - x.shape[1]))
+        task = ProductTask.from_buffer_copy(plan.task)
+        task.rows, task.num_chunks = num_rows, -(-num_rows // CHUNK_ROWS)
+        task.num_parts = task.num_chunks * plan.num_groups
+        is_small = num_rows * plan.work < SMALL_PRODUCT
+        size = min(1 if is_small else self._team.max_size, task.num_parts)
+        result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
+        scratch = torch.empty(size, scratch_bytes, dtype=torch.uint8)
+        bias = _wide_if_given(bias)
+        task.x, task.bias, task.result = x.data_ptr(), _address(bias), result.data_ptr()
+        task.scratch, task.scratch_bytes = scratch.data_ptr(), scratch_bytes
+        task.full, task.tail = registers(16), registers(num_rows % 16)
+        self._team.run(body, task, size)
+        return result
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normalize(x, None, weight, None, eps, centered=False)
@@ -197,7 +264,7 @@ class CpuKernels(Kernels):
         if pages.cache_scales is not None:
             return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
-        num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
+        num_tokens, num_heads = (qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads)
         qkv, q_norm, k_norm = _wide(qkv), _wide_if_given(q_norm), _wide_if_given(k_norm)
         q = qkv.new_empty(num_tokens * (num_heads + 1), head_dim)
         task = RopeTask(

@@ -77,13 +77,27 @@ def loop(function: Function) -> Function:
     return cast("Function", njit(function, error_model="numpy"))
 
 
+def loop_named(name: str) -> Callable[[Function], Function]:
+    """The same for a function that is made several times.
+
+    Machine code from the disk is linked by names alone: two functions of one name that different
+    processes compiled would become one.
+    """
+
+    def compile_it(function: Function) -> Function:
+        function.__name__ = function.__qualname__ = name
+        return loop(function)
+
+    return compile_it
+
+
 def at(builder: Any, address: Any, index: Any, kind: Any) -> Any:
     """Pointer to a `kind` at `index` elements of 4 bytes (8 for LONG) after `address`."""
     size = ir.Constant(LONG, 8 if kind is LONG else 4)
     return builder.inttoptr(builder.add(address, builder.mul(index, size)), kind.as_pointer())
 
 
-def _call(builder: Any, name: str, result: Any, *values: Any) -> Any:
+def call(builder: Any, name: str, result: Any, *values: Any) -> Any:
     kind = ir.FunctionType(result, [value.type for value in values])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
@@ -99,23 +113,23 @@ def _floats(value: float) -> Any:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call(builder, "llvm.fma.v16f32", VECTOR, a, b, c)
+    return call(builder, "llvm.fma.v16f32", VECTOR, a, b, c)
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
-def _lanes_from(builder: Any, comparison: str, bound: Any) -> Any:
+def lanes_from(builder: Any, comparison: str, bound: Any) -> Any:
     """Which lanes stand in that relation to the int64 `bound`."""
     lanes = ir.Constant(INDICES, list(range(LANES)))
     return builder.icmp_signed(comparison, lanes, spread(builder, builder.trunc(bound, INT)))
 
 
 def load_masked(builder: Any, pointer: Any, count: Any) -> Any:
-    mask, align = _lanes_from(builder, "<", count), ir.Constant(INT, 4)
+    mask, align = lanes_from(builder, "<", count), ir.Constant(INT, 4)
     name = "llvm.masked.load.v16f32.p0"
-    return _call(builder, name, VECTOR, pointer, align, mask, ir.Constant(VECTOR, None))
+    return call(builder, name, VECTOR, pointer, align, mask, ir.Constant(VECTOR, None))
 
 
 def _is_full(builder: Any, count: Any) -> Any:
@@ -170,8 +184,8 @@ def store_part(builder: Any, address: Any, index: Any, value: Any, count: Any) -
         with full:
             builder.store(value, pointer, align=4)
         with part:
-            mask, name = _lanes_from(builder, "<", count), "llvm.masked.store.v16f32.p0"
-            _call(builder, name, ir.VoidType(), value, pointer, align, mask)
+            mask, name = lanes_from(builder, "<", count), "llvm.masked.store.v16f32.p0"
+            call(builder, name, ir.VoidType(), value, pointer, align, mask)
 
 
 @word(real, long, long)
@@ -215,7 +229,7 @@ def pointer_to(builder: Any, address: Any) -> Any:
 def prefetch(builder: Any, address: Any, index: Any) -> None:
     pointer = at(builder, address, index, FLOAT)
     read, second_level, data = (ir.Constant(INT, x) for x in (0, 2, 1))
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, second_level, data)
 
 
 @loop
@@ -262,7 +276,7 @@ def mark_nan(builder: Any, marks: Any, value: Any) -> Any:
 @word(vector, vector, long, long, real)
 def keep_lanes(builder: Any, value: Any, low: Any, high: Any, other: Any) -> Any:
     """`value` in the lanes low <= i < high, `other` elsewhere, NaN or not."""
-    inside = builder.and_(_lanes_from(builder, ">=", low), _lanes_from(builder, "<", high))
+    inside = builder.and_(lanes_from(builder, ">=", low), lanes_from(builder, "<", high))
     return builder.select(inside, value, spread(builder, other))
 
 

@@ -31,7 +31,7 @@ from gptmanager.kernels.lanes import (
 Step = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
-def _repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
+def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequence[Any]:
     """The values after `count` >= 1 times `values = step(index, values)`, kept in registers."""
     before, body = builder.block, builder.append_basic_block("step")
     builder.branch(body)
@@ -87,7 +87,7 @@ def tile(rows: int, vectors: int, *, partial: bool = False) -> Any:
         targets = [element(c, row, c_stride, n, VECTOR) for row in down for n in across]
         zero = ir.Constant(VECTOR, None)
         initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
-        for target, value in zip(targets, _repeat(builder, depth, initial, step), strict=True):
+        for target, value in zip(targets, repeat(builder, depth, initial, step), strict=True):
             builder.store(value, target, align=4)
 
     return product

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.packed_matrix import Matrix, PackedMatrix, plain
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
@@ -73,26 +74,39 @@ class Kernels:
         """
         return rows
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def new_matrix(
+        self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
+    ) -> PackedMatrix | None:
+        """Room for a weight of `linear`, as these kernels read it best; None: a tensor.
+
+        `quantized`: kept in 8 bits, which None refuses.
+        """
+        return None
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """`x [T, I] @ weight [O, I]^T + bias [O]` -> `[T, O]`, in the weight's dtype."""
-        x = x.to(weight.dtype)
+        x, matrix = x.to(weight.dtype), plain(weight)
         if not self.deterministic:
-            return F.linear(x, weight, bias)
+            return F.linear(x, matrix, bias)
         # A BLAS picks its blocking, and with it the order of summation, by the number of rows and
         # by how rows are aligned: every product has the same number of aligned rows here.
         num_tokens, width = x.shape
         padded = F.pad(x, (0, -width % ALIGNMENT, 0, -num_tokens % LINEAR_TILE))
         if width % ALIGNMENT:
-            weight = F.pad(weight, (0, -width % ALIGNMENT))
-        result = x.new_empty(padded.shape[0], weight.shape[0])
+            matrix = F.pad(matrix, (0, -width % ALIGNMENT))
+        result = x.new_empty(padded.shape[0], matrix.shape[0])
         for start in range(0, num_tokens, LINEAR_TILE):
             stop = start + LINEAR_TILE
-            result[start:stop] = F.linear(padded[start:stop], weight, bias)
+            result[start:stop] = F.linear(padded[start:stop], matrix, bias)
         return result[:num_tokens]
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        """`silu_mul(linear(x, weight, bias))`, in the weight's dtype."""
+        return self.silu_mul(self.linear(x, weight, bias))
+
+    def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
         """Rows `ids [T]` (int64) of `table [V, C]` -> `[T, C]`."""
-        return F.embedding(ids, table)
+        return F.embedding(ids, plain(table))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype."""
@@ -161,7 +175,7 @@ class Kernels:
         block, offset = _cells(rows, qkv.shape[0], tokens_per_block)
         if cache_scales is not None:
             k, v = (_to_fp8(it, own) for it, own in zip((k, v), cache_scales, strict=True))
-            keys, values = keys.view(torch.uint8), values.view(torch.uint8)  # as what torch moves
+            keys, values = (keys.view(torch.uint8), values.view(torch.uint8))  # as what torch moves
         keys[block, :, :, offset] = k.to(keys.dtype)
         values[block, :, offset, :] = v.to(values.dtype)
         return q.to(keys.dtype if cache_scales is None else qkv.dtype)

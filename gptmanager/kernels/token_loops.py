@@ -189,7 +189,7 @@ def normalize(address: int) -> None:
 
 
 @loop
-def _logistic(x: Any) -> Any:
+def logistic(x: Any) -> Any:
     return splat(ONE) / (splat(ONE) + exp2(x * splat(MINUS_LOG2_E)))
 
 
@@ -220,10 +220,10 @@ def activate(address: int) -> None:
             for i in range(0, t.width, LANES):
                 x = load_part(t.x, start + i, t.width - i)
                 if t.kind == SILU_MUL:
-                    value = x * _logistic(x) * load_part(t.factor, start + i, t.width - i)
+                    value = x * logistic(x) * load_part(t.factor, start + i, t.width - i)
                 elif t.kind == GELU_TANH:
                     cube = fma(x * x, splat(TANH_CUBIC), splat(TANH_LINEAR))
-                    value = x * _logistic(x * cube)
+                    value = x * logistic(x * cube)
                 else:
                     value = _gelu_erf(x)
                 store_part(t.result, token * t.width + i, value, t.width - i)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.packed_matrix import Matrix, PackedMatrix
 from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.memory.tensor_sources import (
@@ -29,6 +31,8 @@ from gptmanager.memory.tensor_sources import (
 )
 
 _MIN_PIECE_BYTES = 1 << 20
+
+NewMatrix = Callable[[int, int, torch.dtype, bool], PackedMatrix | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,9 @@ class Weights:
 
     `places` says where each tensor goes; its name may come with `prefix` or without. Tensors
     whose name matches `ignored` are passed over; any other that has no place is an error.
-    The first `load` makes the storage. `version` counts the loads, so that what was computed with
-    older weights can be told apart.
+    The first `load` makes the storage: tensors, and for those in `matrices` what
+    `new_matrix(rows, columns, dtype, quantized)` returns, if it is not None.
+    `version` counts the loads, so that what was computed with older weights can be told apart.
     """
 
     def __init__(
@@ -67,6 +72,9 @@ class Weights:
         ignored: re.Pattern[str] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        matrices: Collection[str] = (),
+        new_matrix: NewMatrix = lambda *_: None,
+        quantized: bool = False,
     ) -> None:
         self.version = 0
         self._shapes = shapes
@@ -74,10 +82,16 @@ class Weights:
         self._prefix = prefix
         self._ignored = ignored
         self._dtype, self._device = dtype, device
-        self._storage: dict[str, Tensor] = {}
+        self._matrices, self._new_matrix = frozenset(matrices), new_matrix
+        self._quantized = quantized
+        self._storage: dict[str, Matrix] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Matrix:
         return self._storage[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """`self[name]`, which is no packed matrix."""
+        return cast(Tensor, self._storage[name])
 
     def __contains__(self, name: str) -> bool:
         return name in self._storage
@@ -117,26 +131,37 @@ class Weights:
             self._allocate(scales)
         if not (partial and self.version):
             for name in scales:
-                self._storage[name].fill_(1)
+                self.tensor(name).fill_(1)
         self._copy_all(source, names, on_progress)
         self.version += 1
 
     def _allocate(self, scales: Collection[str]) -> None:
         dtypes = {n: torch.float32 if n in scales else self._dtype for n in self._shapes}
-        needed = sum(math.prod(shape) * dtypes[n].itemsize for n, shape in self._shapes.items())
+        sizes = {n: dtypes[n].itemsize for n in self._shapes}
+        if self._quantized:
+            sizes |= dict.fromkeys(self._matrices, 1)
+        needed = sum(math.prod(shape) * sizes[n] for n, shape in self._shapes.items())
         on_cpu = torch.device(self._device).type == "cpu"
         free = free_memory_bytes() if on_cpu else math.inf  # a device says itself what it has
         try:
             if needed > free:
                 raise MemoryError(f"{free} bytes are free")
             self._storage = {
-                name: torch.empty(shape, dtype=dtypes[name], device=self._device)
-                for name, shape in self._shapes.items()
+                name: self._new(name, shape, dtypes[name]) for name, shape in self._shapes.items()
             }
         except (RuntimeError, MemoryError) as error:  # torch has both
             raise ConfigError(
                 f"no memory for weights of {needed} bytes in {self._dtype}: {told(error)}"
             ) from error
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+        packed = None
+        if name in self._matrices:
+            num_rows, num_columns = shape
+            packed = self._new_matrix(num_rows, num_columns, dtype, self._quantized)
+        if packed is not None:
+            return packed
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _copy_all(
         self,
@@ -146,13 +171,16 @@ class Weights:
     ) -> None:
         # twins are compared, so what they are compared with must be there
         order = sorted(names, key=lambda name: self._places[name].twin)
-        total = sum(self._region(self._places[name]).nbytes for name in names)
+        total = sum(self._nbytes(self._places[name]) for name in names)
         max_bytes = max(_MIN_PIECE_BYTES, self.nbytes // 16)
         done = 0
         with torch.no_grad():
             for name in order:
-                for start, piece in source.pieces(names[name], max_bytes):
-                    self._copy(names[name], self._places[name], start, piece)
+                place = self._places[name]
+                # a row that is quantized is seen whole
+                in_one = self._quantized and place.transposed
+                for start, piece in source.pieces(names[name], total if in_one else max_bytes):
+                    self._copy(names[name], place, start, piece)
                     done += piece.numel() * self._dtype.itemsize
                     if on_progress is not None:
                         on_progress("weights", done, total)
@@ -180,22 +208,34 @@ class Weights:
             return [shape, (1,), ()]
         return [shape[::-1] if place.transposed else shape]
 
-    def _region(self, place: Place) -> Tensor:
-        """The part of the storage that the tensor fills, in the checkpoint's orientation."""
-        rows = self._storage[place.parameter][place.first_row :][: place.num_rows]
-        return rows.t() if place.transposed else rows
+    def _nbytes(self, place: Place) -> int:
+        itemsize = self._storage[place.parameter].dtype.itemsize
+        return math.prod(self._expected_shapes(place)[0]) * itemsize
 
     def _copy(self, name: str, place: Place, start: int, piece: Tensor) -> None:
-        region = self._region(place)
+        """`piece`: the rows from `start` on of the tensor as the checkpoint has it."""
         if place.scale:
             if not (piece.isfinite() & (piece > 0)).all():
                 raise ConfigError(f"tensor {name} holds {piece.tolist()}: scales are positive")
-            region.copy_(piece)
+            self.tensor(place.parameter)[place.first_row :][: place.num_rows].copy_(piece)
             return
-        region = region[start : start + len(piece)]
-        if not place.twin:
-            region.copy_(piece)
-        elif not torch.equal(region, piece.to(region)):
+        row, column = place.first_row + start, 0
+        if place.transposed:
+            piece, row, column = piece.t(), place.first_row, start
+        storage = self._storage[place.parameter]
+        if isinstance(storage, PackedMatrix) and not place.twin:
+            storage.copy_(piece, row, column)
+            return
+        if isinstance(storage, PackedMatrix):
+            is_equal = storage.holds(piece, row, column)
+        else:
+            region = storage[row : row + len(piece)]
+            if piece.dim() == 2:
+                region = region[:, column : column + piece.shape[1]]
+            if not place.twin:
+                region.copy_(piece)
+            is_equal = torch.equal(region, piece.to(region))
+        if not is_equal:
             raise ConfigError(
                 f"tensor {name} differs from {place.parameter}, to which the config ties it "
                 "(tie_word_embeddings)"

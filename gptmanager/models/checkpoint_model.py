@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.packed_matrix import Matrix
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.kv_pool import KvPool
@@ -23,6 +24,11 @@ from gptmanager.models.spec import ModelSpec
 
 
 class Affine(NamedTuple):
+    weight: Matrix
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
     weight: Tensor
     bias: Tensor | None
 
@@ -36,10 +42,10 @@ class _Layer(NamedTuple):
     attention: AttentionShape
     cache_scales: Tensor | None
     out: Affine
-    mlp_norm: Affine
+    mlp_norm: Norm
     up: Affine
     down: Affine
-    next_norm: Affine
+    next_norm: Norm
 
 
 class CheckpointModel:
@@ -58,10 +64,10 @@ class CheckpointModel:
         self._layers = [_resolve_layer(spec, weights, i) for i in range(spec.num_layers)]
         self._shapes = tuple(dict.fromkeys(layer.attention for layer in self._layers))
         self._gelu: Literal["none", "tanh"] = "tanh" if spec.activation == "gelu_tanh" else "none"
-        self._first_norm = _affine(weights, "layers.0.attention_norm")
+        self._first_norm = _norm(weights, "layers.0.attention_norm")
         self._embedding = weights["embedding.weight"]
         self._lm_head = self._embedding if spec.tied_embeddings else weights["lm_head.weight"]
-        self._positions = None if spec.rope is not None else weights["positions.weight"]
+        self._positions = None if spec.rope is not None else weights.tensor("positions.weight")
         self._device = device
         self._cos_sin: Tensor | None = None
 
@@ -151,28 +157,35 @@ class CheckpointModel:
         """`[T, H * D]` -> `[T, C]` normalized for what follows; adds to the residual in place."""
         hidden = self._kernels.linear(attended, *layer.out)
         hidden = self._add_norm(hidden, residual, layer.mlp_norm)
-        hidden = self._kernels.linear(hidden, *layer.up)
         if self.spec.activation == "silu":
-            hidden = self._kernels.silu_mul(hidden)
+            hidden = self._kernels.linear_silu_mul(hidden, *layer.up)
         else:
-            hidden = self._kernels.gelu(hidden, self._gelu)
+            hidden = self._kernels.gelu(self._kernels.linear(hidden, *layer.up), self._gelu)
         hidden = self._kernels.linear(hidden, *layer.down)
         return self._add_norm(hidden, residual, layer.next_norm)
 
-    def _norm(self, hidden: Tensor, norm: Affine) -> Tensor:
+    def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
         if self.spec.norm == "rms":
             return self._kernels.rms_norm(hidden, norm.weight, self.spec.norm_eps)
         return self._kernels.layer_norm(hidden, *norm, self.spec.norm_eps)
 
-    def _add_norm(self, hidden: Tensor, residual: Tensor, norm: Affine) -> Tensor:
+    def _add_norm(self, hidden: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         if self.spec.norm == "rms":
             return self._kernels.add_rms_norm(hidden, residual, norm.weight, self.spec.norm_eps)
         return self._kernels.add_layer_norm(hidden, residual, *norm, self.spec.norm_eps)
 
 
 def _affine(weights: Weights, module: str) -> Affine:
-    bias = f"{module}.bias"
-    return Affine(weights[f"{module}.weight"], weights[bias] if bias in weights else None)
+    return Affine(weights[f"{module}.weight"], _bias(weights, module))
+
+
+def _norm(weights: Weights, module: str) -> Norm:
+    return Norm(weights.tensor(f"{module}.weight"), _bias(weights, module))
+
+
+def _bias(weights: Weights, module: str) -> Tensor | None:
+    name = f"{module}.bias"
+    return weights.tensor(name) if name in weights else None
 
 
 def _resolve_layer(spec: ModelSpec, weights: Weights, index: int) -> _Layer:
@@ -181,17 +194,17 @@ def _resolve_layer(spec: ModelSpec, weights: Weights, index: int) -> _Layer:
     next_norm = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     return _Layer(
         qkv=_affine(weights, f"{prefix}.qkv"),
-        q_norm=weights[f"{prefix}.q_norm.weight"] if spec.qk_norm else None,
-        k_norm=weights[f"{prefix}.k_norm.weight"] if spec.qk_norm else None,
+        q_norm=weights.tensor(f"{prefix}.q_norm.weight") if spec.qk_norm else None,
+        k_norm=weights.tensor(f"{prefix}.k_norm.weight") if spec.qk_norm else None,
         attention=spec.attention_shape(index),
         cache_scales=(
-            weights[f"{prefix}.cache_scales"].view(2, spec.num_kv_heads)
+            weights.tensor(f"{prefix}.cache_scales").view(2, spec.num_kv_heads)
             if spec.kv_cache_dtype is torch.float8_e4m3fn
             else None
         ),
         out=_affine(weights, f"{prefix}.out"),
-        mlp_norm=_affine(weights, f"{prefix}.mlp_norm"),
+        mlp_norm=_norm(weights, f"{prefix}.mlp_norm"),
         up=_affine(weights, f"{prefix}.up"),
         down=_affine(weights, f"{prefix}.down"),
-        next_norm=_affine(weights, next_norm),
+        next_norm=_norm(weights, next_norm),
     )

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.read_spec import read_spec
-from gptmanager.models.spec import parameter_shapes
+from gptmanager.models.spec import parameter_shapes, product_matrices
 
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
@@ -96,6 +96,7 @@ def load_model(
     attention_window: int | None = None,
     sink: int = 0,
     kv_cache_dtype: torch.dtype | None = None,
+    weights_dtype: Literal["int8"] | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
@@ -104,13 +105,15 @@ def load_model(
     `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
     `attention_window`: how many positions a token sees at most in each layer, its own included.
     The first `sink` positions are seen as well. `kv_cache_dtype`: of the pages that it will read:
-    float8_e4m3fn, or None: any other. `on_progress`: as in `OptionalParams`.
-    `ConfigError` names the config field or the tensor that cannot be used. At the peak the
-    memory is that of the final weights and a sixteenth more: tensors are copied in pieces out of
-    mapped files.
+    float8_e4m3fn, or None: any other. `weights_dtype` "int8", on the CPU: the matrices of products
+    are kept in 8 bits, with a scale for each row; activations keep their dtype. `on_progress`: as
+    in `OptionalParams`. `ConfigError` names the config field or the tensor that cannot be used. At
+    the peak the memory is that of the final weights and a sixteenth more: tensors are copied in
+    pieces out of mapped files.
     """
     if kernels is None:
         kernels = _cpu_kernels(device)
+    _check_weights_dtype(weights_dtype, kernels, device)
     tensors: StateDict | SafetensorsFolder
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
@@ -135,10 +138,32 @@ def load_model(
         ignored=family.ignored,
         dtype=spec.dtype,
         device=device,
+        matrices=product_matrices(spec),
+        new_matrix=kernels.new_matrix,
+        quantized=weights_dtype is not None,
     )
     weights.load(tensors, on_progress=on_progress)
     tensors.close()
     return CheckpointModel(spec, weights, kernels, device)
+
+
+def _check_weights_dtype(
+    weights_dtype: str | None, kernels: Kernels, device: torch.device | str
+) -> None:
+    if weights_dtype is None:
+        return
+    given = f"weights_dtype = {weights_dtype!r}"
+    if weights_dtype != "int8":
+        raise ConfigError(f"{given} is neither 'int8' nor None")
+    if torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"{given} is refused with device = {str(device)!r}: its products are the CPU's"
+        )
+    if not isinstance(kernels, CpuKernels):
+        raise ConfigError(
+            f"{given} is refused with kernels = {type(kernels).__name__}: they have no such "
+            "products"
+        )
 
 
 def _cpu_kernels(device: torch.device | str) -> Kernels:

@@ -99,3 +99,10 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     return shapes
+
+
+def product_matrices(spec: ModelSpec) -> list[str]:
+    """The parameters that are weights of `Kernels.linear`."""
+    looked_up = {"positions.weight"} | (set() if spec.tied_embeddings else {"embedding.weight"})
+    shapes = parameter_shapes(spec)
+    return [name for name, shape in shapes.items() if len(shape) == 2 and name not in looked_up]

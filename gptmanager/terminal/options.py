@@ -82,6 +82,7 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     add_device(group)
     add_dtype(group, "the checkpoint's")
+    add("--weights-dtype", choices=("int8",), help="8 bits on the CPU (default: as --dtype)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
     add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
     add("--threads", type=threads, metavar="N", help="CPU threads (default: torch's choice)")
@@ -110,6 +111,7 @@ def manager_options(options: argparse.Namespace) -> ManagerOptions:
         enable_trt_overlap=options.overlap,
         device=options.device,
         dtype=options.dtype,
+        weights_dtype=options.weights_dtype,
         deterministic=options.deterministic,
         seed=options.seed,
     )

@@ -1,0 +1,198 @@
+"""The product of tokens with a packed matrix, and what follows on its result at once.
+
+What one thread does of it. Parts are groups of four panels, for a chunk of rows each. A chunk's
+elements stay in scratch until their sums are whole; then they are scaled, biased, activated and
+rounded on their way out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from gptmanager.kernels.lanes import (
+    LANES,
+    claim,
+    load,
+    load_part,
+    loop,
+    loop_named,
+    store_part,
+    task_at,
+)
+from gptmanager.kernels.matrix_tiles import (
+    PANELS,
+    configure,
+    over_rows,
+    release,
+    store_bfloat16,
+    store_float16,
+    unit_tile,
+    widen_bytes,
+)
+from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.token_loops import logistic
+
+CHUNK_ROWS = 96  # their elements of a group, float32, fit beside a panel into a core's second cache
+BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
+SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+
+
+class ProductTask(ctypes.Structure):
+    """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
+
+    `x` has `depth` elements a row, float32, or bfloat16 for the matrix unit. `group_panels`: how
+    many panels of the result a group has; `second`: how far behind its first panel the third one
+    lies. `silu`: the third and fourth are factors of the SiLU of the first and second. `full`,
+    `tail`: the matrix unit's configurations, for sixteen rows and for those that are left.
+    """
+
+    _fields_ = task_fields(
+        "x matrix bias scales result scratch scratch_bytes rows columns depth num_chunks num_panels"
+        " group_panels second silu position_bytes positions result_kind full tail"
+    )
+
+
+PRODUCT_TASK = np.dtype(ProductTask)
+_thirty_two, _sixteen = unit_tile(2), unit_tile(1)
+
+
+@loop
+def _finished(t: Any, c: int, index: int, column: int, count: int) -> Any:
+    value = load(c, index)
+    if t.scales:
+        value = value * load_part(t.scales, column, count)
+    if t.bias:
+        value = value + load_part(t.bias, column, count)
+    return value
+
+
+@loop
+def _finish(t: Any, c: int, panel: int, first_row: int, rows: int) -> None:
+    """A chunk of a group on its way out of scratch."""
+    for row in range(rows):
+        start = (first_row + row) * t.columns
+        for n in range(t.group_panels):
+            column = LANES * (panel + n)
+            count, index = t.columns - column, LANES * (PANELS * row + n)
+            if count <= 0:
+                break
+            value = _finished(t, c, index, column, count)
+            if t.silu:
+                factor = _finished(t, c, index + 2 * LANES, t.columns + column, count)
+                value = value * logistic(value) * factor
+            if t.result_kind == FLOAT32:
+                store_part(t.result, start + column, value, count)
+            elif t.result_kind == BFLOAT16:
+                store_bfloat16(t.result, start + column, value, count)
+            else:
+                store_float16(t.result, start + column, value, count)
+
+
+@loop
+def _panel(t: Any, panel: int) -> int:
+    """Its address; of the last one, which is computed for nothing, where there are no more."""
+    address = t.matrix + min(panel, t.num_panels - 1) * t.depth * t.position_bytes
+    return int(address)
+
+
+def _share_of(dtype: str) -> Any:
+    """A thread's share, by instructions that every processor has."""
+    multiply_rows = over_rows(dtype)
+
+    @loop_named(f"share_{dtype}")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
+            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 4 * first * t.depth
+            b0, b1 = _panel(t, panel), _panel(t, panel + 1)
+            b2, b3 = _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
+            span = BLOCK if rows > 6 else t.depth
+            for k in range(0, t.depth, span):
+                a, at = x + 4 * k, k * t.position_bytes
+                steps = min(span, t.depth - k) // t.positions
+                multiply_rows(
+                    *(scratch, a, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0, rows)
+                )
+            _finish(t, scratch, panel, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+_float32, _bfloat16 = _share_of("float32"), _share_of("bfloat16")
+_float16, _int8 = _share_of("float16"), _share_of("int8")
+
+
+def multiply_float32(address: int) -> None:
+    """`result = x @ matrix.T`, of float32; the others as their names say."""
+    _float32(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_bfloat16(address: int) -> None:
+    _bfloat16(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_float16(address: int) -> None:
+    _float16(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_int8(address: int) -> None:
+    _int8(task_at(address, PRODUCT_TASK), address)
+
+
+@loop
+def _widen(t: Any, target: int, source: int) -> None:
+    """A panel of int8 as one of bfloat16, at `target`."""
+    for k in range(0, t.depth, 2):
+        widen_bytes(target + 2 * LANES * k, source + LANES * k)
+
+
+@loop
+def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
+    """A thread's share, by the matrix unit. What is quantized is widened to scratch before."""
+    scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+    wide, wide_bytes = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
+    held = -1  # the group whose panels are widened
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
+        rows, steps = min(CHUNK_ROWS, t.rows - first), t.depth // 32
+        b0, b1 = _panel(t, panel), _panel(t, panel + 1)
+        b2, b3 = _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
+        if is_quantized:
+            if held != panel:
+                _widen(t, wide, b0)
+                _widen(t, wide + wide_bytes, b1)
+                _widen(t, wide + 2 * wide_bytes, b2)
+                _widen(t, wide + 3 * wide_bytes, b3)
+                held = panel
+            b0, b1 = wide, wide + wide_bytes
+            b2, b3 = wide + 2 * wide_bytes, wide + 3 * wide_bytes
+        configure(t.full)
+        for row in range(0, rows - 31, 32):
+            c, x = scratch + 256 * row, t.x + 2 * (first + row) * t.depth
+            _thirty_two(c, x, t.depth, b0, b1, b2, b3, steps)
+        for row in range(rows // 32 * 32, rows, 16):
+            if rows - row < 16:
+                configure(t.tail)
+            c, x = scratch + 256 * row, t.x + 2 * (first + row) * t.depth
+            _sixteen(c, x, t.depth, b0, b1, b2, b3, steps)
+        _finish(t, scratch, panel, first, rows)
+        part = claim(address, NEXT_PART)
+    release()
+
+
+def multiply_by_unit(address: int) -> None:
+    """The same of bfloat16, by the matrix unit."""
+    _share_by_unit(task_at(address, PRODUCT_TASK), address, False)
+
+
+def multiply_int8_by_unit(address: int) -> None:
+    """The same of int8, by the matrix unit."""
+    _share_by_unit(task_at(address, PRODUCT_TASK), address, True)

@@ -1,0 +1,299 @@
+"""Register tiles of a product with a packed matrix, by the dtype that the matrix is kept in.
+
+It decides which instructions an element passes; how a product is cut into tiles is not seen in its
+bits: each element is one chain along the depth. A panel of a packed matrix has sixteen rows, side
+by side: see `PackedMatrix`.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+
+from gptmanager.kernels.lanes import (
+    FLOAT,
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    call,
+    lanes_from,
+    long,
+    loop_named,
+    multiply_add,
+    nothing,
+    spread,
+    vector,
+    word,
+)
+from gptmanager.kernels.products import repeat
+
+PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
+AHEAD = 2048  # bytes of a panel: the processor itself looks less far ahead
+_BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
+_HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
+_SHORTS = ir.VectorType(_SHORT, LANES)
+
+# What is read of a panel at a time, and the factors for one position of the depth after another.
+Widen = Callable[[Any, Any], "tuple[Any, ...]"]
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Ask for the line of memory that is read `AHEAD` bytes later."""
+    ahead = builder.add(address, ir.Constant(LONG, AHEAD))
+    to_read, to_stay, data = (ir.Constant(INT, n) for n in (0, 3, 1))
+    kind, pointer = ir.VoidType(), builder.inttoptr(ahead, FLOAT.as_pointer())
+    call(builder, "llvm.prefetch.p0", kind, pointer, to_read, to_stay, data)
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(INDICES, [value] * LANES)
+
+
+def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
+    """A bfloat16 is the upper half of a float32; the even position lies in the lower one."""
+    even = builder.shl(value, _all(16))
+    odd = builder.and_(value, _all(0xFFFF0000))
+    return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
+
+
+_FORMATS: dict[str, tuple[Any, Widen]] = {
+    "float32": (VECTOR, lambda builder, value: (value,)),
+    "bfloat16": (INDICES, _pairs),
+    "float16": (_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
+    "int8": (
+        _BYTES,
+        lambda builder, value: (builder.sitofp(builder.sext(value, INDICES), VECTOR),),
+    ),
+}
+
+
+def tile(rows: int, dtype: str) -> Any:
+    """A word that computes `rows` x 64 elements of a product, or adds to them.
+
+    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64, `a`
+    float32, `b0` to `b3` the addresses of four panels; a step is what is read of a panel at a
+    time: two positions for bfloat16, one for others.
+    """
+    kind, widen = _FORMATS[dtype]
+    bytes_read = LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _BYTES: 1}[kind]
+
+    @word(nothing, long, long, long, long, long, long, long, long, types.boolean)
+    def product(
+        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
+        steps: Any, add: Any,
+    ) -> None:  # fmt: skip
+        def moved(start: Any, bytes_on: Any) -> Any:
+            return builder.add(start, bytes_on)
+
+        row_bytes = builder.mul(a_stride, ir.Constant(LONG, 4))
+        lefts = [moved(a, builder.mul(row_bytes, ir.Constant(LONG, row))) for row in range(rows)]
+
+        def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            offset = builder.mul(index, ir.Constant(LONG, bytes_read))
+            pointers = [
+                builder.inttoptr(moved(b, offset), kind.as_pointer()) for b in (b0, b1, b2, b3)
+            ]
+            for b in (b0, b1, b2, b3):
+                _fetch(builder, moved(b, offset))
+            read = [widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
+            depth = len(read[0])
+            for inner in range(depth):
+                position = builder.add(
+                    builder.mul(index, ir.Constant(LONG, depth)), ir.Constant(LONG, inner)
+                )
+                factors = [
+                    spread(builder, builder.load(at(builder, left, position, FLOAT)))
+                    for left in lefts
+                ]
+                sums = [
+                    multiply_add(builder, factors[n // PANELS], read[n % PANELS][inner], total)
+                    for n, total in enumerate(sums)
+                ]
+            return sums
+
+        targets = [
+            at(builder, c, ir.Constant(LONG, n * LANES), VECTOR) for n in range(PANELS * rows)
+        ]
+        zero = ir.Constant(VECTOR, None)
+        initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
+        for target, value in zip(targets, repeat(builder, steps, initial, step), strict=True):
+            builder.store(value, target, align=4)
+
+    return product
+
+
+def over_rows(dtype: str) -> Any:
+    """The same for any number of rows, by tiles of six and fewer."""
+    six, four, two, one = (tile(rows, dtype) for rows in (6, 4, 2, 1))
+
+    @loop_named(f"multiply_rows_{dtype}")
+    def product(
+        c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
+        steps: int, add: bool, rows: int,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < rows:
+            to, left, rest = c + 256 * row, a + 4 * row * a_stride, rows - row
+            if rest >= 6:
+                six(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 6
+            elif rest >= 4:
+                four(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 4
+            elif rest >= 2:
+                two(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 2
+            else:
+                one(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                row += 1
+
+    return product
+
+
+# The matrix unit of some processors (Intel's AMX): eight registers of 16 rows of 64 bytes.
+
+
+@functools.cache
+def has_matrix_unit() -> bool:
+    """Whether this process may use it; Linux wants to be asked once, for all threads."""
+    if sys.platform != "linux" or not binding.get_host_cpu_features().get("amx-bf16"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+def _unit(builder: Any, name: str, *values: Any) -> None:
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), *values)
+
+
+def _register(number: int) -> Any:
+    return ir.Constant(_BYTE, number)
+
+
+def _byte(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _BYTE.as_pointer())
+
+
+@word(nothing, long)
+def configure(builder: Any, address: Any) -> None:
+    """Rows and bytes of each register, as the 64 bytes at `address` say."""
+    _unit(builder, "ldtilecfg", _byte(builder, address))
+
+
+@word(nothing)
+def release(builder: Any) -> None:
+    """Not to be forgotten: what the registers hold is saved at each switch of threads."""
+    _unit(builder, "tilerelease")
+
+
+def unit_tile(down: int) -> Any:
+    """A word that computes `16 * down` x 64 elements of a bfloat16 product; `down` is 1 or 2.
+
+    Its arguments are those of a `tile` but the last; `a` is bfloat16, a step 32 positions. Of the
+    registers the first hold sums, then come those of a, then those of b.
+    """
+    across = PANELS // down
+    lefts = [_register(down * across + n) for n in range(down)]
+    rights = [_register(n) for n in range(down * across + down, 8)]
+
+    @word(nothing, long, long, long, long, long, long, long, long)
+    def product(
+        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any, steps: Any
+    ) -> None:
+        def multiply(c_start: Any, panels: Sequence[Any]) -> None:
+            def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+                column, block = (builder.mul(index, ir.Constant(LONG, n)) for n in (64, 1024))
+                for left, row in zip(lefts, rows, strict=True):
+                    start = builder.add(row, column)
+                    _unit(builder, "tileloadd64", left, _byte(builder, start), row_bytes)
+                for n, panel in enumerate(panels):
+                    right, start = rights[n % len(rights)], builder.add(panel, block)
+                    if down == 1:  # with more rows the unit is what takes the time
+                        for offset in range(0, 1024, 64):
+                            _fetch(builder, builder.add(start, ir.Constant(LONG, offset)))
+                    _unit(builder, "tileloadd64", right, _byte(builder, start), line)
+                    for m, left in enumerate(lefts):
+                        _unit(builder, "tdpbf16ps", _register(m * across + n), left, right)
+                return []
+
+            for n in range(down * across):
+                _unit(builder, "tilezero", _register(n))
+            repeat(builder, steps, [], step)
+            for m in range(down):
+                for n in range(across):
+                    to = builder.add(c_start, ir.Constant(LONG, 4 * (16 * 64 * m + 16 * n)))
+                    total = _register(m * across + n)
+                    _unit(builder, "tilestored64", total, _byte(builder, to), c_bytes)
+
+        row_bytes = builder.mul(a_stride, ir.Constant(LONG, 2))
+        line, c_bytes = ir.Constant(LONG, 64), ir.Constant(LONG, 256)
+        sixteen = builder.mul(row_bytes, ir.Constant(LONG, 16))
+        rows = [a, builder.add(a, sixteen)][:down]
+        for n in range(0, PANELS, across):
+            start = builder.add(c, ir.Constant(LONG, 4 * 16 * n))
+            multiply(start, (b0, b1, b2, b3)[n : n + across])
+
+    return product
+
+
+@word(nothing, long, long)
+def widen_bytes(builder: Any, target: Any, source: Any) -> None:
+    """Sixteen lanes of two positions of int8, as the matrix unit wants them in bfloat16: exact."""
+
+    def floats(offset: int) -> Any:
+        start = builder.add(source, ir.Constant(LONG, offset))
+        read = builder.load(builder.inttoptr(start, _BYTES.as_pointer()), align=1)
+        value = builder.sitofp(builder.sext(read, INDICES), VECTOR)
+        return builder.bitcast(value, INDICES)
+
+    both = builder.or_(builder.lshr(floats(0), _all(16)), floats(LANES))
+    builder.store(both, builder.inttoptr(target, INDICES.as_pointer()), align=4)
+
+
+# Results, rounded once to the dtype of the matrix.
+
+
+def _store_short(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    kind = value.type
+    start = builder.add(address, builder.mul(index, ir.Constant(LONG, 2)))
+    pointer = builder.inttoptr(start, kind.as_pointer())
+    suffix = "v16f16" if kind == _HALVES else "v16i16"
+    name = f"llvm.masked.store.{suffix}.p0"
+    call(
+        builder,
+        name,
+        ir.VoidType(),
+        value,
+        pointer,
+        ir.Constant(INT, 2),
+        lanes_from(builder, "<", count),
+    )
+
+
+@word(nothing, long, long, vector, long)
+def store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    """The first `count` lanes, to the nearest, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(value, INDICES)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    rounded = builder.add(bits, builder.add(odd, _all(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    rounded = builder.select(is_nan, _all(0x7FC00000), rounded)
+    upper = builder.trunc(builder.lshr(rounded, _all(16)), _SHORTS)
+    _store_short(builder, address, index, upper, count)
+
+
+@word(nothing, long, long, vector, long)
+def store_float16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
+    """The first `count` lanes, to the nearest, ties to even."""
+    _store_short(builder, address, index, builder.fptrunc(value, _HALVES), count)

@@ -1,0 +1,108 @@
+"""`PackedMatrix`: a weight of the network in the order in which products read it.
+
+Decides that order, and what is read back and written of it. Sixteen rows make a panel: `values`
+is `[panels, depth, 16]`, for bfloat16 `[panels, depth / 2, 16, 2]`, so that a product streams
+through each panel. Rows and positions that fill up the last panel and the depth are zero.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
+UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
+
+
+_ALL = slice(None)
+
+
+class PackedMatrix:
+    """`[rows, columns]` of float32, bfloat16 or float16; not a tensor, but read and written as one.
+
+    `quantized`: kept as int8 with a scale for each row, which is written whole then: the greatest
+    magnitude of the row is 127. `shape` and `dtype` are those of the values; `len` counts rows.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
+    ) -> None:
+        self.shape, self.dtype = torch.Size((rows, columns)), dtype
+        stored = torch.int8 if quantized else dtype
+        pair = 2 if stored is torch.bfloat16 else 1
+        self.depth = columns
+        if stored in (torch.bfloat16, torch.int8):
+            self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
+        panels = -(-rows // PANEL_ROWS)
+        self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
+        self.scales = torch.zeros(panels * PANEL_ROWS) if quantized else None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def unpacked(self, rows: slice = _ALL) -> Tensor:
+        """A copy of these rows, `[n, columns]`."""
+        start, stop, _ = rows.indices(len(self))
+        first, end = start // PANEL_ROWS, -(-stop // PANEL_ROWS)
+        whole = self.values[first:end].transpose(1, 2).flatten(0, 1).flatten(1)
+        own = whole[start - PANEL_ROWS * first : stop - PANEL_ROWS * first, : self.shape[1]]
+        if self.scales is None:
+            return own.contiguous()
+        return (own * self.scales[start:stop].unsqueeze(1)).to(self.dtype)
+
+    def copy_(self, values: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Write `values [n, m]`, converted, from that row and column on."""
+        if self.scales is not None:
+            values, scales = _quantized(values)
+            self.scales[first_row : first_row + len(values)] = scales
+        pair = self.values.shape[3]
+        for part in range(pair):
+            skipped = (part - first_column) % pair
+            start = (first_column + skipped) // pair
+            of_part = values[:, skipped::pair]
+            positions = self.values[..., part].transpose(1, 2)[..., start:][..., : of_part.shape[1]]
+            _copy_rows(positions, first_row, of_part)
+
+    def holds(self, values: Tensor, first_row: int = 0, first_column: int = 0) -> bool:
+        """Whether `copy_` of them would change nothing."""
+        own = self.unpacked(slice(first_row, first_row + len(values)))
+        if self.scales is not None:
+            ints, scales = _quantized(values)
+            values = ints * scales.unsqueeze(1)
+        own = own[:, first_column : first_column + values.shape[1]]
+        return torch.equal(own, values.to(self.dtype))
+
+
+Matrix = Tensor | PackedMatrix
+
+
+def plain(matrix: Matrix) -> Tensor:
+    """As a tensor: itself, or a copy of what is packed."""
+    return matrix.unpacked() if isinstance(matrix, PackedMatrix) else matrix
+
+
+def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127, and the scale of each row; of a row of zeros it is 0."""
+    wide = rows.float()
+    scales = wide.abs().amax(dim=1) / 127
+    return (wide / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)).round(), scales
+
+
+def _copy_rows(panels: Tensor, first: int, rows: Tensor) -> None:
+    """`rows [n, m]` into `panels [P, 16, m]`, from row `first` of them on; whole panels at once."""
+    head = min(-first % PANEL_ROWS, len(rows))
+    whole = (len(rows) - head) // PANEL_ROWS
+    panel, lane = divmod(first, PANEL_ROWS)
+    if head:
+        panels[panel, lane : lane + head].copy_(rows[:head])
+        panel += 1
+    middle = rows[head : head + PANEL_ROWS * whole]
+    if whole:
+        panels[panel : panel + whole].copy_(middle.reshape(whole, PANEL_ROWS, -1))
+    tail = rows[head + PANEL_ROWS * whole :]
+    if len(tail):
+        panels[panel + whole, : len(tail)].copy_(tail)

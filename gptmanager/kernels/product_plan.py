@@ -1,0 +1,114 @@
+"""`ProductPlan`: what of a product depends on its matrix alone, decided once.
+
+It decides which instructions multiply, and whether packing pays on this machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from llvmlite import binding  # type: ignore[import-untyped]
+
+from gptmanager.kernels import matrix_product as bodies
+from gptmanager.kernels.machine_code import compiled
+from gptmanager.kernels.matrix_product import ProductTask
+from gptmanager.kernels.matrix_tiles import PANELS, has_matrix_unit
+from gptmanager.kernels.packed_matrix import PANEL_ROWS, PackedMatrix
+from gptmanager.lifecycle.log import logger
+
+FEW_ROWS = 4  # up to here a quantized matrix is read as fast as memory gives it, without the unit
+_BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
+    torch.float32: bodies.multiply_float32,
+    torch.bfloat16: bodies.multiply_bfloat16,
+    torch.float16: bodies.multiply_float16,
+    torch.int8: bodies.multiply_int8,
+}
+_RESULT_KINDS = {
+    torch.float32: bodies.FLOAT32,
+    torch.bfloat16: bodies.BFLOAT16,
+    torch.float16: bodies.FLOAT16,
+}
+_kept: list[Any] = []  # what addresses lead to
+
+
+class Instructions(NamedTuple):
+    body: int  # address of the machine code
+    dtype: torch.dtype  # in which it takes the rows
+    scratch_bytes: int  # of a thread
+
+
+class ProductPlan(NamedTuple):
+    """For products with one matrix; with `silu`, of its halves: see `Kernels.linear_silu_mul`."""
+
+    task: ProductTask  # but for the rows
+    columns: int  # of the result
+    num_groups: int
+    work: int  # products of two numbers for each row
+    for_few: Instructions  # up to `FEW_ROWS` rows
+    for_many: Instructions
+
+
+def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> ProductPlan:
+    """`deterministic`: the same instructions for any number of rows."""
+    num_rows, num_panels = len(matrix), len(matrix.values)
+    columns, group = (num_rows // 2, PANELS // 2) if silu else (num_rows, PANELS)
+    task = ProductTask(
+        matrix=matrix.values.data_ptr(),
+        scales=0 if matrix.scales is None else matrix.scales.data_ptr(),
+        columns=columns,
+        depth=matrix.depth,
+        num_panels=num_panels,
+        group_panels=group,
+        second=num_panels // 2 if silu else 2,
+        silu=silu,
+        position_bytes=matrix.values.itemsize * PANEL_ROWS,
+        positions=matrix.values.shape[3],
+        result_kind=_RESULT_KINDS[matrix.dtype],
+    )
+    stored, scratch_bytes = matrix.values.dtype, bodies.SCRATCH_BYTES
+    few = many = Instructions(compiled(_BY_LANES[stored]), torch.float32, scratch_bytes)
+    if stored is torch.bfloat16 and has_matrix_unit():
+        body = compiled(bodies.multiply_by_unit)
+        few = many = Instructions(body, torch.bfloat16, scratch_bytes)
+    elif stored is torch.int8 and has_matrix_unit() and not deterministic:
+        body = compiled(bodies.multiply_int8_by_unit)
+        scratch_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
+        many = Instructions(body, torch.bfloat16, scratch_bytes)
+    num_groups = -(-columns // (PANEL_ROWS * group))
+    work = num_panels * PANEL_ROWS * matrix.depth
+    return ProductPlan(task, columns, num_groups, work, few, many)
+
+
+def can_be_packed(dtype: torch.dtype, quantized: bool) -> bool:
+    """Whether matrices of that dtype are to be packed. Those in 8 bits have no other form."""
+    return dtype in _RESULT_KINDS and (quantized or packing_pays())
+
+
+@functools.cache
+def registers(rows: int) -> int:
+    """Address of the matrix unit's sizes: `rows` rows for sums and for x, 16 for a matrix."""
+    palette, line, lines = b"\1", (64).to_bytes(2, "little"), bytes([rows] * 5 + [16] * 3)
+    table = palette.ljust(16, b"\0") + (8 * line).ljust(32, b"\0") + lines.ljust(16, b"\0")
+    _kept.append(ctypes.create_string_buffer(table, 64))
+    return ctypes.addressof(_kept[-1])
+
+
+@functools.cache
+def packing_pays() -> bool:
+    """Whether packed products beat torch's: where sixteen lanes are one register (AVX-512).
+
+    Elsewhere a tile's sums do not fit into registers. This is no measurement, since one on a busy
+    machine is wrong at times, and the same machine would then give other bits from run to run.
+    """
+    pays = bool(binding.get_host_cpu_features().get("avx512f"))
+    logger.info(
+        "weights on the CPU are %s: the processor has %s, and %s",
+        "packed" if pays else "not packed",
+        "AVX-512" if pays else "no AVX-512",
+        "a matrix unit for bfloat16" if has_matrix_unit() else "no matrix unit",
+    )
+    return pays

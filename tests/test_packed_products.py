@@ -1,0 +1,185 @@
+"""Products with packed matrices against float64, at every shape where a tile, a panel or a unit of
+the depth is not full; by each kind of instructions that this machine has."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gptmanager.kernels import (
+    CpuKernels,
+    PackedMatrix,
+    matrix_product,
+    matrix_tiles,
+    plain,
+    product_plan,
+)
+from gptmanager.kernels.matrix_tiles import has_matrix_unit
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((64, 32), (1, 1), (7, 5), (33, 33), (96, 300), (130, 64), (256, 96))
+ROWS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 95, 96, 97, 130)
+UNIT = pytest.param(
+    True,
+    marks=pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit"),
+)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(values: Tensor, quantized: bool = False) -> PackedMatrix:
+    matrix = PackedMatrix(*values.shape, values.dtype, quantized)
+    matrix.copy_(values)
+    return matrix
+
+
+@pytest.fixture(params=[False, UNIT], ids=["lanes", "unit"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+    if not request.param:
+        monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    return CpuKernels()
+
+
+def close(found: Tensor, wanted: Tensor, depth: int) -> None:
+    """Within the rounding of a result, and of sums of `depth` products of normal numbers."""
+    eps = torch.finfo(found.dtype).eps
+    allowed = wanted.abs() * eps + depth**0.5 * 4e-6
+    assert ((found.double() - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_products_are_right_at_every_edge(products: CpuKernels, dtype: torch.dtype) -> None:
+    for (outs, depth), num_rows in itertools.product(SHAPES, ROWS):
+        weight, bias = randn(outs, depth).to(dtype), randn(outs, seed=1).to(dtype)
+        x = randn(num_rows, depth, seed=2).to(dtype)
+        wanted = x.double() @ weight.double().T
+        close(products.linear(x, packed(weight), None), wanted, depth)
+        close(products.linear(x, packed(weight), bias), wanted + bias.double(), depth)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gate_and_up_are_one_product(products: CpuKernels, dtype: torch.dtype) -> None:
+    for outs, num_rows in itertools.product((32, 64, 96, 160), (1, 6, 33, 97)):
+        weight, bias = randn(outs, 48).to(dtype), randn(outs, seed=1).to(dtype)
+        x = randn(num_rows, 48, seed=2).to(dtype)
+        gate, up = (x.double() @ weight.double().T + bias.double()).chunk(2, dim=-1)
+        found = products.linear_silu_mul(x, packed(weight), bias)
+        wanted = F.silu(gate) * up
+        allowed = wanted.abs() * torch.finfo(dtype).eps + 1e-4
+        assert ((found.double() - wanted).abs() <= allowed).all()
+
+
+def test_a_gate_that_ends_within_a_panel_is_computed_apart() -> None:
+    weight, x = randn(2 * 24, 16), randn(5, 16, seed=1)
+    gate, up = (x @ weight.T).chunk(2, dim=-1)
+    found = CpuKernels().linear_silu_mul(x, packed(weight))
+    torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_quantized_matrix_multiplies_as_what_it_holds(
+    products: CpuKernels, dtype: torch.dtype
+) -> None:
+    for (outs, depth), num_rows in itertools.product(SHAPES, ROWS):
+        weight, x = randn(outs, depth).to(dtype), randn(num_rows, depth, seed=2).to(dtype)
+        matrix = packed(weight, quantized=True)
+        assert matrix.scales is not None
+        ints = matrix.values[..., 0].transpose(1, 2).flatten(0, 1)[:outs, :depth]
+        held = ints.double() * matrix.scales[:outs, None].double()
+        exact = x if num_rows <= product_plan.FEW_ROWS else None
+        if exact is None:  # the unit takes bfloat16
+            by_unit = product_plan.has_matrix_unit()
+            exact = x.bfloat16() if by_unit else x
+        close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
+    products = CpuKernels(deterministic=True)
+    matrix = packed(randn(100, 70).to(dtype), quantized)
+    x = randn(130, 70, seed=1).to(dtype)
+    together = products.linear(x, matrix, None)
+    for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 96, 97), (0, 3, 33)):
+        alone = products.linear(x[start : start + count], matrix, None)
+        assert torch.equal(alone, together[start : start + count]), (count, start)
+
+
+def test_threads_share_a_product(products: CpuKernels) -> None:
+    weight, x = randn(2000, 200).bfloat16(), randn(200, 200, seed=1).bfloat16()
+    alone = products.linear(x, packed(weight), None)
+    torch.set_num_threads(2)
+    assert torch.equal(products.linear(x, packed(weight), None), alone)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_not_finite_stays_in_its_row(
+    products: CpuKernels, dtype: torch.dtype, number: float
+) -> None:
+    x, weight = torch.ones(3, 40, dtype=dtype), torch.ones(20, 40, dtype=dtype)
+    x[1, 39] = number
+    found = products.linear(x, packed(weight), None)
+    assert (found[[0, 2]] == 40).all()
+    assert not found[1].isfinite().any()
+
+
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    data=st.data(),
+    dtype=st.sampled_from(FLOATS),
+)
+def test_what_is_written_is_read_back(
+    rows: int, columns: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    wanted, matrix = torch.zeros(rows, columns, dtype=dtype), PackedMatrix(rows, columns, dtype)
+    for seed in range(3):
+        row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+        num_rows = data.draw(st.integers(1, rows - row))
+        num_columns = data.draw(st.integers(1, columns - column))
+        values = randn(num_columns, num_rows, seed=seed).t()  # of a transposed checkpoint
+        matrix.copy_(values, row, column)
+        wanted[row : row + num_rows, column : column + num_columns] = values.to(dtype)
+    assert torch.equal(matrix.unpacked(), wanted) and torch.equal(plain(matrix), wanted)
+    assert matrix.holds(wanted) and not matrix.holds(wanted + 1)
+    first = data.draw(st.integers(0, rows - 1))
+    assert torch.equal(matrix.unpacked(slice(first, None)), wanted[first:])
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=5)), dtype=torch.int64)
+    assert torch.equal(CpuKernels().embedding(ids, matrix), wanted[ids])
+
+
+def test_rows_of_a_quantized_matrix_are_within_half_a_step() -> None:
+    values = randn(50, 30) * torch.logspace(-20, 10, 50).unsqueeze(1)
+    values[7] = 0
+    matrix = packed(values, quantized=True)
+    step = values.abs().amax(dim=1, keepdim=True) / 127
+    assert ((matrix.unpacked() - values).abs() <= step * 0.501).all()
+    rows = CpuKernels().embedding(torch.tensor([7, 49]), matrix)
+    assert torch.equal(rows, matrix.unpacked()[[7, 49]])
+    assert matrix.holds(values) and not matrix.holds(values * 2)
+    assert matrix.nbytes < values.nbytes / 2
+
+
+def test_where_it_does_not_pay_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = CpuKernels()
+    assert products.new_matrix(4, 4, torch.float64) is None
+    monkeypatch.setattr(product_plan, "packing_pays", lambda: False)
+    assert products.new_matrix(4, 4, torch.float32) is None
+    assert products.new_matrix(4, 4, torch.float32, quantized=True) is not None
+
+
+def test_no_two_functions_have_one_name() -> None:
+    """Machine code is linked by names, also that of other processes, which count otherwise."""
+    kinds = ("float32", "bfloat16", "float16", "int8")
+    rows = {matrix_tiles.over_rows(kind).__qualname__ for kind in kinds}
+    shares = {matrix_product._share_of(kind).__qualname__ for kind in kinds}
+    assert len(rows) == len(shares) == len(kinds)
