@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, Kernels, machine_code
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.threads import Team
+from gptmanager.kernels.threads import Team, end_threads_of_caller
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 CPU = CpuKernels()
@@ -525,6 +525,23 @@ def test_one_thread_does_where_torch_has_another_openmp(monkeypatch: pytest.Monk
     monkeypatch.setattr(alone._team, "_parallel", None)
     assert alone._team.max_size == 1
     assert torch.equal(pages.attend_all(alone), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is what torch uses on Linux")
+def test_the_threads_of_a_caller_end_and_come_again() -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def compute() -> Tensor:
+        return CPU.gelu(torch.arange(100_000, dtype=torch.float32))
+
+    end_threads_of_caller()
+    expected, before = compute(), count()
+    torch.set_num_threads(2)
+    for _ in range(2):
+        assert torch.equal(compute(), expected) and count() == before + 1
+        end_threads_of_caller()
+        assert count() == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP is what torch uses on Linux")
