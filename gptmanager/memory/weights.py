@@ -222,19 +222,20 @@ class Weights:
         row, column = place.first_row + start, 0
         if place.transposed:
             piece, row, column = piece.t(), place.first_row, start
-        storage = self._storage[place.parameter]
-        if isinstance(storage, PackedMatrix) and not place.twin:
-            storage.copy_(piece, row, column)
-            return
+        storage, is_equal = self._storage[place.parameter], True
         if isinstance(storage, PackedMatrix):
-            is_equal = storage.holds(piece, row, column)
+            if place.twin:
+                is_equal = storage.holds(piece, row, column)
+            else:
+                storage.copy_(piece, row, column)
         else:
             region = storage[row : row + len(piece)]
             if piece.dim() == 2:
                 region = region[:, column : column + piece.shape[1]]
-            if not place.twin:
+            if place.twin:
+                is_equal = torch.equal(region, piece.to(region))
+            else:
                 region.copy_(piece)
-            is_equal = torch.equal(region, piece.to(region))
         if not is_equal:
             raise ConfigError(
                 f"tensor {name} differs from {place.parameter}, to which the config ties it "
