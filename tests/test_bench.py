@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from bench_load import LOAD, TINY
 from checkpoints import CONFIGS, checkpoint, random_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gptmanager import OptionalParams, SchedulerConfig, cli
 from gptmanager.bench import (
     SHAPES,
-    SMALL_LLAMA,
     BenchOptions,
     Load,
     TransformersPeer,
@@ -22,11 +22,6 @@ from gptmanager.bench import (
     run_manager,
 )
 from gptmanager.errors import ConfigError, GptManagerError
-
-LOAD = Load(num_requests=5, prompt_len=(3, 20), output_len=(2, 9))
-TINY = {**SMALL_LLAMA, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56}
-TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-
 
 TINY_QWEN2 = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
 

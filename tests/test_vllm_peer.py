@@ -16,14 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_load import LOAD, TINY
 from safetensors.torch import load_file
 
 from gptmanager import OptionalParams, SchedulerConfig
 from gptmanager.bench import (
     SHAPES,
-    SMALL_LLAMA,
     BenchOptions,
-    Load,
     VllmPeer,
     bench,
     random_llama,
@@ -32,9 +31,6 @@ from gptmanager.bench import (
 from gptmanager.bench.transformers_peer import TooSlow
 from gptmanager.errors import ConfigError, GptManagerError
 
-LOAD = Load(num_requests=5, prompt_len=(3, 20), output_len=(2, 9))
-TINY = {**SMALL_LLAMA, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 56}
-TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 REQUESTS = LOAD.requests(96)
 REAL = os.environ.get("GPTMANAGER_VLLM_PYTHON")
 

@@ -264,7 +264,7 @@ class CpuKernels(Kernels):
         if pages.cache_scales is not None:
             return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
-        num_tokens, num_heads = (qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads)
+        num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
         qkv, q_norm, k_norm = _wide(qkv), _wide_if_given(q_norm), _wide_if_given(k_norm)
         q = qkv.new_empty(num_tokens * (num_heads + 1), head_dim)
         task = RopeTask(

@@ -93,19 +93,17 @@ def tile(rows: int, dtype: str) -> Any:
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
         steps: Any, add: Any,
     ) -> None:  # fmt: skip
-        def moved(start: Any, bytes_on: Any) -> Any:
-            return builder.add(start, bytes_on)
-
         row_bytes = builder.mul(a_stride, ir.Constant(LONG, 4))
-        lefts = [moved(a, builder.mul(row_bytes, ir.Constant(LONG, row))) for row in range(rows)]
+        lefts = [
+            builder.add(a, builder.mul(row_bytes, ir.Constant(LONG, row))) for row in range(rows)
+        ]
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             offset = builder.mul(index, ir.Constant(LONG, bytes_read))
-            pointers = [
-                builder.inttoptr(moved(b, offset), kind.as_pointer()) for b in (b0, b1, b2, b3)
-            ]
-            for b in (b0, b1, b2, b3):
-                _fetch(builder, moved(b, offset))
+            starts = [builder.add(b, offset) for b in (b0, b1, b2, b3)]
+            for start in starts:
+                _fetch(builder, start)
+            pointers = [builder.inttoptr(start, kind.as_pointer()) for start in starts]
             read = [widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
             depth = len(read[0])
             for inner in range(depth):

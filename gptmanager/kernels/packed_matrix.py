@@ -12,8 +12,6 @@ from torch import Tensor
 
 PANEL_ROWS = 16  # the lanes of a SIMD register, see `lanes`
 UNIT_DEPTH = 32  # positions of bfloat16 that the matrix unit takes at a time
-
-
 _ALL = slice(None)
 
 
