@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ _WHEELS = {  # of CUDA's headers, and where they lie in them
 }
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
+_KEPT = "2"  # the form of what is kept; in the first, cubins had no last byte
 _FIGURES = {
     "registers": re.compile(r"Used (\d+) registers"),
     "shared_memory": re.compile(r"(\d+) bytes smem"),
@@ -96,7 +98,7 @@ def compile(
     text = source.read_text("utf-8") if isinstance(source, Path) else source
     folder = source.parent if isinstance(source, Path) else FOLDER
     flags = ("-std=c++17", f"-arch={arch}", "--ptxas-options=-v", *options)
-    keyed = [str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
+    keyed = [_KEPT, str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
     key = hashlib.sha256("\0".join(keyed).encode()).hexdigest()[:32]
     kept = (cache or cache_folder("cubins")) / key
     if not (kept / "cubin").exists():
@@ -125,9 +127,23 @@ def _compile(
             raise CompilationError(f"{file} does not compile:\n{log}") from None
         log = nvrtc.getProgramLog(program)
         lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
-        return Cubin(nvrtc.getCUBIN(program), lowered, _figures(log, lowered), log)
+        return Cubin(_whole(nvrtc.getCUBIN(program)), lowered, _figures(log, lowered), log)
     finally:
         nvrtc.destroyProgram(program)
+
+
+def _whole(code: bytes) -> bytes:
+    """A cubin with the last byte, which CuPy takes for the end of a string, and cuts off.
+
+    It belongs to the last program header: the highest byte of an alignment, and so 0. The ELF header
+    tells where its tables end. `CompilationError` where more is missing.
+    """
+    tables = struct.unpack_from("<2Q", code, 32)
+    sizes = struct.unpack_from("<4H", code, 54)
+    size = max(at + sizes[i] * sizes[i + 1] for at, i in zip(tables, (0, 2), strict=True))
+    if size > len(code) + 1:
+        raise CompilationError(f"NVRTC's cubin has {len(code)} bytes, and names {size} of them")
+    return code.ljust(size, b"\0")
 
 
 def _figures(log: str, lowered: Mapping[str, str]) -> dict[str, Figures]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from pathlib import Path
 
@@ -41,6 +42,29 @@ def test_a_cubin_and_its_figures(tmp_path):
     assert 0 < made.figures["add<32>"].registers < 40
     assert compiler.compile(SOURCE, "sm_90a", names, cache=tmp_path) == made, "from the cache"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+def test_a_cubin_is_whole(nvrtc, monkeypatch, tmp_path, arch):
+    """As NVRTC itself gives it, past CuPy's binding, which cuts the last byte off."""
+    whole = []
+
+    def ask(program):
+        library = ctypes.CDLL(f"libnvrtc.so.{nvrtc.getVersion()[0]}")  # which CuPy has loaded
+        handle, size = ctypes.c_void_p(program), ctypes.c_size_t()
+        assert library.nvrtcGetCUBINSize(handle, ctypes.byref(size)) == 0
+        code = ctypes.create_string_buffer(size.value)
+        assert library.nvrtcGetCUBIN(handle, code) == 0
+        whole.append(code.raw)
+        return binding(program)
+
+    binding = nvrtc.getCUBIN
+    monkeypatch.setattr(nvrtc, "getCUBIN", ask)
+    made = compiler.compile(SOURCE, arch, ["add<32>"], cache=tmp_path)
+    assert made.code == whole[0]
+    monkeypatch.setattr(nvrtc, "getCUBIN", lambda program: binding(program)[:-5])
+    with pytest.raises(compiler.CompilationError, match=rf"and names {len(whole[0])} of them"):
+        compiler.compile(SOURCE, arch, ["add<32>"], cache=tmp_path / "other")
 
 
 def test_a_folder_in_which_nothing_can_be_kept(tmp_path):
