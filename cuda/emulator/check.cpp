@@ -211,7 +211,7 @@ static uint32_t offset(Site site) {
     return site.address ? uint32_t((char*)site.address - library().begin) : 0;
 }
 
-enum Kind { READ = 1, WRITE = 2, BOTH = 3 };
+enum Kind { READ = 1, WRITE = 2, BOTH = 3, ARRIVAL = 4 | WRITE };
 
 static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site site) {
     char* address = static_cast<char*>(pointer);
@@ -233,6 +233,8 @@ static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site s
         }
         if (kind & READ && write.in_flight())
             fail(site, "read of what cp.async has not delivered: no cp_async_wait before it");
+        if (kind & WRITE && kind != ARRIVAL && write.in_flight())
+            fail(site, "write to what cp.async has not delivered: no cp_async_wait before it");
         bool excused = self.atomic() && write.atomic();
         if (write && !excused && !ordered(write))
             fail_race(site, kind & WRITE ? "write" : "read", "write", write, *shadow);
@@ -262,6 +264,10 @@ void check_atomic(void* address, size_t size, Site site) {
 
 void check_in_flight(void* address, size_t size, Site site) {
     access(address, size, WRITE, IN_FLIGHT, site);
+}
+
+void check_arrival(void* address, size_t size, Site site) {
+    access(address, size, ARRIVAL, 0, site);
 }
 
 static void aligned(void* address, size_t size, Site site) {

@@ -74,7 +74,6 @@ void fail(Site site, const char* format, ...) {
 static void fiber() {
     for (;;) {
         launch->body(launch->arguments);
-        if (!current->copies.empty()) copy_async_wait(0);
         current->state = State::RETURNED;
         if (!_setjmp(current->context)) _longjmp(scheduler, 1);
     }
@@ -274,14 +273,31 @@ void fence() {
 
 // cp.async ----------------------------------------------------------------------------------------
 
+constexpr unsigned char NOT_THERE = 0xFF;
+
 void copy_async(void* to, const void* from, size_t size, size_t source_size, Site site) {
     if (uintptr_t(to) % size || (source_size && uintptr_t(from) % size))
         fail(site, "cp.async of %zu bytes with an address that is not aligned to them", size);
     if (!in_shared((char*)to)) fail(site, "cp.async to what is not shared memory");
     if (source_size) check_read(from, source_size, site);
     if (checking) check_in_flight(to, size, site);
-    memset(to, 0xFF, size);
-    current->copies.push_back({to, from, size, source_size, current->group, site});
+    memset(to, NOT_THERE, size);
+    AsyncCopy copy{to, from, size, source_size, current->group, site, {}};
+    memcpy(copy.value, from, source_size);
+    current->copies.push_back(copy);
+}
+
+// It may have read and written its bytes at any time since it was asked for.
+static void arrive(const AsyncCopy& copy) {
+    auto in_flight = [](unsigned char byte) { return byte == NOT_THERE; };
+    auto* to = static_cast<unsigned char*>(copy.to);
+    if (memcmp(copy.value, copy.from, copy.source_size))
+        fail(copy.site, "cp.async of what was written to before cp_async_wait");
+    if (!std::all_of(to, to + copy.size, in_flight))
+        fail(copy.site, "cp.async to what was written to before cp_async_wait");
+    memcpy(to, copy.value, copy.source_size);
+    memset(to + copy.source_size, 0, copy.size - copy.source_size);
+    if (checking) check_arrival(to, copy.size, copy.site);
 }
 
 void copy_async_commit() { current->group++; }
@@ -291,9 +307,7 @@ void copy_async_wait(int pending_groups) {
     size_t arrived = 0;
     for (AsyncCopy& copy : self.copies) {
         if (copy.group >= self.group - pending_groups) break;
-        memcpy(copy.to, copy.from, copy.source_size);
-        memset((char*)copy.to + copy.source_size, 0, copy.size - copy.source_size);
-        check_write(copy.to, copy.size, copy.site);
+        arrive(copy);
         arrived++;
     }
     self.copies.erase(self.copies.begin(), self.copies.begin() + arrived);

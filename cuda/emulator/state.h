@@ -16,6 +16,7 @@ struct AsyncCopy {
     size_t size, source_size;
     int group;
     Site site;
+    unsigned char value[16];  // of the source when it was asked for
 };
 
 struct Thread {
@@ -93,5 +94,6 @@ void check_barrier();
 void check_sync_warp(unsigned first_thread, unsigned mask);
 void check_fence();
 void check_in_flight(void* address, size_t size, Site site);
+void check_arrival(void* address, size_t size, Site site);
 
 }  // namespace emulator

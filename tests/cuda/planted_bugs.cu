@@ -97,6 +97,33 @@ __global__ void misaligned_destination(float* x) {
     ptx::cp_async_16(memory + 2, x);  // HERE misaligned_destination
 }
 
+// Of the first threads each copies, and writes where it or its source lies.
+__global__ void overwritten_source(float* x) {
+    __shared__ __align__(16) float memory[64];
+    if (threadIdx.x >= 16) return;
+    ptx::cp_async_16(memory + 4 * threadIdx.x, x + 4 * threadIdx.x);  // HERE overwritten_source
+    ptx::cp_async_commit();
+    x[4 * threadIdx.x + 3] = 0;
+    ptx::cp_async_wait<0>();
+}
+
+__global__ void overwritten_copy(float* x) {
+    __shared__ __align__(16) float memory[64];
+    if (threadIdx.x >= 16) return;
+    float* own = memory + 4 * threadIdx.x;
+    ptx::cp_async_16(own, x + 4 * threadIdx.x), own[3] = 0;  // HERE overwritten_copy
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+}
+
+__global__ void copied_twice(float* x) {
+    __shared__ __align__(16) float memory[4];
+    if (threadIdx.x > 0) return;
+    for (int i = 0; i < 2; i++) ptx::cp_async_16(memory, x + 4 * i);  // HERE copied_twice
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+}
+
 __global__ void parted_matrices(float* x) {
     float d[4] = {};
     unsigned a[4] = {};
@@ -256,6 +283,19 @@ __global__ void with_wait(float* x) {
     ptx::cp_async_wait<0>();
     __syncthreads();
     x[threadIdx.x] = 2 * memory[threadIdx.x];
+}
+
+// Where a copy has arrived, and where it came from, may be written to, and copied to again.
+__global__ void reused_copy(float* x) {
+    __shared__ __align__(16) float memory[64];
+    float* own = memory + 4 * threadIdx.x;
+    for (int i = 0; threadIdx.x < 16 && i < 2; i++) {
+        ptx::cp_async_16(own, x + 4 * threadIdx.x);
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        for (int j = 0; j < 4; j++) x[4 * threadIdx.x + j] += own[j];
+        own[0] = 0;
+    }
 }
 
 // Four blocks; all threads write, thread 0 fences for them after the barrier.

@@ -33,6 +33,9 @@ NAMED_IN_FAST_MODE = {
     "misaligned_row": "ldmatrix of a row that is not aligned to 16 bytes",
     "misaligned_source": "cp.async of 16 bytes with an address that is not aligned",
     "misaligned_destination": "cp.async of 16 bytes with an address that is not aligned",
+    "overwritten_source": "cp.async of what was written to before cp_async_wait",
+    "overwritten_copy": "(write to what cp.async has not|cp.async to what was written to before)",
+    "copied_twice": "(write to what cp.async has not|cp.async to what was written to before)",
     "parted_matrices": "mma with mask 0xffffffff, but lane . is in mma with mask 0xffffffff at",
     "wide_shift": "shift by 32 bits",
     "too_large_for_int": "conversion of a float to an integer type that has no such value",
@@ -53,7 +56,7 @@ NAMED_IN_CHECK_MODE = {
 }
 CONTROLS = ("with_sync_warp", "many_sync_warps", "shared_half", "with_atomics", "with_wait")
 LAST_BLOCK = ("last_block", "last_block_own_fences", "last_block_released")
-CONTROLS += (*LAST_BLOCK, "joined_matrices")
+CONTROLS += (*LAST_BLOCK, "joined_matrices", "reused_copy")
 DTYPES = {"stack_overflow": np.int32, "wide_shift": np.uint32, "misaligned_register": np.float16}
 NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2}
 WITH_TICKETS = (*LAST_BLOCK, "missing_fence", "missing_release", "missing_release_barrier")
