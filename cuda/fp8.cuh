@@ -35,9 +35,14 @@ template <> __device__ inline unsigned rebase<__nv_bfloat16>(unsigned both) {
     return *reinterpret_cast<unsigned*>(&result);
 }
 
+// Whether the device converts elements itself. The emulator runs either way.
+#ifndef DEVICE_CONVERTS_FP8
+#define DEVICE_CONVERTS_FP8 (__CUDA_ARCH__ >= 890)
+#endif
+
 // Two elements, in the lower 16 bits, as a register of a matrix; exact, since T has all of their bits.
 template <class T> __device__ inline unsigned expand(unsigned both) {
-#if __CUDA_ARCH__ >= 890
+#if DEVICE_CONVERTS_FP8
     __half2 halves(__nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(both), __NV_E4M3));
     if constexpr (SHIFT<T> == 7) return *reinterpret_cast<unsigned*>(&halves);
     float2 floats = __half22float2(halves);

@@ -1,0 +1,100 @@
+"""What each instruction of intrinsics.cuh is on a device: nvdisasm's names of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from requirements import skip
+
+from gptmanager.cuda import compiler
+from gptmanager.errors import ConfigError
+
+SOURCE = """
+#include "intrinsics.cuh"
+__global__ void power(float* x) { x[0] = ptx::exp2_approx(x[0]); }
+__global__ void increment(unsigned* x) { x[0] = ptx::atomic_inc_acq_rel(x + 1, x[2]); }
+__global__ void copy(float* x) {
+    ptx::cp_async_16(ptx::dynamic_shared(), x + 4, x[0] > 0);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<1>();
+    x[0] = ptx::dynamic_shared()[0];
+}
+__global__ void rows(uint4* x) {
+    unsigned a[4];
+    ptx::load_matrix_x4(a, ptx::dynamic_shared());
+    x[threadIdx.x] = {a[0], a[1], a[2], a[3]};
+}
+__global__ void columns(uint4* x) {
+    unsigned a[4];
+    ptx::load_matrix_x4_transposed(a, ptx::dynamic_shared());
+    x[threadIdx.x] = {a[0], a[1], a[2], a[3]};
+}
+__global__ void transpose(unsigned* x) { x[threadIdx.x] = ptx::transpose_matrix(x[threadIdx.x]); }
+template <class T> __device__ void multiply(const unsigned* x, float* out) {
+    unsigned a[4] = {x[0], x[1], x[2], x[3]};
+    float d[4] = {out[0], out[1], out[2], out[3]};
+    ptx::mma_m16n8k16(d, a, x[4], x[5], T());
+    for (int i = 0; i < 4; i++) out[i] = d[i];
+}
+__global__ void halves(const unsigned* x, float* out) { multiply<__half>(x, out); }
+__global__ void bfloats(const unsigned* x, float* out) { multiply<__nv_bfloat16>(x, out); }
+"""
+INSTRUCTIONS = {
+    "power": ["MUFU.EX2"],
+    # release, the atomic, and acquire: what L1 holds is no longer valid
+    "increment": ["MEMBAR.ALL.GPU", "ERRBAR", "ATOMG.E.INC.STRONG.GPU", "CCTL.IVALL"],
+    "copy": ["LDGSTS.E.BYPASS.LTC128B.128", "LDGDEPBAR", "DEPBAR.LE SB0, 0x1"],
+    "rows": ["LDSM.16.M88.4"],
+    "columns": ["LDSM.16.MT88.4"],
+    "transpose": ["MOVM.16.MT88"],
+    "halves": ["HMMA.16816.F32"],
+    "bfloats": ["HMMA.16816.F32.BF16"],
+}
+# What is not to move operands about. FMUL: numbers that are not normalized would cost some.
+TOLD = re.compile("MUFU|FMUL|MEMBAR|ERRBAR|ATOM|RED|CCTL|FENCE|LDGSTS|LDGDEP|DEPBAR|LDSM|MOVM|HMMA")
+
+
+@functools.cache
+def disassembler() -> str:
+    """Of NVIDIA's wheel, or of a toolkit."""
+    try:
+        compiler.find_nvrtc()
+    except ConfigError as error:
+        skip(str(error))
+    places = (Path(folder, "nvidia/cu13/bin/nvdisasm") for folder in sys.path)
+    found = next((str(it) for it in places if it.exists()), shutil.which("nvdisasm"))
+    if found is None:
+        skip("there is no nvdisasm here: pip install nvidia-cuda-nvdisasm")
+    return found
+
+
+def instructions(arch: str, folder: Path) -> dict[str, list[str]]:
+    """Kernel -> its instructions, without predicates."""
+    cubin = folder / "kernels.cubin"
+    cubin.write_bytes(compiler.compile(SOURCE, arch, [*INSTRUCTIONS], cache=folder / "cache").code)
+    done = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for section in done.stdout.split("\t.section\t.text._Z")[1:]:
+        name = re.match(r"\d+([a-z]+\d*)P", section)[1]
+        line = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][^;]*?) *;"
+        found[name] = re.findall(line, section)
+    return found
+
+
+@pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
+def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
+    disassembler()
+    found = instructions(arch, tmp_path)
+    assert found.keys() == INSTRUCTIONS.keys()
+    for name, expected in INSTRUCTIONS.items():
+        kept = [instruction for instruction in found[name] if TOLD.match(instruction)]
+        assert len(kept) == len(expected), (name, kept)
+        for whole, begin in zip(kept, expected, strict=True):
+            assert whole == begin or whole.startswith(begin + " "), (name, whole)
