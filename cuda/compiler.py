@@ -135,7 +135,7 @@ def _compile(
 def _whole(code: bytes) -> bytes:
     """A cubin with the last byte, which CuPy takes for the end of a string, and cuts off.
 
-    It belongs to the last program header: the highest byte of an alignment, and so 0. The ELF header
+    It belongs to the last program header: the highest byte of an alignment, so 0. The ELF header
     tells where its tables end. `CompilationError` where more is missing.
     """
     tables = struct.unpack_from("<2Q", code, 32)

@@ -1,4 +1,4 @@
-"""Elements of 8 bits, expanded in both ways that a device may: with its own instruction, and without."""
+"""8-bit floats, expanded in both ways: by a device's own instruction, and without it."""
 
 from __future__ import annotations
 
