@@ -601,21 +601,93 @@ def test_contiguous_keys_and_values_are_written_as_pages_are(norms: bool) -> Non
         assert torch.equal(pages.nan_to_num(), written.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_tensors_are_widened_and_rounded_once(dtype: torch.dtype) -> None:
-    sizes, rows = Sizes(4, 2, 32, 16), [(5, 40), (1, 20)]
-    wide = list(rope_arguments(sizes, 32, True, rows))
-    wide[0], wide[3], wide[4] = (wide[i].to(dtype).float() for i in (0, 3, 4))
-    q, keys = CPU.rope_and_write(*wide), wide[6].keys.clone()
-    narrow = [*wide]
-    narrow[0], narrow[3], narrow[4] = (wide[i].to(dtype) for i in (0, 3, 4))
-    assert torch.equal(CPU.rope_and_write(*narrow), q)
-    assert torch.equal(narrow[6].keys.nan_to_num(), keys.nan_to_num())
-    x = randn(9, 2 * WIDTH).to(dtype)
-    for op in (CPU.silu_mul, CPU.gelu):
-        assert torch.equal(op(x), op(x.float()).to(dtype))
-    residual, summed = x.flip(1), x + x.flip(1)
-    weight = randn(2 * WIDTH).to(dtype)
-    got = CPU.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, summed)
-    assert torch.equal(got, CPU.rms_norm(summed.float(), weight.float(), 1e-5).to(dtype))
+# Narrow dtypes: the bits of the same numbers in float32, rounded once -----------------------------
+
+narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@narrow
+@pytest.mark.parametrize(
+    "sizes", [*SHAPES, Sizes(6, 2, 40, 64), Sizes(3, 1, 20, 7), Sizes(4, 4, 128, 16)], ids=str
+)
+@pytest.mark.parametrize("token_major", [False, True])
+def test_attention_over_narrow_pages(dtype: torch.dtype, sizes: Sizes, token_major: bool) -> None:
+    pages = new_pages(sizes, ROWS)
+    pages.keys, pages.values, pages.q = (
+        it.to(dtype).float() for it in (pages.keys, pages.values, pages.q)
+    )
+    if token_major:
+        pages.keys, pages.values = contiguous(pages.keys, pages.values)
+    wide = pages.attend_all(CPU)
+    pages.keys = pages.keys.mT.to(dtype).mT if token_major else pages.keys.to(dtype)
+    pages.values = pages.values.to(dtype)
+    if token_major:
+        pages.keys, pages.values = contiguous(pages.keys, pages.values)
+    assert torch.equal(pages.attend_all(CPU), wide)
+    pages.q = pages.q.to(dtype)
+    got = pages.attend_all(CPU)
+    assert got.dtype is dtype
+    assert torch.equal(got, wide.to(dtype))
+
+
+@narrow
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("narrow_qkv", [False, True])
+def test_rope_and_write_to_narrow_pages(
+    dtype: torch.dtype, norms: bool, token_major: bool, narrow_qkv: bool
+) -> None:
+    sizes, rows = Sizes(4, 2, 20, 16), [(1, 1), (65, 65), (7, 200)]
+    arguments = list(rope_arguments(sizes, 16, norms, rows))
+    if narrow_qkv:
+        given = (arguments[i] for i in (0, 3, 4))
+        rounded = (None if it is None else it.to(dtype) for it in given)
+        arguments[0], arguments[3], arguments[4] = rounded
+    keys, values, _ = arguments[6]
+    q = CPU.rope_and_write(*arguments)
+    assert q.dtype is torch.float32
+    own = tuple(torch.full_like(it, torch.nan, dtype=dtype) for it in (keys, values))
+    arguments[6] = Pages(*(contiguous(*own) if token_major else own))
+    got = CPU.rope_and_write(*arguments)
+    assert got.dtype is dtype
+    assert torch.equal(got, q.to(dtype))
+    for written, expected in zip(arguments[6][:2], (keys, values), strict=True):
+        assert torch.equal(written.isnan(), expected.isnan())
+        assert torch.equal(written.nan_to_num(), expected.to(dtype).nan_to_num())
+
+
+@narrow
+@pytest.mark.parametrize("width", [1, 16, WIDTH, 2 * WIDTH])
+def test_norms_and_activations_of_narrow_tensors(dtype: torch.dtype, width: int) -> None:
+    x, weight, bias = (randn(n, width, seed=n).to(dtype) for n in (9, 1, 1))
+    weight, bias = weight[0], bias[0]
+    assert torch.equal(CPU.gelu(x), CPU.gelu(x.float()).to(dtype))
+    both = torch.cat((x, x.flip(0)), dim=1)
+    assert torch.equal(CPU.silu_mul(both), CPU.silu_mul(both.float()).to(dtype))
+    expected = CPU.layer_norm(x.float(), weight.float(), bias.float(), 1e-5).to(dtype)
+    assert torch.equal(CPU.layer_norm(x, weight, bias, 1e-5), expected)
+    for own in (weight, weight.float()):  # a weight of another dtype is not rounded
+        residual, summed = x.flip(0), x + x.flip(0)
+        got = CPU.add_rms_norm(x, residual, own, 1e-5)
+        assert torch.equal(residual, summed)
+        assert torch.equal(got, CPU.rms_norm(summed.float(), own.float(), 1e-5).to(dtype))
+    fine = 1 + weight.float() / 4096
+    assert torch.equal(CPU.rms_norm(x, fine, 1e-5), CPU.rms_norm(x.float(), fine, 1e-5).to(dtype))
+
+
+@narrow
+def test_what_is_rounded_is_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Ties, what leaves the dtype, what is too small for it, and what is no number."""
+    ties = torch.tensor([1.00390625, 1.01171875, 1.00048828125, 1.00146484375])
+    odd = torch.tensor([65519.9, 65520.0, 3.4e38, 6e-8, 1e-40, -0.0, torch.inf, torch.nan])
+    values = torch.cat((ties, -ties, odd, -odd, randn(40)))
+    rows = [(len(values), len(values))]
+    arguments = list(rope_arguments(Sizes(1, 1, 1, 16), None, False, rows))
+    arguments[0] = values.unsqueeze(1).repeat(1, 3)
+    own = (torch.zeros_like(it, dtype=dtype) for it in arguments[6][:2])
+    arguments[6] = Pages(*own)
+    got = CPU.rope_and_write(*arguments).flatten()
+    assert torch.equal(got.isnan(), values.isnan())
+    expected = values.to(dtype).nan_to_num(nan=7.0)
+    assert torch.equal(got.nan_to_num(nan=7.0), expected)
+    assert torch.equal(got.signbit()[~got.isnan()], values.signbit()[~values.isnan()])

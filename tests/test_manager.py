@@ -648,14 +648,16 @@ def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, cap
     assert caplog.text.count("nobody has been scheduled for") == 1
 
 
-def test_a_default_dtype_of_the_process_changes_nothing(host):
+@pytest.mark.parametrize("weights_dtype", [None, "int8"])
+def test_a_default_dtype_of_the_process_changes_nothing(host, weights_dtype):
     source = checkpoint(random_model(CONFIGS["llama"]))
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.set_default_dtype(dtype)
         try:
             host = RecordingCallbacks([request(1, [1, 2, 3], 6)])
-            with GptManager(source, FUSED, optional_params=params(), **host.keywords()) as manager:
+            own = params(weights_dtype=weights_dtype)
+            with GptManager(source, FUSED, optional_params=own, **host.keywords()) as manager:
                 assert manager.wait_idle(30)
         finally:
             torch.set_default_dtype(torch.float32)

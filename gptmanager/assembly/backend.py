@@ -34,6 +34,7 @@ from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
 from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
@@ -101,20 +102,21 @@ class Backend(ABC):
 
 
 class CpuBackend(Backend):
-    """The CPU. Pages are float32, whatever the model's dtype."""
+    """The CPU. Pages have the dtype of the model, float32 where compiled code cannot read that."""
 
     def __init__(self, deterministic: bool) -> None:
         self.device = torch.device("cpu")
         self.kernels = CpuKernels(deterministic=deterministic)
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
-        return Room(free_memory_bytes())
+        return Room(free_memory_bytes(), self._dtype(model))
 
     def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
         pool = KvPool(
             *_shape(model.spec, sizes),
             num_host_blocks=sizes.num_host_blocks,
             contiguous=sizes.contiguous,
+            dtype=self._dtype(model),
         )
         lines = options.lines
         tables = SequenceTables(lines.count, sizes.max_seq_len, sizes.blocks_per_sequence)
@@ -128,6 +130,10 @@ class CpuBackend(Backend):
         )
         _reserve(model, sizes.max_seq_len)  # last: it is filled, and the others may not fit
         return executor
+
+    def _dtype(self, model: Model) -> torch.dtype:
+        own = getattr(model.spec, "dtype", torch.float32)
+        return own if own in DTYPES else torch.float32
 
 
 class DeviceBackend(Backend):

@@ -246,7 +246,7 @@ def _settle_device(params: OptionalParams) -> None:
     if dtype is not None and on_host:
         raise ConfigError(
             f"KvCacheConfig.dtype = {dtype!r} is refused with OptionalParams.device = "
-            f"{params.device!r}: the KV cache of the CPU is float32"
+            f"{params.device!r}: the kernels of the CPU read no such pages"
         )
     if params.run_ahead is None:
         params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1

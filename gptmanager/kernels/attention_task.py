@@ -21,6 +21,7 @@ SPAN = 64
 class AttentionTask(ctypes.Structure):
     """Addresses, sizes in elements, `window` 0 for none, `scratch_bytes` for each thread.
 
+    `dtype`: of `q` and `result`; `page_dtype`: of keys and values, and `item_bytes` of it.
     `sink`: the number of first positions that are always seen. `page_tokens`: see `page_of`.
     `token_major`: the keys of a page are `[tokens, head_dim]`, and transposed as they are read.
     """
@@ -28,7 +29,7 @@ class AttentionTask(ctypes.Structure):
     _fields_ = task_fields(
         "q keys values result row_starts kv_lengths slots block_tables num_rows table_width"
         " num_heads num_kv_heads head_dim tokens_per_block block_stride token_major page_tokens"
-        " window sink scratch scratch_bytes",
+        " window sink scratch scratch_bytes dtype page_dtype item_bytes",
         "scale",
     )
 
@@ -63,7 +64,7 @@ def span_of(page_tokens: int) -> int:
 def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: bool) -> int:
     """What `areas_at` lays out."""
     row = 2 * padded(head_dim) + LANES + padded(span_of(page_tokens)) + LANES + 3
-    keys = head_dim * padded(page_tokens) if token_major else 0
+    keys = padded(head_dim) * padded(page_tokens) + LANES * LANES if token_major else 0
     return padded(tile_tokens(group) * group) * row + keys
 
 

@@ -1,9 +1,9 @@
 """`CpuKernels`: the ops that pay, by Numba, in torch's own threads; the rest is the reference's.
 
-It decides which op is overridden, converts at the border (everything here is float32: bfloat16
-and float16 tensors are widened and the result rounded once), and hands addresses to the compiled
-bodies. Every op but `linear` is bitwise independent of the other tokens in the call, in both
-modes, and of the number of threads.
+It decides which op is overridden and hands addresses to the compiled bodies, which widen what they
+read to float32 and round a result once. Only tensors of several dtypes are converted before. Every
+op but `linear` is bitwise independent of the other tokens in the call, in both modes, and of the
+number of threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from gptmanager.kernels import paged_attention, token_loops
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
+from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import CHUNK_ROWS, ProductTask
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
@@ -38,10 +39,11 @@ from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
 SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
+SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
 PARTS_PER_THREAD = 8
 
 
-def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
+def _address(tensor: Tensor | None, dtype: torch.dtype) -> int:
     """Of the first element, 0 for None. The bodies trust it: TypeError for any other layout."""
     if tensor is None:
         return 0
@@ -51,12 +53,16 @@ def _address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int:
     return tensor.data_ptr()
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float().contiguous()
+def _are_alike(*tensors: Tensor | None) -> bool:
+    """Whether they have one dtype, which compiled code reads."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return len(dtypes) == 1 and dtypes <= DTYPES.keys()
 
 
-def _wide_if_given(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _wide(tensor)
+def _alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Contiguous; widened to float32 if they are not alike."""
+    dtype = x.dtype if _are_alike(x, *others) else torch.float32
+    return tuple(None if it is None else it.to(dtype).contiguous() for it in (x, *others))
 
 
 def _page_fields(pages: Pages) -> dict[str, int]:
@@ -72,8 +78,9 @@ def _page_fields(pages: Pages) -> dict[str, int]:
         raise TypeError(f"keys and values of equal strides expected, got {strides}")
     token_major = not keys[:1].is_contiguous()
     return {
-        "keys": _address(keys[:1].mT if token_major else keys[:1]),
-        "values": _address(values[:1]),
+        "keys": _address(keys[:1].mT if token_major else keys[:1], values.dtype),
+        "values": _address(values[:1], values.dtype),
+        "page_dtype": DTYPES[values.dtype],
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "tokens_per_block": tokens_per_block,
@@ -102,7 +109,7 @@ def _page_sizes(
 
 
 class CpuKernels(Kernels):
-    """The ops on the CPU. Pages are float32; `q` and the attention's result are as well.
+    """The ops on the CPU, for pages of any dtype of `DTYPES`; fp8 is the reference's.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
     so for all of them. Two managers may use one object, or one each, from two threads.
@@ -170,8 +177,10 @@ class CpuKernels(Kernels):
         size = min(1 if is_small else self._team.max_size, task.num_parts)
         result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
         scratch = torch.empty(size, scratch_bytes, dtype=torch.uint8)
-        bias = _wide_if_given(bias)
-        task.x, task.bias, task.result = x.data_ptr(), _address(bias), result.data_ptr()
+        if bias is not None:
+            bias = bias.float().contiguous()
+            task.bias = bias.data_ptr()
+        task.x, task.result = x.data_ptr(), result.data_ptr()
         task.scratch, task.scratch_bytes = scratch.data_ptr(), scratch_bytes
         task.full, task.tail = registers(16), registers(num_rows % 16)
         self._team.run(body, task, size)
@@ -201,51 +210,48 @@ class CpuKernels(Kernels):
         *,
         centered: bool,
     ) -> Tensor:
-        dtype = x.dtype
-        if residual is not None and residual.dtype is not torch.float32:
+        if residual is not None and not _are_alike(x, residual, weight, bias):
             residual += x
             x, residual = residual, None
-        x, weight, bias = _wide(x), _wide(weight), _wide_if_given(bias)
-        result = torch.empty_like(x)
+        own, weight, bias = _alike(x, weight, bias)
+        result: Tensor = torch.empty_like(own)
         task = NormTask(
-            x=_address(x),
-            residual=_address(residual),
-            weight=_address(weight),
-            bias=_address(bias),
+            x=_address(own, own.dtype),
+            residual=_address(residual, own.dtype),
+            weight=_address(weight, own.dtype),
+            bias=_address(bias, own.dtype),
             result=result.data_ptr(),
             num_tokens=x.numel() // x.shape[-1],
             width=x.shape[-1],
             centered=centered,
+            dtype=DTYPES[own.dtype],
             eps=eps,
         )
         self._run(token_loops.normalize, task, x.numel())
-        return result.to(dtype)
+        return result.to(x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        wide, width = _wide(gate_up), gate_up.shape[-1] // 2
-        result = wide.new_empty(*gate_up.shape[:-1], width)
+        width = gate_up.shape[-1] // 2
+        return self._activate(gate_up, width, token_loops.SILU_MUL)
+
+    def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+        tanh = approximate == "tanh"
+        kind = token_loops.GELU_TANH if tanh else token_loops.GELU_ERF
+        return self._activate(x, x.shape[-1], kind)
+
+    def _activate(self, x: Tensor, width: int, kind: int) -> Tensor:
+        """`width`: of the result; what x has beyond it are factors."""
+        (own,) = _alike(x)
+        result: Tensor = own.new_empty(*x.shape[:-1], width)
         task = ActivationTask(
-            x=_address(wide),
-            factor=_address(wide) + 4 * width,
+            x=_address(own, own.dtype),
+            factor=_address(own, own.dtype) + own.itemsize * width,
             result=result.data_ptr(),
             num_tokens=result.numel() // width,
             width=width,
-            stride=2 * width,
-            kind=token_loops.SILU_MUL,
-        )
-        self._run(token_loops.activate, task, result.numel())
-        return result.to(gate_up.dtype)
-
-    def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-        wide, width = _wide(x), x.shape[-1]
-        result = torch.empty_like(wide)
-        task = ActivationTask(
-            x=_address(wide),
-            result=result.data_ptr(),
-            num_tokens=x.numel() // width,
-            width=width,
-            stride=width,
-            kind=token_loops.GELU_TANH if approximate == "tanh" else token_loops.GELU_ERF,
+            stride=x.shape[-1],
+            kind=kind,
+            dtype=DTYPES[own.dtype],
         )
         self._run(token_loops.activate, task, result.numel())
         return result.to(x.dtype)
@@ -265,31 +271,34 @@ class CpuKernels(Kernels):
             return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
-        qkv, q_norm, k_norm = _wide(qkv), _wide_if_given(q_norm), _wide_if_given(k_norm)
-        q = qkv.new_empty(num_tokens * (num_heads + 1), head_dim)
+        qkv, q_norm, k_norm = _alike(qkv, q_norm, k_norm)
+        q = pages.values.new_empty(num_tokens, num_heads, head_dim)
+        turned = torch.empty(num_tokens, head_dim, dtype=torch.float32)
         task = RopeTask(
             **_page_fields(pages),
             **_row_fields(rows),
-            qkv=_address(qkv),
+            qkv=_address(qkv, qkv.dtype),
             q=q.data_ptr(),
+            turned=turned.data_ptr(),
             positions=_address(positions, torch.int64),
-            cos_sin=_address(cos_sin),
-            q_norm=_address(q_norm),
-            k_norm=_address(k_norm),
+            cos_sin=_address(cos_sin, torch.float32),
+            q_norm=_address(q_norm, qkv.dtype),
+            k_norm=_address(k_norm, qkv.dtype),
             num_tokens=num_tokens,
             num_heads=num_heads,
             rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
+            dtype=DTYPES[qkv.dtype],
             eps=eps,
         )
-        self._run(token_loops.rope_and_write, task, qkv.numel())
-        return q[: num_tokens * num_heads].view(num_tokens, num_heads, head_dim)
+        self._run(token_loops.rope_and_write, task, SCATTERED * qkv.numel())
+        return q
 
     def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
         if shape.softcap or pages.cache_scales is not None:
             return super().attention(q, pages, rows, shape)
         num_tokens, num_heads, head_dim = q.shape
-        wide, size, fields = _wide(q), self._team.max_size, _page_fields(pages)
-        result = wide.new_empty(num_tokens, num_heads * head_dim)
+        (own,), size, fields = _alike(q), self._team.max_size, _page_fields(pages)
+        result: Tensor = own.new_empty(num_tokens, num_heads * head_dim)
         page_tokens, floats = _page_sizes(
             num_heads // fields["num_kv_heads"],
             head_dim,
@@ -297,14 +306,16 @@ class CpuKernels(Kernels):
             bool(fields["token_major"]),
             rows.block_tables.shape[1],
         )
-        scratch = wide.new_empty(size, floats)
+        scratch = torch.empty(size, floats, dtype=torch.float32)
         task = AttentionTask(
             **fields,
             page_tokens=page_tokens,
             **_row_fields(rows),
             num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
-            q=_address(wide),
+            q=_address(own, own.dtype),
             result=result.data_ptr(),
+            dtype=DTYPES[own.dtype],
+            item_bytes=pages.values.itemsize,
             num_rows=rows.kv_lengths.shape[0],
             num_heads=num_heads,
             window=shape.window or 0,

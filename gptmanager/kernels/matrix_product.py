@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.dtypes import store_as
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
@@ -19,7 +20,6 @@ from gptmanager.kernels.lanes import (
     load_part,
     loop,
     loop_named,
-    store_part,
     task_at,
 )
 from gptmanager.kernels.matrix_tiles import (
@@ -27,8 +27,6 @@ from gptmanager.kernels.matrix_tiles import (
     configure,
     over_rows,
     release,
-    store_bfloat16,
-    store_float16,
     unit_tile,
     widen_bytes,
 )
@@ -38,7 +36,6 @@ from gptmanager.kernels.token_loops import logistic
 CHUNK_ROWS = 96  # their elements of a group, float32, fit beside a panel into a core's second cache
 BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
 class ProductTask(ctypes.Structure):
@@ -46,13 +43,14 @@ class ProductTask(ctypes.Structure):
 
     `x` has `depth` elements a row, float32, or bfloat16 for the matrix unit. `group_panels`: how
     many panels of the result a group has; `second`: how far behind its first panel the third one
-    lies. `silu`: the third and fourth are factors of the SiLU of the first and second. `full`,
+    lies. `silu`: the third and fourth are factors of the SiLU of the first and second. `dtype`: of
+    `result`. `full`,
     `tail`: the matrix unit's configurations, for sixteen rows and for those that are left.
     """
 
     _fields_ = task_fields(
         "x matrix bias scales result scratch scratch_bytes rows columns depth num_chunks num_panels"
-        " group_panels second silu position_bytes positions result_kind full tail"
+        " group_panels second silu position_bytes positions dtype full tail"
     )
 
 
@@ -84,12 +82,7 @@ def _finish(t: Any, c: int, panel: int, first_row: int, rows: int) -> None:
             if t.silu:
                 factor = _finished(t, c, index + 2 * LANES, t.columns + column, count)
                 value = value * logistic(value) * factor
-            if t.result_kind == FLOAT32:
-                store_part(t.result, start + column, value, count)
-            elif t.result_kind == BFLOAT16:
-                store_bfloat16(t.result, start + column, value, count)
-            else:
-                store_float16(t.result, start + column, value, count)
+            store_as(t.dtype, t.result, start + column, value, count)
 
 
 @loop

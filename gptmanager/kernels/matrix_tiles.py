@@ -27,13 +27,11 @@ from gptmanager.kernels.lanes import (
     VECTOR,
     at,
     call,
-    lanes_from,
     long,
     loop_named,
     multiply_add,
     nothing,
     spread,
-    vector,
     word,
 )
 from gptmanager.kernels.products import repeat
@@ -257,41 +255,3 @@ def widen_bytes(builder: Any, target: Any, source: Any) -> None:
 
     both = builder.or_(builder.lshr(floats(0), _all(16)), floats(LANES))
     builder.store(both, builder.inttoptr(target, INDICES.as_pointer()), align=4)
-
-
-# Results, rounded once to the dtype of the matrix.
-
-
-def _store_short(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
-    kind = value.type
-    start = builder.add(address, builder.mul(index, ir.Constant(LONG, 2)))
-    pointer = builder.inttoptr(start, kind.as_pointer())
-    suffix = "v16f16" if kind == _HALVES else "v16i16"
-    name = f"llvm.masked.store.{suffix}.p0"
-    call(
-        builder,
-        name,
-        ir.VoidType(),
-        value,
-        pointer,
-        ir.Constant(INT, 2),
-        lanes_from(builder, "<", count),
-    )
-
-
-@word(nothing, long, long, vector, long)
-def store_bfloat16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
-    """The first `count` lanes, to the nearest, ties to even; NaN stays NaN."""
-    bits = builder.bitcast(value, INDICES)
-    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    rounded = builder.add(bits, builder.add(odd, _all(0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    rounded = builder.select(is_nan, _all(0x7FC00000), rounded)
-    upper = builder.trunc(builder.lshr(rounded, _all(16)), _SHORTS)
-    _store_short(builder, address, index, upper, count)
-
-
-@word(nothing, long, long, vector, long)
-def store_float16(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
-    """The first `count` lanes, to the nearest, ties to even."""
-    _store_short(builder, address, index, builder.fptrunc(value, _HALVES), count)

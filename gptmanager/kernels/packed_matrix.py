@@ -33,7 +33,7 @@ class PackedMatrix:
             self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
         panels = -(-rows // PANEL_ROWS)
         self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
-        self.scales = torch.zeros(panels * PANEL_ROWS) if quantized else None
+        self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.attention_task import TASK, areas_at, padded, span_of, tile_tokens
+from gptmanager.kernels.dtypes import FLOAT32, load_as, store_as
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
@@ -25,14 +26,12 @@ from gptmanager.kernels.lanes import (
     keep_lanes,
     larger,
     load,
-    load_part,
     loop,
     max_lanes,
     prefetch,
     put,
     splat,
     store,
-    store_part,
     sum_lanes,
     task_at,
 )
@@ -41,6 +40,7 @@ from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD
 
 LOG2_E = 1.4426950408889634
 LOWEST = np.float32(-3.0e38)
+LINE_BYTES = 64
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
@@ -119,19 +119,26 @@ def _page(t: Any, table: int, position: int, kv_head: int) -> int:
 
 @loop
 def _transpose_keys(t: Any, turned: int, keys: int, num_tokens: int) -> None:
-    """Keys `[num_tokens, head_dim]` to `[head_dim, padded page_tokens]`."""
+    """Keys `[num_tokens, head_dim]` to `[padded head_dim, padded page_tokens]`, by squares."""
     compact()
     dim, stride = t.head_dim, padded(t.page_tokens)
+    square = turned + 4 * padded(dim) * stride
     for token in range(0, num_tokens, LANES):
         for d in range(0, dim, LANES):
-            tokens, height = min(LANES, num_tokens - token), min(LANES, dim - d)
-            source, target = keys + 4 * (token * dim + d), turned + 4 * (d * stride + token)
-            if tokens == LANES and height == LANES:
-                transpose(target, stride, source, dim)
-                continue
-            for i in range(tokens):
-                for j in range(height):
-                    put(target, j * stride + i, get(source, i * dim + j))
+            tokens = min(LANES, num_tokens - token)
+            for n in range(LANES):
+                row = splat(ZERO)
+                if n < tokens:
+                    row = load_as(t.page_dtype, keys, (token + n) * dim + d, dim - d)
+                store(square, n * LANES, row)
+            transpose(turned + 4 * (d * stride + token), stride, square, LANES)
+
+
+@loop
+def _prefetch(t: Any, address: int, index: int, count: int) -> None:
+    """The lines of `count` elements from `index` on."""
+    for byte in range(0, count * t.item_bytes, LINE_BYTES):
+        prefetch(address + index * t.item_bytes + byte, 0)
 
 
 @loop
@@ -139,14 +146,12 @@ def _prefetch_keys(t: Any, table: int, start: int, stop: int, kv_head: int) -> N
     compact()
     size = t.page_tokens
     for at in range(start, stop, size):
-        page = _page(t, table, at, kv_head)
+        page, count = _page(t, table, at, kv_head), min(size, stop - at)
         if t.token_major:
-            for index in range(0, min(size, stop - at) * t.head_dim, LANES):
-                prefetch(t.keys, page + index)
+            _prefetch(t, t.keys, page, count * t.head_dim)
             continue
         for d in range(t.head_dim):
-            for column in range(0, min(size, stop - at), LANES):
-                prefetch(t.keys, page + d * size + column)
+            _prefetch(t, t.keys, page + d * size, count)
 
 
 @loop
@@ -154,9 +159,8 @@ def _prefetch_values(t: Any, table: int, start: int, stop: int, kv_head: int) ->
     compact()
     size = t.page_tokens
     for at in range(start, stop, size):
-        page = _page(t, table, at, kv_head)
-        for index in range(0, min(size, stop - at) * t.head_dim, LANES):
-            prefetch(t.values, page + index)
+        count = min(size, stop - at) * t.head_dim
+        _prefetch(t, t.values, _page(t, table, at, kv_head), count)
 
 
 @loop
@@ -168,7 +172,8 @@ def _begin(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int) 
     for row in range(rows):
         head = (token + row // group) * t.num_heads + kv_head * group + row % group
         for d in range(0, dim, LANES):
-            store(queries, row * wide + d, load_part(t.q, head * dim + d, dim - d) * factor)
+            value = load_as(t.dtype, t.q, head * dim + d, dim - d)
+            store(queries, row * wide + d, value * factor)
             store(mixed, row * wide + d, splat(ZERO))
         store(sums, row * LANES, splat(ZERO))
         put(highest, row, LOWEST)
@@ -184,7 +189,7 @@ def _finish(t: Any, areas: tuple[int, ...], rows: int, token: int, kv_head: int)
         factor = splat(ONE / sum_lanes(load(sums, row * LANES)))
         for d in range(0, dim, LANES):
             value = load(mixed, row * wide + d) * factor
-            store_part(t.result, head * dim + d, value, dim - d)
+            store_as(t.dtype, t.result, head * dim + d, value, dim - d)
 
 
 @loop
@@ -212,15 +217,16 @@ def _mix(
         # computed, the next keys (or the next head's first) while the values are mixed.
         _prefetch_values(t, table, start, stop, kv_head)
         for here in range(start, stop, size):
-            keys = t.keys + 4 * _page(t, table, here, kv_head)
+            keys = t.keys + t.item_bytes * _page(t, table, here, kv_head)
             to, columns = scores + 4 * (here - at), min(size, padded(stop - here))
             if t.token_major:
                 in_block = t.tokens_per_block - here % t.tokens_per_block
                 _transpose_keys(t, turned, keys, min(columns, in_block))
                 right = padded(size)
-                multiply(to, stride, queries, wide, turned, right, rows, columns, dim, False)
+                own = FLOAT32, to, stride, queries, wide, turned, right
             else:
-                multiply(to, stride, queries, wide, keys, size, rows, columns, dim, False)
+                own = t.page_dtype, to, stride, queries, wide, keys, size
+            multiply(*own, rows, columns, dim, False)
         _softmax(t, areas, rows, position, at, stop - at, until)
         if stop < end:
             _prefetch_keys(t, table, stop, min(stop + span, end), kv_head)
@@ -229,9 +235,10 @@ def _mix(
             _prefetch_keys(t, table, first, next_stop, kv_head + 1)
         for here in range(start, stop, size):
             low, high = max(here, seen_from), min(here + size, stop)
-            values = t.values + 4 * (_page(t, table, here, kv_head) + (low - here) * dim)
-            weights = scores + 4 * (low - at)
-            multiply(mixed, wide, weights, stride, values, dim, rows, dim, high - low, True)
+            place = _page(t, table, here, kv_head) + (low - here) * dim
+            weights, values = scores + 4 * (low - at), t.values + t.item_bytes * place
+            own = t.page_dtype, mixed, wide, weights, stride, values, dim
+            multiply(*own, rows, dim, high - low, True)
 
 
 @loop

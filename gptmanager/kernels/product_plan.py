@@ -14,6 +14,7 @@ import torch
 from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.kernels import matrix_product as bodies
+from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import ProductTask
 from gptmanager.kernels.matrix_tiles import PANELS, has_matrix_unit
@@ -26,11 +27,6 @@ _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     torch.bfloat16: bodies.multiply_bfloat16,
     torch.float16: bodies.multiply_float16,
     torch.int8: bodies.multiply_int8,
-}
-_RESULT_KINDS = {
-    torch.float32: bodies.FLOAT32,
-    torch.bfloat16: bodies.BFLOAT16,
-    torch.float16: bodies.FLOAT16,
 }
 _kept: list[Any] = []  # what addresses lead to
 
@@ -67,7 +63,7 @@ def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Pr
         silu=silu,
         position_bytes=matrix.values.itemsize * PANEL_ROWS,
         positions=matrix.values.shape[3],
-        result_kind=_RESULT_KINDS[matrix.dtype],
+        dtype=DTYPES[matrix.dtype],
     )
     stored, scratch_bytes = matrix.values.dtype, bodies.SCRATCH_BYTES
     few = many = Instructions(compiled(_BY_LANES[stored]), torch.float32, scratch_bytes)
@@ -85,7 +81,7 @@ def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Pr
 
 def can_be_packed(dtype: torch.dtype, quantized: bool) -> bool:
     """Whether matrices of that dtype are to be packed. Those in 8 bits have no other form."""
-    return dtype in _RESULT_KINDS and (quantized or packing_pays())
+    return dtype in DTYPES and (quantized or packing_pays())
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
+from gptmanager.kernels.dtypes import BFLOAT16, FLOAT32, HAS_FLOAT16, itemsize, load_at
 from gptmanager.kernels.lanes import (
     FLOAT,
     INDICES,
@@ -19,9 +20,9 @@ from gptmanager.kernels.lanes import (
     VECTOR,
     at,
     compact,
-    load_masked,
     long,
     loop,
+    loop_named,
     multiply_add,
     nothing,
     spread,
@@ -49,12 +50,12 @@ def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequ
     return results
 
 
-def tile(rows: int, vectors: int, *, partial: bool = False) -> Any:
+def tile(rows: int, vectors: int, dtype: str, *, partial: bool = False) -> Any:
     """A word that computes `rows` x (16 * `vectors`) elements of a product in registers.
 
     Its arguments: `(c, c_stride, a, a_stride, b, b_stride, depth, add, columns)`, see `multiply`.
     Each element is one chain of fused multiply-adds along `depth`, whatever the tile's shape.
-    `partial`: only the first `columns` of b are read.
+    `dtype`: of b. `partial`: only the first `columns` of b are read.
     """
 
     @word(nothing, long, long, long, long, long, long, long, types.boolean, long)
@@ -66,10 +67,8 @@ def tile(rows: int, vectors: int, *, partial: bool = False) -> Any:
             return at(builder, start, builder.add(builder.mul(row, stride), column), kind)
 
         def right(index: Any, column: Any) -> Any:
-            pointer = element(b, index, b_stride, column, VECTOR)
-            if partial:
-                return load_masked(builder, pointer, columns)
-            return builder.load(pointer, align=4)
+            place = builder.add(builder.mul(index, b_stride), column)
+            return load_at(builder, dtype, b, place, columns if partial else None)
 
         def left(row: Any, index: Any) -> Any:
             return spread(builder, builder.load(element(a, row, a_stride, index, FLOAT)))
@@ -96,46 +95,74 @@ def tile(rows: int, vectors: int, *, partial: bool = False) -> Any:
 # The sums of a tile fill eight registers: enough to hide the latency of an addition, and few enough
 # where there are sixteen. A vector takes one register of 512 bits, or two of 256.
 WIDE = 2 if binding.get_host_cpu_features().get("avx512f") else 1
-four_by_wide, four_by_one, four_by_part = tile(4, WIDE), tile(4, 1), tile(4, 1, partial=True)
-two_by_wide, two_by_one, two_by_part = tile(2, 2 * WIDE), tile(2, 1), tile(2, 1, partial=True)
+
+
+def _multiply_by(dtype: str) -> Any:
+    four_by_wide, four_by_one = tile(4, WIDE, dtype), tile(4, 1, dtype)
+    two_by_wide, two_by_one = tile(2, 2 * WIDE, dtype), tile(2, 1, dtype)
+    four_by_part, two_by_part = tile(4, 1, dtype, partial=True), tile(2, 1, dtype, partial=True)
+    size = itemsize(dtype)
+
+    @loop_named(f"multiply_by_{dtype}")
+    def multiply(
+        c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+        rows: int, columns: int, depth: int, add: bool,
+    ) -> None:  # fmt: skip
+        compact()
+        row = 0
+        while row < rows:
+            four = rows - row > 2
+            column, wide = 0, WIDE * LANES if four else 2 * WIDE * LANES
+            while column < columns:
+                to, left = c + 4 * (row * c_stride + column), a + 4 * row * a_stride
+                right, rest = b + size * column, columns - column
+                if rest >= wide:
+                    column += wide
+                    if four:
+                        four_by_wide(
+                            to, c_stride, left, a_stride, right, b_stride, depth, add, rest
+                        )
+                    else:
+                        two_by_wide(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                elif rest >= LANES:
+                    column += LANES
+                    if four:
+                        four_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                    else:
+                        two_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+                else:
+                    column += LANES
+                    if four:
+                        four_by_part(
+                            to, c_stride, left, a_stride, right, b_stride, depth, add, rest
+                        )
+                    else:
+                        two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
+            row += 4 if four else 2
+
+    return multiply
+
+
+_by_float32, _by_bfloat16 = _multiply_by("float32"), _multiply_by("bfloat16")
+_by_float16 = _multiply_by("float16") if HAS_FLOAT16 else _by_bfloat16  # no tensor of it comes
 
 
 @loop
 def multiply(
-    c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
+    dtype: int, c: int, c_stride: int, a: int, a_stride: int, b: int, b_stride: int,
     rows: int, columns: int, depth: int, add: bool,
 ) -> None:  # fmt: skip
     """`c = a @ b`, or `c += a @ b` if `add`; row-major, strides in elements, depth >= 1.
 
-    a and c have room for an even number of rows, c for whole sixteens of columns.
+    `dtype`: of b; the others are float32. a and c have room for an even number of rows, c for
+    whole sixteens of columns.
     """
-    compact()
-    row = 0
-    while row < rows:
-        four = rows - row > 2
-        column, wide = 0, WIDE * LANES if four else 2 * WIDE * LANES
-        while column < columns:
-            to, left = c + 4 * (row * c_stride + column), a + 4 * row * a_stride
-            right, rest = b + 4 * column, columns - column
-            if rest >= wide:
-                column += wide
-                if four:
-                    four_by_wide(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_wide(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-            elif rest >= LANES:
-                column += LANES
-                if four:
-                    four_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_one(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-            else:
-                column += LANES
-                if four:
-                    four_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-                else:
-                    two_by_part(to, c_stride, left, a_stride, right, b_stride, depth, add, rest)
-        row += 4 if four else 2
+    if dtype == FLOAT32:
+        _by_float32(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
+    elif dtype == BFLOAT16:
+        _by_bfloat16(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
+    else:
+        _by_float16(c, c_stride, a, a_stride, b, b_stride, rows, columns, depth, add)
 
 
 @word(nothing, long, long, long, long)

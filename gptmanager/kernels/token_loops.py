@@ -11,19 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.dtypes import FLOAT32, load_as, move_item, store_as
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
     exp2,
     fma,
-    get,
     get_int,
     get_long,
     keep_lanes,
     larger,
     load_part,
     loop,
-    put,
     splat,
     store_part,
     sum_lanes,
@@ -43,29 +42,30 @@ HALF_ROOT = np.float32(0.7071067811865476)
 
 
 class RopeTask(ctypes.Structure):
-    """Addresses (0: none) and sizes; `q` has room for one more head for each token.
+    """Addresses (0: none), sizes, and dtypes: of `qkv` and the norms; of the pages and `q`.
 
-    `token_major`: the keys of a page lie as its values do.
+    `turned`: float32 `[num_tokens, head_dim]`, for one head of a token. `token_major`: the keys of
+    a page lie as its values do.
     """
 
     _fields_ = task_fields(
-        "qkv q keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots block_tables"
-        " num_tokens table_width num_heads num_kv_heads head_dim rotary_dim tokens_per_block"
-        " block_stride token_major",
+        "qkv q turned keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots"
+        " block_tables num_tokens table_width num_heads num_kv_heads head_dim rotary_dim"
+        " tokens_per_block block_stride token_major dtype page_dtype",
         "eps",
     )
 
 
 class NormTask(ctypes.Structure):
-    """Addresses (0: none) and sizes; `centered` for a layer norm."""
+    """Addresses (0: none), sizes, the dtype of all; `centered` for a layer norm."""
 
-    _fields_ = task_fields("x residual weight bias result num_tokens width centered", "eps")
+    _fields_ = task_fields("x residual weight bias result num_tokens width centered dtype", "eps")
 
 
 class ActivationTask(ctypes.Structure):
     """`x` and `factor` have `stride` elements from token to token, `result` has `width`."""
 
-    _fields_ = task_fields("x factor result num_tokens width stride kind")
+    _fields_ = task_fields("x factor result num_tokens width stride kind dtype")
 
 
 ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
@@ -78,29 +78,32 @@ def _share(t: Any, part: int) -> range:
 
 
 @loop
-def _turn_head(t: Any, source: int, target: int, weight: int, cos_sin: int) -> None:
-    """One head of a token, normalized if there is a weight, turned if there are angles."""
-    dim = t.head_dim
+def _turn_head(t: Any, start: int, turned: int, weight: int, cos_sin: int) -> None:
+    """The head of `qkv` from element `start` on, normalized if there is a weight, turned if there
+    are angles; float32.
+    """
+    source, dtype, dim = t.qkv, t.dtype, t.head_dim
     if weight:
         total = splat(ZERO)
         for d in range(0, dim, LANES):
-            value = load_part(source, d, dim - d)
+            value = load_as(dtype, source, start + d, dim - d)
             total = fma(value, value, total)
         mean_square = sum_lanes(total) / np.float32(dim)
         factor = splat(ONE / np.sqrt(mean_square + np.float32(t.eps)))
         for d in range(0, dim, LANES):
-            value = load_part(source, d, dim - d) * factor * load_part(weight, d, dim - d)
-            store_part(target, d, value, dim - d)
-        source = target
-    turned = t.rotary_dim if cos_sin else 0
-    half = turned // 2
+            value = load_as(dtype, source, start + d, dim - d) * factor
+            store_part(turned, d, value * load_as(dtype, weight, d, dim - d), dim - d)
+        source, start, dtype = turned, 0, FLOAT32
+    rotary = t.rotary_dim if cos_sin else 0
+    half = rotary // 2
     for d in range(0, half, LANES):
-        a, b = load_part(source, d, half - d), load_part(source, half + d, half - d)
+        a = load_as(dtype, source, start + d, half - d)
+        b = load_as(dtype, source, start + half + d, half - d)
         cos, sin = load_part(cos_sin, d, half - d), load_part(cos_sin, half + d, half - d)
-        store_part(target, d, a * cos - b * sin, half - d)
-        store_part(target, half + d, b * cos + a * sin, half - d)
-    for d in range(turned, dim, LANES):
-        store_part(target, d, load_part(source, d, dim - d), dim - d)
+        store_part(turned, d, a * cos - b * sin, half - d)
+        store_part(turned, half + d, b * cos + a * sin, half - d)
+    for d in range(rotary, dim, LANES):
+        store_part(turned, d, load_as(dtype, source, start + d, dim - d), dim - d)
 
 
 @loop
@@ -109,24 +112,27 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
     cos_sin = 0
     if t.cos_sin:
         cos_sin = t.cos_sin + 4 * get_long(t.positions, token) * t.rotary_dim
-    source = t.qkv + 4 * token * (heads + 2 * kv_heads) * dim
+    first, turned = token * (heads + 2 * kv_heads), t.turned + 4 * token * dim
     for head in range(heads):
-        target = t.q + 4 * (token * heads + head) * dim
-        _turn_head(t, source + 4 * head * dim, target, t.q_norm, cos_sin)
-    turned = t.q + 4 * (t.num_tokens * heads + token) * dim
-    for kv_head in range(kv_heads):
-        key = source + 4 * (heads + kv_head) * dim
-        value = key + 4 * kv_heads * dim
-        page = block * t.block_stride + kv_head * dim * size
-        if t.token_major:
-            _turn_head(t, key, t.keys + 4 * (page + offset * dim), t.k_norm, cos_sin)
-        else:
-            _turn_head(t, key, turned, t.k_norm, cos_sin)
-            for d in range(dim):
-                put(t.keys, page + d * size + offset, get(turned, d))
+        _turn_head(t, (first + head) * dim, turned, t.q_norm, cos_sin)
         for d in range(0, dim, LANES):
-            item = load_part(value, d, dim - d)
-            store_part(t.values, page + offset * dim + d, item, dim - d)
+            item = load_part(turned, d, dim - d)
+            store_as(t.page_dtype, t.q, (token * heads + head) * dim + d, item, dim - d)
+    for kv_head in range(kv_heads):
+        key = (first + heads + kv_head) * dim
+        value = key + kv_heads * dim
+        page = block * t.block_stride + kv_head * dim * size
+        to, keys = page + offset * dim, t.keys
+        _turn_head(t, key, turned, t.k_norm, cos_sin)
+        if not t.token_major:
+            to, keys = 0, turned  # rounded where it is
+        for d in range(0, dim, LANES):
+            store_as(t.page_dtype, keys, to + d, load_part(turned, d, dim - d), dim - d)
+            item = load_as(t.dtype, t.qkv, value + d, dim - d)
+            store_as(t.page_dtype, t.values, page + offset * dim + d, item, dim - d)
+        if not t.token_major:
+            for d in range(dim):
+                move_item(t.page_dtype, t.keys, page + d * size + offset, turned, d)
 
 
 def rope_and_write(address: int) -> None:
@@ -146,28 +152,28 @@ def rope_and_write(address: int) -> None:
 
 
 @loop
-def _normalize_token(t: Any, x: int, result: int) -> None:
+def _normalize_token(t: Any, x: int, start: int) -> None:
     width = t.width
     mean = splat(ZERO)
     if t.centered:
         total = splat(ZERO)
         for i in range(0, width, LANES):
-            total = total + load_part(x, i, width - i)
+            total = total + load_as(t.dtype, x, start + i, width - i)
         mean = splat(sum_lanes(total) / np.float32(width))
     total = splat(ZERO)
     for i in range(0, width, LANES):
-        value = load_part(x, i, width - i) - mean
+        value = load_as(t.dtype, x, start + i, width - i) - mean
         if i + LANES > width:
             value = keep_lanes(value, 0, width - i, ZERO)
         total = fma(value, value, total)
     mean_square = sum_lanes(total) / np.float32(width)
     factor = splat(ONE / np.sqrt(mean_square + np.float32(t.eps)))
     for i in range(0, width, LANES):
-        value = (load_part(x, i, width - i) - mean) * factor
-        value = value * load_part(t.weight, i, width - i)
+        value = (load_as(t.dtype, x, start + i, width - i) - mean) * factor
+        value = value * load_as(t.dtype, t.weight, i, width - i)
         if t.bias:
-            value = value + load_part(t.bias, i, width - i)
-        store_part(result, i, value, width - i)
+            value = value + load_as(t.dtype, t.bias, i, width - i)
+        store_as(t.dtype, t.result, start + i, value, width - i)
 
 
 def normalize(address: int) -> None:
@@ -177,14 +183,14 @@ def normalize(address: int) -> None:
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in _share(t, part):
-            x = t.x + 4 * token * width
+            x, start = t.x, token * width
             if t.residual:
-                residual = t.residual + 4 * token * width
+                x = t.residual
                 for i in range(0, width, LANES):
-                    value = load_part(residual, i, width - i) + load_part(x, i, width - i)
-                    store_part(residual, i, value, width - i)
-                x = residual
-            _normalize_token(t, x, t.result + 4 * token * width)
+                    value = load_as(t.dtype, t.x, start + i, width - i)
+                    value = load_as(t.dtype, x, start + i, width - i) + value
+                    store_as(t.dtype, x, start + i, value, width - i)
+            _normalize_token(t, x, start)
         part = claim(address, NEXT_PART)
 
 
@@ -218,13 +224,14 @@ def activate(address: int) -> None:
         for token in _share(t, part):
             start = token * t.stride
             for i in range(0, t.width, LANES):
-                x = load_part(t.x, start + i, t.width - i)
+                x = load_as(t.dtype, t.x, start + i, t.width - i)
                 if t.kind == SILU_MUL:
-                    value = x * logistic(x) * load_part(t.factor, start + i, t.width - i)
+                    factor = load_as(t.dtype, t.factor, start + i, t.width - i)
+                    value = x * logistic(x) * factor
                 elif t.kind == GELU_TANH:
                     cube = fma(x * x, splat(TANH_CUBIC), splat(TANH_LINEAR))
                     value = x * logistic(x * cube)
                 else:
                     value = _gelu_erf(x)
-                store_part(t.result, token * t.width + i, value, t.width - i)
+                store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
         part = claim(address, NEXT_PART)

@@ -17,10 +17,10 @@ class KvPool:
     `keys` `[layers, blocks, kv_heads, head_dim, tokens_per_block]`: transposed inside a block, so
     that the scores of one query against a block run along contiguous memory.
     `values` `[layers, blocks, kv_heads, tokens_per_block, head_dim]`.
-    On the CPU pages are float32 whatever the model's dtype. Of float8_e4m3fn an element times a
-    scale, which is the model's, is a value. `token_major`: keys lie in memory as
-    values do, and `keys` shows them transposed; CUDA kernels read whole tokens. `contiguous`: that,
-    and the values of a block right behind its keys, so that both are views of one tensor.
+    Of `dtype` float8_e4m3fn an element times a scale, which is the model's, is a value.
+    `token_major`: keys lie in memory as values do, and `keys` shows them transposed; CUDA kernels
+    read whole tokens. `contiguous`: that, and the values of a block right behind its keys, so that
+    both are views of one tensor.
 
     `num_host_blocks` more lie in CPU memory, with the ids from `num_blocks` on: they are copied
     to and from, and never computed with.
