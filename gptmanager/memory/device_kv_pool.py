@@ -13,16 +13,29 @@ from torch import Tensor
 
 from gptmanager.cuda.block_copy import PROGRAM, Copy, as_tensor, copy_blocks, rounds
 from gptmanager.cuda.launch import Launcher
+from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.kv_pool import KvPool
 
 _VECTOR_BYTES = 16  # what the kernel copies at once
+_MAX_ROWS = 1 << 31
 
 
 class DeviceKvPool(KvPool):
-    """Pages as CUDA kernels read them: token-major."""
+    """Pages as CUDA kernels read them: token-major.
+
+    `ConfigError` where a layer has 2^31 rows (tokens of a KV head) or more: kernels count in ints.
+    """
 
     def __init__(self, launcher: Launcher, *sizes: int, **options: Any) -> None:
+        _, num_blocks, tokens_per_block, num_kv_heads, _ = sizes
+        num_rows = num_blocks * tokens_per_block * num_kv_heads
+        if num_rows >= _MAX_ROWS:
+            raise ConfigError(
+                f"a KV cache of {num_blocks} blocks of {tokens_per_block} tokens and "
+                f"{num_kv_heads} KV heads has {num_rows} rows of a layer, and CUDA kernels take "
+                f"fewer than {_MAX_ROWS}: set KvCacheConfig.max_tokens"
+            )
         super().__init__(*sizes, token_major=True, **options)
         self._launcher = launcher
         for name in PROGRAM.kernels:  # compiled now, and not while requests wait
