@@ -92,6 +92,17 @@ class PagedRows:
             both.append(own.double() * scales)
         return both
 
+    def put(self, row, position, *, keys=None, values=None):
+        """Other keys or values `[kv_heads, head_dim]` of a token."""
+        block = self.block_tables[self.slots[row], position // self.tokens_per_block]
+        for kind, (new, pages) in enumerate(((keys, self.keys), (values, self.values))):
+            if new is None:
+                continue
+            own = new.to(pages.dtype)
+            pages[block, :, position % self.tokens_per_block] = own
+            scales = 1 if self.cache_scales is None else self.cache_scales[kind].double()[:, None]
+            self.history[row][kind][position] = own.double() * scales
+
     def shape(self, scale, **options):
         fp8 = self.cache_scales is not None
         return AttentionShape(

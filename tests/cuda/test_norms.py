@@ -51,6 +51,19 @@ def test_norms_have_no_race(checked_machine, centered):
     check_norm(checked_machine, torch.bfloat16, 2, 1000, centered, add=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
+def test_rows_that_are_smaller_than_epsilon(machine, dtype, centered):
+    """Zeros, a row of one number, and squares that epsilon is a hundred times as large as."""
+    x = torch.stack([torch.zeros(64), torch.full((64,), 3.0), 3e-4 * randn(64)]).to(dtype)
+    weight, bias = randn(64, dtype=dtype, seed=2), randn(64, dtype=dtype, seed=3)
+    out = machine.empty((3, 64), dtype)
+    given = [out, *map(machine.tensor, (x, weight, bias))]
+    norm = layer_norm if centered else rms_norm
+    norm(machine.launcher, *(given if centered else given[:3]), EPS)
+    close(out, textbook(x, weight, bias if centered else None, centered))
+
+
 def test_a_result_in_place_of_its_argument(machine):
     x, weight = randn(2, 256), randn(256, seed=1)
     place = machine.tensor(x)
