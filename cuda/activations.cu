@@ -8,6 +8,7 @@ __global__ void silu_mul(
     T* out,            // [tokens, width]
     const T* gate_up,  // [tokens, 2 * width]: gate, then up
     int width) {
+    ptx::wait_for_previous();
     int column = (blockIdx.y * blockDim.x + threadIdx.x) * WIDTH;
     if (column >= width) return;
     const T* row = gate_up + size_t(blockIdx.x) * 2 * width + column;
@@ -24,6 +25,7 @@ __global__ void gelu(
     T* out,      // [size], may be x
     const T* x,  // [size]
     size_t size) {
+    ptx::wait_for_previous();
     size_t start = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * WIDTH;
     if (start >= size) return;
     float values[WIDTH];

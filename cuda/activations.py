@@ -18,6 +18,7 @@ PROGRAM = Program(
         *(f"gelu<{name}, {width}, false>" for name, width in _WIDTHS),
         *(f"gelu<{name}, {width}, true>" for name, width in _WIDTHS),
     ),
+    dependent=True,
 )
 
 

@@ -9,6 +9,7 @@ __global__ void locate_tokens(
     const int* slots,         // [rows]
     const int* block_tables,  // [slots, table_width]
     int num_tokens, int num_rows, int table_width, int tokens_per_block) {
+    ptx::wait_for_previous();
     int token = blockIdx.x * blockDim.x + threadIdx.x;
     if (token >= num_tokens) return;
     if (token >= row_starts[num_rows]) {
@@ -46,6 +47,7 @@ __global__ void __launch_bounds__(128) rope_and_write(
     const int* cells,       // [tokens], of locate_tokens
     const float* scales,     // [2, kv_heads] of a cache of 8 bits
     int num_tokens, int num_heads, int num_kv_heads, int rotary, int tokens_per_block, float eps) {
+    ptx::wait_for_previous();
     constexpr int LANES = lanes_of(D / WIDTH), COUNT = (D / WIDTH + LANES - 1) / LANES;
     int lane = threadIdx.x % LANES;
     int group = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;

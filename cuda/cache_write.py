@@ -23,6 +23,7 @@ PROGRAM = Program(
             for cache in CACHES
         ),
     ),
+    dependent=True,
 )
 
 

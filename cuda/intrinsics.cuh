@@ -14,6 +14,13 @@
 #define PTX(...) { __VA_ARGS__ }
 #endif
 
+// What only sm_90 and later can do, and what need not be done before.
+#if __CUDA_ARCH__ >= 900
+#define SM_90(...) __VA_ARGS__
+#else
+#define SM_90(...)
+#endif
+
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
@@ -30,6 +37,32 @@ __device__ inline unsigned shared_address(const void* pointer) PTX(
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 )
 
+// Launches that begin early ----------------------------------------------------------------------
+
+// A kernel of a Program that is `dependent` may begin while the kernel before it in the stream still
+// runs. Every thread calls this before it touches global memory. It returns when the kernel before
+// has ended and all that it wrote can be seen (at once, where the launch did not begin early), and
+// only then allows the kernel behind to begin. Why nothing more is needed, for A, B, C in a stream:
+// - C begins when all blocks of B have come here or ended. Each thread of B that came here saw A end.
+//   So when C begins, A has ended: no more than two kernels ever run side by side.
+// - Where C passes this line, B has ended, and therefore all that B waited for: by induction every
+//   kernel before C. So C may write what any of them read, and memory that was freed behind them.
+// - A kernel without the attribute (of torch or cuBLAS, a copy) begins when C has ended, which is
+//   then true of all before. Where such a kernel comes first, it allows nothing early: C begins when
+//   its blocks have ended, and sees here what they wrote.
+// - C has blocks on the device only when all blocks of B are there: B never waits for its room.
+// Loads before this line would need another argument: what they read may lie in a cache since before
+// it was written. `prefetch_l2` is none, as all that reads and writes global memory goes through L2.
+__device__ inline void wait_for_previous() PTX(
+    SM_90(asm volatile("griddepcontrol.wait;" ::: "memory");)
+    SM_90(asm volatile("griddepcontrol.launch_dependents;" ::: "memory");)
+)
+
+// Brings the cache line of this address, inside of an array, to L2. Nothing waits for it.
+__device__ inline void prefetch_l2(const void* address) PTX(
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
+)
+
 // Arithmetic --------------------------------------------------------------------------------------
 
 // 2^x to about 2 ulp; 0 for -inf.
@@ -37,6 +70,20 @@ __device__ inline float exp2_approx(float x) PTX(
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
+)
+
+// Loads --------------------------------------------------------------------------------------------
+
+// 16 bytes, aligned to them, that nothing writes while the kernel runs and no thread reads again:
+// past L1. Where not `valid`, nothing is read and they are zeros.
+__device__ inline uint4 load_once_16(const void* address, bool valid) PTX(
+    uint4 to;
+    asm volatile("{ .reg .pred valid;"
+        " setp.ne.u32 valid, %5, 0;"
+        " mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
+        " @valid ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=&r"(to.x), "=&r"(to.y), "=&r"(to.z), "=&r"(to.w) : "l"(address), "r"(int(valid)));
+    return to;
 )
 
 // Atomics -----------------------------------------------------------------------------------------
@@ -114,3 +161,4 @@ __device__ inline void mma_m16n8k16(
 }  // namespace ptx
 
 #undef PTX
+#undef SM_90

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import compiler, device, emulator
+from gptmanager.cuda import compiler, dependent_launch, device, emulator
+from gptmanager.cuda.dependent_launch import DependentLaunch
 from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
@@ -30,10 +31,15 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 @dataclass(frozen=True)
 class Program:
-    """A `.cu` of this folder, and every instantiation of its kernels that is ever launched."""
+    """A `.cu` of this folder, and every instantiation of its kernels that is ever launched.
+
+    `dependent`: each thread calls `ptx::wait_for_previous` before it touches global memory, so that
+    a kernel may begin while the one before it ends.
+    """
 
     file: str
     kernels: tuple[str, ...]
+    dependent: bool = False
 
     @property
     def path(self) -> Path:
@@ -68,12 +74,15 @@ class DeviceLauncher:
         attribute = _MAX_SHARED_OF_BLOCK, torch.cuda.current_device()
         self.max_shared_mem: int = self._cupy.cuda.runtime.deviceGetAttribute(*attribute)
         self.arch = architecture(properties.major, properties.minor)
+        self._driver = dependent_launch.find_driver(properties.major)
         self._kernels: dict[tuple[str, str], DeviceKernel] = {}
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> DeviceKernel:
         known = self._kernels.get((program.file, name))
         if known is None:
             known = self._kernels[program.file, name] = self.load(program.path, name)
+            if program.dependent and self._driver is not None:
+                known.begin_early(self._driver)
         known.allow(shared_mem)
         return known
 
@@ -101,6 +110,11 @@ class DeviceKernel:
         self._function = function
         self._allowed = 0
         self._device = torch.cuda.current_device()
+        self._dependent: DependentLaunch | None = None
+
+    def begin_early(self, driver: Any) -> None:
+        """It may begin while the kernel before it ends, for which it must wait itself."""
+        self._dependent = DependentLaunch(driver, self._name, self._function.ptr)
 
     def allow(self, shared_mem: int) -> None:
         """Ask once for so much dynamic shared memory: unasked there are 48 KiB less the static.
@@ -126,8 +140,12 @@ class DeviceKernel:
         shared_mem: int = 0,
     ) -> None:
         # as `torch.cuda.current_stream().cuda_stream`, without making an object at each launch
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(self._device))
-        self._function(grid, block, tuple(map(_plain, args)), shared_mem, stream)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        values = tuple(map(_plain, args))
+        if self._dependent is not None:
+            self._dependent(grid, block, values, shared_mem, stream)
+        else:
+            self._function(grid, block, values, shared_mem, _Stream(stream))
 
 
 def _plain(argument: Argument) -> Any:
@@ -170,6 +188,7 @@ class EmulatorLauncher:
         module = _emulated(program.path, names, self._check, self._order, self._toolchain)
         kernel = module.get_function(name)
         kernel.max_dynamic_shared_size_bytes = max(shared_mem, 48 << 10)
+        kernel.dependent = program.dependent
 
         def launch(
             grid: tuple[int, ...],

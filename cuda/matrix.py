@@ -27,6 +27,7 @@ from gptmanager.cuda import (
     generation_attention,
     log_probs,
     norms,
+    products,
     sampling,
     token_masks,
 )
@@ -35,6 +36,7 @@ from gptmanager.cuda.launch import NAMES, Program
 
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
+    products.PROGRAM,
     activations.PROGRAM,
     cache_write.PROGRAM,
     block_copy.PROGRAM,

@@ -3,7 +3,8 @@
 #include "numerics.cuh"
 
 // A block per token, whose thread holds COUNT vectors of WIDTH elements in registers: each element is
-// read once. The sum is rounded to T before it is normalized, as the next layer reads it.
+// read once. The sum is rounded to T before it is normalized, as the next layer reads it. The weight
+// is asked for before all else, and comes while the kernel before ends and the sums are made.
 template <class T, int WIDTH, int COUNT, bool CENTERED, bool ADD>
 __global__ void __launch_bounds__(1024, 1) norm(
     T* out,           // [tokens, width], may be x
@@ -15,12 +16,23 @@ __global__ void __launch_bounds__(1024, 1) norm(
     __shared__ float sums[32], squares[32];
     size_t row = size_t(blockIdx.x) * width;
     float values[COUNT][WIDTH];
+    Vector<T, WIDTH> factors[COUNT], offsets[COUNT] = {};
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         int column = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (column >= width) continue;
+        ptx::prefetch_l2(weight + column);
+        if (bias) ptx::prefetch_l2(bias + column);
+    }
+    ptx::wait_for_previous();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        int column = (i * blockDim.x + threadIdx.x) * WIDTH;
+        if (column >= width) continue;
         load(values[i], x + row + column);
+        factors[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(weight + column);
+        if (bias) offsets[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(bias + column);
         if constexpr (ADD) {
             float before[WIDTH];
             load(before, residual + row + column);
@@ -48,12 +60,10 @@ __global__ void __launch_bounds__(1024, 1) norm(
     for (int i = 0; i < COUNT; i++) {
         int column = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (column >= width) continue;
-        float factors[WIDTH], offsets[WIDTH] = {};
-        load(factors, weight + column);
-        if (bias) load(offsets, bias + column);
 #pragma unroll
         for (int j = 0; j < WIDTH; j++)
-            values[i][j] = values[i][j] * scale * factors[j] + offsets[j];
+            values[i][j] = values[i][j] * scale * to_float(factors[i].values[j]) +
+                           to_float(offsets[i].values[j]);
         store(out + row + column, values[i]);
     }
 }

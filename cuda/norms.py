@@ -23,7 +23,7 @@ def _kernels() -> tuple[str, ...]:
     )
 
 
-PROGRAM = Program("norms.cu", _kernels())
+PROGRAM = Program("norms.cu", _kernels(), dependent=True)
 
 
 def rms_norm(

@@ -92,6 +92,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     emulator.module       CUDA C++ as kernels that run on the CPU (no torch)
     emulator              kernels on a CPU, run thread by thread, checked (no torch)
     compiler              CUDA C++ to machine code, with what its kernels use (no torch)
+    dependent_launch      launches that begin while the kernel before them ends (no torch)
     launch                where kernels run: a GPU, or the emulator
     streams               where work is enqueued: a CUDA stream, or the emulator
     uploads               arrays of a step, to the device in one copy
@@ -99,6 +100,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     graphs                generation steps, recorded and run again
     paged_kernels         what the kernels over pages take: heads, dtypes
     norms                 residual add, RMSNorm, LayerNorm
+    products              products of few rows with a matrix
     activations           SiLU times up, GELU
     cache_write           rotation, QK norm, and keys and values to their pages
     block_copy            beginnings of blocks, copied

@@ -220,6 +220,8 @@ static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site s
     if (!shadow) return unknown(address, site);
     const Region& region = shadow->region;
     if (address + size > region.end) fail_outside(region.end, site);
+    if (launch->dependent && !shadow->shared && !current->has_waited)
+        fail(site, "argument %d is used before wait_for_previous", region.argument);
     unsigned block = block_number() & 0x7FFFF;
     uint32_t bits = block << 13 | current->linear << 3 | flags | VALID;
     Access self{stamp_of(current->linear), bits, offset(site)};

@@ -98,7 +98,18 @@ inline unsigned char* dynamic_shared() {
     return static_cast<unsigned char*>(::emulator::dynamic_shared());
 }
 
+inline void wait_for_previous() { ::emulator::wait_for_previous(); }
+EMULATED void prefetch_l2(const void* address) { ::emulator::prefetch(address, EMULATOR_RETURN); }
+
 inline float exp2_approx(float x) { return exp2f(x); }
+
+EMULATED uint4 load_once_16(const void* address, bool valid) {
+    uint4 to{0, 0, 0, 0};
+    if (uintptr_t(address) % 16)
+        ::emulator::fail(EMULATOR_RETURN, "load of 16 bytes that are not aligned to them");
+    if (valid) ::emulator::read_memory(&to, address, sizeof to, EMULATOR_RETURN);
+    return to;
+}
 
 EMULATED unsigned atomic_inc_acq_rel(unsigned* address, unsigned last) {
     ::emulator::fence();

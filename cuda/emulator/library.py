@@ -49,6 +49,7 @@ class _Launch(ctypes.Structure):  # state.h
         ("num_regions", ctypes.c_int),
         ("order", ctypes.c_int),
         ("checking", ctypes.c_int),
+        ("dependent", ctypes.c_int),
         ("closed", ctypes.c_int),
         ("report", ctypes.c_char_p),
         ("report_size", ctypes.c_size_t),
@@ -152,6 +153,7 @@ class Library:
         block: tuple[int, int, int],
         arguments: Sequence[Argument],
         dynamic_shared: int,
+        dependent: bool = False,
     ) -> None:
         """Run every block to its end. `EmulatorError` with what the kernel did wrong, and where."""
         values = [ctypes.create_string_buffer(it.value, len(it.value)) for it in arguments]
@@ -172,6 +174,7 @@ class Library:
             num_regions=len(regions),
             order=self._order,
             checking=self._checked,
+            dependent=dependent,
             closed=not any(it.unknown for it in arguments),
             report=ctypes.cast(report, ctypes.c_char_p),
             report_size=_REPORT,

@@ -69,11 +69,20 @@ void fail(Site site, const char* format, ...) {
     abandon();
 }
 
+// A kernel behind this one would not be ordered behind those before it.
+[[noreturn]] static void fail_unordered() {
+    Index i = current->index;
+    describe("a thread ended without wait_for_previous, block (%u, %u, %u), thread (%u, %u, %u)",
+             block_index.x, block_index.y, block_index.z, i.x, i.y, i.z);
+    abandon();
+}
+
 // Fibers ------------------------------------------------------------------------------------------
 
 static void fiber() {
     for (;;) {
         launch->body(launch->arguments);
+        if (launch->dependent && !current->has_waited) fail_unordered();
         current->state = State::RETURNED;
         if (!_setjmp(current->context)) _longjmp(scheduler, 1);
     }
@@ -155,6 +164,7 @@ static void run_block() {
         thread.state = State::READY;
         thread.copies.clear();
         thread.group = 0;
+        thread.has_waited = false;
     }
     for (bool progress = true; progress;) {
         progress = false;
@@ -270,6 +280,10 @@ int sync_block(Vote vote, int predicate, const char* name, Site site) {
 void fence() {
     if (checking) check_fence();
 }
+
+void wait_for_previous() { current->has_waited = true; }
+
+void prefetch(const void* address, Site site) { touch(address, 1, site); }
 
 // cp.async ----------------------------------------------------------------------------------------
 

@@ -58,6 +58,10 @@ void check_read(const void* address, size_t size, Site site);
 void check_write(void* address, size_t size, Site site);
 void check_atomic(void* address, size_t size, Site site);
 
+// What the kernel before may still write is not to be touched before this.
+void wait_for_previous();
+void prefetch(const void* address, Site site);
+
 // cp.async: the destination is NaN until the thread waits for the group the copy belongs to. Until
 // then nothing may write to it, nor to the source.
 void copy_async(void* to, const void* from, size_t size, size_t source_size, Site site);

@@ -2,6 +2,7 @@
 #include "state.h"
 
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstring>
 #include <link.h>
@@ -207,8 +208,10 @@ void release_faults() {
 void touch(const void* address, size_t size, Site site) {
     auto* bytes = static_cast<const volatile char*>(address);
     touching = &site;
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // a fault's handler reads it
     (void)bytes[0];
     (void)bytes[size - 1];
+    std::atomic_signal_fence(std::memory_order_seq_cst);
     touching = nullptr;
 }
 

@@ -31,7 +31,13 @@ _MAX_SHARED_OPTIN = 227 << 10  # of sm_90
 
 
 class Kernel:
-    """A kernel of a `Module`, called as `kernel(grid, block, args, shared_mem=0, stream=None)`."""
+    """A kernel of a `Module`, called as `kernel(grid, block, args, shared_mem=0, stream=None)`.
+
+    `dependent`: launched so, it may begin before the kernel before it has ended; what it touches
+    before `ptx::wait_for_previous` is an error.
+    """
+
+    dependent = False
 
     def __init__(self, name: str, library: Library, number: int) -> None:
         self.name = name
@@ -71,7 +77,8 @@ class Kernel:
         ]
         try:
             self._library.launch(
-                self._number, self._sizes("grid", grid, _MAX_GRID), sizes, arguments, shared_mem
+                *(self._number, self._sizes("grid", grid, _MAX_GRID), sizes, arguments, shared_mem),
+                dependent=self.dependent,
             )
         except EmulatorError as error:
             raise EmulatorError(f"{self.name}: {error}") from None

@@ -30,6 +30,7 @@ struct Thread {
     unsigned mask;
     void* operands;
     int predicate;
+    bool has_waited;  // for the kernel before this one
     // Its copies that have not arrived, oldest first.
     std::vector<AsyncCopy> copies;
     int group;
@@ -52,6 +53,7 @@ struct Launch {  // filled by Python: library.py has the same structure
     int num_regions;
     int order;  // 0: forward, -1: reverse, else the seed of a shuffle
     int checking;
+    int dependent;  // it may begin before the kernel before it has ended
     int closed;  // every address that the kernel may use is known
     char* report;
     size_t report_size;

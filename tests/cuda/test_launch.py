@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from requirements import skip
 
-from gptmanager.cuda import compiler, device, launch
+from gptmanager.cuda import compiler, dependent_launch, device, launch
 from gptmanager.cuda.launch import DeviceLauncher, Program, architecture, check_tensors
 from gptmanager.cuda.matrix import PROGRAMS
 from gptmanager.errors import ConfigError
 
-PROGRAM = Program("norms.cu", ("f<1>", "f<2>"))
+PROGRAM = Program("block_copy.cu", ("f<1>", "f<2>"))
+DEPENDENT = Program("norms.cu", ("f<1>", "f<2>"), dependent=True)
 
 
 class CUDADriverError(RuntimeError):
@@ -68,7 +73,7 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(calls):
     launched = ("launch", (2, 3), (32,), (tensor.data_ptr(), 0, np.int32(4)), 100, 5)
     assert (launcher.num_multiprocessors, launcher.max_shared_mem) == (132, 227 << 10)
     assert calls == [
-        ("compile", "norms.cu", "sm_90a", ["f<1>"], ()),
+        ("compile", "block_copy.cu", "sm_90a", ["f<1>"], ()),
         ("load", b"code"),
         launched,
         launched,
@@ -88,6 +93,76 @@ def test_more_shared_memory_than_the_device_has(calls):
         ConfigError, match="f<2> needs 300000 bytes of shared memory.*INVALID_VALUE"
     ):
         DeviceLauncher().kernel(PROGRAM, "f<2>", 300_000)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """cuda-bindings, with a driver that notes what it is asked for."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        skip(f"launches through the driver need cuda-bindings: {error}")
+    success = driver.CUresult.CUDA_SUCCESS
+    driver_seen = SimpleNamespace(launches=[], version=13000, result=success, **vars(driver))
+
+    def launch(config, function, addresses, extra):
+        attributes = [(it.id.name, it.value.programmaticStreamSerializationAllowed)
+                      for it in config.attrs[: config.numAttrs]]  # fmt: skip
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        places = (ctypes.c_void_p * 4).from_address(addresses)
+        kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_float)
+        values = [kind.from_address(at).value for kind, at in zip(kinds, places, strict=True)]
+        driver_seen.launches.append(
+            (int(function), grid, block, config.sharedMemBytes, int(config.hStream), attributes,
+             values, extra)
+        )  # fmt: skip
+        return (driver_seen.result,)
+
+    driver_seen.cuLaunchKernelEx = launch
+    driver_seen.cuDriverGetVersion = lambda: (success, driver_seen.version)
+    imported = lambda name: {"cuda.bindings.driver": driver_seen}[name]  # noqa: E731
+    monkeypatch.setattr(dependent_launch, "import_module", imported)
+    return driver_seen
+
+
+def test_a_dependent_kernel_is_launched_by_the_driver(calls, driver):
+    launcher, tensor = DeviceLauncher(), torch.zeros(3)
+    arguments = (tensor, None, np.int32(-4), np.float32(1.5))
+    for grid in ((2, 3), (7,)):
+        launcher.kernel(DEPENDENT, "f<1>")(grid, (32,), arguments, 100)
+    launcher.kernel(PROGRAM, "f<2>")((2,), (32,), arguments)
+
+    attributes = [("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)]
+    rest = ((32, 1, 1), 100, 5, attributes, [tensor.data_ptr(), 0, -4, 1.5], 0)
+    assert driver.launches == [(77, (2, 3, 1), *rest), (77, (7, 1, 1), *rest)]
+    assert [call[0] for call in calls].count("launch") == 1, "the other one by CuPy"
+
+
+def test_a_launch_that_the_driver_refuses(calls, driver):
+    driver.result = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    kernel = DeviceLauncher().kernel(DEPENDENT, "f<1>")
+    with pytest.raises(RuntimeError, match="f<1> was not launched: CUDA_ERROR_INVALID_VALUE"):
+        kernel((1,), (32,), (None, None, np.int32(1), np.float32(1)))
+
+
+@pytest.mark.parametrize("missing", ["bindings", "driver", "device"])
+def test_where_kernels_cannot_begin_early(calls, driver, missing, monkeypatch, caplog):
+    caplog.set_level("INFO", "gptmanager")
+    if missing == "bindings":
+        monkeypatch.setattr(dependent_launch, "import_module", importlib.import_module)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    if missing == "driver":
+        driver.version = 12020
+    if missing == "device":
+        properties = SimpleNamespace(major=8, minor=9, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    arguments = (None, None, np.int32(1), np.float32(1))
+    DeviceLauncher().kernel(DEPENDENT, "f<1>")((2,), (32,), arguments)
+    assert calls[-1] == ("launch", (2,), (32,), (0, 0, 1, 1.0), 0, 5) and not driver.launches
+    words = {"bindings": ["cuda-bindings is not there"], "driver": ["the driver is of CUDA 12"]}
+    assert len(caplog.messages) == len(words.get(missing, []))
+    assert all(word in caplog.text for word in words.get(missing, []))
 
 
 def test_architectures():

@@ -1,0 +1,121 @@
+"""Kernels that may begin while the one before them ends: what they must not do until it has."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+from requirements import skip
+
+from gptmanager.cuda import compiler, emulator
+from gptmanager.cuda.matrix import PROGRAMS
+from gptmanager.errors import ConfigError
+
+SOURCE = """
+#include "intrinsics.cuh"
+__global__ void right(float* x) {
+    __shared__ float own[32];
+    own[threadIdx.x] = threadIdx.x;
+    ptx::prefetch_l2(x + threadIdx.x);
+    ptx::wait_for_previous();
+    x[threadIdx.x] += own[threadIdx.x];
+}
+__global__ void reads_early(float* x) {
+    float early = x[threadIdx.x];  // line 11
+    ptx::wait_for_previous();
+    x[threadIdx.x] = early + 1;
+}
+__global__ void writes_early(float* x) {
+    if (threadIdx.x == 7) x[7] = 1;  // line 16
+    ptx::wait_for_previous();
+}
+__global__ void counts_early(unsigned* x) {
+    atomicAdd(x, 1u);  // line 20
+    ptx::wait_for_previous();
+}
+__global__ void copies_early(float* x) {
+    __shared__ __align__(16) float own[128];
+    ptx::cp_async_16(own + 4 * threadIdx.x, x);  // line 25
+    ptx::wait_for_previous();
+}
+__global__ void one_never_waits(float* x) {
+    if (threadIdx.x == 3) return;
+    ptx::wait_for_previous();
+    x[threadIdx.x] = 1;
+}
+__global__ void prefetches_behind(float* x) {
+    ptx::prefetch_l2(x + 32);  // line 34
+    ptx::wait_for_previous();
+}
+"""
+EARLY = {"reads_early": 11, "writes_early": 16, "counts_early": 20, "copies_early": 25}
+
+
+@functools.cache
+def module(check):
+    names = re.findall(r"__global__ void (\w+)", SOURCE)
+    options = [f"-I{compiler.FOLDER}"]
+    return emulator.Module(source=SOURCE, name_expressions=names, options=options, check=check)
+
+
+@pytest.fixture
+def run(toolchain):
+    def run(name, dependent=True, check=True):
+        kernel = module(check).get_function(name)
+        kernel.dependent = dependent
+        x = emulator.asarray(np.zeros(32, np.uint32 if name == "counts_early" else np.float32))
+        kernel((1,), (32,), (x,))
+        return x
+
+    return run
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_what_is_touched_too_early(run, name):
+    words = (
+        f"{name}: argument 0 is used before wait_for_previous, at kernel.cu:{EARLY[name]}, block"
+    )
+    with pytest.raises(emulator.EmulatorError, match=words):
+        run(name)
+    run(name, dependent=False)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_every_thread_waits(run, check):
+    words = r"a thread ended without wait_for_previous, block \(0, 0, 0\), thread \(3, 0, 0\)"
+    with pytest.raises(emulator.EmulatorError, match=words):
+        run("one_never_waits", check=check)
+
+
+def test_a_prefetch_is_no_access_but_stays_inside(run):
+    assert run("right").tolist() == list(range(32))
+    with pytest.raises(emulator.EmulatorError, match="access to byte 128 of argument 0.*:34"):
+        run("prefetches_behind")
+
+
+@pytest.mark.parametrize("program", [it for it in PROGRAMS if it.dependent], ids=lambda it: it.file)
+def test_the_instructions_are_there_from_sm_90_on(program):
+    """A launch that begins early without them would be a race."""
+    try:
+        nvrtc = compiler.find_nvrtc()
+    except ConfigError as error:
+        skip(str(error))
+    kernels = {name.partition("<")[0]: name for name in program.kernels}
+    for arch, count in (("compute_80", 0), ("compute_90a", len(kernels))):
+        ptx = ptx_of(nvrtc, program, list(kernels.values()), arch)
+        for instruction in ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;"):
+            assert ptx.count(instruction) == count
+
+
+def ptx_of(nvrtc, program, names, arch):
+    made = nvrtc.createProgram(program.path.read_text("utf-8"), program.file, (), ())
+    try:
+        for name in names:
+            nvrtc.addNameExpression(made, name)
+        folders = (f"-I{compiler.FOLDER}", *compiler._cuda_includes())
+        nvrtc.compileProgram(made, ("-std=c++17", f"-arch={arch}", *folders))
+        return nvrtc.getPTX(made)
+    finally:
+        nvrtc.destroyProgram(made)
