@@ -116,6 +116,6 @@ def ptx_of(nvrtc, program, names, arch):
             nvrtc.addNameExpression(made, name)
         folders = (f"-I{compiler.FOLDER}", *compiler._cuda_includes())
         nvrtc.compileProgram(made, ("-std=c++17", f"-arch={arch}", *folders))
-        return nvrtc.getPTX(made)
+        return nvrtc.getPTX(made).decode()
     finally:
         nvrtc.destroyProgram(made)
