@@ -16,7 +16,12 @@ __global__ void __launch_bounds__(1024, 1) norm(
     __shared__ float sums[32], squares[32];
     size_t row = size_t(blockIdx.x) * width;
     float values[COUNT][WIDTH];
+    constexpr bool EARLY = COUNT == 1;  // there are registers for the weight until it is needed
     Vector<T, WIDTH> factors[COUNT], offsets[COUNT] = {};
+    auto load_weight = [&](int i, int column) {
+        factors[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(weight + column);
+        if (bias) offsets[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(bias + column);
+    };
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
@@ -31,8 +36,7 @@ __global__ void __launch_bounds__(1024, 1) norm(
         int column = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (column >= width) continue;
         load(values[i], x + row + column);
-        factors[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(weight + column);
-        if (bias) offsets[i] = *reinterpret_cast<const Vector<T, WIDTH>*>(bias + column);
+        if constexpr (EARLY) load_weight(i, column);
         if constexpr (ADD) {
             float before[WIDTH];
             load(before, residual + row + column);
@@ -60,6 +64,7 @@ __global__ void __launch_bounds__(1024, 1) norm(
     for (int i = 0; i < COUNT; i++) {
         int column = (i * blockDim.x + threadIdx.x) * WIDTH;
         if (column >= width) continue;
+        if constexpr (!EARLY) load_weight(i, column);
 #pragma unroll
         for (int j = 0; j < WIDTH; j++)
             values[i][j] = values[i][j] * scale * to_float(factors[i].values[j]) +
