@@ -24,7 +24,7 @@ from gptmanager.kernels.matrix_tiles import has_matrix_unit
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 32), (1, 1), (7, 5), (33, 33), (96, 300), (130, 64), (256, 96))
-ROWS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 95, 96, 97, 130)
+ROWS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 95, 96, 97, 130, 191, 192, 193, 225)
 UNIT = pytest.param(
     True,
     marks=pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit"),
@@ -67,7 +67,7 @@ def test_products_are_right_at_every_edge(products: CpuKernels, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gate_and_up_are_one_product(products: CpuKernels, dtype: torch.dtype) -> None:
-    for outs, num_rows in itertools.product((32, 64, 96, 160), (1, 6, 33, 97)):
+    for outs, num_rows in itertools.product((32, 64, 96, 160), (1, 6, 33, 193)):
         weight, bias = randn(outs, 48).to(dtype), randn(outs, seed=1).to(dtype)
         x = randn(num_rows, 48, seed=2).to(dtype)
         gate, up = (x.double() @ weight.double().T + bias.double()).chunk(2, dim=-1)
@@ -106,10 +106,10 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
 def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
     # what is not quantized has one kind of instructions for any number of rows
     products = CpuKernels(deterministic=quantized)
-    matrix = packed(randn(100, 70).to(dtype), quantized)
-    x = randn(130, 70, seed=1).to(dtype)
+    matrix = packed(randn(100, 330).to(dtype), quantized)
+    x = randn(230, 330, seed=1).to(dtype)
     together = products.linear(x, matrix, None)
-    for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 96, 97), (0, 3, 33)):
+    for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 192, 193), (0, 3, 33)):
         alone = products.linear(x[start : start + count], matrix, None)
         assert torch.equal(alone, together[start : start + count]), (count, start)
 

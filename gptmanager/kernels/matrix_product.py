@@ -33,7 +33,7 @@ from gptmanager.kernels.matrix_tiles import (
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 from gptmanager.kernels.token_loops import logistic
 
-CHUNK_ROWS = 96  # their elements of a group, float32, fit beside a panel into a core's second cache
+CHUNK_ROWS = 192  # their elements of a group, float32, fit beside panels into the second cache
 BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 
@@ -59,30 +59,34 @@ _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
 
 @loop
-def _finished(t: Any, c: int, index: int, column: int, count: int) -> Any:
+def _finished(c: int, index: int, scales: int, bias: int, column: int, count: int) -> Any:
     value = load(c, index)
-    if t.scales:
-        value = value * load_part(t.scales, column, count)
-    if t.bias:
-        value = value + load_part(t.bias, column, count)
+    if scales:
+        value = value * load_part(scales, column, count)
+    if bias:
+        value = value + load_part(bias, column, count)
     return value
 
 
 @loop
 def _finish(t: Any, c: int, panel: int, first_row: int, rows: int) -> None:
     """A chunk of a group on its way out of scratch."""
+    # read once: for all that the compiler knows, a store may change the task
+    scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
+    result, dtype = t.result, t.dtype
+    group, first = t.group_panels, LANES * panel
     for row in range(rows):
-        start = (first_row + row) * t.columns
-        for n in range(t.group_panels):
-            column = LANES * (panel + n)
-            count, index = t.columns - column, LANES * (PANELS * row + n)
+        start = (first_row + row) * columns
+        for n in range(group):
+            column = first + LANES * n
+            count, index = columns - column, LANES * (PANELS * row + n)
             if count <= 0:
                 break
-            value = _finished(t, c, index, column, count)
-            if t.silu:
-                factor = _finished(t, c, index + 2 * LANES, t.columns + column, count)
-                value = value * logistic(value) * factor
-            store_as(t.dtype, t.result, start + column, value, count)
+            value = _finished(c, index, scales, bias, column, count)
+            if silu:
+                behind = index + 2 * LANES, scales, bias, columns + column
+                value = value * logistic(value) * _finished(c, *behind, count)
+            store_as(dtype, result, start + column, value, count)
 
 
 @loop
@@ -155,7 +159,7 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-        rows, steps = min(CHUNK_ROWS, t.rows - first), t.depth // 32
+        rows = min(CHUNK_ROWS, t.rows - first)
         b0, b1 = _panel(t, panel), _panel(t, panel + 1)
         b2, b3 = _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
         if is_quantized:
@@ -167,15 +171,18 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
                 held = panel
             b0, b1 = wide, wide + wide_bytes
             b2, b3 = wide + 2 * wide_bytes, wide + 3 * wide_bytes
-        configure(t.full)
-        for row in range(0, rows - 31, 32):
-            c, x = scratch + 256 * row, t.x + 2 * (first + row) * t.depth
-            _thirty_two(c, x, t.depth, b0, b1, b2, b3, steps)
-        for row in range(rows // 32 * 32, rows, 16):
-            if rows - row < 16:
-                configure(t.tail)
-            c, x = scratch + 256 * row, t.x + 2 * (first + row) * t.depth
-            _sixteen(c, x, t.depth, b0, b1, b2, b3, steps)
+        span = BLOCK if rows >= 32 else t.depth
+        for k in range(0, t.depth, span):
+            steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
+            configure(t.full)
+            for row in range(0, rows - 31, 32):
+                c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+                _thirty_two(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+            for row in range(rows // 32 * 32, rows, 16):
+                if rows - row < 16:
+                    configure(t.tail)
+                c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+                _sixteen(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
         _finish(t, scratch, panel, first, rows)
         part = claim(address, NEXT_PART)
     release()

@@ -203,10 +203,11 @@ def unit_tile(down: int) -> Any:
     lefts = [_register(down * across + n) for n in range(down)]
     rights = [_register(n) for n in range(down * across + down, 8)]
 
-    @word(nothing, long, long, long, long, long, long, long, long)
+    @word(nothing, long, long, long, long, long, long, long, long, types.boolean)
     def product(
-        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any, steps: Any
-    ) -> None:
+        builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
+        steps: Any, add: Any,
+    ) -> None:  # fmt: skip
         def multiply(c_start: Any, panels: Sequence[Any]) -> None:
             def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
                 column, block = (builder.mul(index, ir.Constant(LONG, n)) for n in (64, 1024))
@@ -223,14 +224,21 @@ def unit_tile(down: int) -> Any:
                         _unit(builder, "tdpbf16ps", _register(m * across + n), left, right)
                 return []
 
-            for n in range(down * across):
-                _unit(builder, "tilezero", _register(n))
+            places = [
+                builder.add(c_start, ir.Constant(LONG, 4 * (16 * 64 * m + 16 * n)))
+                for m in range(down)
+                for n in range(across)
+            ]
+            with builder.if_else(add) as (more, first):
+                with more:
+                    for n, to in enumerate(places):
+                        _unit(builder, "tileloadd64", _register(n), _byte(builder, to), c_bytes)
+                with first:
+                    for n in range(len(places)):
+                        _unit(builder, "tilezero", _register(n))
             repeat(builder, steps, [], step)
-            for m in range(down):
-                for n in range(across):
-                    to = builder.add(c_start, ir.Constant(LONG, 4 * (16 * 64 * m + 16 * n)))
-                    total = _register(m * across + n)
-                    _unit(builder, "tilestored64", total, _byte(builder, to), c_bytes)
+            for n, to in enumerate(places):
+                _unit(builder, "tilestored64", _register(n), _byte(builder, to), c_bytes)
 
         row_bytes = builder.mul(a_stride, ir.Constant(LONG, 2))
         line, c_bytes = ir.Constant(LONG, 64), ir.Constant(LONG, 256)
