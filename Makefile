@@ -17,7 +17,7 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo test marathon bench compile-check lint style types format clean
+.PHONY: help demo test marathon bench compile-check mutants lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,6 +38,9 @@ marathon: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long
 
 bench: $(DEV)  ## time what the tests only run once
 	$(BIN)/pytest --benchmark-enable --benchmark-only $(ARGS)
+
+mutants: $(DEV)  ## plant mistakes in the kernels, and tell which the tests find; ARGS="--help"
+	$(BIN)/python tests/mutants $(ARGS)
 
 compile-check: $(DEV)  ## compile every CUDA kernel for every architecture, and write the table
 	$(BIN)/python -m gptmanager.cuda.matrix docs/cuda_kernels.md

@@ -1,0 +1,69 @@
+"""Which tests are to find a mistake in which file, the likeliest first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Not intrinsics.cuh: the emulator has other bodies, and test_machine_code.py tells what they are.
+_CUDA = {
+    "activations.cu": "test_activations",
+    "adjustments.cu": "test_adjustments_kernel",
+    "beam_step.cu": "test_beam_step_kernel",
+    "block_copy.cu": "test_block_copy test_far_pages",
+    "cache_write.cu": "test_cache_write test_far_pages",
+    "choice.cuh": "test_beam_step_kernel test_log_probs_kernel test_sampling_kernel",
+    "context_attention.cu": "test_context_attention test_attention_borders test_far_pages",
+    "context_tiles.cuh": "test_context_attention test_attention_borders test_far_pages",
+    "float_attention.cu": "test_attention_borders test_generation_attention test_context_attention"
+    " test_far_pages",
+    "fp8.cuh": "test_fp8_conversion test_cache_write test_generation_attention",
+    "generation_attention.cu": "test_generation_attention test_attention_borders test_far_pages",
+    "kth_best.cuh": "test_sampling_kernel",
+    "log_probs.cu": "test_log_probs_kernel",
+    "logits_row.cuh": "test_sampling_kernel",
+    "norms.cu": "test_norms",
+    "numerics.cuh": "test_norms test_activations test_cache_write test_attention_borders",
+    "pages.cuh": "test_generation_attention test_attention_borders test_context_attention"
+    " test_far_pages",
+    "partials.cuh": "test_generation_attention test_attention_borders",
+    "sampling.cu": "test_sampling_kernel",
+    "token_masks.cu": "test_token_masks_kernel",
+}
+_CPU = "tests/test_kernels.py tests/test_packed_products.py tests/test_token_masks.py"
+
+
+def files(root: Path) -> list[str]:
+    """What mistakes are planted in."""
+    cuda = sorted(path.name for path in (root / "cuda").glob("*.cu*"))
+    kernels = sorted((root / "gptmanager" / "kernels").glob("*.py"))
+    return [
+        *(f"cuda/{name}" for name in cuda if name != "intrinsics.cuh"),
+        *(f"gptmanager/kernels/{path.name}" for path in kernels if path.name != "__init__.py"),
+    ]
+
+
+def covering_tests(root: Path, file: str) -> list[str]:
+    """Of CUDA C++ without an entry: those of the kernel's name, or of the files that include it.
+
+    ValueError where there are none.
+    """
+    folder, _, name = file.rpartition("/")
+    if folder != "cuda":
+        return _CPU.split()
+    stem = name.partition(".")[0]
+    own = _CUDA.get(name, f"test_{stem} test_{stem}_kernel").split()
+    found = [f"tests/cuda/{test}.py" for test in own]
+    found = [test for test in found if (root / test).exists()] or _tests_of_users(root, name)
+    if not found:
+        raise ValueError(f"{file} has no tests in tests/mutants/covering.py")
+    return found
+
+
+def _tests_of_users(root: Path, header: str) -> list[str]:
+    users = [
+        path.name
+        for path in sorted((root / "cuda").glob("*.cu*"))
+        if f'#include "{header}"' in path.read_text("utf-8")
+    ]
+    tests = [test for user in users for test in covering_tests(root, f"cuda/{user}")]
+    return [*dict.fromkeys(tests)]

@@ -1,0 +1,184 @@
+"""The tool that plants mistakes: what it plants, and what it says of a small project."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from covering import covering_tests, files
+from mutations import Mutant, mutants_of, sample
+from trials import KILLED, NO_COMPILE, SURVIVED, TIMEOUT, check_tests, trees, try_all
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+KERNEL = """\
+#include "numerics.cuh"  // a + b
+__global__ void f(float* x, int n) {
+    int i = size_t(blockIdx.x) * 4 + threadIdx.x;
+    if (i >= n) return;  // i < n
+    __syncthreads();
+    x[i] = max(x[i], -INFINITY);
+    x[i] *= n > 3 ? 1.5f : i;
+}
+"""
+BODY = '''\
+def clamp(x: int, low: int, high: int) -> int:
+    """x - low"""
+    if x < low and low < high:
+        x = (low + 1) * x
+    put(x, low)
+    return min(x, high)
+'''
+
+
+def planted(file, text):
+    """Kind and changed line, without its indentation."""
+    return {(it.kind, it.after.strip()) for it in mutants_of(file, text)}
+
+
+def test_mistakes_in_cuda():
+    found = planted("cuda/f.cu", KERNEL)
+    assert {
+        ("arithmetic", "int i = size_t(blockIdx.x) * 4 - threadIdx.x;"),
+        ("conversion", "int i = int(blockIdx.x) * 4 + threadIdx.x;"),
+        ("constant", "int i = size_t(blockIdx.x) * 5 + threadIdx.x;"),
+        ("comparison", "if (i > n) return;  // i < n"),
+        ("condition", "if (!(i >= n)) return;  // i < n"),
+        ("condition", "if (true) return;  // i < n"),
+        ("dropped", "if (i >= n) ;  // i < n"),
+        ("dropped", ";"),
+        ("extreme", "x[i] = min(x[i], -INFINITY);"),
+        ("index", "x[i + 1] = max(x[i], -INFINITY);"),
+        ("constant", "x[i] = max(x[i], 0.0f);"),
+        ("swapped", "x[i] *= n > 3 ? i : 1.5f;"),
+    } <= found
+    lines = KERNEL.splitlines()
+    assert all(mutant.line not in (1, 8) for mutant in mutants_of("cuda/f.cu", KERNEL))
+    for mutant in mutants_of("cuda/f.cu", KERNEL):
+        changed = mutant.plant(KERNEL).splitlines()
+        assert [a == b for a, b in zip(lines, changed, strict=True)].count(False) == 1
+        assert mutant.after.partition("//")[2] == mutant.before.partition("//")[2]
+
+
+def test_mistakes_in_python():
+    assert planted("f.py", BODY) >= {
+        ("comparison", "if x <= low and low < high:"),
+        ("logic", "if x < low or low < high:"),
+        ("condition", "if not (x < low and low < high):"),
+        ("arithmetic", "x = (low - 1) * x"),
+        ("arithmetic", "x = (low + 1) + x"),
+        ("constant", "x = (low + 2) * x"),
+        ("dropped", "pass"),
+        ("extreme", "return max(x, high)"),
+    }
+    for mutant in mutants_of("f.py", BODY):
+        compile(mutant.plant(BODY), "f.py", "exec")
+        assert mutant.line > 2
+
+
+def test_a_sample_is_that_of_its_seed():
+    mutants = mutants_of("cuda/f.cu", KERNEL)
+    chosen = sample(mutants, 5, seed=3)
+    assert chosen == sample(mutants, 5, seed=3) and len({*chosen}) == 5
+    assert chosen != sample(mutants, 5, seed=4)
+    assert sample(mutants, 1000, seed=3) == mutants
+
+
+def test_every_file_has_tests():
+    assert {"cuda/norms.cu", "cuda/pages.cuh", "gptmanager/kernels/cpu.py"} <= {*files(ROOT)}
+    for file in ("cuda/norms.cu", "cuda/numerics.cuh", "gptmanager/kernels/cpu.py"):
+        assert covering_tests(ROOT, file)
+        assert mutants_of(file, (ROOT / file).read_text("utf-8"))
+
+
+def test_tests_of_a_new_header_are_those_of_its_users(tmp_path):
+    for path in ("cuda/new.cuh", "cuda/a.cu", "cuda/b.cu", "tests/cuda/test_a.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text('#include "new.cuh"' if path == "cuda/a.cu" else "")
+    assert covering_tests(tmp_path, "cuda/new.cuh") == ["tests/cuda/test_a.py"]
+    with pytest.raises(ValueError, match="cuda/b.cu has no tests in"):
+        covering_tests(tmp_path, "cuda/b.cu")
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project of one function and one test."""
+    root = tmp_path / "project"
+    (root / "tests").mkdir(parents=True)
+    (root / "gptmanager").mkdir()
+    (root / "gptmanager" / "__init__.py").touch()
+    (root / "gptmanager" / "kernels.py").write_text("def double(x):\n    return x + x\n")
+    (root / "tests" / "test_double.py").write_text(
+        "from gptmanager.kernels import double\n\ndef test_double():\n    assert double(2) == 4\n"
+    )
+    (root / "setup.cfg").write_text("[tool:pytest]\nmarkers =\n    gpu: one\n")
+    return root
+
+
+def mistake(after):
+    return Mutant("gptmanager/kernels.py", 2, "any", "    return x + x", f"    return {after}")
+
+
+def test_what_becomes_of_mistakes(project):
+    mistakes = {
+        "x - x": KILLED,
+        "x * 2": SURVIVED,
+        "x +": NO_COMPILE,
+        "__import__('os').abort()": KILLED,
+    }
+    before = {path: path.read_bytes() for path in project.rglob("*.py")}
+
+    def tests(file):
+        return ["tests/test_double.py"]
+
+    with trees(project, 2, limit_s=60) as made:
+        check_tests(made[0], ["gptmanager/kernels.py"], tests)
+        trials = list(try_all(made, [*map(mistake, mistakes)], tests))
+        folder = made[0].folder
+        assert (folder / "gptmanager" / "kernels.py").read_text().endswith("x + x\n")
+    found = {trial.mutant.after.removeprefix("    return "): trial.verdict for trial in trials}
+    assert found == mistakes
+    assert not folder.exists() and before == {path: path.read_bytes() for path in before}
+
+
+def test_tests_that_take_too_long(project):
+    with trees(project, 1, limit_s=0.01) as made:
+        trials = list(try_all(made, [mistake("x")], lambda file: ["tests/test_double.py"]))
+    assert [trial.verdict for trial in trials] == [TIMEOUT]
+
+
+def test_tests_that_are_red_without_a_mistake(project):
+    (project / "gptmanager" / "kernels.py").write_text("def double(x):\n    return x\n")
+    with trees(project, 1, limit_s=60) as made:
+        with pytest.raises(ValueError, match="without a mistake the tests are red(.|\n)*1 failed"):
+            check_tests(made[0], ["any"], lambda file: ["tests/test_double.py"])
+
+
+def test_an_interrupted_command_reports_what_it_has(tmp_path):
+    """Its copies are gone, and nothing runs."""
+    report = tmp_path / "mutants.diff"
+    options = ["--file", "cuda/token_masks.cu", "--per-file", "3", "--jobs", "1", "--unchecked"]
+    process = subprocess.Popen(
+        [sys.executable, FOLDER, *options, "--report", report],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("mutants-*/0/cache")) and time.monotonic() < deadline:
+        if list(tmp_path.glob("mutants-*/0/project/setup.cfg")):
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert re.search(r"interrupted: \d of 3 were not tried", said) and report.exists()
+    assert not list(tmp_path.glob("mutants-*"))
