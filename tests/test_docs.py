@@ -160,7 +160,7 @@ def test_the_reasons_of_explain_are_those_of_the_policies_and_its_own():
 
 
 def test_the_rules_of_schedulers_are_those_of_the_kit():
-    table = page("testing.md").split("| rule | says |")[1]
+    table = page("testing.md").split("| rule | says |")[1].split("\n\n")[0]
     assert dict(re.findall(r"^\| ([a-z]+[a-z-]*) \| (.*) \|$", table, re.MULTILINE)) == RULES
 
 
