@@ -1,4 +1,4 @@
-"""`CudaKernels`: the ops of the network as the kernels of this folder, GEMMs as torch does them.
+"""`CudaKernels`: the ops of the network as the kernels of this folder, large products by torch.
 
 Decides which kernel serves which call, and what no kernel covers, which the reference computes.
 Knows nothing of batches and models. Where the kernels run is the launcher's: a GPU, or the emulator
@@ -7,20 +7,22 @@ on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, cache_write, norms
+from gptmanager.cuda import activations, cache_write, norms, products
 from gptmanager.cuda.context_attention import context_attention, plan_context
 from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.generation_plan import max_num_items, plan_generation
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
+from gptmanager.cuda.product_choice import ProductChoice, Seconds
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.packed_matrix import Matrix, plain
 from gptmanager.kernels.reference import Ints, Kernels
 
 
@@ -44,12 +46,19 @@ class CudaKernels(Kernels):
     """The ops on tensors of the launcher's device, on its current stream; nothing waits for it.
 
     Pages are token-major in memory: `keys [P, K, D, B]` is a transposed view. `deterministic`:
-    context attention serves all rows, since generation attention cuts a row by what else runs.
+    context attention serves all rows, since generation attention cuts a row by what else runs, and
+    one kernel computes all products, whatever the number of rows.
     """
 
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._launcher = launcher
+        self._choice = ProductChoice()
+
+    def measure_products(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
+        """Find out by whom products with these weights are faster; as of `ProductChoice.measure`."""
+        if self._launcher.has_products and not self.deterministic:
+            self._choice.measure(self._launcher, map(plain, weights), device, seconds)
 
     def plan(
         self,
@@ -113,6 +122,28 @@ class CudaKernels(Kernels):
         context = _part(rows, 0, middle) if middle else None
         generation = _part(rows, middle, num_rows) if num_single else None
         return rows._replace(plan=StepPlan(cells, context, generation, work))
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        x, matrix = x.to(weight.dtype).contiguous(), plain(weight)
+        if not self._multiplies(x, matrix):
+            return super().linear(x, matrix, bias)
+        out = x.new_empty(len(x), len(matrix))
+        products.multiply(self._launcher, out, x, matrix, bias)
+        return out
+
+    def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        x, matrix = x.to(weight.dtype).contiguous(), plain(weight)
+        if not self._multiplies(x, matrix):
+            return super().linear_silu_mul(x, matrix, bias)
+        out = x.new_empty(len(x), len(matrix) // 2)
+        products.multiply_silu(self._launcher, out, x, matrix, bias)
+        return out
+
+    def _multiplies(self, x: Tensor, matrix: Tensor) -> bool:
+        """By the matrix alone, where it must not depend on the number of rows."""
+        if not self._launcher.has_products or not products.covers(x, matrix):
+            return False
+        return self.deterministic or self._choice.is_ours(len(x), matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

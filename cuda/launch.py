@@ -59,6 +59,7 @@ class Kernel(Protocol):
 class Launcher(Protocol):
     num_multiprocessors: int
     max_shared_mem: int  # bytes that a block can have
+    has_products: bool  # whether products as kernels may pay
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
@@ -66,6 +67,8 @@ class Launcher(Protocol):
 
 class DeviceLauncher:
     """Kernels on the current CUDA device, launched on torch's current stream."""
+
+    has_products = True
 
     def __init__(self) -> None:
         self._cupy = device.find_cupy()
@@ -170,13 +173,17 @@ def _emulated(
 class EmulatorLauncher:
     """Kernels on the CPU, thread by thread: for tests. Options as those of `emulator.Module`.
 
-    ConfigError without g++ or NVIDIA's headers.
+    `has_products`: torch's products are much faster here. ConfigError without g++ or NVIDIA's
+    headers.
     """
 
     num_multiprocessors = 4
     max_shared_mem = 227 << 10
 
-    def __init__(self, *, check: bool = False, order: str | int = "forward") -> None:
+    def __init__(
+        self, *, check: bool = False, order: str | int = "forward", has_products: bool = False
+    ) -> None:
+        self.has_products = has_products
         self._toolchain = emulator.Toolchain()
         self._toolchain.require_headers()
         self._check = check

@@ -7,6 +7,7 @@ of work to be run again. Knows nothing of steps.
 from __future__ import annotations
 
 import gc
+import statistics
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,8 @@ from torch import Tensor
 from gptmanager.cuda.device import find_cupy
 from gptmanager.cuda.launch import DeviceLauncher, EmulatorLauncher, Launcher
 from gptmanager.errors import ConfigError
+
+_REPEATS = 5  # of what is timed
 
 
 class Event(Protocol):
@@ -105,6 +108,27 @@ class DeviceStream:
         return event
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        graph, result = self._record(run, self._graph_memory)
+        self._graph_memory = graph.pool()  # one memory: graphs of one stream run one by one
+        return graph.replay, result
+
+    def seconds(self, run: Callable[[], Tensor]) -> float:
+        """Median time of `run`, recorded, so that launches cost nothing. Waits for it."""
+        graph, _ = self._record(run, None)  # its memory goes with it: no other one may share that
+        events: Any = torch.cuda.Event
+        begin, end = events(enable_timing=True), events(enable_timing=True)
+        times = []
+        for _ in range(_REPEATS):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)) / 1e3)
+        return statistics.median(times)
+
+    def _record(
+        self, run: Callable[[], Tensor], memory: Any
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         run()  # what is compiled, loaded or chosen at a first call cannot be recorded
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -113,14 +137,13 @@ class DeviceStream:
             _without_collection(),
             torch.cuda.graph(
                 graph,
-                pool=self._graph_memory,
+                pool=memory,
                 stream=self._stream,
                 capture_error_mode="thread_local",  # what a host's threads do there is theirs
             ),
         ):
             result = run()
-        self._graph_memory = graph.pool()  # one memory: graphs of one stream run one by one
-        return graph.replay, result
+        return graph, result
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -38,6 +38,7 @@ from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.model import Dimensions, Model, load_model
 
 
@@ -142,6 +143,7 @@ class DeviceBackend(Backend):
     """
 
     stream: Stream
+    kernels: CudaKernels
 
     def __init__(self, stream: Stream, params: OptionalParams) -> None:
         self.device = stream.device
@@ -153,6 +155,11 @@ class DeviceBackend(Backend):
     def load(self, source: Any, params: OptionalParams) -> Model:
         model = super().load(source, params)
         self.stream.catch_up()  # its tensors were filled on this thread's stream
+        if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
+            name = torch.cuda.get_device_name(self.device)
+            with self.stream:
+                seconds = self.stream.seconds
+                self.kernels.measure_products(model.weights.matrices, name, seconds)
         return model
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:

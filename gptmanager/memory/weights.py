@@ -93,6 +93,11 @@ class Weights:
         """`self[name]`, which is no packed matrix."""
         return cast(Tensor, self._storage[name])
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Those of products."""
+        return [self._storage[name] for name in self._storage if name in self._matrices]
+
     def __contains__(self, name: str) -> bool:
         return name in self._storage
 

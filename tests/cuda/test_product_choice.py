@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from devices import there_is
+from kernel_values import close, randn
+
+from gptmanager.cuda import product_choice
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.product_choice import ProductChoice
+from gptmanager.cuda.streams import DeviceStream
+
+
+class CountingLauncher(EmulatorLauncher):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.names = []
+
+    def kernel(self, program, name, shared_mem=0):
+        self.names.append(name.partition("<")[0])
+        return super().kernel(program, name, shared_mem)
+
+
+@pytest.fixture
+def launcher(toolchain):
+    return CountingLauncher(has_products=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(product_choice, "_known", {})
+
+
+def weights(count, width, depth):
+    return [randn(width, depth, dtype=torch.bfloat16, seed=i) for i in range(count)]
+
+
+def test_up_to_16_rows_are_ours_unless_measured():
+    choice, (weight,) = ProductChoice(), weights(1, 8, 8)
+    assert [choice.is_ours(rows, weight) for rows in (1, 16, 17)] == [True, True, False]
+
+
+def test_the_faster_one_is_chosen_and_the_log_tells(launcher, caplog):
+    """By turns ours and torch's, at 1, 2, 4, 8 and 16 rows; a percent is noise."""
+    caplog.set_level("INFO", "gptmanager")
+    times = iter([4e-6, 8e-6, 4e-6, 3e-6, 4e-6, 3.96e-6, 4e-6, 2e-6, 4e-6, 5e-6])
+    runs = []
+
+    def seconds(run):
+        runs.append(run())
+        return 10 * next(times)
+
+    choice, own = ProductChoice(), weights(10, 8, 16)
+    choice.measure(launcher, own, "card", seconds)
+
+    numbers = (1, 2, 3, 4, 5, 8, 9, 16)
+    ours = [choice.is_ours(rows, own[0]) for rows in numbers]
+    assert ours == [True, False, True, True, False, False, True, True]
+    assert choice.is_ours(2, own[0].float()) and choice.is_ours(2, own[0].T)
+    assert [len(it) for it in runs] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    for one, other in zip(runs[::2], runs[1::2], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert caplog.messages == [
+        "products with 8 x 16 bfloat16 at 1, 2, 4, 8, 16 rows: 5.0, 5.0, 5.0, 5.0, 5.0 us by our "
+        "kernel, 10.0, 3.8, 5.0, 2.5, 6.2 us by torch"
+    ]
+
+    again = ProductChoice()
+    again.measure(launcher, own, "card", seconds)  # nothing is timed: there are no times left
+    assert [again.is_ours(rows, own[0]) for rows in numbers] == ours
+
+
+def test_what_the_kernel_does_not_take_is_not_timed(launcher):
+    ProductChoice().measure(launcher, weights(1, 8, 12), "card", None)
+
+
+def test_no_memory_to_measure(launcher, caplog):
+    def seconds(run):
+        raise torch.OutOfMemoryError("none")
+
+    choice, own = ProductChoice(), weights(1, 8, 16)
+    choice.measure(launcher, own, "card", seconds)
+    assert choice.is_ours(16, own[0]) and "no memory to time products" in caplog.text
+
+
+def test_ops_of_few_rows_are_kernels(launcher):
+    kernels, (weight, up) = CudaKernels(launcher), (randn(40, 72), randn(48, 72, seed=1))
+    bias = randn(40, seed=2)
+    for rows, names in ((16, ["multiply"]), (17, [])):
+        launcher.names.clear()
+        x = randn(rows, 72, seed=3)
+        close(kernels.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
+        assert launcher.names == names
+        gate, own = F.linear(x.double(), up.double()).chunk(2, dim=1)
+        close(kernels.linear_silu_mul(x, up), F.silu(gate) * own, absolute=1e-3)
+        assert launcher.names == [*names, *(names or ["silu_mul"])]
+    odd = randn(40, 70)
+    close(kernels.linear(randn(1, 70), odd), F.linear(randn(1, 70).double(), odd.double()))
+    assert launcher.names[-1] == "silu_mul", "rows of 280 bytes"
+
+
+def test_the_emulator_leaves_products_to_torch(toolchain):
+    launcher = CountingLauncher()
+    kernels = CudaKernels(launcher)
+    kernels.linear(randn(1, 8), randn(8, 8))
+    assert not launcher.names
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_silu_mul"])
+def test_a_deterministic_row_is_the_same_beside_any_others(launcher, op):
+    compute = getattr(CudaKernels(launcher, deterministic=True), op)
+    x, weight = randn(35, 72, dtype=torch.bfloat16), randn(48, 72, dtype=torch.bfloat16)
+    whole = compute(x, weight)
+    assert launcher.names == ["multiply"], "no other way, however many rows"
+    for first, last in ((0, 1), (20, 36), (34, 35)):
+        assert torch.equal(compute(x[first:last], weight), whole[first:last])
+
+
+@pytest.mark.gpu
+def test_on_a_device():
+    """Recordings of the stream are possible after measurements, too."""
+    there_is("cuda")
+    stream, choice = DeviceStream("cuda"), ProductChoice()
+    own = [weight.cuda() for weight in weights(2, 4096, 4096)]
+    with stream, torch.inference_mode():
+        choice.measure(stream.launcher, own, "card", stream.seconds)
+        replay, result = stream.capture(lambda: own[0] + 1)
+        replay()
+        stream.synchronize()
+        assert torch.equal(result, own[0] + 1)
+    assert len(product_choice._known) == 1
