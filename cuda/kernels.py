@@ -56,7 +56,7 @@ class CudaKernels(Kernels):
         self._choice = ProductChoice()
 
     def measure_products(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
-        """Find out by whom products with these weights are faster; as of `ProductChoice.measure`."""
+        """Time products with these weights; the arguments are those of `ProductChoice.measure`."""
         if self._launcher.has_products and not self.deterministic:
             self._choice.measure(self._launcher, map(plain, weights), device, seconds)
 
