@@ -6,9 +6,11 @@
 #include "partials.cuh"
 
 constexpr int WARPS = 4, TILE = 16;
-// Tiles of a warp in shared memory: three blocks run on a multiprocessor, and of 8 bits as many bytes
-// are on their way.
+// Tiles of a warp in shared memory; of 8 bits as many bytes are on their way.
 template <class C> constexpr int STAGES = IS_FP8<C> ? 3 : 2;
+// Blocks on a multiprocessor that have enough registers without spilling; the plan counts on them
+// (`resident_blocks` in the .py).
+template <int WIDTH> constexpr int BLOCKS = WIDTH <= 32 ? 5 : WIDTH <= 64 ? 4 : WIDTH <= 160 ? 3 : 2;
 
 // Tensor cores take the transposed product, keys [16 tokens, D] @ queries^T [D, 8 heads]: a group of
 // 8 heads fills them. A warp takes every fourth tile of 16 tokens, through its own shared memory.
@@ -208,11 +210,10 @@ __device__ inline void merge_warps(WarpState<T, D, TILES>& state, T* out, float*
     }
 }
 
-// Grid: (any, kv heads): blocks take items by turns, and all blocks run at once. So an item of a
-// recording that does nothing costs nothing. Dynamic shared memory: WARPS * STAGES * 2 * TILE rows of
-// the cache.
+// Grid: (blocks of the plan, kv heads), which all run at once. Dynamic shared memory: WARPS * STAGES *
+// 2 * TILE rows of the cache.
 template <class T, int D, int TILES, class C = T>
-__global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generation_attention(
+__global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_attention(
     T* out,                     // [tokens, heads, D]
     float* partial,             // and the next three: Partials
     float* partial_log,
@@ -221,13 +222,13 @@ __global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generati
     const T* queries,           // [tokens, heads, D]
     const C* keys,              // [blocks, kv_heads, tokens_per_block, D]
     const C* values,            // [blocks, kv_heads, tokens_per_block, D]
-    const Item* items,          // [num_items]; row -1: nothing to do from here on
+    const Item* items,          // each row's in their order
+    const int* block_starts,    // [blocks + 1]: of a block's items
     const int* row_starts,      // [rows + 1]: a row's only token
     const int* slots,           // [rows]
     const int* block_tables,    // [slots, table_width]
     const float* scales,        // [2, kv_heads] of a cache of 8 bits
-    int num_heads, int table_width, int tokens_per_block, float scale, float softcap,
-    int num_items) {
+    int num_heads, int table_width, int tokens_per_block, float scale, float softcap) {
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int TILE_SIZE = TILE * ROW<C, D>, STAGES = ::STAGES<C>;
@@ -238,9 +239,9 @@ __global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generati
         value_scale = scales[num_kv_heads + kv_head];
     }
     Scores to_score(scale, softcap);
-    for (int i = blockIdx.x; i < num_items; i += gridDim.x) {
+    int end = block_starts[blockIdx.x + 1];
+    for (int i = block_starts[blockIdx.x]; i < end; i++) {
         Item item = items[i];
-        if (item.row < 0) return;  // behind it there are no others
         size_t first_head = size_t(row_starts[item.row]) * num_heads + kv_head * group;
         const int* table = block_tables + size_t(slots[item.row]) * table_width;
         auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(WARPS * 32, D * TILES <= 160 ? 3 : 2) generati
         merge_warps<Chunks<T, C, D>>(state, out + first_head * D, partial + to * D, partial_log + to,
                                      group, item.partial < 0, value_scale);
         if (item.partial >= 0)
-            merge_if_last<WARPS, D, D <= 128 ? 8 : 2>(
+            merge_if_last<WARPS, D, D <= 64 ? 32 : D <= 128 ? 16 : 8>(
                 out + first_head * D, {partial, partial_log, arrived, partial_starts}, item.row, group);
         __syncthreads();  // its shared memory is the next item's
     }

@@ -1,32 +1,52 @@
 """How the work of generation attention is cut: once a step, on the CPU, for all layers.
 
-It knows lengths and nothing of tensors' contents. Rows are cut at multiples of one stretch, so that
-blocks of about equal work fill the device and a long row does not keep the others waiting.
+It knows lengths and nothing of tensors' contents. There are never more blocks than run at the same
+time: one that has to wait for a place would work alone when all others have ended.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int64]
 
-STRETCH_UNIT = 64  # tokens that one pass of a block's warps takes
-RESIDENT = 3  # blocks that run at the same time on a multiprocessor
-_WAVES = 4  # how often each of them is replaced: what evens out unequal items
+PASS = 64  # tokens that a block's warps take at a time; also a unit of work
+# by docs/benchmarks/model_of_generation_attention.md:
+_START = 1  # passes that a block could do while it finds the pages of an item
+_MERGE = 0.09  # passes that a block could do while it merges one more partial result
+_SNAP = 1  # passes: where a row begins or ends so near to a cut, the cut moves there
+_SHORTEST = 3  # passes of a share, starts included
+
+
+class Places(NamedTuple):
+    """What a device runs at a time: `resident` blocks on each of its multiprocessors."""
+
+    multiprocessors: int
+    resident: int
+
+    def blocks(self, num_kv_heads: int) -> int:
+        """Blocks for each KV head, all of which have a place."""
+        return max(1, self.multiprocessors * self.resident // num_kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationPlan:
-    """Items, longest first, and which partial results belong to which row.
+    """Items in the order of rows, whose blocks take them, and their partial results.
 
     `items` int32 `[N, 4]`: row, first and last (excluded) position, number of its partial result or
-    -1 where the item is the row's only one. `partial_starts` int32 `[R + 1]`.
+    -1 where the item is the row's only one. Block b of each KV head works off the items
+    `block_starts[b]` to `block_starts[b + 1]`; int32 `[B + 1]`. A row's partial results are those
+    from `partial_starts[r]`; int32 `[R + 1]`.
     """
 
     items: Ints
+    block_starts: Ints
     partial_starts: Ints
 
     @property
@@ -34,20 +54,46 @@ class GenerationPlan:
         return int(self.partial_starts[-1])
 
     def padded(self, num_items: int, num_rows: int) -> GenerationPlan:
-        """With items that do nothing: a CUDA graph launches the same number at each replay."""
+        """With items and rows that do nothing: a CUDA graph has arrays of one size."""
         if num_items < len(self.items) or num_rows < len(self.partial_starts) - 1:
             raise ValueError(f"{len(self.items)} items do not fit into {num_items}")
         items = np.full((num_items, 4), -1, dtype=np.int32)
         items[: len(self.items)] = self.items
         starts = np.full(num_rows + 1, self.num_partials, dtype=np.int32)
         starts[: len(self.partial_starts)] = self.partial_starts
-        return GenerationPlan(items, starts)
+        return GenerationPlan(items, self.block_starts, starts)
+
+
+class _Spans(NamedTuple):
+    """What is read: positions `first` to `last` (excluded) of `rows`, in their order.
+
+    A row has up to two, the sink's first. They are cut at multiples of PASS.
+    """
+
+    rows: Numbers
+    first: Numbers
+    last: Numbers
+
+    @property
+    def passes(self) -> Numbers:
+        return -(-self.last // PASS) - self.first // PASS
+
+    def pieces(self, stretch: int) -> Numbers:
+        """How many each becomes, if it is cut at multiples of `stretch`."""
+        return -(-self.last // stretch) - self.first // stretch
+
+    def cut(self, own: Numbers, at: Numbers) -> _Spans:
+        """Pieces in order: piece n is of span `own[n]`, and begins at `at[n]` or with the span."""
+        begins, ends = np.maximum(self.first[own], at), self.last[own]
+        follows = own[1:] == own[:-1]
+        ends[:-1][follows] = begins[1:][follows]
+        return _Spans(self.rows[own], begins, ends)
 
 
 def plan_generation(
     kv_lengths: Ints,
     num_kv_heads: int,
-    num_multiprocessors: int,
+    places: Places,
     *,
     window: int | None = None,
     sink: int = 0,
@@ -56,65 +102,127 @@ def plan_generation(
     """The items of rows with one token each, the last of `kv_lengths[r]` >= 1 positions.
 
     `window`: only the last `window` positions are seen, and the first `sink`. `stretch`: the most
-    tokens of an item, a multiple of STRETCH_UNIT; by default one that fills the device. A row's
-    result depends on the stretch, by rounding: a fixed one makes it independent of the other rows.
+    tokens of an item, a multiple of PASS. By default each block has one item if none is then much
+    longer than the others; else all blocks have equal shares of the work, wherever rows begin. A
+    row's result depends on where it is cut, by rounding: a fixed stretch makes it independent of
+    the other rows.
     """
-    last = kv_lengths.astype(np.int64)
-    first = np.zeros_like(last) if window is None else np.maximum(last - window, 0)
-    first_sunk = np.minimum(sink, first)
+    spans = _spans(kv_lengths.astype(np.int64), window, sink)
+    num_blocks = places.blocks(num_kv_heads)
     if stretch is None:
-        num_tokens = int((last - first + first_sunk).sum())
-        stretch = default_stretch(num_tokens, num_kv_heads, num_multiprocessors)
-    if stretch <= 0 or stretch % STRETCH_UNIT:
-        raise ValueError(f"stretch={stretch} is no multiple of {STRETCH_UNIT}")
-    rows, begins, ends = _pieces(first, last, stretch)
-    if first_sunk.any():  # what lies between is not read
-        sunk = _pieces(np.zeros_like(last), first_sunk, stretch)
-        rows, begins, ends = (
-            np.concatenate(both) for both in zip(sunk, (rows, begins, ends), strict=True)
-        )
-        order = np.argsort(rows, kind="stable")
-        rows, begins, ends = rows[order], begins[order], ends[order]
-    counts = np.bincount(rows, minlength=len(last))
-    partials = np.where(counts > 1, counts, 0)
-    starts = np.concatenate([[0], np.cumsum(partials)]).astype(np.int32)
-    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    own = np.where(counts[rows] > 1, starts[rows] + number, -1)
-    items = np.stack([rows, begins, ends, own], axis=1).astype(np.int32)
-    longest_first = np.argsort(items[:, 1] - items[:, 2], kind="stable")
-    return GenerationPlan(np.ascontiguousarray(items[longest_first]), starts)
-
-
-def _pieces(
-    first: npt.NDArray[np.int64], last: npt.NDArray[np.int64], stretch: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Row, first and last (excluded) position of each piece, cut at multiples of `stretch`."""
-    begin = first // stretch
-    counts = -(-last // stretch) - begin
-    rows = np.repeat(np.arange(len(last)), counts)
-    number = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + begin[rows]
-    begins = np.maximum(first[rows], number * stretch)
-    return rows, begins, np.minimum(last[rows], (number + 1) * stretch)
-
-
-def default_stretch(num_tokens: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Tokens of an item, so that the items of `num_tokens` fill the device some times over."""
-    items = max(1, num_multiprocessors * RESIDENT * _WAVES // num_kv_heads)
-    return max(1, -(-num_tokens // (items * STRETCH_UNIT))) * STRETCH_UNIT
+        stretch = _stretch_of_one_item_each(spans, num_kv_heads, num_blocks, places)
+    elif stretch <= 0 or stretch % PASS:
+        raise ValueError(f"stretch={stretch} is no multiple of {PASS}")
+    if stretch is None:
+        pieces, starts = _equal_shares(spans, num_blocks)
+    else:
+        counts = spans.pieces(stretch)
+        own = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(own)) - (np.cumsum(counts) - counts)[own]
+        pieces = spans.cut(own, (spans.first[own] // stretch + number) * stretch)
+        starts = _shared_out(pieces, num_blocks)
+    return _numbered(pieces, starts, len(kv_lengths))
 
 
 def max_num_items(
     num_rows: int,
     num_kv_heads: int,
-    num_multiprocessors: int,
+    places: Places,
     *,
     window: int | None = None,
     sink: int = 0,
 ) -> int:
-    """The most items that `plan_generation` makes of this number of rows, of any lengths."""
-    if not num_rows:
-        return 0
-    # of a row these items may be shorter than a stretch: the last, the first behind a window, and
-    # the last of the sink
-    shorter = 1 + (window is not None) + (window is not None and sink > 0)
-    return max(1, num_multiprocessors * RESIDENT * _WAVES // num_kv_heads) + shorter * num_rows
+    """The most items that `plan_generation` makes of this number of rows, of any lengths, where it
+    chooses how they are cut: of all spans, with a cut between any two blocks.
+    """
+    spans = num_rows * (1 + (window is not None and sink > 0))
+    return spans and spans + places.blocks(num_kv_heads) - 1
+
+
+def _spans(last: Numbers, window: int | None, sink: int) -> _Spans:
+    rows = np.arange(len(last))
+    if window is None:
+        return _Spans(rows, np.zeros_like(last), last)
+    first = last - window
+    first[first <= sink] = 0  # the sink and the window are one
+    if not sink or not first.any():
+        return _Spans(rows, first, last)
+    sunk = np.where(first > 0, sink, 0)
+    both = np.stack([np.zeros_like(last), first], axis=1), np.stack([sunk, last], axis=1)
+    begins, ends = (own.reshape(-1) for own in both)
+    is_read = begins < ends
+    return _Spans(np.repeat(rows, 2)[is_read], begins[is_read], ends[is_read])
+
+
+def _stretch_of_one_item_each(
+    spans: _Spans, num_kv_heads: int, num_blocks: int, places: Places
+) -> int | None:
+    """The shortest stretch of which there are no more items than blocks, but not so short that a
+    row takes longer to merge than to read: n items of p / n passes do if n > sqrt(p / _MERGE).
+
+    None if there is none so short that an item is at most a multiprocessor's share of all: longer
+    ones would be read when fewer blocks are left than it takes to keep the memory busy.
+    """
+    if len(spans.rows) > num_blocks or not len(spans.rows):
+        return None
+    passes = spans.passes
+    num_passes, longest = int(passes.sum()), int(passes.max())
+    low = max(1, -(-num_passes // num_blocks), round(sqrt(_MERGE * longest)))
+    high = max(low, num_passes * num_kv_heads // places.multiprocessors)
+    if spans.pieces(high * PASS).sum() > num_blocks:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if spans.pieces(middle * PASS).sum() > num_blocks:
+            low = middle + 1
+        else:
+            high = middle
+    return low * PASS
+
+
+def _equal_shares(spans: _Spans, num_blocks: int) -> tuple[_Spans, Numbers]:
+    """Pieces, and the first of each block: the work of all spans in a line, cut evenly.
+
+    A span is as much work as it has passes, and a start. A block that goes on with a row starts
+    once more; as nearly all do so, it is not counted.
+    """
+    ends = np.cumsum(spans.passes + _START)
+    begins = ends - spans.passes - _START
+    total = int(ends[-1]) if len(ends) else 0
+    num_shares = min(num_blocks, max(1, total // _SHORTEST))
+    cuts = np.arange(1, num_shares) * total // num_shares
+    span = np.searchsorted(ends, cuts, side="right")
+    cuts = np.where(cuts - begins[span] <= _START + _SNAP, begins[span], cuts)
+    cuts = np.where(ends[span] - cuts <= _SNAP, ends[span], cuts)
+    inner = cuts[(cuts > begins[span]) & (cuts < ends[span])]
+    points = np.sort(np.concatenate([begins, inner]))
+    own = np.searchsorted(ends, points, side="right")
+    at = (points - begins[own] - _START + spans.first[own] // PASS) * PASS
+    starts = np.full(num_blocks + 1, len(points))
+    starts[0], starts[1:num_shares] = 0, np.searchsorted(points, cuts)
+    return spans.cut(own, at), starts
+
+
+def _shared_out(pieces: _Spans, num_blocks: int) -> Numbers:
+    """The first of each block: one each if there are enough blocks, else about equal work."""
+    count = len(pieces.rows)
+    if count <= num_blocks:
+        return np.minimum(np.arange(num_blocks + 1), count)
+    ends = np.cumsum(pieces.passes + _START)
+    middles = ends - (pieces.passes + _START) / 2
+    starts: Numbers = np.searchsorted(middles, np.arange(num_blocks + 1) * ends[-1] / num_blocks)
+    return starts
+
+
+def _numbered(pieces: _Spans, block_starts: Numbers, num_rows: int) -> GenerationPlan:
+    """The plan of pieces in the order of rows."""
+    rows = pieces.rows
+    counts = np.bincount(rows, minlength=num_rows)
+    partials = np.where(counts > 1, counts, 0)
+    starts = np.concatenate([[0], np.cumsum(partials)])
+    number = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    own = np.where(counts[rows] > 1, starts[rows] + number, -1)
+    items = np.empty((len(rows), 4), dtype=np.int32)
+    for column, values in enumerate((*pieces, own)):
+        items[:, column] = values
+    return GenerationPlan(items, block_starts.astype(np.int32), starts.astype(np.int32))

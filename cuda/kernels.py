@@ -16,7 +16,11 @@ from torch import Tensor
 
 from gptmanager.cuda import activations, cache_write, norms, products
 from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
+from gptmanager.cuda.generation_attention import (
+    GenerationWork,
+    find_places,
+    generation_attention,
+)
 from gptmanager.cuda.generation_plan import max_num_items, plan_generation
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
@@ -68,8 +72,8 @@ class CudaKernels(Kernels):
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """For each window the items of context attention, of generation attention, and its
-        partial results; none where the reference computes attention.
+        """For each window the items of context attention, and of generation attention items, whose
+        blocks take them, and partial results; none where the reference computes attention.
         """
         if not all(map(_covers, shapes)):
             return ()
@@ -81,7 +85,7 @@ class CudaKernels(Kernels):
         arrays: list[Ints] = []
         for window, shape in _by_window(shapes).items():
             context = plan_context(num_new[:middle], kv_lengths[:middle], shape)
-            size = shape.num_kv_heads, self._launcher.num_multiprocessors
+            size = shape.num_kv_heads, find_places(self._launcher, shape)
             sink, single = shape.sink, kv_lengths[middle:alive]
             generation = plan_generation(single, *size, window=window, sink=sink)
             if fixed:  # a token's queries are one item
@@ -89,7 +93,8 @@ class CudaKernels(Kernels):
                 most = max_num_items(num_single, *size, window=window, sink=sink)
                 generation = generation.padded(most, num_single)
                 context = _padded(context, middle)
-            arrays += (context, generation.items, generation.partial_starts)
+            arrays += (context, generation.items)
+            arrays += (generation.block_starts, generation.partial_starts)
         return tuple(arrays)
 
     def begin(
@@ -105,7 +110,7 @@ class CudaKernels(Kernels):
         device, num_rows = rows.slots.device, rows.slots.shape[0]
         cells = torch.empty(num_tokens, dtype=torch.int32, device=device)
         cache_write.locate_tokens(self._launcher, cells, rows, tokens_per_block)
-        contexts, items, starts = plan[::3], plan[1::3], plan[2::3]
+        contexts, items, blocks, starts = (plan[kind::4] for kind in range(4))
         # room for as many partial results as there are items: their number is on the device
         most, num_single = max(len(own) for own in items), len(starts[0]) - 1
         num_heads, num_kv_heads, head_dim = shapes[0][:3]
@@ -113,9 +118,9 @@ class CudaKernels(Kernels):
         partial_log = torch.empty(most, num_heads, device=device)
         arrived = torch.zeros(num_single, num_kv_heads, dtype=torch.int32, device=device)
         work = {
-            window: _Work(context, GenerationWork(own, start, partial, partial_log, arrived))
-            for window, context, own, start in zip(
-                _by_window(shapes), contexts, items, starts, strict=True
+            window: _Work(context, GenerationWork(own, block, start, partial, partial_log, arrived))
+            for window, context, own, block, start in zip(
+                _by_window(shapes), contexts, items, blocks, starts, strict=True
             )
         }
         middle = num_rows - num_single

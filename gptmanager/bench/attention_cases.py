@@ -23,7 +23,11 @@ from gptmanager.bench.cases import (
 )
 from gptmanager.bench.paged_rows import PagedRows, attention_flops, paged_rows
 from gptmanager.cuda.context_attention import context_attention, plan_context
-from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
+from gptmanager.cuda.generation_attention import (
+    GenerationWork,
+    find_places,
+    generation_attention,
+)
 from gptmanager.cuda.generation_plan import plan_generation
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
@@ -143,12 +147,12 @@ def _prepare(
 
 
 def _generation(bed: Bed, rows: PagedRows) -> Run:
-    num_partials, items, starts = _generation_plan(bed, rows)
+    num_partials, items, block_starts, starts = _generation_plan(bed, rows)
     out, heads = torch.empty_like(rows.queries), rows.queries.shape[1:]
     partial = rows.queries.new_empty(num_partials, *heads, dtype=torch.float32)
     partial_log = partial.new_empty(partial.shape[:2])
     arrived = items.new_zeros(len(rows.lengths), rows.shape.num_kv_heads)
-    work = GenerationWork(items, starts, partial, partial_log, arrived)
+    work = GenerationWork(items, block_starts, starts, partial, partial_log, arrived)
     given = (rows.queries, rows.pages, rows.spans, work, rows.shape)
 
     def run() -> Tensor:
@@ -158,11 +162,14 @@ def _generation(bed: Bed, rows: PagedRows) -> Run:
     return run
 
 
-def _generation_plan(bed: Bed, rows: PagedRows) -> tuple[int, Tensor, Tensor]:
-    """Partial results, items and where each row's partial results begin, on the device."""
-    size = rows.shape.num_kv_heads, bed.launcher.num_multiprocessors
+def _generation_plan(bed: Bed, rows: PagedRows) -> tuple[int, Tensor, Tensor, Tensor]:
+    """Partial results, items, and where blocks begin in them and rows in the partial results, on
+    the device.
+    """
+    size = rows.shape.num_kv_heads, find_places(bed.launcher, rows.shape)
     plan = plan_generation(rows.lengths, *size)
-    return plan.num_partials, bed.ints(plan.items), bed.ints(plan.partial_starts)
+    starts = bed.ints(plan.block_starts), bed.ints(plan.partial_starts)
+    return plan.num_partials, bed.ints(plan.items), *starts
 
 
 def _context(bed: Bed, rows: PagedRows) -> Run:

@@ -9,24 +9,26 @@ from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
 
 from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
-from gptmanager.cuda.generation_plan import RESIDENT, max_num_items, plan_generation
+from gptmanager.cuda.generation_plan import Places, plan_generation
 from gptmanager.cuda.paged_kernels import HEAD_DIMS
 
 LENGTHS = (1, 15, 16, 17, 64, 65, 200)
+PLACES = Places(4, 3)
 # Weights are rounded to the dtype before they meet the values.
 ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stretch=64, padding=0):
+def attend(machine, rows, *, scale=0.09, stretch=64, padding=0, places=PLACES, **options):
+    bounds = {name: options[name] for name in ("window", "sink") if name in options}
     plan = plan_generation(
-        rows.kv_lengths.numpy(), rows.kv_heads, 4, window=window, sink=sink, stretch=stretch
+        rows.kv_lengths.numpy(), rows.kv_heads, places, stretch=stretch, **bounds
     )
     plan = plan.padded(len(plan.items) + padding, len(rows.rows))
     out = machine.empty(rows.queries.shape, rows.dtype)
     partial = machine.empty((plan.num_partials, rows.heads, rows.head_dim), torch.float32)
     arrived = machine.tensor(torch.zeros(len(rows.rows), rows.kv_heads, dtype=torch.int32))
     work = GenerationWork(
-        *(machine.tensor(torch.from_numpy(it)) for it in (plan.items, plan.partial_starts)),
+        *(machine.tensor(torch.from_numpy(it)) for it in vars(plan).values()),
         partial,
         machine.empty((plan.num_partials, rows.heads), torch.float32),
         arrived,
@@ -34,7 +36,7 @@ def attend(machine, rows, *, scale=0.09, window=None, sink=0, softcap=0.0, stret
     generation_attention(
         *(machine.launcher, out, machine.tensor(rows.queries)),
         *(rows.pages_on(machine), rows.spans_on(machine), work),
-        rows.shape(scale, window=window, sink=sink, softcap=softcap),
+        rows.shape(scale, **options),
     )
     assert not arrived.cpu().any()
     return out.cpu()
@@ -136,10 +138,11 @@ def test_a_row_is_the_same_bits_in_any_company_with_a_fixed_stretch(machine):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whichever_block_comes_last_the_bits_are_the_same(ordered_machines, dtype):
-    """Of as many items as there are blocks, and of more: blocks take them by turns."""
+    """Of rows that several blocks share, and of blocks with several items."""
     rows = PagedRows(one_token_each(300, 7, 130), 6, 2, 64, 16, dtype)
-    plan = plan_generation(rows.kv_lengths.numpy(), 2, 4, stretch=64)
-    assert plan.items[:, 0].tolist() == [0, 0, 0, 0, 2, 2, 0, 1, 2]  # the longest first
+    plan = plan_generation(rows.kv_lengths.numpy(), 2, PLACES, stretch=64)
+    assert plan.block_starts.tolist() == [0, 1, 3, 4, 6, 7, 9]
+    assert plan.items[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 2, 2, 2]
     first, *others = (attend(machine, rows) for machine in ordered_machines)
     assert all(torch.equal(first, other) for other in others)
     check(ordered_machines[1], rows)
@@ -213,82 +216,27 @@ def test_tensors_that_do_not_fit(machine):
         attend(machine, PagedRows(one_token_each(3), 2, 2, 72))
 
 
-# The plan ----------------------------------------------------------------------------------------
+# Plans of several kinds ---------------------------------------------------------------------------
 
 
-def covered(plan, row):
-    own = sorted((int(first), int(last)) for at, first, last, _ in plan.items if at == row)
-    assert all(a[1] == b[0] for a, b in zip(own, own[1:], strict=False))
-    return own[0][0], own[-1][1]
+@pytest.mark.parametrize(("multiprocessors", "kind"), [(4, "shares"), (40, "one each")])
+def test_plans_that_are_not_told_a_stretch(machine, multiprocessors, kind):
+    rows = PagedRows(one_token_each(*LENGTHS, 700), 4, 2, 64)
+    places = Places(multiprocessors, 3)
+    plan = plan_generation(rows.kv_lengths.numpy(), 2, places)
+    assert (np.diff(plan.block_starts).max() == 1) == (kind == "one each")
+    assert plan.num_partials > 1
+    check(machine, rows, stretch=None, places=places)
 
 
-@pytest.mark.parametrize("sink", [1, 100, 700])
-@pytest.mark.parametrize("window", [1, 100, 10_000])
-def test_a_plan_covers_the_sink_too(window, sink):
-    lengths = np.random.default_rng(0).integers(1, 2000, 40).astype(np.int32)
-    plan = plan_generation(lengths, 8, 132, window=window, sink=sink)
-    assert len(plan.items) <= max_num_items(40, 8, 132, window=window, sink=sink)
-    for row, length in enumerate(lengths.tolist()):
-        own = plan.items[plan.items[:, 0] == row]
-        seen = [at for _, first, last, _ in own for at in range(first, last)]
-        expected = [at for at in range(length) if at < sink or at >= length - window]
-        assert sorted(seen) == expected
-        parts = sorted(own[:, 3].tolist())
-        assert parts == ([-1] if len(own) == 1 else [*range(*plan.partial_starts[row : row + 2])])
-
-
-@pytest.mark.parametrize("window", [None, 1, 100, 10_000])
-@pytest.mark.parametrize("stretch", [None, 64, 512])
-def test_a_plan_covers_what_each_row_sees(window, stretch):
-    lengths = np.random.default_rng(0).integers(1, 5000, 40).astype(np.int32)
-    plan = plan_generation(lengths, 8, 132, window=window, stretch=stretch)
-    for row, length in enumerate(lengths.tolist()):
-        assert covered(plan, row) == (0 if window is None else max(0, length - window), length)
-        own = plan.items[plan.items[:, 0] == row]
-        parts = sorted(own[:, 3].tolist())
-        first, last = plan.partial_starts[row : row + 2]
-        assert parts == ([-1] if len(own) == 1 else list(range(first, last)))
-    sizes = plan.items[:, 2] - plan.items[:, 1]
-    assert (np.diff(sizes) <= 0).all() and sizes.min() > 0
-
-
-@given(
-    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=30),
-    window=st.none() | st.integers(1, 2000),
-    sink=st.integers(0, 700),
-    num_kv_heads=st.sampled_from([1, 8, 32]),
-)
-def test_no_plan_has_more_items_than_a_recording_has_room_for(lengths, window, sink, num_kv_heads):
-    size = num_kv_heads, 132
-    plan = plan_generation(np.array(lengths, np.int32), *size, window=window, sink=sink)
-    assert len(plan.items) <= max_num_items(len(lengths), *size, window=window, sink=sink)
-
-
-def test_a_plan_balances_skewed_lengths():
-    """Work by block of a KV head, which takes every so many of the items, on an H200."""
-    skewed = np.array([128] * 16 + [1000] * 12 + [8192] * 4, dtype=np.int32)
-    plan = plan_generation(skewed, 8, 132)
-    sizes = plan.items[:, 2] - plan.items[:, 1]
-    num_blocks = -(-132 * RESIDENT // 8)
-    loads = np.array([sizes[block::num_blocks].sum() for block in range(num_blocks)])
-    assert loads.max() < 1.1 * loads.mean()
-
-
-def test_blocks_take_several_items_each(machine, monkeypatch):
+def test_a_block_for_everything(machine):
     """On a device with fewer places for blocks than there are items."""
-    monkeypatch.setattr(machine.launcher, "num_multiprocessors", 1)
     for dtype in DTYPES:
         rows = PagedRows(one_token_each(*LENGTHS, 400), 4, 2, 64, 16, dtype)
-        check(machine, rows, padding=7)
+        check(machine, rows, padding=7, places=Places(1, 1))
 
 
-def test_blocks_that_take_several_items_have_no_race(checked_machine, monkeypatch):
-    monkeypatch.setattr(checked_machine.launcher, "num_multiprocessors", 1)
-    check(checked_machine, PagedRows(one_token_each(130, 90, 5), 16, 2, 64), stretch=64, padding=3)
-
-
-def test_plans_that_cannot_be():
-    with pytest.raises(ValueError, match="stretch=100 is no multiple of 64"):
-        plan_generation(np.array([5], np.int32), 8, 132, stretch=100)
-    with pytest.raises(ValueError, match="3 items do not fit into 2"):
-        plan_generation(np.array([5, 5, 5], np.int32), 8, 132).padded(2, 3)
+def test_blocks_that_take_several_items_have_no_race(checked_machine):
+    rows = PagedRows(one_token_each(130, 90, 5), 16, 2, 64)
+    check(checked_machine, rows, stretch=64, padding=3, places=Places(1, 3))
+    check(checked_machine, rows, stretch=None, padding=3, places=Places(3, 3))
