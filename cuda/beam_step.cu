@@ -23,11 +23,11 @@ __device__ inline unsigned long long block_max(unsigned long long x) {
 }
 
 // Grid: (rows).
-template <int WIDTH>
+template <class T, int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
     int* tokens,           // [rows, most]
     float* log_probs,      // [rows, most]
-    const float* logits,   // [rows, vocab_size]
+    const T* logits,       // [rows, vocab_size]
     const Params* params,  // [slots]
     const int* slots,      // [rows]
     const int* counts,     // [rows]: how many are wanted, 0: nothing is written
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
     if (k <= 0) return;
     float temperature = params[slots[blockIdx.x]].temperature;
     if (!(temperature > 0)) temperature = 1;
-    ScaledRow<WIDTH> row{
+    ScaledRow<T, WIDTH> row{
         logits + size_t(blockIdx.x) * vocab_size, vocab_size, temperature, 3.402823466e38f};
     float own_best;
     Mass mass = block_mass(row, own_best);

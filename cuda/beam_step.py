@@ -15,7 +15,7 @@ from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, i
 
 _THREADS = 512
 MAX_COUNT = 4 * _THREADS  # continuations of one row: CANDIDATES of beam_step.cu
-PROGRAM = Program("beam_step.cu", ("best_of_rows<4>", "best_of_rows<1>"))
+PROGRAM = Program("beam_step.cu", sampling.instantiations("best_of_rows"))
 
 
 def best_of_rows(
@@ -31,8 +31,9 @@ def best_of_rows(
 
     `counts` `[S]` int32: how many a row wants; 0: the row is passed over, and nothing written.
     Behind those, and behind a vocabulary of fewer, are -1 and -inf.
-    `logits` `[S, V]` float32, adjusted; `params` `[slots, sampling.PARAMS.itemsize]` uint8: an
-    array of those, as bytes; `slots` `[S]` int32.
+    `logits` `[S, V]`, bfloat16, float16 or float32, adjusted;
+    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of those, as bytes;
+    `slots` `[S]` int32.
 
     Log probabilities are those of the logits divided by the temperature (0 counts as 1), in single
     precision; equal ones rank by ascending id. NaN counts as -inf, +inf as the highest finite
@@ -44,7 +45,7 @@ def best_of_rows(
     check_tensors(
         tokens=(tokens, (num_rows, None), torch.int32),
         log_probs=(log_probs, (num_rows, most), torch.float32),
-        logits=(logits, (num_rows, vocab_size), torch.float32),
+        logits=(logits, (num_rows, vocab_size), sampling.logits_dtype(logits)),
         params=(params, (None, sampling.PARAMS.itemsize), torch.uint8),
         slots=(slots, (num_rows,), torch.int32),
         counts=(counts, (num_rows,), torch.int32),
@@ -53,7 +54,7 @@ def best_of_rows(
         raise ValueError(f"tokens has room for {most} a row, the limit is {MAX_COUNT}")
     if num_rows == 0:
         return
-    name = "best_of_rows<4>" if vocab_size % 4 == 0 else "best_of_rows<1>"
+    name = sampling.instantiation("best_of_rows", logits.dtype, vocab_size)
     arguments: tuple[Argument, ...] = (
         tokens,
         log_probs,

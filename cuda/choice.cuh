@@ -12,6 +12,10 @@ struct Params {  // PARAMS of sampling.py
     long long end_id, first_end;  // end_id is allowed from position first_end on
     float temperature;
     bool greedy;
+
+    __device__ float scaled(float logit) const {
+        return temperature == 1 ? logit : __fdiv_rn(logit, temperature);
+    }
 };
 
 // Integers in the order of the floats, the same for both zeros.
@@ -34,8 +38,8 @@ template <class F> __device__ unsigned kth_key(long long k, F count) {
 }
 
 // A row of logits divided by a temperature. NaN counts as -inf, and `ceiling` is the highest.
-template <int WIDTH> struct ScaledRow {
-    const float* logits;
+template <class T, int WIDTH> struct ScaledRow {
+    const T* logits;
     int size;
     float temperature, ceiling;
 
@@ -43,7 +47,7 @@ template <int WIDTH> struct ScaledRow {
         float value = __fdiv_rn(logit, temperature);
         return isnan(value) ? -INFINITY : fminf(value, ceiling);
     }
-    __device__ float at(int id) const { return scaled(logits[id]); }
+    __device__ float at(int id) const { return scaled(to_float(logits[id])); }
 
     // visit(values, first id) for stretches of the row, of which there is -inf behind the end. A
     // thread has several loads under way.
@@ -86,8 +90,8 @@ struct Mass {
 };
 
 // Mass of a row, in one pass over it; every thread gets it. `own_best` is the thread's own largest.
-template <int WIDTH>
-__device__ Mass block_mass(const ScaledRow<WIDTH>& row, float& own_best) {
+template <class T, int WIDTH>
+__device__ Mass block_mass(const ScaledRow<T, WIDTH>& row, float& own_best) {
     __shared__ Mass masses[WARPS];
     float best = -INFINITY, sum = 0;
     row.template each<4>([&](const float(&values)[WIDTH], int) {

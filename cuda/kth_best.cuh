@@ -28,9 +28,10 @@ struct KthBin {
 };
 
 // Of logits divided by the temperature. The last bin is not counted: it is the answer if no other is.
-template <int WIDTH>
+template <class R>
 __device__ KthBin find_bin(
-    const Row<WIDTH>& row, long long k, float temperature, float largest, int (&bins)[BINS]) {
+    const R& row, long long k, const Params& own, float largest, const Pieces& pieces,
+    int (&bins)[BINS]) {
     __shared__ int sums[WARPS];
     __shared__ KthBin kth;
     constexpr int EACH = BINS / THREADS;
@@ -38,14 +39,16 @@ __device__ KthBin find_bin(
     for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
     if (threadIdx.x == 0) kth = {BINS - 1, 0, 0};
     __syncthreads();
-    row.each([&](float logit, int) {
-        float bin = distance(__fdiv_rn(logit, temperature), largest);
+    auto bin_of = [&](float logit) { return distance(own.scaled(logit), largest); };
+    auto counts = [&](int piece) { return bin_of(pieces.best[piece]) < BINS - 1; };
+    row.each(counts, [&](float logit, int) {
+        float bin = bin_of(logit);
         if (bin < BINS - 1) atomicAdd(&bins[int(bin)], 1);
     });
     __syncthreads();
-    int own = 0, first = threadIdx.x * EACH;
-    for (int i = 0; i < EACH; i++) own += bins[first + i];
-    int up_to = own;
+    int mine = 0, first = threadIdx.x * EACH;
+    for (int i = 0; i < EACH; i++) mine += bins[first + i];
+    int up_to = mine;
     for (int step = 1; step < 32; step *= 2) {
         int other = __shfl_up_sync(~0u, up_to, step);
         if (lane >= step) up_to += other;
@@ -53,7 +56,7 @@ __device__ KthBin find_bin(
     if (lane == 31) sums[warp] = up_to;
     __syncthreads();
     for (int i = 0; i < warp; i++) up_to += sums[i];
-    int above = up_to - own;
+    int above = up_to - mine;
     if (above < k && k <= up_to) {
         int bin = first;
         for (; above + bins[bin] < k; bin++) above += bins[bin];
@@ -64,20 +67,21 @@ __device__ KthBin find_bin(
 }
 
 // The k-th best of the logits divided by the temperature. `found`: all that reach it and some more, in
-// any order, if `count` is at most CANDIDATES.
-template <int WIDTH>
-__device__ float kth_best(
-    const Row<WIDTH>& row, long long k, float own_best, float temperature, float largest, Few& found,
+// any order, if `count` is at most CANDIDATES. `own_best`: the best logit of this thread's share.
+template <class R>
+__device__ inline float kth_best(
+    const R& row, const Params& own, float own_best, float largest, const Pieces& pieces, Few& found,
     int (&bins)[BINS], int& count) {
     __shared__ int num_found;
-    auto key_of = [&](float logit) { return to_key(__fdiv_rn(logit, temperature)); };
+    long long k = own.top_k;
+    auto key_of = [&](float logit) { return to_key(own.scaled(logit)); };
     count = CANDIDATES + 1;
 #pragma unroll 1
     for (bool by_bins = k > THREADS;; by_bins = true) {
         float from = 0, to;  // distances
         int above = 0;
         if (by_bins) {
-            KthBin kth = find_bin(row, k, temperature, largest, bins);
+            KthBin kth = find_bin(row, k, own, largest, pieces, bins);
             if (kth.bin == BINS - 1 || kth.inside > CANDIDATES) break;
             to = __uint_as_float(__float_as_uint(float(kth.bin + 1)) - 1);  // the highest below
             if (kth.above + kth.inside > CANDIDATES) {
@@ -85,14 +89,17 @@ __device__ float kth_best(
                 above = kth.above;
             }
         } else {
-            unsigned own = to_key(-distance(__fdiv_rn(own_best, temperature), largest));
-            to = -from_key(kth_key(k, [&](unsigned key) { return __syncthreads_count(own >= key); }));
+            unsigned mine = to_key(-distance(own.scaled(own_best), largest));
+            to = -from_key(kth_key(k, [&](unsigned key) { return __syncthreads_count(mine >= key); }));
         }
         if (threadIdx.x == 0) num_found = 0;
         __syncthreads();
-        row.each([&](float logit, int id) {
-            float own = distance(__fdiv_rn(logit, temperature), largest);
-            if (id >= row.size || own < from || own > to) return;
+        auto reaches = [&](int piece) {
+            return distance(own.scaled(pieces.best[piece]), largest) <= to;
+        };
+        row.each(reaches, [&](float logit, int id) {
+            float far = distance(own.scaled(logit), largest);
+            if (id >= row.size || far < from || far > to) return;
             int index = atomicAdd(&num_found, 1);
             if (index >= CANDIDATES) return;
             found.logits[index] = logit;
@@ -113,7 +120,8 @@ __device__ float kth_best(
     }
     return from_key(kth_key(k, [&](unsigned key) {  // very many ties, or very far below
         int reached = 0;
-        row.each([&](float logit, int) { reached += key_of(logit) >= key; });
+        auto reaches = [&](int piece) { return key_of(pieces.best[piece]) >= key; };
+        row.each(reaches, [&](float logit, int) { reached += key_of(logit) >= key; });
         __syncthreads();
         if (threadIdx.x == 0) num_found = 0;
         __syncthreads();
@@ -124,12 +132,12 @@ __device__ float kth_best(
 }
 
 // Those of `found` that reach `kth`, by ascending id; returns how many.
-__device__ int keep(Few& kept, Few& found, int count, float kth, float temperature) {
+__device__ inline int keep(Few& kept, Few& found, int count, float kth, const Params& own) {
     constexpr int NONE = 0x7FFFFFFF;
     int size = 0;
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x;
-        bool reaches = i < count && __fdiv_rn(found.logits[i], temperature) >= kth;
+        bool reaches = i < count && own.scaled(found.logits[i]) >= kth;
         if (i < count && !reaches) found.ids[i] = NONE;
         size += __syncthreads_count(reaches);
     }

@@ -2,10 +2,10 @@
 #include "choice.cuh"
 
 // Grid: (rows).
-template <int WIDTH>
+template <class T, int WIDTH>
 __global__ void __launch_bounds__(THREADS, 2) log_probs(
     float* values,                // [rows]
-    const float* logits,          // [rows, vocab_size]
+    const T* logits,              // [rows, vocab_size]
     const int* tokens,            // [rows]
     const Params* params,         // [slots]
     const unsigned char* wanted,  // [slots]: 0: nothing, 1: the logit, 2: its log probability
@@ -15,14 +15,14 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     if (kind == 0) return;
     float temperature = params[slot].temperature;
     if (!(temperature > 0)) temperature = 1;
-    const float* own = logits + size_t(blockIdx.x) * vocab_size;
-    float logit = own[tokens[blockIdx.x]], scaled = __fdiv_rn(logit, temperature);
+    const T* own = logits + size_t(blockIdx.x) * vocab_size;
+    float logit = to_float(own[tokens[blockIdx.x]]), scaled = __fdiv_rn(logit, temperature);
     if (kind == 1) {
         if (threadIdx.x == 0) values[blockIdx.x] = scaled;
         return;
     }
     float own_best;
-    Mass mass = block_mass(ScaledRow<WIDTH>{own, vocab_size, temperature, INFINITY}, own_best);
+    Mass mass = block_mass(ScaledRow<T, WIDTH>{own, vocab_size, temperature, INFINITY}, own_best);
     if (threadIdx.x) return;
     double value = double(scaled) - double(mass.largest) - log(mass.sum);
     // What is infinitely likely has all mass; so has the token if all quotients overflow to -inf.

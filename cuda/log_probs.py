@@ -10,7 +10,7 @@ from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, i
 
 _THREADS = 512
 NOTHING, LOGIT, LOG_PROB = range(3)  # what a slot wants
-PROGRAM = Program("log_probs.cu", ("log_probs<4>", "log_probs<1>"))
+PROGRAM = Program("log_probs.cu", sampling.instantiations("log_probs"))
 
 
 def log_probs(
@@ -24,8 +24,9 @@ def log_probs(
 ) -> None:
     """Write to `values` `[S]` float32 what the slots of the rows want of `tokens` `[S]` int32.
 
-    `logits` `[S, V]` float32, adjusted; `params` `[slots, sampling.PARAMS.itemsize]` uint8: an
-    array of those, as bytes; `wanted` `[slots]` uint8: NOTHING leaves the row's value as it is,
+    `logits` `[S, V]`, bfloat16, float16 or float32, adjusted;
+    `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of those, as bytes;
+    `wanted` `[slots]` uint8: NOTHING leaves the row's value as it is,
     LOGIT is the token's logit divided by the temperature, LOG_PROB logit - log(sum(exp(logits)))
     of such logits. `slots` `[S]` int32, -1: nothing is wanted. One pass over the row.
 
@@ -36,7 +37,7 @@ def log_probs(
     num_rows, vocab_size = logits.shape
     check_tensors(
         values=(values, (num_rows,), torch.float32),
-        logits=(logits, (num_rows, vocab_size), torch.float32),
+        logits=(logits, (num_rows, vocab_size), sampling.logits_dtype(logits)),
         tokens=(tokens, (num_rows,), torch.int32),
         params=(params, (None, sampling.PARAMS.itemsize), torch.uint8),
         wanted=(wanted, (len(params),), torch.uint8),
@@ -44,7 +45,7 @@ def log_probs(
     )
     if num_rows == 0:
         return
-    name = "log_probs<4>" if vocab_size % 4 == 0 else "log_probs<1>"
+    name = sampling.instantiation("log_probs", logits.dtype, vocab_size)
     arguments: tuple[Argument, ...] = (
         values,
         logits,

@@ -8,17 +8,6 @@ struct Item {
     int row, first, last, partial;
 };
 
-// Whether this block is the last of `count` to come here: it then sees all that they have written.
-// `arrived` is 0 before and after.
-//
-// What a block's threads have written is ordered by the barrier before the atomic, which releases it;
-// the last block's acquires it, for the threads that the second barrier lets go.
-__device__ inline bool comes_last(unsigned* arrived, int count) {
-    __syncthreads();
-    unsigned last = count - 1;  // which turns the counter back to 0
-    return __syncthreads_or(threadIdx.x == 0 && ptx::atomic_inc_acq_rel(arrived, last) == last);
-}
-
 // A sum over partial results, as a warp has it of one head; lane l has elements l, l + 32, ...
 // AT_ONCE results, a divisor of 32, are loaded at a time.
 template <int D, int AT_ONCE> struct PartialSum {

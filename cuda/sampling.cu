@@ -3,16 +3,13 @@
 //
 // Nothing is sorted. A draw inverts the cumulative distribution over ascending ids; a token outside of
 // the nucleus is replaced by one of those that rank above it. With top-k what is drawn comes from those
-// that reach the k-th best alone, if they are few: the row is read once without drawing, twice with
-// top-k, three times with a wide one, else twice and twice more for a draw of top-p.
+// that reach the k-th best alone, if they are few.
+//
+// The first pass finds the best of each piece and, relative to it, the sum of its weights. It is all that
+// greedy rows and draws from all tokens need, and the pass that several blocks share if rows are few.
+// Each draw of top-p reads the row once more, as do top-k and min-p; a wide top-k twice. A piece whose
+// best says that nothing in it counts is not read.
 #include "kth_best.cuh"
-
-// Blocks that run at the same time on a multiprocessor, as far as registers go.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int RESIDENT = 1;
-#else
-constexpr int RESIDENT = 2;
-#endif
 
 // 53 random bits as a number in [0, 1): Philox4x32-10, key = seed, counter = (position, draw, 0).
 __device__ inline double uniform(unsigned long long seed, unsigned long long position, unsigned draw) {
@@ -29,167 +26,261 @@ __device__ inline double uniform(unsigned long long seed, unsigned long long pos
     return double(((unsigned long long)c0 << 32 | c1) >> 11) * 1.1102230246251565e-16;
 }
 
-// The token at which the sum of the weights of a warp's stretch passes `rest`; all 32 lanes.
-template <int WIDTH, class F>
-__device__ int find_in_stretch(const Row<WIDTH>& row, double rest, F weight) {
-    int lane = threadIdx.x % 32, last = -1;
-    double before = 0;
-    for (int start = row.begin(); start < row.end(); start += 32 * WIDTH) {
-        float values[WIDTH];
-        double sum = 0;
-        int id = start + lane * WIDTH, own = -1;
-        row.read(values, id);
+__device__ inline float weigh(float scaled, float largest) {
+    return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f);
+}
+
+// Best logit and sum of weights of this block's pieces. Returns the best logit of the thread's share,
+// +inf for NaN.
+template <class R>
+__device__ inline float find_best(
+    const R& row, const Params& own, int part, int parts, Pieces& pieces) {
+    constexpr int AT_ONCE = 16 / R::EACH;  // loads of which the best is found first
+    bool weighs = !own.greedy && own.top_k == 0;
+    float own_best = -INFINITY;
+    row.each_piece([&](int number, int first, int end) {
+        float best = -INFINITY;
+        Mass mass{-INFINITY, 0};  // the lane's
+#pragma unroll 1
+        for (int start = first; start < end; start += R::LOADS * R::STEP) {
+            typename R::Loaded loaded;
+            row.load(loaded, start);
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++) {
-            values[i] = weight(values[i], id + i);
-            sum += values[i];
-            if (values[i] > 0) own = id + i;
-        }
-        double up_to = sum;
-        for (int step = 1; step < 32; step *= 2) {
-            double other = __shfl_up_sync(~0u, up_to, step);
-            if (lane >= step) up_to += other;
-        }
-        unsigned passed = __ballot_sync(~0u, own >= 0 && before + up_to > rest);
-        if (passed) {
-            int chosen = own;
-            double mine = before + up_to - sum;
-            for (int i = WIDTH - 1; i >= 0; i--) {  // the first whose sum passes
-                double to_here = mine;
+            for (int from = 0; from < R::LOADS; from += AT_ONCE) {
+                float most = -INFINITY;
+                bool odd = false;
 #pragma unroll
-                for (int j = 0; j < WIDTH; j++) to_here += j <= i ? values[j] : 0.0f;
-                if (values[i] > 0 && to_here > rest) chosen = id + i;
+                for (int i = from; i < from + AT_ONCE; i++) {
+                    float values[R::EACH];
+                    row.expand(values, loaded[i], R::id_of(start, i));
+#pragma unroll
+                    for (int j = 0; j < R::EACH; j++) {
+                        most = fmaxf(most, values[j]);
+                        odd |= isnan(values[j]);
+                    }
+                }
+                most = odd ? INFINITY : most;
+                own_best = fmaxf(own_best, most);
+                most = warp_max(most);
+                best = fmaxf(best, most);
+                float largest = own.scaled(most);
+                if (!weighs || !isfinite(largest)) continue;
+                double sum = 0;
+#pragma unroll
+                for (int i = from; i < from + AT_ONCE; i++) {
+                    float values[R::EACH], several = 0;
+                    row.expand(values, loaded[i], R::id_of(start, i));
+#pragma unroll
+                    for (int j = 0; j < R::EACH; j++)
+                        several += weigh(own.scaled(values[j]), largest);
+                    sum += several;
+                }
+                mass = mass.with({largest, sum});
             }
-            return __shfl_sync(~0u, chosen, __ffs(passed) - 1);
         }
-        before += __shfl_sync(~0u, up_to, 31);
-        last = max(last, __reduce_max_sync(~0u, own));
+        double sum = warp_total(mass.sum);
+        if (threadIdx.x % 32 == 0) {
+            pieces.best[number] = best;
+            pieces.sums[number] = sum;
+        }
+    }, part, parts);
+    __syncthreads();
+    return own_best;
+}
+
+// What the blocks of a row leave for the last of them: 0 where nothing is under way.
+struct Shared {
+    Pieces* pieces;     // [rows]
+    float* own_bests;   // [rows, parts, THREADS]
+    unsigned* arrived;  // [rows], zeros before and after
+};
+
+// Whether this block has come last; then it has the pieces of all, and the best logit of its threads'
+// shares, as if it had been alone.
+__device__ inline bool gather(
+    const Shared& shared, int row, int part, int parts, int count, Pieces& pieces, float& own_best) {
+    if (parts == 1) return true;
+    Pieces& all = shared.pieces[row];
+    float* bests = shared.own_bests + size_t(row) * parts * THREADS + threadIdx.x;
+    bests[part * THREADS] = own_best;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        if (i / WARPS % parts != part) continue;
+        all.sums[i] = pieces.sums[i];
+        all.best[i] = pieces.best[i];
     }
-    return last;  // by rounding
+    if (!comes_last(shared.arrived + row, parts)) return false;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS) {  // past L1, which could hold older bytes
+        pieces.sums[i] = __ldcg(all.sums + i);
+        pieces.best[i] = __ldcg(all.best + i);
+    }
+#pragma unroll 1
+    for (int i = 0; i < parts; i++) own_best = fmaxf(own_best, __ldcg(bests + i * THREADS));
+    __syncthreads();
+    return true;
+}
+
+// What may be drawn: tokens that rank above `limit`, if their weight is at least `floor`; e^(scaled -
+// largest), so that the best token's is 1.
+struct Drawable {
+    Token limit;
+    float largest, floor;
+
+    __device__ float weight(float scaled, int id) const {
+        float value = Token{scaled, id}.above(limit) ? weigh(scaled, largest) : 0.0f;
+        return value >= floor ? value : 0.0f;
+    }
+};
+
+// Sums by piece of the weights above `limit.logit`, and of those that tie with it. Pieces with nothing
+// so good are not read.
+template <class R>
+__device__ inline void sum_weights(
+    const R& row, const Params& own, const Drawable& drawable, Pieces& pieces) {
+    __syncthreads();  // the sums of before are read
+    row.each_piece([&](int number, int first, int end) {
+        double above = 0, ties = 0;
+        if (own.scaled(pieces.best[number]) >= drawable.limit.logit) {
+            row.each_step(first, end, [&](const float(&values)[R::EACH], int id) {
+                float higher = 0, equal = 0;
+#pragma unroll
+                for (int j = 0; j < R::EACH; j++) {
+                    float scaled = own.scaled(values[j]), value = drawable.weight(scaled, id + j);
+                    if (scaled > drawable.limit.logit) higher += value;
+                    else equal += value;
+                }
+                above += higher;
+                ties += equal;
+            });
+            above = warp_total(above);
+            ties = warp_total(ties);
+        }
+        if (threadIdx.x % 32 == 0) {
+            pieces.sums[number] = above;
+            pieces.ties[number] = ties;
+        }
+    });
+    __syncthreads();
+}
+
+// With the ties; the sum of all.
+__device__ inline double add_ties(Pieces& pieces, int count) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += THREADS) pieces.sums[i] += pieces.ties[i];
+    __syncthreads();
+    return sum_pieces(pieces.sums, count);
 }
 
 // A token of the row among those that rank above `limit`, drawn; `largest` is the best of the logits
-// divided by the temperature.
-template <int WIDTH>
-__device__ int draw_token(
-    const Row<WIDTH>& row, const Params& own, long long position, float largest, Token limit) {
-    __shared__ double sums[WARPS];
+// divided by the temperature. `is_weighed`: the sums are there, each relative to the piece's best.
+template <class R>
+__device__ inline int draw_token(
+    const R& row, const Params& own, long long position, float largest, Token limit, Pieces& pieces,
+    bool is_weighed) {
     __shared__ int drawn;
-    auto weigh = [&](float scaled) { return ptx::exp2_approx((scaled - largest) * 1.4426950408889634f); };
-    float floor = float(own.min_p);  // of a weight: the best token's is 1
-    auto weight = [&](float logit, int id) {
-        float scaled = __fdiv_rn(logit, own.temperature);
-        float value = Token{scaled, id}.above(limit) ? weigh(scaled) : 0.0f;
-        return value >= floor ? value : 0.0f;
-    };
-    double total = 0, kept = 0;
-    row.each([&](float logit, int id) {
-        float scaled = __fdiv_rn(logit, own.temperature);
-        float value = Token{scaled, id}.above(limit) ? weigh(scaled) : 0.0f;
-        total += value;
-        kept += value >= floor ? value : 0.0f;
-    });
-    total = block_sums(sums, total);
-    kept = block_sums(sums, kept);
-    for (unsigned draw = 0;; draw++) {
-        double spot = uniform(own.seed, position, draw) * kept, up_to = 0;
-        if (spot >= kept) spot = __longlong_as_double(__double_as_longlong(kept) - 1);
-        int chosen_warp = -1;
-        double rest = 0;
-        for (int warp = 0; warp < WARPS; warp++) {  // the first whose sum passes, never an empty one
-            bool here = sums[warp] > 0 && (chosen_warp < 0 || up_to <= spot);
-            if (here) {
-                chosen_warp = warp;
-                rest = spot - up_to;
-            }
-            up_to += sums[warp];
+    int count = row.num_pieces();
+    Drawable drawable{limit, largest, 0};
+    if (is_weighed) {
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            pieces.sums[i] *= Mass::share(own.scaled(pieces.best[i]), largest);
+            pieces.ties[i] = 0;
         }
-        __syncthreads();
-        if (threadIdx.x / 32 == chosen_warp) {
-            int id = find_in_stretch(row, rest, weight);
-            if (threadIdx.x % 32 == 0) drawn = id;
+    } else {
+        sum_weights(row, own, drawable, pieces);
+    }
+    double total = add_ties(pieces, count), kept = total;
+    if (own.min_p > 0) {
+        drawable.floor = float(own.min_p);
+        sum_weights(row, own, drawable, pieces);
+        kept = add_ties(pieces, count);
+    }
+    for (unsigned draw = 0;; draw++) {
+        if (threadIdx.x < 32) {
+            double spot = uniform(own.seed, position, draw) * kept;
+            if (spot >= kept) spot = __longlong_as_double(__double_as_longlong(kept) - 1);
+            int id = find_token(row, pieces.sums, spot, [&](float logit, int id) {
+                return drawable.weight(own.scaled(logit), id);
+            });
+            if (threadIdx.x == 0) drawn = id;
         }
         __syncthreads();
         int token = drawn;
-        bool done = own.top_p >= 1;
-        if (!done) {
-            float value[1];
-            Row<1>{row.logits, row.size, row.forbidden}.read(value, token);
-            limit = {__fdiv_rn(value[0], own.temperature), token};
-            double mass = 0, ties = 0;
-            row.each([&](float logit, int id) {
-                float value = weight(logit, id);
-                if (__fdiv_rn(logit, own.temperature) > limit.logit) mass += value;
-                else ties += value;
-            });
-            // Outside of the nucleus if what ranks above it has p already; compared from below.
-            auto outside = [&] { return kept > 0 && float(1 - kept / total) <= float(1 - own.top_p); };
-            kept = block_sums(sums, mass);
-            if (outside()) {
-                limit.id = 0;  // and so are all that tie with it
-            } else {
-                kept = block_sums(sums, mass + ties);
-                done = !outside();
-            }
+        if (own.top_p >= 1) return token;
+        drawable.limit = {own.scaled(to_float(row.logits[token])), token};
+        sum_weights(row, own, drawable, pieces);
+        // Outside of the nucleus if what ranks above it has p already; compared from below.
+        auto outside = [&] { return kept > 0 && float(1 - kept / total) <= float(1 - own.top_p); };
+        kept = sum_pieces(pieces.sums, count);
+        if (outside()) {
+            drawable.limit.id = 0;  // and so are all that tie with it
+            continue;
         }
-        if (done) return token;
+        kept = add_ties(pieces, count);
+        if (!outside()) return token;
     }
 }
 
-// The same, apart from a kernel that has the draw from a row of vectors inlined: both are too much for
-// its registers.
-__device__ __noinline__ int draw_apart(
-    const Row<1>& few, const Params& own, long long position, float largest, Token limit) {
-    return draw_token(few, own, position, largest, limit);
+// The same of what top-k leaves.
+__device__ inline int draw_kept(
+    const Few& kept, int size, const Params& own, long long position, float largest, Token limit,
+    Pieces& pieces) {
+    Row<float, 1> few{kept.logits, size, -1};
+    for (int i = threadIdx.x; i < few.num_pieces(); i += THREADS) pieces.best[i] = INFINITY;
+    __syncthreads();
+    return kept.ids[draw_token(few, own, position, largest, limit, pieces, false)];
 }
 
 // Of a row from which no token can be chosen, as in gptmanager.step.
 constexpr int NO_TOKEN = -1;    // all are -inf
 constexpr int NOT_FINITE = -2;  // one is NaN or +inf
 
-// Grid: (rows).
-template <int WIDTH>
-__global__ void __launch_bounds__(THREADS, RESIDENT) sample(
+// Grid: (rows * parts).
+template <class T, int WIDTH>
+__global__ void __launch_bounds__(THREADS, 1) sample(
     int* tokens,                 // [rows]: NO_TOKEN or NOT_FINITE where there is none
     int* inputs,                 // [rows]: the same, 0 where there is none
-    const float* logits,         // [rows, vocab_size]
+    const T* logits,             // [rows, vocab_size]
     const Params* params,        // [slots]
-    const int* slots,            // [rows]
+    const int* slots,            // [rows], -1: nothing is chosen
     const long long* positions,  // [rows]: of the token to be chosen
-    int vocab_size) {
+    Pieces* all_pieces, float* own_bests, unsigned* arrived,  // as in Shared; null for one part
+    int vocab_size, int parts) {
     __shared__ Few found;
     __shared__ Room room;
-    const Params& own = params[slots[blockIdx.x]];  // read again rather than kept in registers
-    long long position = positions[blockIdx.x];
+    __shared__ Pieces pieces;
+    int number = blockIdx.x / parts, part = blockIdx.x % parts, slot = slots[number];
+    if (slot < 0) return;
+    const Params& own = params[slot];  // read again rather than kept in registers
+    long long position = positions[number];
     int forbidden = position < own.first_end ? int(own.end_id) : -1;
-    Row<WIDTH> row{logits + size_t(blockIdx.x) * vocab_size, vocab_size, forbidden};
-    Token best{-INFINITY, 0x7FFFFFFF};
-    row.each([&](float logit, int id) { best = better(best, {logit, id}); });
-    float own_best = best.logit;
-    best = block_best(best);
+    Row<T, WIDTH> row{logits + size_t(number) * vocab_size, vocab_size, forbidden};
+    int count = row.num_pieces();
+    float own_best = find_best(row, own, part, parts, pieces);
+    Shared shared{all_pieces, own_bests, arrived};
+    if (!gather(shared, number, part, parts, count, pieces, own_best)) return;
     auto choose = [&](int token) {
         if (threadIdx.x != 0) return;
-        tokens[blockIdx.x] = token;
-        inputs[blockIdx.x] = max(token, 0);
+        tokens[number] = token;
+        inputs[number] = max(token, 0);
     };
-    if (!isfinite(best.logit)) return choose(best.logit > 0 ? NOT_FINITE : NO_TOKEN);
-    float largest = __fdiv_rn(best.logit, own.temperature);
-    if (own.greedy || !isfinite(largest)) return choose(best.id);
+    float best = -INFINITY;
+    for (int i = threadIdx.x % 32; i < count; i += 32) best = fmaxf(best, pieces.best[i]);
+    best = warp_max(best);
+    if (!isfinite(best)) return choose(best > 0 ? NOT_FINITE : NO_TOKEN);
+    float largest = own.scaled(best);
+    if (own.greedy || !isfinite(largest)) {
+        if (threadIdx.x < 32) choose(find_equal(row, pieces, best));
+        return;
+    }
     Token limit{-INFINITY, vocab_size};  // only what ranks above it is drawn; top-k keeps ties
-    int token = -1;
     if (own.top_k > 0) {
-        int count;
-        limit.logit = kth_best(
-            row, own.top_k, own_best, own.temperature, largest, found, room.bins, count);
-        if (count <= CANDIDATES) {  // the row itself is not read again
-            int size = keep(room.kept, found, count, limit.logit, own.temperature);
-            Row<1> few{room.kept.logits, size, -1};
-            int index;
-            if constexpr (WIDTH == 1) index = draw_token(few, own, position, largest, limit);
-            else index = draw_apart(few, own, position, largest, limit);
-            token = room.kept.ids[index];
+        int num_found;
+        limit.logit =
+            kth_best(row, own, own_best, largest, pieces, found, room.bins, num_found);
+        if (num_found <= CANDIDATES) {  // the row itself is not read again
+            int size = keep(room.kept, found, num_found, limit.logit, own);
+            return choose(draw_kept(room.kept, size, own, position, largest, limit, pieces));
         }
     }
-    if (token < 0) token = draw_token(row, own, position, largest, limit);
-    choose(token);
+    choose(draw_token(row, own, position, largest, limit, pieces, own.top_k == 0));
 }

@@ -20,7 +20,9 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.executor.out_of_memory import Cuts
 from gptmanager.executor.packed_rows import PackedRows, halves
+from gptmanager.executor.runner import Computed
 from gptmanager.kernels import CpuKernels
 from gptmanager.models.model import load_model
 from gptmanager.testing import ContractChecker, RecordingCallbacks
@@ -109,6 +111,22 @@ def test_what_fits_in_no_part_ends_alone(place, error):
     for request in good:
         alone = run(model, [from_tokens(9, request.input_ids.tolist(), 6)])
         assert host.output(request.request_id) == alone.output(9)
+
+
+def test_parts_that_write_their_logits_to_the_same_memory():
+    memory = torch.zeros(4, 3)
+
+    def replay(rows):
+        if len(rows.lines) > 2:
+            raise AssertionError("too large")
+        number = torch.from_numpy(rows.lines).float()
+        return Computed(memory[: len(number)].copy_(number[:, None].expand(-1, 3)))
+
+    every = np.arange(4)
+    starts = np.arange(5, dtype=np.int32)
+    rows = PackedRows(every, starts, starts[1:], every, every, every, every, 0)
+    computed = Cuts(3, torch.device("cpu")).run(rows, "no memory", replay)
+    assert computed.logits[:, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_nothing_that_was_not_computed_is_found_again():

@@ -163,13 +163,15 @@ class DeviceBackend(Backend):
         return model
 
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
-        """By a trial: the largest step that the options allow is run, with a cache of one block."""
+        """By a trial: with a cache of one block the largest step that the options allow is run,
+        and the largest that will be recorded.
+        """
         self._reserve(model, asked_seq_len(params, model.spec))
-        peak = self.stream.peak_bytes(lambda: self._try(model, params, max_beam_width))
-        gc.collect()  # of what the trial held nothing may be missing from what is free
-        # what the trial has none of: the recordings' logits, and marks of the sampler beside them
         rows = params.max_batch_size * max_beam_width
-        beside = 2 * rows * model.spec.vocab_size * torch.float32.itemsize
+        peak = self._try(model, params, rows)
+        gc.collect()  # of what the trial held nothing may be missing from what is free
+        # what the trial has none of: marks of the sampler
+        beside = rows * model.spec.vocab_size * torch.float32.itemsize
         free = self.stream.free_bytes() - peak - beside
         return Room(free, self._dtype(model), shared=self.device.type == "cpu")
 
@@ -201,7 +203,8 @@ class DeviceBackend(Backend):
                 lines.count, sizes.max_seq_len, sizes.blocks_per_sequence, stream.device
             )
             sampler = DeviceSampler(
-                *(lines.count, vocab_size, tables.tokens, stream.launcher, stream.device)
+                *(lines.count, vocab_size, tables.tokens, stream.launcher, stream.device),
+                dtype=getattr(model.spec, "dtype", torch.float32),
             )
             chooser = DeviceChooser(
                 *(lines, tables, sampler, processing),
@@ -221,12 +224,21 @@ class DeviceBackend(Backend):
         _reserve(model, num_positions)
         self.stream.catch_up()  # as when it was loaded
 
-    def _try(self, model: Model, params: OptionalParams, max_beam_width: int) -> None:
+    def _try(self, model: Model, params: OptionalParams, rows: int) -> int:
+        """Bytes of steps with `rows` sampled rows, and of those that are recorded: recordings keep
+        memory of their own, which nothing else uses.
+        """
         longest = asked_seq_len(params, model.spec)
         block = params.kv_cache_config.tokens_per_block
         sizes = Sizes(1, block, longest, longest - 1, False, False, longest)
-        runner, _ = self._parts(model, sizes, StepOptions(Lines(1)), ())
-        runner.run_largest(params.max_num_tokens, params.max_batch_size * max_beam_width)
+
+        def runner() -> DeviceRunner:
+            return self._parts(model, sizes, StepOptions(Lines(1)), ())[0]
+
+        largest = self.stream.peak_bytes(lambda: runner().run_largest(params.max_num_tokens, rows))
+        if not self._cuda_graphs:
+            return largest
+        return largest + self.stream.peak_bytes(lambda: runner().run_recorded(ladder(rows)[-1]))
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from gptmanager.cuda import adjustments, beam_step, log_probs, sampling
-from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.launch import NAMES, Launcher
 from gptmanager.cuda.uploads import Upload
 from gptmanager.decoding.sampling import Ints, Sampler
 from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
 from gptmanager.request.sampling_params import SamplingParams
 
 MAX_CONTINUATIONS = beam_step.MAX_COUNT
+_READERS = {"sample": sampling, "log_probs": log_probs, "best_of_rows": beam_step}
 _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a token of a vocabulary
 
 
@@ -52,11 +53,14 @@ class DeviceSampler(Sampler):
         histories: npt.NDArray[np.int32],
         launcher: Launcher,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`dtype`: of the logits, as a rule."""
         super().__init__(num_lines, vocab_size, histories)
         self._launcher = launcher
         self._choice_table = _table(self._choices, device)
         self._adjustment_table = _table(self._adjustments, device)
+        self._workspace = sampling.Workspace.of(launcher, device)
         self._wanted_table = torch.from_numpy(self._wanted).to(device, copy=True)
         self._list_table = torch.zeros(1, dtype=torch.int32, device=device)
         self._list_starts = np.zeros(num_lines, dtype=np.int64)
@@ -65,9 +69,11 @@ class DeviceSampler(Sampler):
         # marks of tokens that a row has seen, all zero between steps
         shape = min(num_lines, _ADJUSTED_AT_ONCE), vocab_size
         self._marks = torch.zeros(shape, dtype=torch.int32, device=device)
-        for part in (adjustments, sampling, log_probs, beam_step):
-            for name in part.PROGRAM.kernels:  # compiled now, and not while requests wait
-                launcher.kernel(part.PROGRAM, name)
+        # compiled now, and not while requests wait
+        launcher.kernel(adjustments.PROGRAM, "adjust")
+        for name, part in _READERS.items():
+            for own in {dtype, torch.float32} & NAMES.keys():
+                launcher.kernel(part.PROGRAM, sampling.instantiation(name, own, vocab_size))
 
     def load(
         self,
@@ -95,17 +101,21 @@ class DeviceSampler(Sampler):
     ) -> Choice:
         """The next tokens of S rows, and the best continuations of beams, at most `most` of each.
 
-        `logits` float32 `[S, vocab_size]` may be changed; `lines` int32, `positions` int64 and,
-        with `most`, `counts` int32 `[S]` (how many continuations each row wants) are on the device,
-        as `histories` int32 `[num_lines, length]`. `cpu_lines`: the lines on the CPU. What changed
-        since the last call travels by `upload`.
+        `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed;
+        `lines` int32, `positions` int64 and, with `most`, `counts` int32 `[S]`
+        (how many continuations each row wants) are on the device, as `histories`
+        int32 `[num_lines, length]`. `cpu_lines`: the lines on the CPU. What changed since the last
+        call travels by `upload`.
         """
         self._flush(upload)
         if self.adjusts(cpu_lines):
+            logits = logits.float()  # adjusted with the roundings of the CPU
             self._adjust(logits, histories, lines, positions)
         inputs, tokens = torch.empty((2, len(cpu_lines)), dtype=torch.int32, device=logits.device)
         choice = self._choice_table
-        sampling.sample(self._launcher, tokens, inputs, logits, choice, lines, positions)
+        sampling.sample(
+            *(self._launcher, tokens, inputs, logits, choice, lines, positions, self._workspace)
+        )
         values = best_tokens = best_log_probs = None
         if self._wanted[cpu_lines].any():
             values = torch.zeros(len(cpu_lines), device=logits.device)

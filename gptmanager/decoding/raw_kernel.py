@@ -30,7 +30,7 @@ from gptmanager.decoding.rows import Errors, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.request.post_processor import BoundProcessor
 
-_NUM_BUFFERS = 4  # more than copies are under way
+_NUM_BUFFERS = 6  # a step has two copies, and few steps are under way
 # (grid, block, arguments): CuPy's and the emulator's kernels are called so
 Launch = Callable[[tuple[int], tuple[int], tuple[Any, ...]], None]
 
@@ -178,9 +178,10 @@ class _Session(RowSession):
         self._params = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._numbers = torch.zeros((4, shape[0]), dtype=torch.int32, device=device)
         self._uploads = None if stream is None else Uploads(stream, _NUM_BUFFERS)
+        self._started: dict[int, npt.NDArray[np.uint8]] = {}  # since the last update, by line
 
     def load(self, line: int, bound: BoundKernel) -> None:
-        self._write(self._params[line], np.frombuffer(bound.record.tobytes(), dtype=np.uint8))
+        self._started[line] = np.frombuffer(bound.record.tobytes(), dtype=np.uint8)
 
     def process(self, rows: Rows) -> Errors:
         self.update(rows)
@@ -193,6 +194,8 @@ class _Session(RowSession):
         Blocks beyond the rows do what the first one does, to the logits' row `spare_row`, which
         should be nobody's.
         """
+        if self._started:
+            self._place_params()
         prompts = [sequence.orig_prompt_len for sequence in rows.sequences]
         own = np.array([rows.index, rows.lines, rows.lengths, prompts], dtype=np.int32)
         numbers = np.empty(self._numbers.shape, dtype=np.int32)
@@ -209,6 +212,15 @@ class _Session(RowSession):
             *(np.int32(tokens.shape[1]), np.int32(logits.shape[1])),
         )
         self._launch((num_blocks,), (self._block,), arguments)
+
+    def _place_params(self) -> None:
+        """Of all that have started, in one copy."""
+        lines, records = np.array([*self._started]), np.array([*self._started.values()])
+        self._started.clear()
+        if self._uploads is None:
+            self._params.numpy()[lines] = records
+        else:
+            self._params.index_copy_(0, *self._uploads.upload((lines, records)))
 
     def _write(self, memory: Tensor, array: npt.NDArray[Any]) -> None:
         """On a device nothing waits for it."""

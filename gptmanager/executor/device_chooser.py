@@ -62,13 +62,17 @@ class DeviceChooser(TokenChooser):
         depends_on_order = bool(rows.drafts) and self._depends_on_order(rows)
         if depends_on_order or counts.max(initial=0) > MAX_CONTINUATIONS:
             return self._choose_on_cpu(step)
+        logits = step.logits
         raw: tuple[tuple[int, Tensor], ...] = ()
+        if self.gathered.any_generation or self._processing.sequences:
+            with torch.inference_mode():
+                logits = logits.float()  # as hosts read and change them
         if self.gathered.any_generation:
             raw = self.gathered.generation_logits(
-                rows.slots, rows.firsts, step.logits, self._downloads.bring
+                rows.slots, rows.firsts, logits, self._downloads.bring
             )
         with torch.inference_mode():
-            rows, logits, failed = self._prepare(rows, step.logits)
+            rows, logits, failed = self._prepare(rows, logits)
             choice, is_single = self._enqueue(rows, logits, step.inputs, counts)
             download = self._downloads.send(choice[1:])  # inputs stay
         if self._drawn.by_slot:
@@ -119,6 +123,7 @@ class DeviceChooser(TokenChooser):
 
     def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:
         """Wait for the logits; the tokens go back to the device."""
+        step.logits = step.logits.float()
         pending = super().choose(step)
         tables, upload, rows = self._tables, self._uploads.upload, step.rows
         tables.flush(upload)

@@ -16,6 +16,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.cuda.downloads import Downloads
 from gptmanager.cuda.graphs import GenerationGraphs
+from gptmanager.cuda.launch import NAMES
 from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import PackedRows, offsets, padded
@@ -59,9 +60,8 @@ class DeviceRunner(Runner):
         self._has_beams = has_beams
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
+        self._graph_logits: Tensor | None = None
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
-            shape = (max(graph_sizes), model.spec.vocab_size)
-            self._graph_logits = torch.empty(shape, device=stream.device)
             with torch.inference_mode():
                 # a recording of the emulator runs it again, and would hold its owner
                 own = weakref.proxy(self)
@@ -78,10 +78,10 @@ class DeviceRunner(Runner):
             size = self._graphs.size_for(num_rows)
             if size is not None:
                 return self._replay(rows, size)
-        return super().run(rows)
+        return Computed(_for_kernels(self._launch(rows)))
 
     def bring(self, logits: Tensor) -> Tensor:
-        return self._downloads.bring(logits)
+        return self._downloads.bring(logits.float())
 
     def relieve(self) -> None:
         self.stream.relieve()
@@ -113,7 +113,13 @@ class DeviceRunner(Runner):
             num_context_rows=len(counts),
         )
         with self.stream, torch.inference_mode():
-            self._launch(rows)
+            self._launch(rows).float()  # as for those who change logits
+
+    def run_recorded(self, num_rows: int) -> None:
+        """Run the step that a recording for `num_rows` rows holds; it touches no page."""
+        if self._plan(_idle_rows(1), fixed=True):
+            with self.stream, torch.inference_mode():
+                self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))
 
     def _replay(self, rows: PackedRows, size: int) -> Computed:
         num_rows = len(rows.lines)
@@ -124,11 +130,17 @@ class DeviceRunner(Runner):
         return Computed(logits[:num_rows], ChoiceInputs(lines, positions, cells))
 
     def _step(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What is recorded: a step without context rows. All recordings share their logits, which
-        the copy widens to float32.
+        """What is recorded: a step without context rows. All recordings share their logits, for
+        which the first one, of the most rows, makes room when it is tried.
+
+        The choice is not recorded: which of its kernels run, on which copy of the logits, and what
+        is brought to the CPU before, differs by what the requests of a step ask for.
         """
         batch = replace(self._batch(tensors[2:], 0), all_sampled=True)
-        return self._graph_logits[: len(batch.slots)].copy_(self.model.forward(batch, self.kv_pool))
+        logits = _for_kernels(self.model.forward(batch, self.kv_pool))
+        if self._graph_logits is None:
+            self._graph_logits = torch.empty_like(logits)
+        return self._graph_logits[: len(logits)].copy_(logits)
 
     def _fixed_arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         """Positions and cells of the choice that follows, and the batch: one copy brings all."""
@@ -158,6 +170,11 @@ class DeviceRunner(Runner):
         if self._planning is None:
             return ()
         return self._planning.plan(rows.row_starts, rows.kv_lengths, rows.num_context_rows, fixed)
+
+
+def _for_kernels(logits: Tensor) -> Tensor:
+    """In a dtype that the kernels read: the model's, if it is one of those."""
+    return logits if logits.dtype in NAMES else logits.float()
 
 
 def _idle_rows(size: int) -> PackedRows:

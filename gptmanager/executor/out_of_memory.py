@@ -43,7 +43,12 @@ class Cuts:
                 "it is the %d. one (lower max_num_tokens or max_batch_size): %s",
                 *(len(rows.lines), rows.row_starts[-1], self._count, reason),
             )
-        whole = joined([run(part) for part, _ in parts])
+        results = []
+        for part, _ in parts:
+            computed = run(part)
+            # a copy: recorded steps write their logits to the same memory
+            results.append(computed._replace(logits=computed.logits.clone()))
+        whole = joined(results)
         order = np.argsort(np.concatenate([samples for _, samples in parts]))
         return whole._replace(logits=whole.logits[torch.from_numpy(order)])
 

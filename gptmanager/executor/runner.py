@@ -23,7 +23,7 @@ from gptmanager.statistics import Memory
 
 
 class Computed(NamedTuple):
-    """What a batch yields: float32 `logits` `[S, vocab]`.
+    """What a batch yields: `logits` `[S, vocab]`, float32 or, on a device, in the model's dtype.
 
     `inputs`: the S as the device knows them already, where that is so. `lost`: lines of sequences
     for which there was no memory, and why; their logits are NaN.
@@ -59,10 +59,10 @@ class Runner:
 
     def run(self, rows: PackedRows) -> Computed:
         """Logits of the sampled tokens; raises what torch raises where memory is short."""
-        return Computed(self._launch(rows))
+        return Computed(self._launch(rows).float())
 
     def bring(self, logits: Tensor) -> Tensor:
-        """Logits that a host wants, on the CPU by the time of the step's result."""
+        """Logits that a host wants, float32 on the CPU by the time of the step's result."""
         return logits
 
     def relieve(self) -> None:
@@ -78,7 +78,7 @@ class Runner:
         batch = self._batch(self._upload(self._arrays(rows)), rows.num_context_rows)
         if self._prompt_tables:
             batch = self._embed(batch, rows)
-        return self.model.forward(batch, self.kv_pool).float()
+        return self.model.forward(batch, self.kv_pool)
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         """What `_batch` is made of."""

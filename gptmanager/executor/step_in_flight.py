@@ -76,7 +76,7 @@ PendingTokens = Callable[[], ChosenTokens]  # waits for them; called once
 
 @dataclass(slots=True, eq=False)
 class StepInFlight:
-    """A step under way. `logits` float32 `[S, vocab]`.
+    """A step under way. `logits` `[S, vocab]`, float32 or, on a device, in the model's dtype.
 
     `inputs`: the S as the device knows them already. `out_of_memory`: requests with a row that
     could not be run.

@@ -71,9 +71,8 @@ def finals(
         host.return_batch_manager_stats,
         OptionalParams(
             cache or KvCacheConfig(max_tokens=256, tokens_per_block=16),
-            max_batch_size=4,
             device=device,
-            **options,
+            **{"max_batch_size": 4, **options},
         ),
     ) as manager:
         assert manager.wait_idle(120), manager.exception

@@ -32,6 +32,21 @@ def test_activations(machine, dtype):
         check_gelu(machine, dtype, tokens, width, "tanh")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_are_rounded_to_the_nearest_and_ties_to_even(machine, dtype):
+    """From 32 on SiLU gives its argument, and products of two such numbers are exact as floats."""
+    number, eps = torch.arange(1024), torch.finfo(dtype).eps
+    gate = (32 * (1 + number * eps % 1)).to(dtype)
+    up = torch.where(number % 3 > 0, 1.5, 1.25).to(dtype)
+    exact = gate.float() * up.float()
+    expected = exact.to(dtype)
+    ulp = torch.nextafter(expected, torch.full_like(expected, torch.inf)).float() - expected.float()
+    assert ((exact - expected.float()).abs() == ulp / 2).sum() > 20  # ties
+    out = machine.empty((1, 1024), dtype)
+    silu_mul(machine.launcher, out, machine.tensor(torch.cat([gate, up])[None]))
+    assert torch.equal(out.cpu()[0], expected)
+
+
 def test_activations_of_extreme_values(machine):
     x = torch.tensor([[-1e30, -200.0, -20.0, -0.0, 20.0, 200.0, 1e30, torch.nan]])
     expected = x.clamp(min=0).double()

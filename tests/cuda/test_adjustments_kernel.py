@@ -98,6 +98,15 @@ def test_tokens_outside_of_the_vocabulary_are_passed_over(machine):
     check(machine, randn(2, VOCAB), [KINDS[4], KINDS[6]], texts, np.array([20, 20]))
 
 
+def test_the_first_token_behind_the_vocabulary(machine):
+    """It is the first one of the next row's logits and marks."""
+    texts = np.full((4, 20), VOCAB, dtype=np.int32)
+    logits = randn(4, VOCAB)
+    params = [KINDS[4], KINDS[6], KINDS[7], KINDS[10]]
+    got = check(machine, logits, params, texts, np.full(4, 8))
+    assert torch.equal(got[:4], logits)
+
+
 def test_odd_logits(machine):
     logits = randn(2, VOCAB)
     logits[:, :3] = torch.tensor([-torch.inf, torch.inf, 0.0])
@@ -109,6 +118,14 @@ def test_there_is_no_race(checked_machine):
     texts = histories(len(KINDS), 300, num_tokens=9)
     logits = randn(len(KINDS), VOCAB)
     check(checked_machine, logits, KINDS, texts, np.full(len(KINDS), 300))
+
+
+def test_a_bias_and_a_ban_of_one_token_without_penalties(checked_machine):
+    """Of another thread each, which nothing between them orders but one barrier."""
+    bias = token_bias([3, 5], [1.5, -2.0])
+    params = SamplingParams(embedding_bias=bias, bad_words=((7,), (9,), (11,), (5,), (3,)))
+    got = check(checked_machine, randn(1, VOCAB), [params], histories(1, 9), np.array([9]))
+    assert got[0, 5] == got[0, 3] == -torch.inf
 
 
 def test_tensors_that_do_not_fit(machine):

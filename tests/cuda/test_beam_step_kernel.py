@@ -50,6 +50,15 @@ def test_rows(machine, vocab_size):
     check(machine, logits, [4, 0, 16, 10], 16, [1.0, 1.0, 0.5, 0.0])
 
 
+@pytest.mark.parametrize("vocab_size", [1003, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits(machine, dtype, vocab_size):
+    """The same bits as of the same logits in single precision."""
+    logits = (randn(3, vocab_size, seed=1) * 4).to(dtype)
+    found, expected = (best(machine, own, [7, 0, 20], 20) for own in (logits, logits.float()))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_wide_rows(machine):
     check(machine, randn(2, 5000) * 4, [512, 100], 512)
 

@@ -147,6 +147,29 @@ def test_nothing_waits_for_a_choice(device, watched, requests):
     check(device, watched, requests)
 
 
+def test_nothing_waits_for_many_starts_of_one_processor(device, watched):
+    """All in one step."""
+    shared = BannedTokens(8)
+
+    def requests():
+        own = [shared.bind([3 * i, 10, 17]) for i in range(8)]
+        return [from_tokens(i, prompt(i, 5), 3, logits_post_processor=own[i]) for i in range(8)]
+
+    check(device, watched, requests, max_batch_size=8)
+
+
+@pytest.mark.parametrize("requests", [plain, wanted])
+def test_logits_of_16_bits(device, watched, requests):
+    """As the same logits in single precision: who reads them as floats, and who does not."""
+    found = finals(requests(), device, dtype="bfloat16", run_ahead=1)
+    watched[-1].waits.clear()
+    widened = finals(requests(), device, dtype="bfloat16", run_ahead=1, cuda_graphs=False)
+    for one, other in zip(found, widened, strict=True):
+        assert not one.error
+        for name, tensor in other.tensors.items():
+            assert name == "request_metrics" or torch.equal(one.tensors[name], tensor), name
+
+
 def test_nothing_waits_for_beams(device, watched):
     check(device, watched, texts, max_beam_width=3)
 

@@ -19,6 +19,7 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
+from gptmanager.assembly.backend import DeviceBackend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.downloads import Downloads
@@ -446,6 +447,33 @@ def test_the_largest_step_runs_with_one_block(device):
     runner = DeviceRunner(model, pool, tables, stream, Uploads(stream), Downloads(stream, 8))
     runner.run_largest(350, 4)
     stream.synchronize()
+
+
+class CountedStream(EmulatedStream):
+    """Each run counts as many bytes as the largest batch of the model in it has rows."""
+
+    def peak_bytes(self, run):
+        self.largest = 0
+        run()
+        return self.largest << 20
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_what_is_recorded_counts_before_the_cache_takes_the_rest(toolchain, cuda_graphs):
+    stream = CountedStream()
+    params = OptionalParams(max_batch_size=9, max_num_tokens=40, cuda_graphs=cuda_graphs)
+    backend = DeviceBackend(stream, params)
+    model = backend.load((LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str)))), params)
+
+    def forward(batch, pool, forward=model.forward):
+        stream.largest = max(stream.largest, len(batch.token_ids))
+        return forward(batch, pool)
+
+    model.forward = forward
+    marks = 2 * 9 * 96 * 4
+    recorded = 24 if cuda_graphs else 0  # of 18 beams, as the ladder has it
+    free = stream.free_bytes() - marks - (40 + recorded << 20)
+    assert backend.room(model, params, 2).free_bytes == free
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda0", ""])

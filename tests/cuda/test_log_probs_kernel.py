@@ -58,6 +58,29 @@ def test_what_slots_want(machine):
     close(got[2:], textbook(logits[2:], [5], [0.5]))
 
 
+def test_a_row_without_a_slot(machine):
+    """What stands before the first slot wants something."""
+    packed = [sampling.pack(SamplingParams(), 0, 40)] * 2
+    table = np.array(packed, dtype=sampling.PARAMS).view(np.uint8).reshape(2, -1)
+    params = machine.tensor(torch.from_numpy(table))[1:]
+    wanted = machine.tensor(torch.tensor([LOG_PROB, NOTHING], dtype=torch.uint8))[1:]
+    values = machine.tensor(torch.full((2,), UNTOUCHED))
+    tokens, slots = (torch.tensor(own, dtype=torch.int32) for own in ([3, 4], [-1, 0]))
+    given = machine.tensor(randn(2, 40)), machine.tensor(tokens), params, wanted
+    log_probs(machine.launcher, values, *given, machine.tensor(slots))
+    assert values.tolist() == [UNTOUCHED] * 2
+
+
+@pytest.mark.parametrize("vocab_size", [1003, 4000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits(machine, dtype, vocab_size):
+    """The same bits as of the same logits in single precision."""
+    logits = (randn(4, vocab_size) * 5).to(dtype)
+    tokens = [0, vocab_size - 1, vocab_size // 2, 0]
+    rest = tokens, TEMPERATURES, [LOG_PROB] * 4
+    assert torch.equal(run(machine, logits, *rest), run(machine, logits.float(), *rest))
+
+
 def test_odd_logits_as_on_the_cpu(machine):
     inf, nan = torch.inf, torch.nan
     logits = torch.tensor(

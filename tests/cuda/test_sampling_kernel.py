@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_values import randn
 
-from gptmanager.cuda.sampling import PARAMS, pack, sample
+from gptmanager.cuda.sampling import PARAMS, Workspace, num_parts, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
@@ -66,7 +66,7 @@ def textbook(logits, params, position):
         draw += 1
 
 
-def choose(machine, logits, params, positions):
+def choose(machine, logits, params, positions, workspace=None):
     """By the kernel and by the rules; a slot for each row, in reverse."""
     num_rows, vocab_size = logits.shape
     packed = [pack(own, PROMPT_LENGTH, vocab_size) for own in reversed(params)]
@@ -74,15 +74,19 @@ def choose(machine, logits, params, positions):
     slots = np.arange(num_rows, dtype=np.int32)[::-1].copy()
     tokens, inputs = (machine.empty((num_rows,), torch.int32) for _ in range(2))
     given = map(torch.from_numpy, (table, slots, positions))
-    sample(machine.launcher, tokens, inputs, machine.tensor(logits), *map(machine.tensor, given))
+    sample(
+        *(machine.launcher, tokens, inputs, machine.tensor(logits)),
+        *map(machine.tensor, given),
+        workspace,
+    )
     assert torch.equal(inputs, tokens.clamp(min=0))
-    rows = zip(logits.numpy(), params, positions.tolist(), strict=True)
+    rows = zip(logits.float().numpy(), params, positions.tolist(), strict=True)
     return tokens.cpu().tolist(), [textbook(*row) for row in rows]
 
 
-def check(machine, logits, params, first_position=100):
+def check(machine, logits, params, first_position=100, workspace=None):
     positions = np.arange(len(logits), dtype=np.int64) + first_position
-    got, expected = choose(machine, logits, params, positions)
+    got, expected = choose(machine, logits, params, positions, workspace)
     assert got == expected
     return got
 
@@ -132,6 +136,63 @@ def test_rows_are_their_own(machine):
         assert alone == together[row : row + 1]
 
 
+KINDS = [
+    SamplingParams(),
+    *drawing(1, temperature=0.7),
+    *drawing(1, top_p=0.6),
+    *drawing(1, top_k=9),
+    *drawing(1, top_k=600, top_p=0.8),
+    *drawing(1, min_p=0.1),
+    *drawing(1, end_id=20_000, min_length=200),
+]
+
+
+def shared(machine):
+    with torch.inference_mode():
+        workspace = Workspace.of(machine.launcher, machine.stream.device)
+    return workspace
+
+
+@pytest.mark.parametrize("vocab_size", [24_800, 24_801])
+def test_blocks_that_share_a_row(machine, vocab_size):
+    """One by one the rows have several blocks each, together one."""
+    logits, workspace = rows(len(KINDS), vocab_size), shared(machine)
+    logits[:, 20_000] = 14.0
+    assert num_parts(machine.launcher, 1, vocab_size) > 1
+    together = check(machine, logits, KINDS)
+    for row, own in enumerate(KINDS):
+        place = slice(row, row + 1)
+        got = check(machine, logits[place], [own], 100 + row, workspace)
+        assert got == together[place]
+        assert not workspace.arrived.any()
+
+
+@pytest.mark.parametrize("vocab_size", [1003, 9000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits(machine, dtype, vocab_size):
+    """The same as from the same logits in single precision."""
+    logits = rows(len(KINDS), vocab_size).to(dtype)
+    params = KINDS[:-1] + drawing(1, end_id=7, min_length=200)
+    assert check(machine, logits, params) == check(machine, logits.float(), params)
+
+
+def test_a_huge_vocabulary(machine):
+    """A piece of a row is more than a warp takes at a time."""
+    logits = rows(4, 300_000)
+    logits[0, 299_999] = logits[1, 1030] = 20.0
+    check(machine, logits, [KINDS[0], KINDS[0], KINDS[2], KINDS[3]])
+
+
+def test_rows_without_work(machine):
+    given = (machine.tensor(torch.tensor([value])) for value in (7, 8))
+    tokens, inputs = (own.int() for own in given)
+    none = machine.tensor(torch.tensor([-1], dtype=torch.int32))
+    table = machine.tensor(torch.zeros(1, PARAMS.itemsize, dtype=torch.uint8))
+    logits = machine.tensor(torch.zeros(1, 40))
+    sample(machine.launcher, tokens, inputs, logits, table, none, none.long())
+    assert (tokens.tolist(), inputs.tolist()) == ([7], [8])
+
+
 def test_more_candidates_than_fit(machine):
     logits = rows(4, 5000).round()  # many ties: top-k keeps all that tie with the last
     check(machine, logits, drawing(4, top_k=1500))
@@ -149,6 +210,29 @@ def test_a_wide_top_k(machine, scale):
         check(machine, logits, drawing(6, top_k=top_k))
     check(machine, logits, drawing(6, top_k=800, top_p=0.9, temperature=0.6))
     check(machine, rows(2, 4100, 30.0), drawing(2, top_k=4000))
+
+
+@pytest.mark.parametrize("top_k", [5, 600])
+@pytest.mark.parametrize("ties", [2048, 2049])
+def test_as_many_candidates_as_fit_and_one_more(machine, ties, top_k):
+    logits = torch.zeros(1, 3000)
+    logits[:, 400 : 400 + ties] = 1.0
+    got = check(machine, logits.repeat(8, 1), drawing(8, top_k=top_k))
+    assert all(400 <= token < 400 + ties for token in got)
+
+
+def test_a_share_of_the_best_that_is_all_of_it(machine):
+    logits = rows(20, 100)
+    logits[:, [7, 40, 90]] = 9.0
+    for own in ({"temperature": 1.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.5}):
+        got = check(machine, logits, drawing(20, min_p=1.0, **own))
+        assert {7, 40} <= set(got) <= {7, 40, 90}
+
+
+def test_a_nucleus_is_compared_in_single_precision(machine):
+    """In double precision two of three equal tokens have less than p, and the third may come."""
+    assert 2 / 3 < 0.66666667
+    assert set(check(machine, torch.zeros(40, 3), drawing(40, top_p=0.66666667))) == {0, 1}
 
 
 def test_both_zeros_tie_with_the_last_of_top_k(machine):
@@ -194,6 +278,7 @@ def test_odd_logits(machine):
 def test_there_is_no_race(checked_machine):
     check(checked_machine, rows(2, 300), drawing(2, top_k=20, top_p=0.5, min_p=0.01))
     check(checked_machine, rows(1, 2300), drawing(1, top_k=520))
+    check(checked_machine, rows(1, 16_400), drawing(1, top_k=4), 100, shared(checked_machine))
 
 
 def test_tensors_that_do_not_fit(machine):

@@ -65,7 +65,8 @@ def recorded_step(num_layers):
     tables = DeviceTables(2, 64, 4, stream.device)
     copies = Uploads(stream), Downloads(stream, 16)
     runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
-    inputs = runner._graphs._graphs[2].inputs
+    inputs, logits = runner._graphs._graphs[2].inputs, runner._graphs._graphs[2].result
+    assert logits.dtype is torch.bfloat16  # as the kernels that choose read them
     launches.names.clear()
     with torch.inference_mode(), launches:
         runner._step(inputs)
@@ -78,5 +79,5 @@ def test_what_a_recorded_step_launches(toolchain):
     layer = {"norm": 2, "linear": 4, "rope_and_write": 1, "generation_attention": 1, "silu_mul": 1}
     assert two - one == Counter(layer)
     rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
-    rest += Counter(["linear", "copy_"])  # logits, and their way to float32
+    rest += Counter(["linear", "copy_"])  # logits, and their way to where the choice finds them
     assert one == rest + Counter(layer)
