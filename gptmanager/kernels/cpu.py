@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 
+Task = TypeVar("Task", RopeTask, AttentionTask)
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
 SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
@@ -47,65 +47,91 @@ def _address(tensor: Tensor | None, dtype: torch.dtype) -> int:
     """Of the first element, 0 for None. The bodies trust it: TypeError for any other layout."""
     if tensor is None:
         return 0
-    if tensor.dtype is not dtype or not tensor.is_contiguous():
-        layout = "contiguous" if tensor.is_contiguous() else "strided"
-        raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
+    _check_layout(tensor, dtype)
     return tensor.data_ptr()
 
 
-def _are_alike(*tensors: Tensor | None) -> bool:
-    """Whether they have one dtype, which compiled code reads."""
-    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    return len(dtypes) == 1 and dtypes <= DTYPES.keys()
+def _check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
 
 
 def _alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Contiguous; widened to float32 if they are not alike."""
-    dtype = x.dtype if _are_alike(x, *others) else torch.float32
-    return tuple(None if it is None else it.to(dtype).contiguous() for it in (x, *others))
+    """Contiguous and of one dtype that compiled code reads: widened to float32 if need be."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype is not dtype:
+            dtype = torch.float32
+    if dtype not in DTYPES:
+        dtype = torch.float32
+    return tuple(
+        it
+        if it is None or (it.dtype is dtype and it.is_contiguous())
+        else it.to(dtype).contiguous()
+        for it in (x, *others)
+    )
 
 
-def _page_fields(pages: Pages) -> dict[str, int]:
-    """Fields of a task.
+def _on_pages(kind: type[Task], pages: Pages) -> Task:
+    """A task that knows its pages. They are looked at once: layers have the same in each step."""
+    keys, values, _ = pages
+    layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
+    known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
+    return kind.from_buffer_copy(known)
 
-    What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
+
+@functools.lru_cache(maxsize=1024)
+def _page_fields(
+    kind: type[Task],
+    keys_address: int,
+    values_address: int,
+    shape: torch.Size,
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    key_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Task:
+    """What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
     apart, at equal distances for keys and values.
     """
-    keys, values, _ = pages
-    num_blocks, num_kv_heads, head_dim, tokens_per_block = keys.shape
-    strides = keys.stride(0), values.stride(0)
-    if num_blocks > 1 and strides[0] != strides[1]:
+    num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
+    block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")
+    values_of = 1, num_kv_heads, tokens_per_block, head_dim
+    value_block = torch.empty_strided(values_of, value_strides, dtype=dtype, device="meta")
+    if num_blocks > 1 and key_strides[0] != value_strides[0]:
+        strides = key_strides[0], value_strides[0]
         raise TypeError(f"keys and values of equal strides expected, got {strides}")
-    token_major = not keys[:1].is_contiguous()
-    return {
-        "keys": _address(keys[:1].mT if token_major else keys[:1], values.dtype),
-        "values": _address(values[:1], values.dtype),
-        "page_dtype": DTYPES[values.dtype],
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "tokens_per_block": tokens_per_block,
-        "block_stride": strides[0],
-        "token_major": token_major,
-    }
+    token_major = not block.is_contiguous()
+    for tensor in (block.mT if token_major else block, value_block):
+        _check_layout(tensor, dtype)
+    return kind(
+        keys=keys_address,
+        values=values_address,
+        page_dtype=DTYPES[dtype],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_block=tokens_per_block,
+        block_stride=key_strides[0],
+        token_major=token_major,
+    )
 
 
-def _row_fields(rows: RowSpans) -> dict[str, int]:
-    return {
-        "row_starts": _address(rows.row_starts, torch.int32),
-        "kv_lengths": _address(rows.kv_lengths, torch.int32),
-        "slots": _address(rows.slots, torch.int32),
-        "block_tables": _address(rows.block_tables, torch.int32),
-        "table_width": rows.block_tables.shape[1],
-    }
+def _give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
+    task.row_starts = _address(rows.row_starts, torch.int32)
+    task.kv_lengths = _address(rows.kv_lengths, torch.int32)
+    task.slots = _address(rows.slots, torch.int32)
+    task.block_tables = _address(rows.block_tables, torch.int32)
+    task.table_width = rows.block_tables.shape[1]
 
 
 @functools.cache
 def _page_sizes(
     group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
 ) -> tuple[int, int]:
-    """Positions that are read as one page, and floats that a thread works in."""
+    """Positions that are read as one page, and bytes that a thread works in."""
     page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
-    return page_tokens, scratch_floats(group, head_dim, page_tokens, token_major)
+    return page_tokens, 4 * scratch_floats(group, head_dim, page_tokens, token_major)
 
 
 class CpuKernels(Kernels):
@@ -118,9 +144,6 @@ class CpuKernels(Kernels):
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._team = Team()
-        self._plans: WeakKeyDictionary[PackedMatrix, tuple[ProductPlan, ProductPlan]] = (
-            WeakKeyDictionary()
-        )
 
     def warm_up(self) -> None:
         """Compiles every body, about 6 s of CPU time once on a machine and 0.3 s from then on."""
@@ -160,14 +183,17 @@ class CpuKernels(Kernels):
         return rows[:, : table.shape[1]]
 
     def _plan(self, matrix: PackedMatrix) -> tuple[ProductPlan, ProductPlan]:
-        plan_it = functools.partial(plan_product, matrix, deterministic=self.deterministic)
-        plans = self._plans[matrix] = plan_it(silu=False), plan_it(silu=True)
+        plans = matrix.plans.get(self.deterministic)
+        if plans is None:
+            plan_it = functools.partial(plan_product, matrix, deterministic=self.deterministic)
+            plans = matrix.plans[self.deterministic] = plan_it(silu=False), plan_it(silu=True)
         return plans
 
     def _multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, silu: bool) -> Tensor:
-        plan, num_rows = (self._plans.get(matrix) or self._plan(matrix))[silu], x.shape[0]
+        plan, num_rows = self._plan(matrix)[silu], x.shape[0]
         body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
-        x = x.to(dtype).contiguous()
+        if x.dtype is not dtype or not x.is_contiguous():
+            x = x.to(dtype).contiguous()
         if plan.task.depth > x.shape[1]:
             x = F.pad(x, (0, plan.task.depth - x.shape[1]))
         task = ProductTask.from_buffer_copy(plan.task)
@@ -176,12 +202,11 @@ class CpuKernels(Kernels):
         is_small = num_rows * plan.work < SMALL_PRODUCT
         size = min(1 if is_small else self._team.max_size, task.num_parts)
         result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
-        scratch = torch.empty(size, scratch_bytes, dtype=torch.uint8)
         if bias is not None:
             bias = bias.float().contiguous()
             task.bias = bias.data_ptr()
         task.x, task.result = x.data_ptr(), result.data_ptr()
-        task.scratch, task.scratch_bytes = scratch.data_ptr(), scratch_bytes
+        task.scratch, task.scratch_bytes = self._team.scratch(size * scratch_bytes), scratch_bytes
         task.full, task.tail = registers(16), registers(num_rows % 16)
         self._team.run(body, task, size)
         return result
@@ -210,10 +235,11 @@ class CpuKernels(Kernels):
         *,
         centered: bool,
     ) -> Tensor:
-        if residual is not None and not _are_alike(x, residual, weight, bias):
+        own, weight, bias = _alike(x, weight, bias)
+        if residual is not None and residual.dtype is not own.dtype:
             residual += x
             x, residual = residual, None
-        own, weight, bias = _alike(x, weight, bias)
+            own, weight, bias = _alike(x, weight, bias)
         result: Tensor = torch.empty_like(own)
         task = NormTask(
             x=_address(own, own.dtype),
@@ -228,7 +254,7 @@ class CpuKernels(Kernels):
             eps=eps,
         )
         self._run(token_loops.normalize, task, x.numel())
-        return result.to(x.dtype)
+        return result if result.dtype is x.dtype else result.to(x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         width = gate_up.shape[-1] // 2
@@ -274,22 +300,15 @@ class CpuKernels(Kernels):
         qkv, q_norm, k_norm = _alike(qkv, q_norm, k_norm)
         q = pages.values.new_empty(num_tokens, num_heads, head_dim)
         turned = torch.empty(num_tokens, head_dim, dtype=torch.float32)
-        task = RopeTask(
-            **_page_fields(pages),
-            **_row_fields(rows),
-            qkv=_address(qkv, qkv.dtype),
-            q=q.data_ptr(),
-            turned=turned.data_ptr(),
-            positions=_address(positions, torch.int64),
-            cos_sin=_address(cos_sin, torch.float32),
-            q_norm=_address(q_norm, qkv.dtype),
-            k_norm=_address(k_norm, qkv.dtype),
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
-            dtype=DTYPES[qkv.dtype],
-            eps=eps,
-        )
+        task = _on_pages(RopeTask, pages)
+        _give_rows(task, rows)
+        task.qkv, task.dtype = qkv.data_ptr(), DTYPES[qkv.dtype]
+        task.q, task.turned = q.data_ptr(), turned.data_ptr()
+        task.positions = _address(positions, torch.int64)
+        if cos_sin is not None:
+            task.cos_sin, task.rotary_dim = _address(cos_sin, torch.float32), cos_sin.shape[1]
+        task.q_norm, task.k_norm = _address(q_norm, qkv.dtype), _address(k_norm, qkv.dtype)
+        task.num_tokens, task.num_heads, task.eps = num_tokens, num_heads, eps
         self._run(token_loops.rope_and_write, task, SCATTERED * qkv.numel())
         return q
 
@@ -297,35 +316,25 @@ class CpuKernels(Kernels):
         if shape.softcap or pages.cache_scales is not None:
             return super().attention(q, pages, rows, shape)
         num_tokens, num_heads, head_dim = q.shape
-        (own,), size, fields = _alike(q), self._team.max_size, _page_fields(pages)
+        (own,), size, task = _alike(q), self._team.max_size, _on_pages(AttentionTask, pages)
+        _give_rows(task, rows)
         result: Tensor = own.new_empty(num_tokens, num_heads * head_dim)
-        page_tokens, floats = _page_sizes(
-            num_heads // fields["num_kv_heads"],
+        task.page_tokens, scratch_bytes = _page_sizes(
+            num_heads // task.num_kv_heads,
             head_dim,
-            fields["tokens_per_block"],
-            bool(fields["token_major"]),
-            rows.block_tables.shape[1],
+            task.tokens_per_block,
+            bool(task.token_major),
+            task.table_width,
         )
-        scratch = torch.empty(size, floats, dtype=torch.float32)
-        task = AttentionTask(
-            **fields,
-            page_tokens=page_tokens,
-            **_row_fields(rows),
-            num_parts=PARTS_PER_THREAD * size if size > 1 else 1,
-            q=_address(own, own.dtype),
-            result=result.data_ptr(),
-            dtype=DTYPES[own.dtype],
-            item_bytes=pages.values.itemsize,
-            num_rows=rows.kv_lengths.shape[0],
-            num_heads=num_heads,
-            window=shape.window or 0,
-            sink=shape.sink if shape.window else 0,
-            scratch=scratch.data_ptr(),
-            scratch_bytes=4 * floats,
-            scale=shape.scale,
-        )
+        task.scratch, task.scratch_bytes = self._team.scratch(size * scratch_bytes), scratch_bytes
+        task.num_parts = PARTS_PER_THREAD * size if size > 1 else 1
+        task.q, task.result, task.dtype = own.data_ptr(), result.data_ptr(), DTYPES[own.dtype]
+        task.item_bytes = pages.values.itemsize
+        task.num_rows, task.num_heads = rows.kv_lengths.shape[0], num_heads
+        task.window, task.sink = shape.window or 0, shape.sink if shape.window else 0
+        task.scale = shape.scale
         self._team.run(compiled(paged_attention.attention), task, size)
-        return result.to(q.dtype)
+        return result if result.dtype is q.dtype else result.to(q.dtype)
 
     def _run(self, body: Callable[[int], None], task: ctypes.Structure, work: int) -> None:
         """`work`: elements. Little of it stays on the caller's thread."""

@@ -7,6 +7,8 @@ through each panel. Rows and positions that fill up the last panel and the depth
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ class PackedMatrix:
             self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH
         panels = -(-rows // PANEL_ROWS)
         self.values = torch.zeros(panels, self.depth // pair, PANEL_ROWS, pair, dtype=stored)
+        self.plans: dict[bool, Any] = {}  # what `CpuKernels` work out of its shape and place
         self.scales = torch.zeros(panels * PANEL_ROWS, dtype=torch.float32) if quantized else None
 
     def __len__(self) -> int:

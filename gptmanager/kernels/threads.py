@@ -11,6 +11,7 @@ over costs up to 5 ms beside a busy thread of the host. It decides nothing about
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import torch
@@ -53,11 +54,19 @@ class Team:
                 ctypes.c_uint,
             )
         self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+        self._own = threading.local()
 
     @property
     def max_size(self) -> int:
         """How many threads `run` may use."""
         return 1 if self._parallel is None else torch.get_num_threads()
+
+    def scratch(self, num_bytes: int) -> int:
+        """Address of memory for one `run` of the calling thread, which stays its own."""
+        memory = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < num_bytes:
+            memory = self._own.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return int(memory.data_ptr())
 
     def run(self, body: int, task: ctypes.Structure, size: int) -> None:
         """Calls `body(address of task)` in up to `size` threads; returns when all have."""
