@@ -11,19 +11,35 @@ template <class K> struct WarpState {
     float sum[K::MATRICES][2];            // of this lane's columns only
 };
 
+// The left side of products with keys, of a warp's queries: in registers where these have room for
+// all of it, and else loaded again for each tile of keys.
+template <class K, class T = typename K::T> struct Queries {
+    const T* from;  // the row that the lane names
+    unsigned held[K::HOLDS ? K::D / 16 : 1][K::MATRICES][4];
+
+    __device__ explicit Queries(const T* tile) {
+        int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+        from = tile + (matrix % 2 * 8 + row) * ROW<T, K::D> + matrix / 2 * 8;
+        if constexpr (K::HOLDS) {
+#pragma unroll
+            for (int k = 0; k < K::D / 16; k++) {
+#pragma unroll
+                for (int m = 0; m < K::MATRICES; m++) load(held[k][m], m, k);
+            }
+        }
+    }
+    __device__ void load(unsigned (&a)[4], int m, int k) const {
+        ptx::load_matrix_x4(a, from + m * 16 * ROW<T, K::D> + k * 16);
+    }
+};
+
 template <class K, class T = typename K::T>
-__device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8][4], const T* queries,
-                                     const T* keys) {
+__device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8][4],
+                                     const Queries<K>& queries, const T* keys) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-    const T* query = queries + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
     const T* key = keys + (matrix / 2 * 8 + row) * ROW<T, D> + matrix % 2 * 8;
-#pragma unroll D == 128 ? 1 : 2  // what fits into registers
-    for (int k = 0; k < D / 16; k++) {
-        unsigned a[K::MATRICES][4];
-#pragma unroll
-        for (int m = 0; m < K::MATRICES; m++)
-            ptx::load_matrix_x4(a[m], query + m * 16 * ROW<T, D> + k * 16);
+    auto multiply = [&](const unsigned (&a)[K::MATRICES][4], int k) {
 #pragma unroll
         for (int n = 0; n < K::TOKENS / 16; n++) {
             unsigned b[4];
@@ -33,6 +49,18 @@ __device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8]
                 ptx::mma_m16n8k16(scores[m][2 * n], a[m], b[0], b[1], T());
                 ptx::mma_m16n8k16(scores[m][2 * n + 1], a[m], b[2], b[3], T());
             }
+        }
+    };
+    if constexpr (K::HOLDS) {
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) multiply(queries.held[k], k);
+    } else {
+#pragma unroll D == 128 ? 1 : 2  // what fits into registers
+        for (int k = 0; k < D / 16; k++) {
+            unsigned a[K::MATRICES][4];
+#pragma unroll
+            for (int m = 0; m < K::MATRICES; m++) queries.load(a[m], m, k);
+            multiply(a, k);
         }
     }
 }
@@ -175,10 +203,17 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     find_rows(work, 1, work.tile_after(work.first_tile()));
     __syncthreads();
     copy_queries<K>(query_tile, queries, work);
+    ptx::cp_async_commit();
     copy_tokens<K>(raw_tiles, work, 0);
     ptx::cp_async_commit();
+    if constexpr (K::HOLDS) {
+        ptx::cp_async_wait<1>();
+        __syncthreads();
+    }
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int own_queries = warp * 16 * K::MATRICES;
+    Queries<K> own(query_tile + own_queries * ROW<T, D>);
     WarpState<K> state = {};
 #pragma unroll
     for (int m = 0; m < K::MATRICES; m++)
@@ -209,8 +244,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         find_rows(work, stage, work.tile_after(next));
         float scores[K::MATRICES][K::TOKENS / 8][4] = {};
         unsigned weights[K::MATRICES][K::TOKENS / 16][4];
-        int own_queries = warp * 16 * K::MATRICES;
-        multiply_keys<K>(scores, query_tile + own_queries * ROW<T, D>, key_tile);
+        multiply_keys<K>(scores, own, key_tile);
         if constexpr (SOFTCAP) {
 #pragma unroll
             for (int i = 0; i < K::MATRICES * K::TOKENS / 2; i++) {

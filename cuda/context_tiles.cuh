@@ -19,6 +19,8 @@ struct Kind {
     static constexpr int QUERIES = WARPS * 16 * MATRICES;
     // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
     static constexpr int TOKENS = D > 128 || (D == 128 && (SOFTCAP || IS_SMALL)) ? 32 : 64;
+    // Whether registers have room for the queries from the first tile to the last.
+    static constexpr bool HOLDS = MATRICES == 1 ? D == 128 : D <= 64;
     static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
 };
 
