@@ -158,6 +158,95 @@ __device__ inline void mma_m16n8k16(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 )
 
+// Products of a warpgroup (Hopper) -----------------------------------------------------------------
+//
+// Four warps, the first a multiple of four, multiply together, in the background. What the tensor
+// cores read of shared memory was written by ordinary stores or cp.async, then by the same thread
+// `fence_proxy_async`, then a barrier. Registers of a product may not be touched from
+// `warpgroup_fence` before it to `warpgroup_wait` behind it.
+
+// Writes of this thread to shared memory before it are seen by what reads in the background.
+__device__ inline void fence_proxy_async() PTX(
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+)
+
+// A matrix of 16-bit elements in shared memory, in bytes: rows (K-major) or columns (MN-major) of 128
+// bytes, 8 of which make a pattern of 1024 aligned bytes in which address bits 4-6 are xored with bits
+// 7-9. `stride`: from 8 of them to the next 8. `leading`: MN-major, from 64 elements to the next 64.
+__device__ inline unsigned long long matrix_descriptor(
+    const void* start, unsigned leading, unsigned stride) {
+    auto encoded = [](unsigned bytes) { return (unsigned long long)((bytes & 0x3FFFF) >> 4); };
+    return encoded(shared_address(start)) | encoded(leading) << 16 | encoded(stride) << 32 | 1ull << 62;
+}
+
+#define PTX_ROW(KIND, D, I) KIND(D[I][0]), KIND(D[I][1]), KIND(D[I][2]), KIND(D[I][3])
+#define PTX_2_ROWS(D, I) PTX_ROW("+f", D, I), PTX_ROW("+f", D, I + 1)
+#define PTX_4_ROWS(D, I) PTX_2_ROWS(D, I), PTX_2_ROWS(D, I + 2)
+#define PTX_8_ROWS(D, I) PTX_4_ROWS(D, I), PTX_4_ROWS(D, I + 4)
+#define PTX_32_REGISTERS \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PTX_64_REGISTERS PTX_32_REGISTERS ", " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// The compiler sets these registers before it, and uses them behind it.
+template <int N> __device__ inline void settle(float (&d)[N][4]) PTX(
+    _Pragma("unroll") for (int i = 0; i < N; i++) asm volatile("" : PTX_ROW("+f", d, i) :: "memory");
+)
+template <int N> __device__ inline void settle(unsigned (&a)[N][4]) PTX(
+    _Pragma("unroll") for (int i = 0; i < N; i++) asm volatile("" : PTX_ROW("+r", a, i) :: "memory");
+)
+
+// Before the first product, and after registers of one were touched: `d` is as it was set.
+template <int N> __device__ inline void warpgroup_fence(float (&d)[N][4]) PTX(
+    settle(d);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+)
+
+__device__ inline void warpgroup_commit() PTX(
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+)
+
+// Until all groups of products but the latest PENDING are done, that of `d` among those.
+template <int PENDING, int N> __device__ inline void warpgroup_wait(float (&d)[N][4]) PTX(
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+    settle(d);
+)
+
+// d [64, 128] = a [64, 16] @ b [128, 16]^T, plus d where `add`; both K-major. Warp w of the four holds
+// rows 16 w + g and 16 w + g + 8 of d: d[i][0..3] as of mma_m16n8k16, for the columns 8 i to 8 i + 7.
+#define PTX_KEYS(T, TYPE) \
+    __device__ inline void warpgroup_mma( \
+        float (&d)[16][4], unsigned long long a, unsigned long long b, bool add, T) PTX( \
+        asm volatile("{ .reg .pred add; setp.ne.b32 add, %66, 0; " \
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " \
+            "{" PTX_64_REGISTERS "}, %64, %65, add, 1, 1, 0, 0; }" \
+            : PTX_8_ROWS(d, 0), PTX_8_ROWS(d, 8) : "l"(a), "l"(b), "r"(int(add))); \
+    )
+PTX_KEYS(__nv_bfloat16, "bf16")
+PTX_KEYS(__half, "f16")
+
+// d [64, 8 N] += a [64, 16] @ b [16, 8 N], b MN-major. Of a, each warp holds its 16 rows, as those of
+// mma_m16n8k16.
+#define PTX_VALUES(T, TYPE) \
+    __device__ inline void warpgroup_mma( \
+        float (&d)[16][4], const unsigned (&a)[4], unsigned long long b, T) PTX( \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " \
+            "{" PTX_64_REGISTERS "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;" \
+            : PTX_8_ROWS(d, 0), PTX_8_ROWS(d, 8) \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+    ) \
+    __device__ inline void warpgroup_mma( \
+        float (&d)[8][4], const unsigned (&a)[4], unsigned long long b, T) PTX( \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " \
+            "{" PTX_32_REGISTERS "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;" \
+            : PTX_8_ROWS(d, 0) \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+    )
+PTX_VALUES(__nv_bfloat16, "bf16")
+PTX_VALUES(__half, "f16")
+
 }  // namespace ptx
 
 #undef PTX

@@ -52,6 +52,8 @@ static std::vector<uint32_t> clock_of;
 static std::vector<uint32_t> seen;  // [thread][lane]: that lane's clock at the last common __syncwarp
 static std::vector<Stamp> fenced;   // [thread]: its stamp at its last fence
 static std::vector<uint32_t> seen_when_fenced;  // [thread][lane]
+static std::vector<Stamp> proxied;  // [thread]: its stamp at its last fence.proxy.async
+static std::vector<Stamp> proxied_before;  // the same at the last barrier of the block
 static Known acquired;                          // by the running block
 static std::map<const void*, Known> released;   // at an address
 
@@ -104,12 +106,15 @@ void check_block() {
     seen.assign(size * WARP, 0);
     fenced.assign(size, 0);
     seen_when_fenced.assign(size * WARP, 0);
+    proxied.assign(size, 0);
+    proxied_before.assign(size, 0);
 }
 
 // What orders accesses ----------------------------------------------------------------------------
 
 void check_barrier() {
     epoch++;
+    proxied_before = proxied;
     std::fill(clock_of.begin(), clock_of.end(), 1);
     std::fill(seen.begin(), seen.end(), 0);
 }
@@ -131,6 +136,12 @@ void check_fence() {
     unsigned thread = current->linear;
     fenced[thread] = stamp_of(thread);
     std::copy_n(&seen[thread * WARP], WARP, &seen_when_fenced[thread * WARP]);
+    clock_of[thread]++;
+}
+
+void check_proxy_fence() {
+    unsigned thread = current->linear;
+    proxied[thread] = stamp_of(thread);
     clock_of[thread]++;
 }
 
@@ -203,7 +214,8 @@ static Shadow* find(char* address) {
     return nullptr;
 }
 
-static void unknown(char* address, Site site) {
+static void unknown(char* address, size_t size, bool is_write, Site site) {
+    if (in_stacks(address)) check_registers(address, size, is_write, site);
     if (launch->closed && !in_stacks(address) && !in_library(address)) fail_outside(address, site);
 }
 
@@ -217,7 +229,7 @@ static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site s
     char* address = static_cast<char*>(pointer);
     if (!checking || !current) return;
     Shadow* shadow = find(address);
-    if (!shadow) return unknown(address, site);
+    if (!shadow) return unknown(address, size, kind & WRITE, site);
     const Region& region = shadow->region;
     if (address + size > region.end) fail_outside(region.end, site);
     if (launch->dependent && !shadow->shared && !current->has_waited)
@@ -270,6 +282,20 @@ void check_in_flight(void* address, size_t size, Site site) {
 
 void check_arrival(void* address, size_t size, Site site) {
     access(address, size, ARRIVAL, 0, site);
+}
+
+// Read by the tensor cores: the writer's fence.proxy.async lies between, and is behind a barrier.
+void check_proxy(char* address, size_t size, Site site) {
+    char buffer[256];
+    Shadow* shadow = find(address);
+    for (size_t i = 0; shadow && i < size; i++) {
+        Access write = shadow->bytes[address - shadow->region.begin + i].write;
+        unsigned thread = write.thread();
+        const std::vector<Stamp>& fences = thread == current->linear ? proxied : proxied_before;
+        if (write.stamp > fences[thread])
+            fail(site, "wgmma of what thread %u wrote at %s, without fence_proxy_async behind it", thread,
+                 text(here(library().begin + write.at), buffer));
+    }
 }
 
 static void aligned(void* address, size_t size, Site site) {

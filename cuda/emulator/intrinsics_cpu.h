@@ -8,32 +8,31 @@
 namespace emulator {
 
 struct Rows {  // of ldmatrix: what a lane names, and what it gets
-    uint16_t row[8];
-    unsigned registers[4];
+    const uint16_t* row;
+    const uint16_t* from[8];  // of each element
 };
 
 template <bool TRANSPOSED> void distribute(void** operands, Site) {
     for (int lane = 0; lane < WARP; lane++) {
         int g = lane / 4, t = lane % 4;
-        for (int i = 0; i < 4; i++) {
-            auto element = [&](int row, int column) {
-                return static_cast<Rows*>(operands[8 * i + row])->row[column];
-            };
-            unsigned low = TRANSPOSED ? element(2 * t, g) : element(g, 2 * t);
-            unsigned high = TRANSPOSED ? element(2 * t + 1, g) : element(g, 2 * t + 1);
-            static_cast<Rows*>(operands[lane])->registers[i] = low | high << 16;
+        auto* own = static_cast<Rows*>(operands[lane]);
+        for (int i = 0; i < 8; i++) {
+            int row = TRANSPOSED ? 2 * t + i % 2 : g, column = TRANSPOSED ? g : 2 * t + i % 2;
+            own->from[i] = static_cast<Rows*>(operands[i / 2 * 8 + row])->row + column;
         }
     }
 }
 
 template <bool TRANSPOSED>
 void load_matrix(unsigned (&registers)[4], const void* row, Site site) {
-    Rows rows;
+    Rows rows{static_cast<const uint16_t*>(row), {}};
     if (uintptr_t(row) % 16) fail(site, "ldmatrix of a row that is not aligned to 16 bytes");
     if (!in_shared(static_cast<const char*>(row))) fail(site, "ldmatrix of what is not shared memory");
-    read_memory(rows.row, row, sizeof rows.row, site);
     warp_operation(distribute<TRANSPOSED>, "ldmatrix", ~0u, &rows, site);
-    for (int i = 0; i < 4; i++) registers[i] = rows.registers[i];
+    // A lane reads what it gets, of rows that others name: it is what must be ordered with writes.
+    uint16_t elements[8];
+    for (int i = 0; i < 8; i++) read_memory(&elements[i], rows.from[i], sizeof *elements, site);
+    for (int i = 0; i < 4; i++) registers[i] = elements[2 * i] | unsigned(elements[2 * i + 1]) << 16;
 }
 
 struct Turned {
@@ -150,5 +149,42 @@ EMULATED void mma_m16n8k16(
     ::emulator::warp_operation(
         ::emulator::multiply<__half>, "mma", ~0u, &fragments, EMULATOR_RETURN);
 }
+
+EMULATED unsigned shared_address(const void* pointer) {
+    return ::emulator::shared_address(pointer);
+}
+
+inline void fence_proxy_async() { ::emulator::fence_proxy_async(); }
+
+template <int N> void settle(float (&)[N][4]) {}
+template <int N> void settle(unsigned (&)[N][4]) {}
+template <int N> __attribute__((noinline)) void warpgroup_fence(float (&d)[N][4]) {
+    ::emulator::warpgroup_fence(&d[0][0], sizeof d, EMULATOR_RETURN);
+}
+EMULATED void warpgroup_commit() { ::emulator::warpgroup_commit(EMULATOR_RETURN); }
+template <int PENDING, int N> __attribute__((noinline)) void warpgroup_wait(float (&)[N][4]) {
+    ::emulator::warpgroup_wait(PENDING, EMULATOR_RETURN);
+}
+
+template <class T> float widened(unsigned bits) { return ::emulator::widen(bits, T()); }
+
+#define EMULATOR_WARPGROUP_MMA(T) \
+    EMULATED void warpgroup_mma( \
+        float (&d)[16][4], unsigned long long a, unsigned long long b, bool add, T) { \
+        ::emulator::warpgroup_product( \
+            {128, add, false, a, b, widened<T>, &d[0][0], nullptr}, EMULATOR_RETURN); \
+    } \
+    EMULATED void warpgroup_mma( \
+        float (&d)[16][4], const unsigned (&a)[4], unsigned long long b, T) { \
+        ::emulator::warpgroup_product( \
+            {128, true, true, 0, b, widened<T>, &d[0][0], a}, EMULATOR_RETURN); \
+    } \
+    EMULATED void warpgroup_mma( \
+        float (&d)[8][4], const unsigned (&a)[4], unsigned long long b, T) { \
+        ::emulator::warpgroup_product( \
+            {64, true, true, 0, b, widened<T>, &d[0][0], a}, EMULATOR_RETURN); \
+    }
+EMULATOR_WARPGROUP_MMA(__nv_bfloat16)
+EMULATOR_WARPGROUP_MMA(__half)
 
 }  // namespace ptx

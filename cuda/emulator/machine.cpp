@@ -160,6 +160,7 @@ static void run_block() {
     poison();
     arrived = 0;
     if (checking) check_block();
+    warpgroup_block();
     for (Thread& thread : threads) {
         thread.state = State::READY;
         thread.copies.clear();
@@ -175,6 +176,7 @@ static void run_block() {
     for (Thread& thread : threads) {
         if (thread.state != State::RETURNED) report_deadlock();
     }
+    warpgroup_block_end();
 }
 
 static void prepare() {
@@ -284,6 +286,10 @@ void fence() {
 void wait_for_previous() { current->has_waited = true; }
 
 void prefetch(const void* address, Site site) { touch(address, 1, site); }
+
+void fence_proxy_async() {
+    if (checking) check_proxy_fence();
+}
 
 // cp.async ----------------------------------------------------------------------------------------
 

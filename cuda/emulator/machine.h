@@ -68,4 +68,21 @@ void copy_async(void* to, const void* from, size_t size, size_t source_size, Sit
 void copy_async_commit();
 void copy_async_wait(int pending_groups);
 
+// wgmma, as a lane gives it: d [64, columns] = a [64, 16] @ b [16, columns], plus d where it adds. `a` and
+// `b` are descriptors; `registers`: of a, in place of one.
+struct Product {
+    int columns;
+    bool adds, transposed;
+    uint64_t a, b;
+    float (*widen)(unsigned bits);
+    float* d;
+    const unsigned* registers;
+};
+void warpgroup_product(Product product, Site site);
+void warpgroup_fence(float* d, size_t size, Site site);
+void warpgroup_commit(Site site);
+void warpgroup_wait(int pending_groups, Site site);
+void fence_proxy_async();
+unsigned shared_address(const void* pointer);  // of dynamic shared memory
+
 }  // namespace emulator

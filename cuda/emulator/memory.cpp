@@ -82,6 +82,8 @@ Span dynamic_span() {
 }
 
 void* dynamic_shared() { return dynamic_span().begin; }
+char* shared_window() { return dynamic; }
+unsigned shared_address(const void* pointer) { return unsigned((char*)pointer - dynamic); }
 
 static bool inside(Span span, const char* address) {
     return address >= span.begin && address < span.end;

@@ -86,6 +86,7 @@ struct Span {
 };
 Span static_shared();
 Span dynamic_span();
+char* shared_window();  // where the shared address 0 is
 Span library();
 
 // check.cpp
@@ -97,5 +98,12 @@ void check_sync_warp(unsigned first_thread, unsigned mask);
 void check_fence();
 void check_in_flight(void* address, size_t size, Site site);
 void check_arrival(void* address, size_t size, Site site);
+void check_proxy_fence();
+void check_proxy(char* address, size_t size, Site site);
+
+// warpgroup.cpp
+void warpgroup_block();
+void warpgroup_block_end();
+void check_registers(const char* address, size_t size, bool is_write, Site site);
 
 }  // namespace emulator

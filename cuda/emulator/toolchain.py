@@ -21,7 +21,7 @@ from gptmanager.cuda.emulator.reports import EmulatorError
 from gptmanager.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
-_RUNTIME = ("machine.cpp", "memory.cpp", "check.cpp")
+_RUNTIME = ("machine.cpp", "memory.cpp", "check.cpp", "warpgroup.cpp")
 # Kernels reinterpret memory, longjmp leaves stacks behind, a template's shared variables must not
 # be one object across all loaded libraries (as GNU unique symbols are), and __fmul_rn rounds where
 # a processor could fuse it with a sum.

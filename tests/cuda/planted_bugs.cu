@@ -337,3 +337,72 @@ __global__ void last_block_released(float* x, float* partial, unsigned* ticket) 
     for (int i = 0; i < gridDim.x; i++) sum += partial[i * 64 + threadIdx.x];
     x[threadIdx.x] = sum;
 }
+
+// Each lane copies the row that it names, and gets parts of others'.
+template <bool SYNC> __device__ void load_rows(float* x) {
+    __shared__ __align__(16) float memory[64][4];
+    unsigned registers[4], lane = threadIdx.x % 32;
+    ptx::cp_async_16(memory[threadIdx.x], x + lane % 16 * 4);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    if (SYNC) __syncwarp();
+    ptx::load_matrix_x4(registers, memory[threadIdx.x]);
+    __syncthreads();
+    x[threadIdx.x] = 4 * __uint_as_float(registers[threadIdx.x / 32]);
+}
+
+__global__ void rows_without_sync(float* x) { load_rows<false>(x); }
+__global__ void rows_with_sync(float* x) { load_rows<true>(x); }
+
+enum Mistake {
+    NONE, NO_FENCE, CHANGED_AFTER_FENCE, READ_EARLY, CHANGED_EARLY, OVERWRITTEN, NEVER_WAITED, THREE_WARPS,
+    NO_PROXY_FENCE, LATE_PROXY_FENCE, NO_BARRIER, MISPLACED, PARTED_DESCRIPTORS, ANOTHER_GROUP
+};
+
+// A product of a warpgroup of 128 threads: [64, 16], whose first column is 4, with [16, 64], whose first
+// row is x and lies in 2 KiB of dynamic shared memory. One who writes x has read it before a barrier.
+template <Mistake MISTAKE> __device__ void multiply_by_4(float* x) {
+    auto* matrix = reinterpret_cast<__nv_bfloat16*>(ptx::dynamic_shared());
+    for (int i = threadIdx.x; i < 16 * 64; i += 128) {
+        int row = i / 64, column = i % 64;
+        matrix[row * 64 + (column / 8 ^ row % 8) * 8 + column % 8] =
+            __float2bfloat16(row == 0 ? x[column] : 0.0f);
+    }
+    if (MISTAKE != NO_PROXY_FENCE && MISTAKE != LATE_PROXY_FENCE) ptx::fence_proxy_async();
+    if (MISTAKE != NO_BARRIER) __syncthreads();
+    if (MISTAKE == LATE_PROXY_FENCE) ptx::fence_proxy_async();
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (MISTAKE == THREE_WARPS && warp == 3) return;
+    unsigned a[4] = {}, four = 0x4080;
+    if (lane % 4 == 0) a[0] = a[1] = four;
+    float d[8][4] = {};
+    unsigned long long b = ptx::matrix_descriptor(
+        matrix + (MISTAKE == MISPLACED ? 64 : 0), MISTAKE == PARTED_DESCRIPTORS ? warp * 16 : 0, 1024);
+    if (MISTAKE != NO_FENCE) ptx::warpgroup_fence(d);
+    if (MISTAKE == CHANGED_AFTER_FENCE) d[0][0] = 0;
+    ptx::warpgroup_mma(d, a, b, __nv_bfloat16());
+    ptx::warpgroup_commit();
+    if (MISTAKE == READ_EARLY) x[threadIdx.x % 64] = d[0][0];
+    if (MISTAKE == CHANGED_EARLY) d[0][0] = 0;
+    if (MISTAKE == OVERWRITTEN) matrix[threadIdx.x] = __float2bfloat16(5);
+    if (MISTAKE == NEVER_WAITED) return;
+    ptx::warpgroup_wait<MISTAKE == ANOTHER_GROUP ? 1 : 0>(d);
+    for (int i = 0; threadIdx.x < 4 && i < 16; i++)
+        x[i / 2 * 8 + threadIdx.x * 2 + i % 2] = d[i / 2][i % 2];
+    if (MISTAKE == ANOTHER_GROUP) ptx::warpgroup_wait<0>(d);
+}
+
+__global__ void product(float* x) { multiply_by_4<NONE>(x); }
+__global__ void product_without_fence(float* x) { multiply_by_4<NO_FENCE>(x); }
+__global__ void product_changed_after_fence(float* x) { multiply_by_4<CHANGED_AFTER_FENCE>(x); }
+__global__ void product_read_early(float* x) { multiply_by_4<READ_EARLY>(x); }
+__global__ void product_of_another_group(float* x) { multiply_by_4<ANOTHER_GROUP>(x); }
+__global__ void product_changed_early(float* x) { multiply_by_4<CHANGED_EARLY>(x); }
+__global__ void product_overwritten(float* x) { multiply_by_4<OVERWRITTEN>(x); }
+__global__ void product_never_waited(float* x) { multiply_by_4<NEVER_WAITED>(x); }
+__global__ void product_of_three_warps(float* x) { multiply_by_4<THREE_WARPS>(x); }
+__global__ void product_without_proxy_fence(float* x) { multiply_by_4<NO_PROXY_FENCE>(x); }
+__global__ void product_with_late_proxy_fence(float* x) { multiply_by_4<LATE_PROXY_FENCE>(x); }
+__global__ void product_without_barrier(float* x) { multiply_by_4<NO_BARRIER>(x); }
+__global__ void product_misplaced(float* x) { multiply_by_4<MISPLACED>(x); }
+__global__ void product_of_parted_descriptors(float* x) { multiply_by_4<PARTED_DESCRIPTORS>(x); }

@@ -40,7 +40,17 @@ NAMED_IN_FAST_MODE = {
     "wide_shift": "shift by 32 bits",
     "too_large_for_int": "conversion of a float to an integer type that has no such value",
 }
+NAMED_IN_FAST_MODE |= {
+    "product_without_fence": "wgmma without a warpgroup_fence since its registers were touched or",
+    "product_changed_early": "(write of a register that wgmma uses|that were changed before the wait)",
+    "product_overwritten": "(race on shared memory|wgmma of what was changed before the wait for it)",
+    "product_never_waited": r"wgmma that warp \d has never waited for",
+    "product_of_three_warps": "wgmma.fence of a warpgroup, of which warp 3 never came to it",
+    "product_misplaced": "wgmma descriptor of a pattern that begins at no 1024 bytes",
+    "product_of_parted_descriptors": "wgmma with another descriptor than in another warp",
+}
 NAN_IN_FAST_MODE = ("past_static_shared", "uninitialized", "missing_barrier", "missing_wait")
+NAN_IN_FAST_MODE += ("product_read_early", "product_of_another_group")
 NAMED_IN_CHECK_MODE = {
     "before_the_array": "access to byte -4 of argument 0, which has 256 bytes",
     "past_static_shared": "array index 64 out of bounds",
@@ -50,13 +60,20 @@ NAMED_IN_CHECK_MODE = {
     "missing_sync_warp": "race on shared memory: write by thread .* unordered with it a read",
     "missing_atomics": "race on argument 0: .*by thread . of block .* at planted_bugs.cu:",
     "race_after_many_barriers": "race on shared memory: (read|write) by",
+    "rows_without_sync": "race on shared memory: write by thread .* unordered with it a read",
+    "product_changed_after_fence": "wgmma without a warpgroup_fence since its registers were touched",
+    "product_read_early": "read of a register that wgmma uses: no warpgroup_wait before it",
+    "product_of_another_group": "read of a register that wgmma uses: no warpgroup_wait before it",
+    "product_without_proxy_fence": "wgmma of what thread .* wrote at .*, without fence_proxy_async",
+    "product_with_late_proxy_fence": "wgmma of what thread .* wrote at .*, without fence_proxy_async",
+    "product_without_barrier": "(read of shared memory that nothing|race on shared memory: write by)",
     "missing_fence": "race on argument 1: write by thread 0 of block .* unordered with it a read",
     "missing_release": "race on argument 1: write by thread .* unordered with it a read",
     "missing_release_barrier": "race on argument 1: write by thread .* unordered with it a read",
 }
 CONTROLS = ("with_sync_warp", "many_sync_warps", "shared_half", "with_atomics", "with_wait")
 LAST_BLOCK = ("last_block", "last_block_own_fences", "last_block_released")
-CONTROLS += (*LAST_BLOCK, "joined_matrices", "reused_copy")
+CONTROLS += (*LAST_BLOCK, "joined_matrices", "reused_copy", "rows_with_sync", "product")
 DTYPES = {"stack_overflow": np.int32, "wide_shift": np.uint32, "misaligned_register": np.float16}
 NUM_BLOCKS = {"missing_atomics": 2, "with_atomics": 2}
 WITH_TICKETS = (*LAST_BLOCK, "missing_fence", "missing_release", "missing_release_barrier")
@@ -82,7 +99,8 @@ def run(name, check, order="forward"):
         partial = emulator.empty(64 * 4)
         arguments += [partial, emulator.asarray(np.zeros(1, np.uint32))]
     kernel = module(check, order).get_function(name)
-    kernel((NUM_BLOCKS.get(name, 1),), (64,), tuple(arguments), shared_mem=256)
+    threads, shared = (128, 2048) if name.startswith("product") else (64, 256)
+    kernel((NUM_BLOCKS.get(name, 1),), (threads,), tuple(arguments), shared_mem=shared)
     return emulator.asnumpy(x)
 
 
