@@ -3,13 +3,8 @@
 // FlashAttention-2: a block holds a tile of queries and passes over keys and values in tiles of 64 or
 // 32 tokens, which are copied while the ones before are computed with. The query heads of one KV
 // head are packed: packed query m of a row is token m / group, head m % group of the group.
+#include "context_softmax.cuh"
 #include "context_tiles.cuh"
-
-template <class K> struct WarpState {
-    float out[K::MATRICES][K::D / 8][4];  // (row g, d = 2t, 2t + 1), (row g + 8, ...)
-    float largest[K::MATRICES][2];        // score of rows g and g + 8, not scaled
-    float sum[K::MATRICES][2];            // of this lane's columns only
-};
 
 // The left side of products with keys, of a warp's queries: in registers where these have room for
 // all of it, and else loaded again for each tile of keys.
@@ -34,8 +29,8 @@ template <class K, class T = typename K::T> struct Queries {
 };
 
 template <class K, class T = typename K::T>
-__device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8][4],
-                                     const Queries<K>& queries, const T* keys) {
+__device__ inline void multiply_keys(TileScores<K>& scores, const Queries<K>& queries,
+                                     const T* keys) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* key = keys + (matrix / 2 * 8 + row) * ROW<T, D> + matrix % 2 * 8;
@@ -65,86 +60,8 @@ __device__ inline void multiply_keys(float (&scores)[K::MATRICES][K::TOKENS / 8]
     }
 }
 
-// Scores of what a query must not see are -inf. `packed`: of the lane's first row, g.
-template <class K>
-__device__ inline void hide(float (&scores)[K::MATRICES][K::TOKENS / 8][4], const Work<K>& work,
-                            int packed, Tile tile, Window window) {
-#pragma unroll
-    for (int m = 0; m < K::MATRICES; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int position = work.position(packed + m * 16 + half * 8);
-            int key = tile.start + threadIdx.x % 4 * 2;
-            // Seen is what lies behind `low`, up to `high`.
-            int low = window.size ? position - window.size : -1, high = position;
-            if (K::SINK) {
-                low = tile.sinking ? -1 : max(low, work.sink - 1);
-                high = tile.sinking ? min(high, work.sink - 1) : high;
-            }
-#pragma unroll
-            for (int n = 0; n < K::TOKENS / 8; n++) {
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    int at = key + n * 8 + i;
-                    if (at <= low || at > high) scores[m][n][2 * half + i] = -INFINITY;
-                }
-            }
-        }
-    }
-}
-
-// Scores to weights, as the left side of the next product, and all that was summed before brought to
-// the new largest score.
-template <class K>
-__device__ inline void weigh(unsigned (&weights)[K::TOKENS / 16][4], float (&scores)[K::TOKENS / 8][4],
-                             WarpState<K>& state, int m, float scale) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float largest = state.largest[m][half];
-#pragma unroll
-        for (int n = 0; n < K::TOKENS / 8; n++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                largest = fmaxf(largest, scores[n][2 * half + i]);
-            }
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-        // Where nothing was seen yet all weights are 0.
-        float zero = largest == -INFINITY ? 0.0f : largest * scale;
-        float factor = ptx::exp2_approx(state.largest[m][half] * scale - zero);
-        state.largest[m][half] = largest;
-        float sum = 0;
-#pragma unroll
-        for (int n = 0; n < K::TOKENS / 8; n++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float& score = scores[n][2 * half + i];
-                score = ptx::exp2_approx(score * scale - zero);
-                sum += score;
-            }
-        }
-        state.sum[m][half] = state.sum[m][half] * factor + sum;
-#pragma unroll
-        for (int n = 0; n < K::D / 8; n++) {
-            state.out[m][n][2 * half] *= factor;
-            state.out[m][n][2 * half + 1] *= factor;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < K::TOKENS / 16; k++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            float(&both)[4] = scores[2 * k + i / 2];
-            weights[k][i] = pack<typename K::T>(both[i % 2 * 2], both[i % 2 * 2 + 1]);
-        }
-    }
-}
-
 template <class K, class T = typename K::T>
-__device__ inline void add_values(WarpState<K>& state,
-                                  unsigned (&weights)[K::MATRICES][K::TOKENS / 16][4],
-                                  const T* values) {
+__device__ inline void add_values(WarpState<K>& state, TileWeights<K>& weights, const T* values) {
     constexpr int D = K::D;
     int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
     const T* value = values + (matrix % 2 * 8 + row) * ROW<T, D> + matrix / 2 * 8;
@@ -182,25 +99,18 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     float softcap) {
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
-    if (items[blockIdx.x].row < 0) return;
-    if (threadIdx.x == 0) {
-        Item item = items[blockIdx.x];
-        int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-        int row_start = row_starts[item.row], num_new = row_starts[item.row + 1] - row_start;
-        const int* table = block_tables + size_t(slots[item.row]) * table_width;
-        auto pages = find_pages<C, D>(keys, table, kv_head, num_kv_heads, tokens_per_block);
-        work = {item, num_new * group, group, num_heads, kv_lengths[item.row] - num_new, 0, 0, sink,
-                size_t(row_start) * num_heads + kv_head * group, pages,
-                values + (pages.memory - keys)};
-        work.low = work.position(item.first_query);
-        work.high = work.position(item.first_query + K::QUERIES - 1);
-    }
+    Item item = items[blockIdx.x];
+    if (item.row < 0) return;
+    if (threadIdx.x == 0)
+        begin(work, item, {row_starts, kv_lengths, slots, block_tables, table_width}, keys, values,
+              tokens_per_block, num_heads, sink);
     __syncthreads();
     T* query_tile = reinterpret_cast<T*>(ptx::dynamic_shared());
     T* tiles = query_tile + K::QUERIES * ROW<T, D>;
     C* raw_tiles = reinterpret_cast<C*>(K::FP8 ? tiles + K::TILE : tiles);
-    find_rows(work, 0, work.first_tile());
-    find_rows(work, 1, work.tile_after(work.first_tile()));
+    Tile tile = work.tiles.begin();
+    keep_row(work, 0, find_row(work, tile));
+    keep_row(work, 1, find_row(work, work.tiles.after(tile)));
     __syncthreads();
     copy_queries<K>(query_tile, queries, work);
     ptx::cp_async_commit();
@@ -211,72 +121,50 @@ __global__ void __launch_bounds__(THREADS) context_attention(
         __syncthreads();
     }
 
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int own_queries = warp * 16 * K::MATRICES;
+    int own_queries = threadIdx.x / 32 * 16 * K::MATRICES;
     Queries<K> own(query_tile + own_queries * ROW<T, D>);
-    WarpState<K> state = {};
-#pragma unroll
-    for (int m = 0; m < K::MATRICES; m++)
-        state.largest[m][0] = state.largest[m][1] = -INFINITY;
+    WarpState<K> state;
+    reset(state);
     Window window{window_size};
     if constexpr (K::FP8) scale *= scales[blockIdx.y];
     Scores to_score(scale, softcap);
     float weight_scale = SOFTCAP ? 1.0f : to_score.scale;  // from what `scores` holds to exponents
-    Tile tile = work.first_tile();
-    for (int stage = 0; tile.start < work.item.last; stage ^= 1, tile = work.tile_after(tile)) {
-        Tile next = work.tile_after(tile);
+    for (int stage = 0; tile.start < work.tiles.last; stage ^= 1, tile = work.tiles.after(tile)) {
+        Tile next = work.tiles.after(tile);
         const T* key_tile = tiles;
         if constexpr (K::FP8) {  // expanded, a tile makes room for the next
             ptx::cp_async_wait<0>();
             __syncthreads();
             expand_tokens<K>(tiles, raw_tiles);
             __syncthreads();
-            if (next.start < work.item.last) copy_tokens<K>(raw_tiles, work, stage ^ 1);
+            if (next.start < work.tiles.last) copy_tokens<K>(raw_tiles, work, stage ^ 1);
             ptx::cp_async_commit();
         } else {
             key_tile += stage * K::TILE;
-            if (next.start < work.item.last)
+            if (next.start < work.tiles.last)
                 copy_tokens<K>(raw_tiles + (stage ^ 1) * K::TILE, work, stage ^ 1);
             ptx::cp_async_commit();
             ptx::cp_async_wait<1>();
             __syncthreads();
         }
-        find_rows(work, stage, work.tile_after(next));
-        float scores[K::MATRICES][K::TOKENS / 8][4] = {};
-        unsigned weights[K::MATRICES][K::TOKENS / 16][4];
+        if (threadIdx.x < K::TOKENS) keep_row(work, stage, find_row(work, work.tiles.after(next)));
+        TileScores<K> scores = {};
+        TileWeights<K> weights;
         multiply_keys<K>(scores, own, key_tile);
-        if constexpr (SOFTCAP) {
-#pragma unroll
-            for (int i = 0; i < K::MATRICES * K::TOKENS / 2; i++) {
-                float& score = scores[i * 2 / K::TOKENS][i / 4 % (K::TOKENS / 8)][i % 4];
-                score = to_score.capped(score);
-            }
-        }
-        // Tiles that all of the block's queries see need no mask.
-        if (SINK || !window.sees(work.low, tile.start + K::TOKENS - 1) ||
-            !window.sees(work.high, tile.start)) {
-            int packed = work.item.first_query + own_queries + g;
+        if constexpr (SOFTCAP) cap<K>(scores, to_score);
+        if (work.tiles.need_mask(tile, window)) {
+            int packed = work.first_query + own_queries + threadIdx.x % 32 / 4;
             hide<K>(scores, work, packed, tile, window);
         }
 #pragma unroll
-        for (int m = 0; m < K::MATRICES; m++)
-            weigh<K>(weights[m], scores[m], state, m, weight_scale);
+        for (int m = 0; m < K::MATRICES; m++) {
+            float factors[2];
+            weigh<K>(scores[m], state, factors, m, weight_scale);
+            rescale<K>(state, factors, m);
+            pack_weights<K>(weights[m], scores[m]);
+        }
         add_values<K>(state, weights, key_tile + K::TOKENS * ROW<T, D>);
         if constexpr (!K::FP8) __syncthreads();
     }
-#pragma unroll
-    for (int m = 0; m < K::MATRICES; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float factor = 1 / warp_sum<4>(state.sum[m][half]);
-            if constexpr (K::FP8) factor *= scales[gridDim.y + blockIdx.y];
-            int packed = work.item.first_query + (warp * K::MATRICES + m) * 16 + half * 8 + g;
-            if (packed >= work.num_packed) continue;
-            T* to = out + work.offset(packed) + 2 * t;
-#pragma unroll
-            for (int n = 0; n < D / 8; n++)
-                *reinterpret_cast<unsigned*>(to + n * 8) = pack<T>(
-                    state.out[m][n][2 * half] * factor, state.out[m][n][2 * half + 1] * factor);
-        }
-    }
+    store_results<K>(out, state, work, threadIdx.x / 32, K::FP8 ? scales[gridDim.y + blockIdx.y] : 1.0f);
 }

@@ -10,6 +10,8 @@ from torch import Tensor
 from gptmanager.cuda.float_attention import PROGRAM as FLOAT_PROGRAM
 from gptmanager.cuda.launch import NAMES, Argument, Launcher, Program, ints
 from gptmanager.cuda.paged_kernels import CACHES, HEAD_DIMS, NARROW, check_attention, row_bytes
+from gptmanager.cuda.warpgroup_attention import PROGRAM as WARPGROUP_PROGRAM
+from gptmanager.cuda.warpgroup_attention import shared_memory, takes
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 
 Ints = npt.NDArray[np.int32]
@@ -97,6 +99,11 @@ def context_attention(
         return
     capped, sinks = (str(bool(it)).lower() for it in (shape.softcap > 0, sink))
     kind = f"{NAMES[dtype]}, {head_dim}, {capped}, {sinks}{cache.argument}"
+    if takes(launcher, shape, dtype):
+        shared = shared_memory(num_queries, head_dim)
+        kernel = launcher.kernel(WARPGROUP_PROGRAM, f"warpgroup_attention<{kind}>", shared)
+        kernel(grid, (2 * num_queries,), arguments, shared)
+        return
     own, other = row_bytes(head_dim, dtype), row_bytes(head_dim, cache.dtype)
     tokens = _tokens(shape)
     shared = num_queries * own + 2 * tokens * (own + other)

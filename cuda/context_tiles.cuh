@@ -1,7 +1,7 @@
-// What a block of context attention works on, and its way to shared memory.
+// What the kernel of mma.sync is made for, and the way of tiles to its shared memory.
 #pragma once
 
-#include "pages.cuh"
+#include "context_work.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * 32;
 
@@ -16,70 +16,13 @@ struct Kind {
     // results of 256 dimensions leave no registers for that, nor do those of 128 beside a sink or
     // elements to expand.
     static constexpr int MATRICES = D > 128 || (D == 128 && (SINK || FP8)) ? 1 : 2;
-    static constexpr int QUERIES = WARPS * 16 * MATRICES;
+    static constexpr int ROW_STAGES = 2, QUERIES = WARPS * 16 * MATRICES;
     // Of a tile of keys and values: what shared memory holds twice, and registers have scores for.
     static constexpr int TOKENS = D > 128 || (D == 128 && (SOFTCAP || IS_SMALL)) ? 32 : 64;
     // Whether registers have room for the queries from the first tile to the last.
     static constexpr bool HOLDS = MATRICES == 1 ? D == 128 : D <= 64;
     static constexpr int TILE = 2 * TOKENS * ROW<T, D>;  // elements, as they are computed with
 };
-
-struct Item {  // packed queries of a row from `first_query` on, which see keys in [first, last)
-    int row, first_query, first, last;
-};
-
-struct Window {  // a query at a position sees the keys in (position - size, position]
-    int size;    // 0: all up to its own
-    __device__ bool sees(int position, int key) const {
-        return key <= position && (size == 0 || key > position - size);
-    }
-};
-
-struct Tile {  // TOKENS positions; while sinking, those that are the sink's
-    int start;
-    bool sinking;
-};
-
-// What a block works on. It lies in shared memory: the registers are for its results.
-template <class K> struct Work {
-    using C = typename K::C;
-    static constexpr int D = K::D;
-    Item item;
-    int num_packed, group, num_heads;
-    int first_position;  // of the row's first query
-    int low, high;       // positions of the item's first and last query
-    int sink;            // the number of first keys that are always seen
-    size_t first_head;   // of its packed queries, in `queries` and `out`
-    Pages<C, D> pages;
-    const C* value_memory;
-    int rows[2][K::TOKENS];  // of a tile's tokens in the pages, -1 where nothing is read
-
-    __device__ int position(int packed) const {
-        return first_position + min(packed, num_packed - 1) / group;
-    }
-    // Tiles of the sink come first, and then those of the item from behind it on.
-    __device__ Tile first_tile() const { return {K::SINK ? 0 : item_tile(), K::SINK}; }
-    __device__ Tile tile_after(Tile tile) const {
-        int start = tile.start + K::TOKENS;
-        if (!K::SINK || !tile.sinking || start < sink) return {start, tile.sinking};
-        return {max(item_tile(), sink / K::TOKENS * K::TOKENS), false};
-    }
-    __device__ int item_tile() const { return item.first / K::TOKENS * K::TOKENS; }
-    // Elements from the beginning of `queries` or `out`.
-    __device__ size_t offset(int packed) const {
-        return (first_head + size_t(packed / group) * num_heads + packed % group) * D;
-    }
-};
-
-// The pages' table is read a tile ahead of its use.
-template <class K> __device__ inline void find_rows(Work<K>& work, int stage, Tile tile) {
-    if (threadIdx.x >= K::TOKENS) return;
-    int position = tile.start + threadIdx.x;
-    // Pages outside of the item may be gone, and rows behind its end were never written.
-    bool seen = position >= work.item.first || (K::SINK && position < work.sink);
-    bool valid = seen && position < work.item.last;
-    work.rows[stage][threadIdx.x] = valid ? work.pages.row(position) : -1;
-}
 
 // Keys of a tile, and their values behind them.
 template <class K, class C = typename K::C>
@@ -132,7 +75,7 @@ __device__ inline void copy_queries(T* to, const T* from, const Work<K>& work) {
     for (int i = 0; i < K::QUERIES * VECTORS / THREADS; i++) {
         int index = i * THREADS + threadIdx.x;
         int query = index / VECTORS, element = index % VECTORS * 8;
-        int packed = work.item.first_query + query;
+        int packed = work.first_query + query;
         bool valid = packed < work.num_packed;
         size_t offset = valid ? work.offset(packed) : 0;
         ptx::cp_async_16(to + query * ROW<T, D> + element, from + offset + element, valid);

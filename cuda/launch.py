@@ -40,6 +40,7 @@ class Program:
     file: str
     kernels: tuple[str, ...]
     dependent: bool = False
+    architectures: tuple[str, ...] = compiler.ARCHITECTURES  # that it compiles for
 
     @property
     def path(self) -> Path:
@@ -60,17 +61,22 @@ class Launcher(Protocol):
     num_multiprocessors: int
     max_shared_mem: int  # bytes that a block can have
     has_products: bool  # whether products as kernels may pay
+    has_warpgroups: bool  # whether kernels that need products of warpgroups (sm_90a) are chosen
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> Kernel:
         """The kernel `name`, which may be launched with up to `shared_mem` bytes."""
 
 
 class DeviceLauncher:
-    """Kernels on the current CUDA device, launched on torch's current stream."""
+    """Kernels on the current CUDA device, launched on torch's current stream.
+
+    `has_warpgroups`: whether to choose kernels that need products of warpgroups where there are
+    others too; None: where the device has them.
+    """
 
     has_products = True
 
-    def __init__(self) -> None:
+    def __init__(self, has_warpgroups: bool | None = None) -> None:
         self._cupy = device.find_cupy()
         properties = torch.cuda.get_device_properties()
         self.num_multiprocessors: int = properties.multi_processor_count
@@ -78,6 +84,7 @@ class DeviceLauncher:
         self.max_shared_mem: int = self._cupy.cuda.runtime.deviceGetAttribute(*attribute)
         self.arch = architecture(properties.major, properties.minor)
         self._driver = dependent_launch.find_driver(properties.major)
+        self.has_warpgroups = self.arch == "sm_90a" if has_warpgroups is None else has_warpgroups
         self._kernels: dict[tuple[str, str], DeviceKernel] = {}
 
     def kernel(self, program: Program, name: str, shared_mem: int = 0) -> DeviceKernel:
@@ -181,9 +188,15 @@ class EmulatorLauncher:
     max_shared_mem = 227 << 10
 
     def __init__(
-        self, *, check: bool = False, order: str | int = "forward", has_products: bool = False
+        self,
+        *,
+        check: bool = False,
+        order: str | int = "forward",
+        has_products: bool = False,
+        has_warpgroups: bool = False,
     ) -> None:
         self.has_products = has_products
+        self.has_warpgroups = has_warpgroups
         self._toolchain = emulator.Toolchain()
         self._toolchain.require_headers()
         self._check = check

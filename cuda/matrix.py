@@ -30,6 +30,7 @@ from gptmanager.cuda import (
     products,
     sampling,
     token_masks,
+    warpgroup_attention,
 )
 from gptmanager.cuda.compiler import ARCHITECTURES, Figures, compile
 from gptmanager.cuda.launch import NAMES, Program
@@ -42,6 +43,7 @@ PROGRAMS: tuple[Program, ...] = (
     block_copy.PROGRAM,
     generation_attention.PROGRAM,
     context_attention.PROGRAM,
+    warpgroup_attention.PROGRAM,
     float_attention.PROGRAM,
     token_masks.PROGRAM,
     adjustments.PROGRAM,
@@ -78,7 +80,7 @@ def whole_matrix() -> Iterator[tuple[Program, str, str]]:
     return (
         (program, name, arch)
         for program in PROGRAMS
-        for arch in ARCHITECTURES
+        for arch in program.architectures
         for name in program.kernels
     )
 
@@ -131,7 +133,8 @@ def main(arguments: list[str]) -> int:
     spilling = [row for row in rows if row.spills]
     for row in spilling:
         print(f"{row.arch} {row.file} {row.kernel}: {row.figures}")
-    print(f"{len(rows)} cubins of {len(rows) // len(ARCHITECTURES)} kernels, {len(spilling)} spill")
+    num_kernels = len({(row.file, row.kernel) for row in rows})
+    print(f"{len(rows)} cubins of {num_kernels} kernels, {len(spilling)} spill")
     return bool(spilling)
 
 

@@ -108,6 +108,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     generation_plan       how the work of generation attention is cut (no torch)
     float_attention       attention of both phases in float32
     generation_attention  attention of rows with one token, by a plan
+    warpgroup_attention   the same of several tokens, in products of warpgroups
     context_attention     attention of rows with several tokens
     token_masks           bits for tokens that may come, on rows of logits
     adjustments           bias, penalties and bans on rows of logits

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from gptmanager.cuda.generation_attention import (
     generation_attention,
 )
 from gptmanager.cuda.generation_plan import plan_generation
+from gptmanager.cuda.warpgroup_attention import takes
 
 Rows = Sequence[tuple[int, int]]  # new tokens, length
 _FP8 = torch.float8_e4m3fn
@@ -137,6 +139,8 @@ def _prepare(
     sets = [paged_rows(bed, rows, tokens_per_block, number, dtype) for number in numbers]
     runs = [phase.start(bed, own) for own in sets]
     makers = phase.peers if sets[0].pages.cache_scales is not None else {**phase.peers, **_TORCH}
+    if phase.start is _context and takes(bed.launcher, sets[0].shape, bed.sizes.dtype):
+        makers = {"without warpgroups": functools.partial(_without_warpgroups, bed), **makers}
     return Prepared(
         len(sets),
         Planned(lambda number: runs[number](), lambda: phase.plan(bed, sets[0])),
@@ -181,6 +185,14 @@ def _context(bed: Bed, rows: PagedRows) -> Run:
         return out
 
     return run
+
+
+def _without_warpgroups(bed: Bed, sets: Sequence[PagedRows]) -> Contender:
+    """Our other kernel: which of both is faster on a device."""
+    launcher = copy.copy(bed.launcher)
+    launcher.has_warpgroups = False
+    runs = [_context(replace(bed, launcher=launcher), rows) for rows in sets]
+    return lambda number: runs[number]()
 
 
 def _context_plan(bed: Bed, rows: PagedRows) -> Tensor:

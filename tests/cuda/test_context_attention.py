@@ -5,6 +5,7 @@ import pytest
 import torch
 from kernel_values import DTYPES
 from paged_rows import PagedRows, crossings
+from requirements import skip
 
 from gptmanager.cuda.context_attention import context_attention, plan_context
 from gptmanager.cuda.paged_kernels import HEAD_DIMS
@@ -13,6 +14,19 @@ from gptmanager.kernels.attention_arguments import AttentionShape
 # A whole prompt, a chunk behind earlier ones, a single token, nothing, and tiles' borders.
 ROWS = [(65, 65), (7, 90), (1, 33), (0, 5), (64, 128)]
 ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(params=["mma", "warpgroups"])
+def either(machine, request, monkeypatch):
+    """A machine that chooses kernels with products of warpgroups, or does not."""
+    return choosing(machine, request.param, monkeypatch)
+
+
+def choosing(machine, kind, monkeypatch):
+    if kind == "warpgroups" and getattr(machine.launcher, "arch", "sm_90a") != "sm_90a":
+        skip("products of warpgroups need a Hopper GPU")
+    monkeypatch.setattr(machine.launcher, "has_warpgroups", kind == "warpgroups")
+    return machine
 
 
 def attend(machine, rows, *, scale=0.09, **options):
@@ -35,8 +49,14 @@ def check(machine, rows, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_prompts_chunks_and_single_tokens(machine, dtype):
-    check(machine, PagedRows(ROWS, 4, 2, 64, 16, dtype))
+def test_prompts_chunks_and_single_tokens(either, dtype):
+    check(either, PagedRows(ROWS, 4, 2, 64, 16, dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rows", [(1, 640), (200, 385), (129, 129), (64, 256), (20, 1000)], ids=str)
+def test_any_number_of_tiles(either, rows, head_dim):
+    check(either, PagedRows([rows], 1, 1, head_dim, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -50,22 +70,36 @@ def test_head_dimensions_in_float32(machine, head_dim):
 
 
 @pytest.mark.parametrize("group", [1, 3, 16])
-def test_groups(machine, group):
-    check(machine, PagedRows([(20, 50), (3, 3)], 2 * group, 2, 64))
+def test_groups(either, group):
+    check(either, PagedRows([(20, 50), (3, 3)], 2 * group, 2, 64))
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 3, 64])
-def test_blocks_of_any_size(machine, tokens_per_block):
-    check(machine, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
+def test_blocks_of_any_size(either, tokens_per_block):
+    check(either, PagedRows([(20, 67), (5, 5)], 4, 2, 64, tokens_per_block))
 
 
 @pytest.mark.parametrize("sink", [0, 3, 70])
 @pytest.mark.parametrize("window", [1, 16, 70])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_windows_and_sinks(machine, window, sink, dtype):
-    rows = PagedRows([(70, 70), (10, 250), (1, 200)], 2, 1, 64, 16, dtype)
+def test_windows_and_sinks(either, window, sink):
+    rows = PagedRows([(70, 70), (10, 250), (1, 200)], 2, 1, 64)
+    rows.lose_unseen_blocks(window, sink)
+    check(either, rows, window=window, sink=sink)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(1, 3), (16, 0), (16, 70), (70, 3)])
+def test_windows_and_sinks_in_float32(machine, window, sink):
+    rows = PagedRows([(70, 70), (10, 250), (1, 200)], 2, 1, 64, 16, torch.float32)
     rows.lose_unseen_blocks(window, sink)
     check(machine, rows, window=window, sink=sink)
+
+
+@pytest.mark.parametrize("sink", [0, 128, 130])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, 128), (128, 130)])
+def test_windows_and_sinks_of_whole_tiles(either, head_dim, window, sink):
+    rows = PagedRows([(40, 700), (2, 256)], 2, 1, head_dim)
+    rows.lose_unseen_blocks(window, sink)
+    check(either, rows, window=window, sink=sink)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -75,8 +109,11 @@ def test_sinks_with_heads_of_any_dimension(machine, head_dim):
     check(machine, rows, window=20, sink=5, softcap=1.5)
 
 
-def test_softcap(machine):
-    check(machine, PagedRows([(20, 50)], 4, 2, 64), softcap=1.5)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_softcap_with_and_without_sinks(either, head_dim):
+    rows = PagedRows([(90, 300)], 2, 1, head_dim)
+    check(either, rows, softcap=1.5)
+    check(either, rows, window=200, sink=5, softcap=1.5)
 
 
 CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
@@ -85,6 +122,50 @@ CROSSED = list(crossings([(20, 110), (3, 3)], seed=1, count=24))
 @pytest.mark.parametrize(("rows", "options"), CROSSED, ids=map(str, (rows for rows, _ in CROSSED)))
 def test_all_of_it_crossed(machine, rows, options):
     check(machine, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen"),
+    [
+        (PagedRows([(3, 3)], 4, 2, 64), "warpgroup_attention<__nv_bfloat16, 64, false, false>"),
+        (
+            PagedRows([(3, 3)], 4, 2, 128, dtype=torch.float16),
+            "warpgroup_attention<__half, 128, false, false>",
+        ),
+        (PagedRows([(3, 3)], 4, 2, 96), "context_attention<__nv_bfloat16, 96, false, false>"),
+        (PagedRows([(3, 3)], 4, 2, 64, dtype=torch.float32), "context_attention_float<64>"),
+        (
+            PagedRows([(3, 3)], 4, 2, 64, cache_scales=torch.ones(2, 2)),
+            "context_attention<__nv_bfloat16, 64, false, false, __nv_fp8_e4m3>",
+        ),
+    ],
+    ids=str,
+)
+def test_products_of_warpgroups_where_there_are_such(machine, rows, chosen, monkeypatch):
+    choosing(machine, "warpgroups", monkeypatch)
+    asked = []
+    find = machine.launcher.kernel
+    monkeypatch.setattr(
+        machine.launcher, "kernel", lambda *given: asked.append(given[1]) or find(*given)
+    )
+    check(machine, rows)
+    monkeypatch.setattr(machine.launcher, "has_warpgroups", False)
+    check(machine, rows)
+    assert asked == [chosen, chosen.replace("warpgroup_", "context_")]
+
+
+def test_items_that_do_nothing(either):
+    rows = PagedRows([(3, 20), (2, 2)], 4, 2, 128)
+    shape = rows.shape(0.09)
+    num_new = np.array([3, 2], dtype=np.int32)
+    plan = plan_context(num_new, rows.kv_lengths.numpy(), shape)
+    items = torch.from_numpy(np.concatenate([plan, np.full((3, 4), -1, np.int32)]))
+    out = either.empty(rows.queries.shape, rows.dtype)
+    context_attention(
+        *(either.launcher, out, either.tensor(rows.queries)),
+        *(rows.pages_on(either), rows.spans_on(either), either.tensor(items), shape),
+    )
+    assert torch.equal(out.cpu(), attend(either, rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -117,24 +198,36 @@ def test_there_is_no_race_in_others(checked_machine, rows, options):
     check(checked_machine, rows, **options)
 
 
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (PagedRows([(70, 700)], 2, 1, 64), {}),
+        (PagedRows([(20, 600)], 2, 1, 128), {"window": 150, "sink": 129}),
+    ],
+    ids=str,
+)
+def test_there_is_no_race_between_warpgroups(checked_machine, rows, options, monkeypatch):
+    check(choosing(checked_machine, "warpgroups", monkeypatch), rows, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_there_is_no_race(checked_machine, dtype):
     # Three tiles of keys: the third goes where the first was.
     check(checked_machine, PagedRows([(9, 150), (2, 2)], 2, 1, 64, 16, dtype))
 
 
-def test_a_token_is_the_same_bits_in_any_company(machine):
+def test_a_token_is_the_same_bits_in_any_company(either):
     together = PagedRows([(70, 100), (5, 9)], 2, 1, 64)
     alone = PagedRows([(70, 100)], 2, 1, 64)
     alone.queries = together.queries[:70]
-    assert torch.equal(attend(machine, together)[:70], attend(machine, alone))
+    assert torch.equal(attend(either, together)[:70], attend(either, alone))
 
 
-def test_a_query_that_is_not_a_number_stays_its_own(machine):
+def test_a_query_that_is_not_a_number_stays_its_own(either):
     rows = PagedRows([(70, 100)], 2, 1, 64)
-    expected = attend(machine, rows)
+    expected = attend(either, rows)
     rows.queries[3, 1] = torch.nan
-    got = attend(machine, rows)
+    got = attend(either, rows)
     assert got[3, 1].isnan().all()
     got[3, 1] = expected[3, 1]
     assert torch.equal(got, expected)

@@ -299,6 +299,17 @@ def test_every_attention_case_has_a_peer_to_beat():
     }
 
 
+def test_both_kernels_of_context_attention_are_compared(toolchain):
+    options = KernelOptions(only=("context",), quick=True)
+    report = bench_kernels(options, ground(EmulatorLauncher(has_warpgroups=True)))
+    for row in report["kernels"]:
+        both = {name: row["engines"].get(name) for name in (OURS, "without warpgroups")}
+        if "fp8" in row["case"]:
+            assert both["without warpgroups"] is None  # there is one for these
+        else:
+            assert all(it["status"] == "ok" for it in both.values()), both
+
+
 def test_plans_and_compilation_are_timed_apart(report, monkeypatch):
     for row in report["kernels"]:
         ours = row["engines"][OURS]

@@ -64,6 +64,11 @@ def calls(monkeypatch):
     return calls
 
 
+def test_products_of_warpgroups_may_be_declined(calls):
+    assert DeviceLauncher().has_warpgroups
+    assert not DeviceLauncher(has_warpgroups=False).has_warpgroups
+
+
 def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(calls):
     launcher, tensor = DeviceLauncher(), torch.zeros(3)
     for _ in range(2):

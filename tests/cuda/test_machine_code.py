@@ -13,6 +13,7 @@ import pytest
 from requirements import skip
 
 from gptmanager.cuda import compiler
+from gptmanager.cuda.warpgroup_attention import PROGRAM
 from gptmanager.errors import ConfigError
 
 SOURCE = """
@@ -83,24 +84,25 @@ def disassembler() -> str:
     return found
 
 
-def instructions(arch: str, folder: Path) -> dict[str, list[str]]:
+def instructions(code: bytes, folder: Path) -> dict[str, list[str]]:
     """Kernel -> its instructions, without predicates."""
     cubin = folder / "kernels.cubin"
-    cubin.write_bytes(compiler.compile(SOURCE, arch, [*INSTRUCTIONS], cache=folder / "cache").code)
+    cubin.write_bytes(code)
     done = subprocess.run([disassembler(), "-c", cubin], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = {}
     for section in done.stdout.split("\t.section\t.text._Z")[1:]:
-        name = re.match(r"\d+([a-z]+\d*)P", section)[1]
+        length, rest = re.match(r"(\d+)(.*)", section).groups()
         line = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][^;]*?) *;"
-        found[name] = re.findall(line, section)
+        found[rest[: int(length)]] = re.findall(line, section)
     return found
 
 
 @pytest.mark.parametrize("arch", compiler.ARCHITECTURES)
 def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
     disassembler()
-    found = instructions(arch, tmp_path)
+    code = compiler.compile(SOURCE, arch, [*INSTRUCTIONS], cache=tmp_path / "cache").code
+    found = instructions(code, tmp_path)
     assert found.keys() == INSTRUCTIONS.keys()
     for name, expected in INSTRUCTIONS.items():
         if name == "wait" and arch == "sm_80":
@@ -109,3 +111,29 @@ def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
         assert len(kept) == len(expected), (name, kept)
         for whole, begin in zip(kept, expected, strict=True):
             assert whole == begin or whole.startswith(begin + " "), (name, whole)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "told"), [("__half", "F16"), ("__nv_bfloat16", "BF16")])
+def test_warpgroups_make_weights_while_values_are_added(dtype, told, head_dim, tmp_path):
+    """In the loop come both products, the wait for the first, exponentials, and the second wait."""
+    disassembler()
+    name = f"warpgroup_attention<{dtype}, {head_dim}, false, false>"
+    code = compiler.compile(PROGRAM.path, "sm_90a", [name], cache=tmp_path / "cache").code
+    found = instructions(code, tmp_path)["warpgroup_attention"]
+    suffix = ".F32" if told == "F16" else ".F32.BF16"
+    kinds = {
+        rf"HGMMA.64x128x16{suffix} R\d+, gdesc\[UR\d+\], ": "k",
+        rf"HGMMA.64x{head_dim}x16{suffix} R\d+, R\d+, gdesc\[UR\d+\].tnspB, ": "v",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x": "",
+        "MUFU.EX2": "e",
+        "FENCE.VIEW.ASYNC": "f",
+    }
+    order = ""
+    for instruction in found:
+        for pattern, kind in kinds.items():
+            if re.match(pattern, instruction):
+                order += kind or instruction[-1]
+        assert not instruction.startswith(("LDL", "STL"))
+    k, v, e = f"k{{{head_dim // 16}}}", "v{8}", "e{66}"
+    assert re.fullmatch(f"f{k}0{e}f{k}{v}1{e}0f{v}0", order), order
