@@ -146,7 +146,7 @@ class CpuKernels(Kernels):
         self._team = Team()
 
     def warm_up(self) -> None:
-        """Compiles every body, about 6 s of CPU time once on a machine and 0.3 s from then on."""
+        """Compiles every body, about 7 s of CPU time once on a machine and 0.3 s from then on."""
         for body in (
             paged_attention.attention,
             token_loops.rope_and_write,
