@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, Kernels, machine_code
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.threads import Team, end_threads_of_caller
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
@@ -603,7 +604,7 @@ def test_contiguous_keys_and_values_are_written_as_pages_are(norms: bool) -> Non
 
 # Narrow dtypes: the bits of the same numbers in float32, rounded once -----------------------------
 
-narrow = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+narrow = pytest.mark.parametrize("dtype", [it for it in DTYPES if it.itemsize == 2], ids=str)
 
 
 @narrow

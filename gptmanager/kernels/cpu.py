@@ -135,7 +135,7 @@ def _page_sizes(
 
 
 class CpuKernels(Kernels):
-    """The ops on the CPU, for pages of any dtype of `DTYPES`; fp8 is the reference's.
+    """The ops on the CPU, for pages of any dtype of `DTYPES`; others are the reference's.
 
     The first call of an op compiles it (seconds) or loads it from Numba's cache; `warm_up` does
     so for all of them. Two managers may use one object, or one each, from two threads.
@@ -293,7 +293,7 @@ class CpuKernels(Kernels):
         pages: Pages,
         rows: RowSpans,
     ) -> Tensor:
-        if pages.cache_scales is not None:
+        if pages.values.dtype not in DTYPES:
             return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -313,7 +313,7 @@ class CpuKernels(Kernels):
         return q
 
     def attention(self, q: Tensor, pages: Pages, rows: RowSpans, shape: AttentionShape) -> Tensor:
-        if shape.softcap or pages.cache_scales is not None:
+        if shape.softcap or pages.values.dtype not in DTYPES:
             return super().attention(q, pages, rows, shape)
         num_tokens, num_heads, head_dim = q.shape
         (own,), size, task = _alike(q), self._team.max_size, _on_pages(AttentionTask, pages)
