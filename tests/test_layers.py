@@ -50,6 +50,11 @@ kv_cache/                 who holds which block
     sequences             which sequence holds which block (no torch)
     manager               whether there are blocks for what a scheduler wants (no torch)
     state                 the accounts as data, and back (no torch)
+peft_cache/               which adapters are cached, and in which pages
+    layout                how large pages are, and which row of an adapter lies where (no torch)
+    pages                 the pages of one level, and who has them (no torch)
+    manager               which adapters are cached, and for which requests (no torch)
+    state                 the accounts as data, and back (no torch)
 scheduler/                who runs
     waiting               why a policy leaves a request out
     adapter_pages         whether the adapters of several requests fit together (no torch)
@@ -122,6 +127,7 @@ memory/                   tensors that outlive a step, and the files that weight
     cpu_memory            how much memory is free, and what has been freed given back (no torch)
     kv_pool               the tensors that blocks stand for
     device_kv_pool        the same on a device, whose blocks a kernel copies
+    adapter_pool          the tensors that pages of adapters stand for
     tensor_sources        where tensors of a checkpoint come from
     weights               tensors loaded by name into storage the executor owns
 models/                   the network: packed inputs, decoder families as a table

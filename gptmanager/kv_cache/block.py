@@ -16,7 +16,7 @@ NEVER = -1  # as a count that no sequence reaches
 
 
 class LedgerError(GptManagerError, AssertionError):
-    """The accounts of the KV cache contradict each other: a defect of the library, not a host's."""
+    """The accounts of a cache contradict each other: a defect of the library, not a host's."""
 
 
 class BlockCopy(NamedTuple):

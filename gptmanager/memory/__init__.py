@@ -1,7 +1,8 @@
-"""Tensors that outlive a step: the KV pool and the weights."""
+"""Tensors that outlive a step: the KV pool, adapters and the weights."""
 
+from gptmanager.memory.adapter_pool import AdapterPool, adapter_table
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.tensor_sources import SafetensorsFolder
 from gptmanager.memory.weights import Place, Weights
 
-__all__ = ["KvPool", "Place", "SafetensorsFolder", "Weights"]
+__all__ = ["AdapterPool", "KvPool", "Place", "SafetensorsFolder", "Weights", "adapter_table"]

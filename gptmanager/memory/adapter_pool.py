@@ -1,0 +1,131 @@
+"""`AdapterPool`: the pages of adapters, on the host and on the device, as flat tensors.
+
+Where things lie is decided in `peft_cache`. What is written and copied is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import AdapterError
+from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
+from gptmanager.peft_cache.manager import PageCopy
+
+
+class AdapterPool:
+    """`pages [num_device_pages * page_size]`: those on the device, in one tensor, which stays where
+    it is, as recorded steps need it. On a CPU memory is taken as pages are written.
+
+    Host pages lie in blocks of `pages_per_block`, which are allocated as their first page is
+    written, and given back as their last is released; they are pinned if the device is no CPU.
+    `put` may run in any thread, `copy` on any stream. The caller orders what touches a page.
+    """
+
+    def __init__(
+        self,
+        sizes: CacheSizes,
+        pages_per_block: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        assert dtype.itemsize == sizes.itemsize  # both are the model's
+        self.sizes = sizes
+        num_elements = sizes.num_device_pages * sizes.page_size
+        self.pages = torch.empty(num_elements, dtype=dtype, device=device)
+        self._pages_per_block = pages_per_block
+        self._pinned = self.pages.device.type != "cpu"
+        self._blocks: dict[int, Tensor] = {}
+        self._written: set[int] = set()  # host pages
+        self._lock = Lock()  # of the two above
+
+    def put(
+        self,
+        host_pages: Sequence[int],
+        rows: Sequence[AdapterRow],
+        packing: Packing,
+        weights: Sequence[Tensor],
+    ) -> None:
+        """Write an adapter to its host pages.
+
+        `weights[i]`: A, then B of `rows[i]`, flattened, of the pool's dtype. AdapterError, before
+        anything is written, where one is not.
+        """
+        if len(weights) != len(rows):
+            raise AdapterError(f"{len(weights)} tensors are not the {len(rows)} rows of an adapter")
+        for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
+            if weight.shape != (row.num_elements,) or weight.dtype != self.pages.dtype:
+                raise AdapterError(
+                    f"row {index} of an adapter is {weight.dtype} {[*weight.shape]}, "
+                    f"not {self.pages.dtype} [{row.num_elements}]"
+                )
+        pages = self._allocate(host_pages)
+        for weight, (page, offset) in zip(weights, packing.places, strict=True):
+            pages[page][offset : offset + len(weight)].copy_(weight)
+
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """Beginnings of host pages to the device: on a CPU at once, else on the current stream."""
+        for host_page, device_page, num_elements in copies:
+            start = device_page * self.sizes.page_size
+            source = self._host_page(host_page)[:num_elements]
+            self.pages[start : start + num_elements].copy_(source, non_blocking=True)
+
+    def release(self, host_pages: Iterable[int]) -> None:
+        """Nobody needs what these pages hold. Blocks of nothing else are given back."""
+        with self._lock:
+            self._written.difference_update(host_pages)
+            needed = {page // self._pages_per_block for page in self._written}
+            for block in self._blocks.keys() - needed:
+                del self._blocks[block]
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Of the blocks that are allocated now."""
+        with self._lock:
+            return sum(block.nbytes for block in self._blocks.values())
+
+    def _allocate(self, host_pages: Sequence[int]) -> list[Tensor]:
+        per_block, sizes = self._pages_per_block, self.sizes
+        with self._lock:
+            self._written.update(host_pages)  # from now on `release` leaves their blocks alone
+            missing = {page // per_block for page in host_pages} - self._blocks.keys()
+        for number in missing:  # pinning takes long: nobody waits for it here
+            num_pages = min(per_block, sizes.num_host_pages - number * per_block)
+            block = torch.empty(
+                (num_pages, sizes.page_size), dtype=self.pages.dtype, pin_memory=self._pinned
+            )
+            with self._lock:
+                self._blocks.setdefault(number, block)  # another thread may have been faster
+        return [self._host_page(page) for page in host_pages]
+
+    def _host_page(self, page: int) -> Tensor:
+        block, index = divmod(page, self._pages_per_block)
+        return self._blocks[block][index]
+
+
+def adapter_table(
+    rows: Sequence[AdapterRow],
+    packing: Packing,
+    device_pages: Sequence[int],
+    page_size: int,
+    num_layers: int,
+    modules: Mapping[int, int],
+) -> Tensor:
+    """Where kernels find an adapter: int64 `[layers, modules, 2]`, on the CPU.
+
+    Of each layer and module the element of `AdapterPool.pages` at which A begins, and the rank;
+    rank 0: the adapter has none. `modules`: module id -> its index.
+    """
+    table = torch.zeros((num_layers, len(modules), 2), dtype=torch.int64)
+    found = table.numpy()
+    for row, (page, offset) in zip(rows, packing.places, strict=True):
+        start = device_pages[page] * page_size + offset
+        found[row.layer, modules[row.module_id]] = start, row.rank
+    return table

@@ -1,0 +1,16 @@
+"""The accounts of the LoRA cache: `PeftCacheManager` and the values that it hands out."""
+
+from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, cache_sizes
+from gptmanager.peft_cache.manager import (
+    PageCopy,
+    PeftCacheCounts,
+    PeftCacheManager,
+    PeftCacheReport,
+    Put,
+)
+from gptmanager.peft_cache.pages import CachedAdapter
+
+__all__ = [
+    "AdapterRow", "CacheSizes", "CachedAdapter", "PageCopy", "PeftCacheCounts", "PeftCacheManager",
+    "PeftCacheReport", "Put", "cache_sizes",
+]  # fmt: skip

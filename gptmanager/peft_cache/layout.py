@@ -1,0 +1,115 @@
+"""How adapters lie in pages: how large a page is, how many there are, which row lies where.
+
+Knows nothing of which adapters are cached. Sizes are in elements of the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gptmanager.config import PeftCacheManagerConfig
+from gptmanager.errors import AdapterError
+
+# A row begins at a multiple of this, so that kernels may read it 16 bytes at a time.
+ALIGNMENT = 8
+
+_ATTN_QKV, _ITS_PARTS = 0, {1, 2, 3}  # ids of modules
+
+
+class AdapterRow(NamedTuple):
+    """Of one module in one layer: A `[rank, inputs]`, then B `[outputs, rank]`, flattened."""
+
+    layer: int
+    module_id: int
+    rank: int
+    num_elements: int
+
+
+class RowPlace(NamedTuple):
+    """`page`: among the pages of the adapter. `offset`: where A begins in it."""
+
+    page: int
+    offset: int
+
+
+class Packing(NamedTuple):
+    """`places`: of an adapter's rows, in their order. `lengths`: how much of each page they use."""
+
+    places: tuple[RowPlace, ...]
+    lengths: tuple[int, ...]
+
+
+class CacheSizes(NamedTuple):
+    """Elements of a page, pages of both levels, bytes of an element, the highest rank."""
+
+    page_size: int
+    num_host_pages: int
+    num_device_pages: int
+    itemsize: int
+    max_adapter_size: int
+
+
+def cache_sizes(
+    config: PeftCacheManagerConfig,
+    widths: Mapping[int, int],
+    num_layers: int,
+    itemsize: int,
+    free_device_bytes: int,
+) -> CacheSizes:
+    """The sizes of a cache for a model whose modules, by id, have `widths` (inputs + outputs).
+
+    A page holds an adapter of `optimal_adapter_size` in all layers and modules, attn_qkv or its
+    three parts; and a row of `max_adapter_size` of any module. `num_host_module_layer` and
+    `num_device_module_layer` count rows of rank 1 of the widest module, and what they need is
+    rounded up to whole pages. Sizes in bytes are limits: they are rounded down.
+    `free_device_bytes`: what `device_cache_percent` is a fraction of.
+    """
+    whole = set(widths) - ({_ATTN_QKV} if _ITS_PARTS <= set(widths) else set())
+    rank, highest = config.optimal_adapter_size, config.max_adapter_size
+    page_size = max(
+        num_layers * sum(_aligned(rank * widths[module_id]) for module_id in whole),
+        max(_aligned(highest * width) for width in widths.values()),
+    )
+
+    def num_pages(num_rows: int, num_bytes: int) -> int:
+        if num_rows:
+            return -(-num_rows * max(widths.values()) // page_size)
+        return num_bytes // (page_size * itemsize)
+
+    device_bytes = int(config.device_cache_percent * free_device_bytes)
+    return CacheSizes(
+        page_size,
+        num_pages(config.num_host_module_layer, config.host_cache_size),
+        num_pages(config.num_device_module_layer, device_bytes),
+        itemsize,
+        highest,
+    )
+
+
+def pack(rows: Sequence[AdapterRow], page_size: int) -> Packing:
+    """The rows in pages, each whole in one: the longest first, into the first page with room.
+
+    (First-fit decreasing: Johnson 1973. At most 11/9 of the fewest pages, and one.)
+    """
+    places = [RowPlace(0, 0)] * len(rows)
+    lengths: list[int] = []
+    for index in sorted(range(len(rows)), key=lambda index: -rows[index].num_elements):
+        size = _aligned(rows[index].num_elements)
+        if size > page_size:
+            raise AdapterError(
+                f"row {index} of the adapter (layer {rows[index].layer}, module "
+                f"{rows[index].module_id}, adapter_size {rows[index].rank}) has "
+                f"{rows[index].num_elements} elements, and a page holds {page_size}"
+            )
+        page = next((p for p, used in enumerate(lengths) if used + size <= page_size), None)
+        if page is None:
+            page = len(lengths)
+            lengths.append(0)
+        places[index] = RowPlace(page, lengths[page])
+        lengths[page] += size
+    return Packing(tuple(places), tuple(lengths))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,365 @@
+"""`PeftCacheManager`: which LoRA adapters are cached, in which pages, and for which requests.
+
+Decides what is evicted, and says what must be copied. Knows nothing of tensors, threads or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from gptmanager.errors import AdapterError
+from gptmanager.kv_cache.block import LedgerError
+from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, pack
+from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
+
+_MOST_SHOWN = 10
+
+
+class PageCopy(NamedTuple):
+    """The first `num_elements` of a host page belong in a device page."""
+
+    host_page: int
+    device_page: int
+    num_elements: int
+
+
+class Put(Enum):
+    """What became of a `put`."""
+
+    NEW = "the rows must be written to the adapter's host pages, and then `loaded` called"
+    KNOWN = "this content is cached under this id already"
+    WAIT = "the host pages are all needed by others: try again later"
+
+
+class PeftCacheCounts(NamedTuple):
+    """Pages of both levels now, and what has happened since the start.
+
+    A request that begins, or goes on after a pause, is a hit if its adapter is on the device, and a
+    miss if it must be copied there, which `copied_bytes` counts.
+    """
+
+    host_total_pages: int
+    host_used_pages: int
+    host_free_pages: int
+    device_total_pages: int
+    device_used_pages: int
+    device_free_pages: int
+    hits: int
+    misses: int
+    host_evictions: int
+    device_evictions: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeftCacheReport:
+    """Who has what at one moment. Owners map each used page to the task id of its adapter.
+
+    `problem` is the first contradiction in the accounts, None when they prove right.
+    """
+
+    counts: PeftCacheCounts
+    host_owners: Mapping[int, int]
+    device_owners: Mapping[int, int]
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+class PeftCacheManager:
+    """Adapters by task id, on two levels of pages. All that is on the device is on the host too.
+
+    The life of a request's adapter: `put` or `use` when the request is accepted, `ensure` before
+    each of its steps, `pause`, and `release` at its end. Until then the adapter stays on the host,
+    and from `ensure` to `pause` or `release` on the device. Of the others the least recently used
+    go when pages are short.
+    """
+
+    def __init__(self, sizes: CacheSizes) -> None:
+        self.sizes = sizes
+        self._host = AdapterPages(sizes.num_host_pages)
+        self._device = AdapterPages(sizes.num_device_pages)
+        self._by_task: dict[int, CachedAdapter] = {}
+        self._by_request: dict[int, CachedAdapter] = {}
+        self._replaced: set[CachedAdapter] = set()
+        self._freed: list[int] = []
+        self._hits = self._misses = self._copied_bytes = 0
+        self._host_evictions = self._device_evictions = 0
+
+    def __contains__(self, task_id: int) -> bool:
+        """Whether a request may bring this id alone."""
+        return task_id in self._by_task
+
+    def get_max_device_pages(self) -> int:
+        """Pages of the device, of which each distinct adapter of a step takes its own."""
+        return self._device.total
+
+    def determine_num_pages(self, lora_task_id: int) -> int:
+        """Pages that the adapter of this id takes, with those of one it replaces that is in use.
+
+        AdapterError if there is none.
+        """
+        replaced = [a.num_pages for a in self._replaced if a.task_id == lora_task_id]
+        if replaced and lora_task_id not in self._by_task:
+            return sum(replaced)
+        return self._cached(lora_task_id).num_pages + sum(replaced)
+
+    def put(self, request_id: int, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> Put:
+        """A request brings its adapter; after any answer but WAIT it has it.
+
+        `digest` identifies the content: rows and their numbers. AdapterError if the id has another
+        content, or if the adapter can never be on the device.
+        """
+        self._check_has_none(request_id)
+        known = self._by_task.get(task_id)
+        if known is not None:
+            if known.digest != digest:
+                raise AdapterError(
+                    f"lora_weights or lora_config of lora_task_id {task_id} differ from those "
+                    "cached under it: forget the adapter first, or take another id"
+                )
+            self._give(request_id, known)
+            return Put.KNOWN
+        adapter = self._checked(task_id, digest, rows)
+        evicted = self._host.in_the_way(adapter.num_pages, lambda a: a.stays_on_host)
+        if evicted is None:
+            return Put.WAIT
+        for other in evicted:
+            self._host_evictions += 1
+            self._device_evictions += other in self._device.adapters
+            self._drop(other)
+        self._host.take(adapter)
+        self._by_task[task_id] = adapter
+        self._give(request_id, adapter)
+        return Put.NEW
+
+    def use(self, request_id: int, task_id: int) -> None:
+        """A request brings an id alone. AdapterError if no adapter of this id is cached."""
+        self._check_has_none(request_id)
+        self._give(request_id, self._cached(task_id))
+
+    def loaded(self, adapter: CachedAdapter) -> None:
+        """Its rows are in its host pages. If they could not get there, `forget` it before."""
+        adapter.is_loading = False
+        self._drop_if_over(adapter)
+
+    def ensure(self, request_id: int) -> tuple[PageCopy, ...] | None:
+        """Before a step of the request: the copies that bring its adapter to the device.
+
+        After any answer but None the adapter is there until `pause` or `release`; after copies,
+        call `copied` once they are done. None: it is still loading, or the pages are all needed by
+        others, and the request must wait.
+        """
+        adapter = self.adapter_of(request_id)
+        self._touch(adapter)
+        if request_id in adapter.running:
+            return ()
+        if adapter.is_loading:
+            return None
+        copies: tuple[PageCopy, ...] = ()
+        if adapter in self._device.adapters:
+            self._hits += 1
+        else:
+            evicted = self._device.in_the_way(adapter.num_pages, lambda a: a.stays_on_device)
+            if evicted is None:
+                return None
+            self._device_evictions += len(evicted)
+            for other in evicted:
+                self._device.drop(other)
+            copies = self._copy(adapter)
+        adapter.running.add(request_id)
+        return copies
+
+    def copied(self, adapter: CachedAdapter) -> None:
+        """The copies of `ensure` are done."""
+        adapter.is_copying = False
+        self._drop_if_over(adapter)
+
+    def pause(self, request_id: int) -> None:
+        """The request does not run for a while. Its adapter may leave the device, not the host."""
+        adapter = self.adapter_of(request_id)
+        adapter.running.discard(request_id)
+        self._touch(adapter)
+
+    def release(self, request_id: int) -> None:
+        """The request has ended. One that has no adapter is no error."""
+        adapter = self._by_request.pop(request_id, None)
+        if adapter is not None:
+            adapter.running.discard(request_id)
+            adapter.requests.discard(request_id)
+            self._touch(adapter)
+            self._drop_if_over(adapter)
+
+    def forget(self, task_id: int) -> bool:
+        """From now on this id needs new weights. Whether there was an adapter of it.
+
+        Requests that have it go on with it; it goes with the last of them.
+        """
+        adapter = self._by_task.pop(task_id, None)
+        if adapter is None:
+            return False
+        adapter.is_replaced = True
+        self._replaced.add(adapter)
+        self._drop_if_over(adapter)
+        return True
+
+    def adapter_of(self, request_id: int) -> CachedAdapter:
+        """LedgerError if the request has none."""
+        if request_id not in self._by_request:
+            raise LedgerError(f"request {request_id} has no adapter")
+        return self._by_request[request_id]
+
+    def host_pages(self, adapter: CachedAdapter) -> tuple[int, ...]:
+        return self._host.adapters[adapter]
+
+    def device_pages(self, adapter: CachedAdapter) -> tuple[int, ...] | None:
+        """None: it is not on the device."""
+        return self._device.adapters.get(adapter)
+
+    def take_freed(self) -> tuple[int, ...]:
+        """Host pages that were freed since the last call, and still are free."""
+        freed, self._freed = self._freed_pages(), []
+        return freed
+
+    def counts(self) -> PeftCacheCounts:
+        host, device = self._host, self._device
+        num_free, num_free_device = len(host.free), len(device.free)
+        return PeftCacheCounts(
+            host.total,
+            host.total - num_free,
+            num_free,
+            device.total,
+            device.total - num_free_device,
+            num_free_device,
+            self._hits,
+            self._misses,
+            self._host_evictions,
+            self._device_evictions,
+            self._copied_bytes,
+        )
+
+    def audit(self) -> PeftCacheReport:
+        """Count everything anew."""
+        problem = self._host.problem() or self._device.problem()
+        problem = problem or self._request_problem() or self._adapter_problem()
+        return PeftCacheReport(self.counts(), self._host.owners(), self._device.owners(), problem)
+
+    def check(self) -> None:
+        """LedgerError unless the accounts prove right."""
+        problem = self.audit().problem
+        if problem is not None:
+            raise LedgerError(problem)
+
+    def _cached(self, task_id: int) -> CachedAdapter:
+        adapter = self._by_task.get(task_id)
+        if adapter is None:
+            known = sorted(self._by_task)
+            shown = ", ".join(map(str, known[:_MOST_SHOWN])) or "none"
+            more = f" and {len(known) - _MOST_SHOWN} more" if len(known) > _MOST_SHOWN else ""
+            raise AdapterError(
+                f"lora_task_id {task_id} is not cached: give lora_weights and lora_config with it; "
+                f"cached: {shown}{more}"
+            )
+        return adapter
+
+    def _checked(self, task_id: int, digest: str, rows: Sequence[AdapterRow]) -> CachedAdapter:
+        """A new adapter that pages can hold."""
+        sizes = self.sizes
+        highest = max((row.rank for row in rows), default=0)
+        if highest > sizes.max_adapter_size:
+            raise AdapterError(
+                f"lora_task_id {task_id} has adapter_size {highest}, and "
+                f"max_adapter_size is {sizes.max_adapter_size}"
+            )
+        adapter = CachedAdapter(task_id, digest, tuple(rows), pack(rows, sizes.page_size))
+        for level, total in (("host", self._host.total), ("device", self._device.total)):
+            if adapter.num_pages > total:
+                num_elements = sum(row.num_elements for row in rows)
+                raise AdapterError(
+                    f"lora_task_id {task_id} has {num_elements} elements and takes "
+                    f"{adapter.num_pages} pages of {sizes.page_size}, and the {level} cache has "
+                    f"{total}: see PeftCacheManagerConfig"
+                )
+        return adapter
+
+    def _check_has_none(self, request_id: int) -> None:
+        if request_id in self._by_request:
+            raise LedgerError(f"request {request_id} has an adapter already")
+
+    def _give(self, request_id: int, adapter: CachedAdapter) -> None:
+        self._by_request[request_id] = adapter
+        adapter.requests.add(request_id)
+        self._touch(adapter)
+
+    def _copy(self, adapter: CachedAdapter) -> tuple[PageCopy, ...]:
+        """To free device pages, which the caller knows are there."""
+        self._device.take(adapter)
+        adapter.is_copying = True
+        lengths = adapter.packing.lengths
+        self._misses += 1
+        self._copied_bytes += sum(lengths) * self.sizes.itemsize
+        pages = self._host.adapters[adapter], self._device.adapters[adapter]
+        return tuple(map(PageCopy, *pages, lengths))
+
+    def _freed_pages(self) -> tuple[int, ...]:
+        return tuple(sorted({*self._freed} & {*self._host.free}))
+
+    def _touch(self, adapter: CachedAdapter) -> None:
+        self._host.touch(adapter)
+        self._device.touch(adapter)
+
+    def _drop_if_over(self, adapter: CachedAdapter) -> None:
+        if adapter.is_replaced and not adapter.stays_on_host:
+            self._drop(adapter)
+
+    def _drop(self, adapter: CachedAdapter) -> None:
+        """From both levels."""
+        if adapter in self._device.adapters:
+            self._device.drop(adapter)
+        self._freed += self._host.drop(adapter)
+        if adapter.is_replaced:
+            self._replaced.discard(adapter)
+        else:
+            del self._by_task[adapter.task_id]
+
+    def _request_problem(self) -> str | None:
+        for request_id, adapter in self._by_request.items():
+            if adapter not in self._host.adapters:
+                return f"request {request_id} has adapter {adapter.task_id}, which is not cached"
+            if request_id not in adapter.requests:
+                return f"adapter {adapter.task_id} does not know its request {request_id}"
+        for adapter in self._host.adapters:
+            for request_id in adapter.requests:
+                if self._by_request.get(request_id) is not adapter:
+                    return f"adapter {adapter.task_id} is not that of its request {request_id}"
+            if not adapter.running <= adapter.requests:
+                ended = sorted(adapter.running - adapter.requests)
+                return f"requests {ended} run with adapter {adapter.task_id}, which is not theirs"
+        return None
+
+    def _adapter_problem(self) -> str | None:
+        host, device = self._host.adapters, self._device.adapters
+        for adapter in (*device, *self._replaced):
+            if adapter not in host:
+                return f"adapter {adapter.task_id} is on the device or replaced, not on the host"
+        for task_id, adapter in self._by_task.items():
+            if adapter not in host or adapter.task_id != task_id or adapter.is_replaced:
+                return f"lora_task_id {task_id} leads to an adapter that it must not have"
+        for adapter in host:
+            where = f"adapter {adapter.task_id}"
+            if adapter.stays_on_device and adapter not in device:
+                return f"{where} is needed on the device, and is not there"
+            if adapter.is_loading and adapter in device:
+                return f"{where} is on the device before it is loaded"
+            if adapter.is_replaced != (adapter in self._replaced):
+                return f"{where} is one that was replaced, and is not"
+            if adapter.is_replaced and not adapter.stays_on_host:
+                return f"{where} was replaced, and nobody needs it"
+            if not adapter.is_replaced and self._by_task.get(adapter.task_id) is not adapter:
+                return f"{where} cannot be found by its id"
+        return None

@@ -1,0 +1,125 @@
+"""The pages of one level, and the adapters that have them, the least recently used first.
+
+Decides which adapters go when pages are short. Is told which of them may.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from gptmanager.peft_cache.layout import AdapterRow, Packing
+
+
+@dataclass(slots=True, eq=False)
+class CachedAdapter:
+    """One content under one task id; another content under this id is another adapter.
+
+    `requests` may run with it, and `running` of them must find it on the device. `is_loading`: its
+    rows are on their way to its host pages; `is_copying`: from there to the device. `is_replaced`:
+    only those who have it already may use it.
+    """
+
+    task_id: int
+    digest: str
+    rows: tuple[AdapterRow, ...]
+    packing: Packing
+    requests: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+    is_loading: bool = True
+    is_copying: bool = False
+    is_replaced: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.packing.lengths)
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Some request needs it, or something reads or writes its pages."""
+        return bool(self.requests) or self.is_loading or self.is_copying
+
+    @property
+    def stays_on_device(self) -> bool:
+        return bool(self.running) or self.is_copying
+
+
+class AdapterPages:
+    """Pages `0..total - 1`. Those handed out first have the lowest numbers."""
+
+    __slots__ = ("adapters", "free", "total")
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = [*range(total)]  # a heap
+        self.adapters: OrderedDict[CachedAdapter, tuple[int, ...]] = OrderedDict()
+
+    def in_the_way(
+        self, num_pages: int, stays: Callable[[CachedAdapter], bool]
+    ) -> list[CachedAdapter] | None:
+        """Which adapters must go so that so many pages are free; None: those that stay are in it.
+
+        None goes if not enough can.
+        """
+        found, num_free = [], len(self.free)
+        for adapter, pages in self.adapters.items():
+            if num_free >= num_pages:
+                break
+            if not stays(adapter):
+                found.append(adapter)
+                num_free += len(pages)
+        return found if num_free >= num_pages else None
+
+    def take(self, adapter: CachedAdapter) -> None:
+        """The caller knows that enough pages are free."""
+        pages = [heapq.heappop(self.free) for _ in range(adapter.num_pages)]
+        self.adapters[adapter] = tuple(pages)
+
+    def drop(self, adapter: CachedAdapter) -> tuple[int, ...]:
+        """The pages of the adapter, which are free now."""
+        pages = self.adapters.pop(adapter)
+        for page in pages:
+            heapq.heappush(self.free, page)
+        return pages
+
+    def touch(self, adapter: CachedAdapter) -> None:
+        """It has been used now, if it is here."""
+        if adapter in self.adapters:
+            self.adapters.move_to_end(adapter)
+
+    def set(self, adapters: Mapping[CachedAdapter, tuple[int, ...]]) -> None:
+        """These adapters, in this order, have these pages; the others are free."""
+        self.adapters = OrderedDict(adapters)
+        taken = {page for pages in adapters.values() for page in pages}
+        self.free = [page for page in range(self.total) if page not in taken]
+
+    def owners(self) -> dict[int, int]:
+        """Page -> task id."""
+        return {page: adapter.task_id for adapter, pages in self.adapters.items() for page in pages}
+
+    def problem(self) -> str | None:
+        """Counts every page anew: it is free, or it belongs to one adapter."""
+        holders: dict[int, int] = dict.fromkeys(range(self.total), 0)
+        for adapter, pages in self.adapters.items():
+            if len(pages) != adapter.num_pages:
+                return f"adapter {adapter.task_id} has {len(pages)} pages, not {adapter.num_pages}"
+            if problem := _count(holders, pages, f"adapter {adapter.task_id} has"):
+                return problem
+        if problem := _count(holders, self.free, "the free pages have"):
+            return problem
+        for page, count in holders.items():
+            if not count:
+                return f"page {page} is neither free nor an adapter's"
+        return None
+
+
+def _count(holders: dict[int, int], pages: Iterable[int], who: str) -> str | None:
+    for page in pages:
+        if page not in holders:
+            return f"{who} page {page}, which is not within 0..{len(holders) - 1}"
+        if holders[page]:
+            return f"{who} page {page}, which somebody else has too"
+        holders[page] = 1
+    return None

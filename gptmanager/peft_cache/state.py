@@ -1,0 +1,108 @@
+"""The accounts of a LoRA cache as data, and an empty cache brought to them.
+
+What follows from something else is not in the data. Whatever the data say, the accounts are proved
+before anybody works on them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gptmanager.errors import AdapterError
+from gptmanager.kv_cache.block import LedgerError
+from gptmanager.peft_cache.layout import AdapterRow, pack
+from gptmanager.peft_cache.manager import PeftCacheManager
+from gptmanager.peft_cache.pages import CachedAdapter
+
+
+class AdapterState(NamedTuple):
+    """See `CachedAdapter`. `device_pages` None: it is not on the device."""
+
+    task_id: int
+    digest: str
+    rows: tuple[AdapterRow, ...]
+    host_pages: tuple[int, ...]
+    device_pages: tuple[int, ...] | None
+    requests: tuple[int, ...]
+    running: tuple[int, ...]
+    is_loading: bool
+    is_copying: bool
+    is_replaced: bool
+
+
+class PeftCacheState(NamedTuple):
+    """`adapters`: the least recently used first, on both levels. `freed`: see `take_freed`."""
+
+    adapters: tuple[AdapterState, ...]
+    freed: tuple[int, ...]
+    hits: int
+    misses: int
+    host_evictions: int
+    device_evictions: int
+    copied_bytes: int
+
+
+def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
+    return PeftCacheState(
+        tuple(_adapter_state(cache, adapter) for adapter in cache._host.adapters),
+        cache._freed_pages(),
+        cache._hits,
+        cache._misses,
+        cache._host_evictions,
+        cache._device_evictions,
+        cache._copied_bytes,
+    )
+
+
+def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
+    """Bring an empty cache to `state`. LedgerError if the accounts would not prove right."""
+    adapters = [_adapter(it, cache.sizes.page_size) for it in state.adapters]
+    both = [*zip(adapters, state.adapters, strict=True)]
+    cache._host.set({adapter: it.host_pages for adapter, it in both})
+    cache._device.set({a: it.device_pages for a, it in both if it.device_pages is not None})
+    for adapter in adapters:
+        if adapter.is_replaced:
+            cache._replaced.add(adapter)
+        else:
+            cache._by_task[adapter.task_id] = adapter
+        for request_id in adapter.requests:
+            cache._by_request[request_id] = adapter
+    cache._freed = [*state.freed]
+    cache._hits, cache._misses = state.hits, state.misses
+    cache._host_evictions = state.host_evictions
+    cache._device_evictions = state.device_evictions
+    cache._copied_bytes = state.copied_bytes
+    cache.check()
+
+
+def _adapter_state(cache: PeftCacheManager, adapter: CachedAdapter) -> AdapterState:
+    return AdapterState(
+        adapter.task_id,
+        adapter.digest,
+        adapter.rows,
+        cache.host_pages(adapter),
+        cache.device_pages(adapter),
+        tuple(sorted(adapter.requests)),
+        tuple(sorted(adapter.running)),
+        adapter.is_loading,
+        adapter.is_copying,
+        adapter.is_replaced,
+    )
+
+
+def _adapter(state: AdapterState, page_size: int) -> CachedAdapter:
+    try:
+        packing = pack(state.rows, page_size)
+    except AdapterError as error:
+        raise LedgerError(f"adapter {state.task_id} is in no page: {error}") from None
+    return CachedAdapter(
+        state.task_id,
+        state.digest,
+        state.rows,
+        packing,
+        set(state.requests),
+        set(state.running),
+        state.is_loading,
+        state.is_copying,
+        state.is_replaced,
+    )
