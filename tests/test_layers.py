@@ -70,6 +70,7 @@ statistics                the statistics of an iteration
 step                      the values that pass between loop, executor and host
 kernels/                  every operation of a step in torch, and faster ones for CPUs
     attention_arguments   what attention is given: pages, spans of rows, its shape
+    adapter_arguments     which low-rank adapters a step's tokens have, and where they add
     packed_matrix         a weight in the order in which products read it
     reference             every operation in torch: the specification
     lanes                 SIMD words for Numba
@@ -78,6 +79,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     threads               compiled code in torch's own threads
     machine_code          a body as machine code that is kept on disk
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations
+    adapters              low-rank adapters on a step's tokens
     attention_task        what attention is told, and where its scratch lies
     paged_attention       attention straight on the pages of the KV cache
     matrix_tiles          products with packed matrices in register tiles, by dtype

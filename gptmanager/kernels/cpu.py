@@ -17,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.kernels import adapters as adapter_loops
 from gptmanager.kernels import paged_attention, token_loops
+from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
+from gptmanager.kernels.adapters import AdapterTask
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
 from gptmanager.kernels.dtypes import DTYPES
+from gptmanager.kernels.lanes import LANES
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import CHUNK_ROWS, ProductTask
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
@@ -41,6 +45,7 @@ SMALL = 1 << 15
 SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
 SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
 PARTS_PER_THREAD = 8
+FEW_RANKS = 8  # an adapter has: what its work is guessed by
 
 
 def _address(tensor: Tensor | None, dtype: torch.dtype) -> int:
@@ -125,6 +130,11 @@ def _give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
     task.table_width = rows.block_tables.shape[1]
 
 
+@functools.lru_cache(maxsize=256)
+def _module_fields(modules: tuple[AdapterModule, ...]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * (4 * len(modules)))(*(it for own in modules for it in own))
+
+
 @functools.cache
 def _page_sizes(
     group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
@@ -145,13 +155,15 @@ class CpuKernels(Kernels):
         super().__init__(deterministic)
         self._team = Team()
 
-    def warm_up(self) -> None:
-        """Compiles every body, about 7 s of CPU time once on a machine and 0.3 s from then on."""
+    def warm_up(self, with_adapters: bool = False) -> None:
+        """Compiles every body, 7 s of CPU time once on a machine (10 s with adapters)."""
+        of_adapters = (adapter_loops.shrink, adapter_loops.expand) if with_adapters else ()
         for body in (
             paged_attention.attention,
             token_loops.rope_and_write,
             token_loops.normalize,
             token_loops.activate,
+            *of_adapters,
         ):
             compiled(body)
 
@@ -173,6 +185,50 @@ class CpuKernels(Kernels):
         if isinstance(weight, PackedMatrix) and weight.shape[0] % (2 * PANEL_ROWS) == 0:
             return self._multiply(x, weight, bias, True)
         return super().linear_silu_mul(x, weight, bias)
+
+    def add_adapters(
+        self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
+    ) -> None:
+        modules, pool = adapters.layout.get(matrix, ()), adapters.pool
+        num_tokens, width = x.shape
+        if width < LANES or pool.dtype not in DTYPES or result.dtype not in DTYPES:
+            super().add_adapters(result, x, adapters, layer, matrix)
+            return
+        if not modules:
+            return
+        columns, max_rank, table = result.shape[1], adapters.max_rank, adapters.table
+        work = num_tokens * (len(modules) * width + columns) * FEW_RANKS
+        size = self._team.max_size if work >= SMALL_PRODUCT else 1
+        h_bytes = 4 * (len(modules) * num_tokens + 1) * max_rank
+        scratch = self._team.scratch(h_bytes + size * adapter_loops.SCRATCH_BYTES)
+        x = x.float().contiguous()
+        task = AdapterTask(
+            result=_address(result, result.dtype),
+            x=x.data_ptr(),
+            h=scratch,
+            pool=_address(pool, pool.dtype),
+            rows=_address(adapters.rows, torch.int32),
+            table=_address(table, torch.int64) + layer * table.stride(1) * table.itemsize,
+            modules=ctypes.addressof(_module_fields(modules)),
+            num_tokens=num_tokens,
+            num_modules=len(modules),
+            num_spans=-(-columns // adapter_loops.SPAN),
+            columns=columns,
+            width=width,
+            slot_stride=table.stride(0),
+            max_rank=max_rank,
+            dtype=DTYPES[result.dtype],
+            pool_dtype=DTYPES[pool.dtype],
+            scratch=scratch + h_bytes,
+            scratch_bytes=adapter_loops.SCRATCH_BYTES,
+        )
+        blocks = -(-num_tokens // adapter_loops.BLOCK)
+        for body, parts in (
+            (adapter_loops.shrink, len(modules)),
+            (adapter_loops.expand, task.num_spans),
+        ):
+            task.next_part, task.next_thread, task.num_parts = 0, 0, blocks * parts
+            self._team.run(compiled(body), task, min(size, task.num_parts))
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
         if not isinstance(table, PackedMatrix):

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.packed_matrix import Matrix, PackedMatrix, plain
 
@@ -40,8 +41,10 @@ class Kernels:
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    def warm_up(self) -> None:
-        """Compile or load now whatever the first calls would otherwise wait for."""
+    def warm_up(self, with_adapters: bool = False) -> None:
+        """Compile or load now whatever the first calls would otherwise wait for, those of
+        `add_adapters` only if asked.
+        """
 
     def plan(
         self,
@@ -103,6 +106,31 @@ class Kernels:
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         """`silu_mul(linear(x, weight, bias))`, in the weight's dtype."""
         return self.silu_mul(self.linear(x, weight, bias))
+
+    def add_adapters(
+        self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
+    ) -> None:
+        """`result[t, columns] += B @ (A @ x[t])` for each module of `matrix` that t's adapter has.
+
+        In place; `result [T, O]` is what the matrix made of `x [T, I]`. LoRA (Hu et al., 2021),
+        its scale folded into B. Both products and the sums are float32; each element is rounded
+        once, whatever number of modules adds to it.
+        """
+        modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
+        entries = adapters.table[:, layer].tolist()
+        for slot in sorted({*slots} - {-1}):
+            tokens = (adapters.rows == slot).nonzero().squeeze(1)
+            own, total = x[tokens].float(), result[tokens].float()
+            for index, first, columns, width in modules:
+                offset, rank = entries[slot][index]
+                if rank:
+                    middle, end = offset + rank * width, offset + rank * (width + columns)
+                    a, b = adapters.pool[offset:middle].float(), adapters.pool[middle:end].float()
+                    inner = Kernels.linear(self, own, a.view(rank, width))
+                    total[:, first : first + columns] += Kernels.linear(
+                        self, inner, b.view(-1, rank)
+                    )
+            result[tokens] = total.to(result.dtype)
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
         """Rows `ids [T]` (int64) of `table [V, C]` -> `[T, C]`."""

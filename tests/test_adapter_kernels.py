@@ -1,0 +1,161 @@
+"""Low-rank adapters on packed tokens, against dense weights in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from adapter_cases import LAYER, Case, expected, new_case, qkv_layout
+from torch import Tensor
+
+from gptmanager.kernels import CpuKernels, Kernels
+
+both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
+exact_kernels = pytest.mark.parametrize(
+    "kernels", [Kernels(deterministic=True), CpuKernels()], ids=["torch", "cpu"]
+)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# Of the whole matrix, then of its three parts; nothing at all; an adapter that no token has.
+RANKS = [
+    (0, 8, 8, 8),
+    (1, 0, 0, 0),
+    (5, 64, 1, 17),
+    (0, 0, 33, 0),
+    (16, 3, 0, 12),
+    (0, 0, 0, 0),
+    (7, 7, 7, 7),
+]
+MIXED = [2, 2, 2, -1, 0, 4, 0, 4, 4, 4, 4, 4, -1, -1, 3, 5, 5, 1, *[2] * 40, 0, 3, *[0] * 7]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def add(kernels: Kernels, case: Case, rows: Sequence[int], result: Tensor, x: Tensor) -> Tensor:
+    result = result.clone()
+    kernels.add_adapters(result, x, case.with_rows(rows), LAYER, "qkv")
+    return result
+
+
+def check(kernels: Kernels, case: Case, rows: Sequence[int], dtype: torch.dtype) -> None:
+    width = case.layout[0].width
+    columns = max(it.first_column + it.num_columns for it in case.layout)
+    x, before = randn(len(rows), width, dtype=dtype), randn(len(rows), columns, dtype=dtype, seed=1)
+    got, wanted = add(kernels, case, rows, before, x), expected(case, rows, before, x)
+    without = torch.tensor([slot < 0 for slot in rows], dtype=torch.bool)
+    assert torch.equal(got[without], before[without])
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=max(1e-5, tolerance / 50))
+
+
+@both_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("width", "q", "kv"), [(83, 70, 33), (256, 256, 64), (16, 1, 300)], ids=str
+)
+def test_adapters_are_as_merged_weights(
+    kernels: Kernels, dtype: torch.dtype, width: int, q: int, kv: int
+) -> None:
+    case = new_case(qkv_layout(width, q, kv), RANKS, dtype)
+    check(kernels, case, MIXED, dtype)
+    check(kernels, case, MIXED[:1], dtype)
+    check(kernels, case, [], dtype)
+
+
+@both_kernels
+def test_any_rank_and_any_order(kernels: Kernels) -> None:
+    case = new_case(qkv_layout(40, 24, 20), [(0, n, 65 - n, n % 7) for n in range(1, 65)])
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(1)) % 65 - 1
+    check(kernels, case, order.tolist(), torch.float32)
+
+
+@both_kernels
+def test_inputs_that_are_narrower_than_a_vector(kernels: Kernels) -> None:
+    check(kernels, new_case(qkv_layout(5, 6, 3), RANKS), MIXED, torch.float32)
+
+
+@both_kernels
+def test_a_pool_of_another_dtype(kernels: Kernels) -> None:
+    check(kernels, new_case(qkv_layout(40, 24, 20), RANKS, torch.bfloat16), MIXED, torch.float32)
+
+
+@both_kernels
+def test_steps_without_adapters_stay_as_they_are(kernels: Kernels) -> None:
+    case = new_case(qkv_layout(40, 24, 20), RANKS)
+    x, before = randn(40, 40) * torch.nan, randn(40, 64)
+    assert torch.equal(add(kernels, case, [-1] * 40, before, x), before)
+    assert torch.equal(add(kernels, case, [5] * 40, before, x), before), "of no module"
+    result = before.clone()
+    kernels.add_adapters(result, x, case.with_rows([0] * 40), LAYER, "down")
+    assert torch.equal(result, before), "no module adds to that matrix"
+
+
+@both_kernels
+def test_sums_are_rounded_once(kernels: Kernels) -> None:
+    """Two modules, each of which adds a third of what is between two numbers."""
+    case = new_case(qkv_layout(16, 16, 1), [(1, 1, 0, 0)])
+    case.adapters.pool.zero_()
+    for index in (4, 0):
+        start = int(case.adapters.table[0, LAYER, index, 0])
+        case.adapters.pool[start] = 1
+        case.adapters.pool[start + 16 : start + 32] = 2.0**-7 / 3
+    x = torch.zeros(1, 16, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    got = add(kernels, case, [0], torch.ones(1, 18, dtype=torch.bfloat16), x)
+    assert got[0, :16].tolist() == [1 + 2.0**-7] * 16
+
+
+@exact_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_is_the_same_alone_and_in_any_company(kernels: Kernels, dtype: torch.dtype) -> None:
+    case = new_case(qkv_layout(83, 70, 33), RANKS, dtype)
+    x, before = randn(len(MIXED), 83, dtype=dtype), randn(len(MIXED), 136, dtype=dtype)
+    together = add(kernels, case, MIXED, before, x)
+    for token, slot in enumerate(MIXED):
+        alone = add(kernels, case, [slot], before[token : token + 1], x[token : token + 1])
+        assert torch.equal(alone[0], together[token])
+    for first in range(1, 60, 7):
+        part = slice(first, first + first % 9 + 2)
+        assert torch.equal(add(kernels, case, MIXED[part], before[part], x[part]), together[part])
+    order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(2))
+    mixed = add(kernels, case, [MIXED[n] for n in order], before[order], x[order])
+    assert torch.equal(mixed, together[order])
+
+
+def test_the_bits_do_not_depend_on_threads() -> None:
+    case = new_case(qkv_layout(256, 512, 128), RANKS)
+    x, before, kernels = randn(len(MIXED), 256), randn(len(MIXED), 768), CpuKernels()
+    alone = add(kernels, case, MIXED, before, x)
+    torch.set_num_threads(3)
+    assert torch.equal(add(kernels, case, MIXED, before, x), alone)
+
+
+def test_a_token_that_is_not_a_number_stays_alone() -> None:
+    case, rows = new_case(qkv_layout(40, 24, 20), RANKS), [0, 0, 0, 2, 2]
+    x, before = randn(5, 40), randn(5, 64)
+    clean = add(CpuKernels(), case, rows, before, x)
+    x[1] = torch.nan
+    got = add(CpuKernels(), case, rows, before, x)
+    assert got[1].isnan().all() and torch.equal(got[[0, 2, 3, 4]], clean[[0, 2, 3, 4]])
+
+
+def test_memory_laid_out_otherwise_is_refused() -> None:
+    case = new_case(qkv_layout(40, 24, 20), RANKS)
+    adapters = case.with_rows([0, 1])._replace(rows=torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match=r"contiguous torch.int32 .* got a contiguous torch.int64"):
+        CpuKernels().add_adapters(randn(2, 64), randn(2, 40), adapters, LAYER, "qkv")
+    with pytest.raises(TypeError, match="got a strided"):
+        wide = randn(2, 128)[:, ::2]
+        CpuKernels().add_adapters(wide, randn(2, 40), case.with_rows([0, 1]), LAYER, "qkv")
