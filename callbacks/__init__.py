@@ -1,7 +1,8 @@
 """Ready-made callbacks: any host could have written them on the public contract.
 
 `generate` is the three-line start. `RequestQueue` turns the callbacks into futures and token
-streams. The sinks keep or show the statistics. The rest are logits post-processors.
+streams. `load_peft_adapter` reads an adapter. The sinks keep or show the statistics. The rest are
+logits post-processors.
 """
 
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
@@ -11,6 +12,7 @@ from gptmanager.callbacks.guided_decoding import load_guided_decoding
 from gptmanager.callbacks.json_lines_sink import JsonLinesSink
 from gptmanager.callbacks.logging_sink import LoggingSink
 from gptmanager.callbacks.observers import fan_out
+from gptmanager.callbacks.peft_adapter import load_peft_adapter
 from gptmanager.callbacks.request_queue import RequestQueue
 from gptmanager.callbacks.result import GenerationResult
 from gptmanager.callbacks.start import generate
@@ -36,5 +38,6 @@ __all__ = [
     "fan_out",
     "generate",
     "load_guided_decoding",
+    "load_peft_adapter",
     "load_tokenizer",
 ]

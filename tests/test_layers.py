@@ -38,6 +38,7 @@ request/                  what is known of a request before it runs
     llm_request           LlmRequest: what schedulers and the KV cache know of a request (no torch)
     inference_request     what a host gives and gets: InferenceRequest, NamedTensor
     read_tensors          one typed value out of whatever a host put under a name
+    adapter               LoRA matrices of a task, checked
 kv_cache/                 who holds which block
     attention_window      which positions a sequence keeps, and in which of its blocks (no torch)
     block                 blocks and who owns them (no torch)
@@ -137,6 +138,7 @@ models/                   the network: packed inputs, decoder families as a tabl
     fields                a checkpoint's config, read with checks
     rope                  rotary positions
     spec                  which network a checkpoint holds, and its parameters
+    lora_modules          the parts of a layer that LoRA adapters may change, by their ids
     families              what differs between families, as a table
     read_spec             from a config.json to a spec
     checkpoint_model      the network
@@ -235,6 +237,8 @@ callbacks/                ready-made callbacks that any host could have written
     watermark             a watermark in sampled text
     forced_prefix         an output that begins with given tokens
     guided_decoding       grammars for a checkpoint's tokenizer
+    peft_config           what PEFT says of an adapter that it saved
+    peft_adapter          such an adapter, as tensors of a request
     start                 generate(): the three-line start
 testing/                  what hosts and researchers test with
     scripted_executor     steps without a network, which believe nothing

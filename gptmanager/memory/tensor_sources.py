@@ -65,19 +65,20 @@ class StateDict:
 class SafetensorsFolder:
     """A Hugging Face checkpoint folder: `model.safetensors`, or the shards that an index names.
 
+    `single`: what the file is called if it is one; a name of its own means that there is no index.
     Files are memory-mapped. A page that was read stays resident as long as its mapping does, so
     the mapping is renewed whenever `max_bytes` were read through it.
     `ConfigError`: no safetensors, a broken file, a tensor in two files or not where the index says.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = _SINGLE) -> None:
         self._tensors: dict[str, TensorInfo] = {}
         self._files: dict[str, Path] = {}
         self._mapped: Path | None = None
         self._mapping: Any = None
         self._bytes_read = 0
-        index = _read_index(folder)
-        names = {_SINGLE} if index is None else set(index.values())
+        index = _read_index(folder, single)
+        names = {single} if index is None else set(index.values())
         for file in sorted(folder / name for name in names):
             self._add_file(file)
         for tensor, name in (index or {}).items():
@@ -148,13 +149,14 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def _read_index(folder: Path, single: str) -> dict[str, str] | None:
     """Tensor name -> file name; None: the checkpoint is a single file."""
-    if os.path.lexists(folder / _SINGLE):
+    if os.path.lexists(folder / single):
         return None
     file = folder / _INDEX
-    if not os.path.lexists(file):
-        text = f"{shown_path(folder)} holds neither {_SINGLE} nor {_INDEX}"
+    if single != _SINGLE or not os.path.lexists(file):
+        needed = f"neither {_SINGLE} nor {_INDEX}" if single == _SINGLE else f"no {single}"
+        text = f"{shown_path(folder)} holds {needed}"
         pickles = sorted(file.name for file in folder.glob("*.bin"))
         if pickles:
             text += f"; {pickles[0]} is a pickle, which can run code: save it as safetensors"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -106,11 +107,7 @@ def read_rows(name: str, value: Any, width: int, *, bans: bool = False) -> HostR
     array = _numbers(name, value)
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
-    shape = list(array.shape)
-    if shape[-1:] != [width] or shape[:-2] not in ([], [1]) or not array.size or len(shape) < 2:
-        raise InvalidRequestError(
-            f"{name} has shape {shape}, expected [n, {width}] or [1, n, {width}]"
-        )
+    _check_rows(name, array.shape, width)
     with np.errstate(over="ignore"):  # what float32 cannot hold is told below
         rows: np.ndarray = array.reshape(-1, width).astype(np.float32)
     is_good = np.isfinite(rows)
@@ -142,6 +139,69 @@ def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     values = np.where(np.isneginf(flat), flat, np.maximum(flat, lowest)).astype(np.float32)
     ids = np.flatnonzero(values)
     return token_bias(ids, values[ids])
+
+
+def read_int_rows(name: str, value: Any, width: int) -> np.ndarray:
+    """Integers of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`."""
+    array = _integers(name, value)
+    _check_rows(name, array.shape, width)
+    return array.reshape(-1, width)
+
+
+def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
+    """Floats of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`.
+
+    A view of what the host gave, of any size: nothing has been read of it. See `read_start`.
+    """
+    if not isinstance(value, (np.ndarray, torch.Tensor)):
+        value = _array(name, value)
+    dtype, is_torch = value.dtype, isinstance(value, torch.Tensor)
+    if is_torch and (value.layout is not torch.strided or value.is_nested or value.is_meta):
+        raise InvalidRequestError(
+            f"{name} cannot be read: a {dtype} tensor of layout {value.layout} on {value.device}"
+        )
+    if not (dtype.is_floating_point if is_torch else dtype.kind == "f"):
+        raise InvalidRequestError(f"{name} has dtype {dtype}, expected a float")
+    _check_rows(name, value.shape, None)
+    rows: np.ndarray | torch.Tensor = value[0] if value.ndim == 3 else value
+    return rows
+
+
+def read_start(
+    name: str, rows: np.ndarray | torch.Tensor, row: int, length: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU."""
+    try:
+        given = rows[row, :length]
+        if isinstance(given, torch.Tensor):
+            given = given.detach().to("cpu")
+        else:  # of any byte order and strides
+            with np.errstate(over="ignore"):
+                kind = "f4" if given.dtype.itemsize <= 4 else "f8"
+                given = torch.from_numpy(given.astype(kind))
+        numbers = torch.empty(length, dtype=dtype)
+        numbers.copy_(given)
+    except Exception as error:
+        raise InvalidRequestError(
+            f"{name} cannot be read: {rows.dtype} of type {type(rows).__name__}: {error}"
+        ) from None
+    is_good = torch.isfinite(numbers)
+    if not is_good.all():
+        column = int((~is_good).nonzero()[0])
+        found = given[column].item()
+        limit = "" if not math.isfinite(found) else f" in {dtype}: at most {torch.finfo(dtype).max}"
+        raise InvalidRequestError(f"{name}[{row}, {column}] = {found:g} is not finite{limit}")
+    return numbers
+
+
+def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
+    """Of `[n, width]` or `[1, n, width]`, n >= 1; None: any width."""
+    is_known = width is None or tuple(shape[-1:]) == (width,)
+    if not is_known or tuple(shape[:-2]) not in ((), (1,)) or len(shape) < 2 or 0 in shape:
+        known = "width" if width is None else width
+        raise InvalidRequestError(
+            f"{name} has shape {list(shape)}, expected [n, {known}] or [1, n, {known}]"
+        )
 
 
 def is_too_large(name: str, value: Any) -> bool:

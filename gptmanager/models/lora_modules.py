@@ -1,0 +1,33 @@
+"""The modules that LoRA adapters may change, by their ids: which columns of our matrices they are.
+
+Knows nothing of adapters, nor of what a checkpoint calls its modules.
+"""
+
+from __future__ import annotations
+
+from gptmanager.models.spec import ModelSpec
+from gptmanager.request.adapter import LORA_MODULE_IDS, LoraModule
+
+
+def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
+    """Module id -> what it is in each layer of this network, in ascending order of ids.
+
+    `matrix`: qkv, out, up or down, as `parameter_shapes` names them. attn_qkv is all of qkv, which
+    attn_q, attn_k and attn_v are parts of. Where the activation is gated, mlp_h_to_4h is the half
+    that it is applied to, and mlp_gate the half that this is multiplied with; else mlp_h_to_4h is
+    all of up, and there is no mlp_gate.
+    """
+    hidden, width = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    modules = {
+        "attn_qkv": LoraModule("qkv", 0, queries + 2 * keys, hidden),
+        "attn_q": LoraModule("qkv", 0, queries, hidden),
+        "attn_k": LoraModule("qkv", queries, keys, hidden),
+        "attn_v": LoraModule("qkv", queries + keys, keys, hidden),
+        "attn_dense": LoraModule("out", 0, hidden, queries),
+        "mlp_h_to_4h": LoraModule("up", 0, width, hidden),
+        "mlp_4h_to_h": LoraModule("down", 0, hidden, width),
+    }
+    if spec.activation == "silu":
+        modules["mlp_gate"] = LoraModule("up", width, width, hidden)
+    return {LORA_MODULE_IDS[name]: module for name, module in modules.items()}

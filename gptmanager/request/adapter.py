@@ -1,0 +1,238 @@
+"""`Adapter`: the low-rank matrices (LoRA) of one task, checked, out of `lora_weights` and
+`lora_config`.
+
+Decides which pairs of tensors are an adapter of a model. Knows nothing of where adapters are kept,
+nor of which matrices of a network they change. (Hu et al. 2021, arXiv:2106.09685.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptmanager.errors import AdapterError, InvalidRequestError
+from gptmanager.request.read_tensors import as_float_rows, read_int, read_int_rows, read_start
+
+# by module id
+LORA_MODULE_NAMES = (
+    *("attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense"),
+    *("mlp_h_to_4h", "mlp_4h_to_h", "mlp_gate"),
+    *("cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_dense"),
+    *("moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router", "mlp_router"),
+)
+LORA_MODULE_IDS: Mapping[str, int] = {name: i for i, name in enumerate(LORA_MODULE_NAMES)}
+
+
+class LoraModule(NamedTuple):
+    """A part of a model's layer that adapters may change.
+
+    It takes the `input_width` elements of the input of one of the network's matrices, `matrix`,
+    and adds to `num_columns` of its outputs from `first_column` on.
+    """
+
+    matrix: str
+    first_column: int
+    num_columns: int
+    input_width: int
+
+    @property
+    def width(self) -> int:
+        """Elements that an adapter has of it for each of its ranks."""
+        return self.input_width + self.num_columns
+
+
+class AdapterLimits(NamedTuple):
+    """What a model takes: `modules` by id, the same in each layer; ranks up to max_adapter_size."""
+
+    modules: Mapping[int, LoraModule]
+    num_layers: int
+    dtype: torch.dtype
+    max_adapter_size: int
+
+
+class AdapterRow(NamedTuple):
+    """What an adapter has for one module of one layer; `values` holds A and then B, flattened."""
+
+    layer: int
+    module_id: int
+    rank: int
+    input_width: int
+    values: Tensor
+
+    @property
+    def a(self) -> Tensor:
+        """`[rank, input_width]`, a view."""
+        return self.values[: self.rank * self.input_width].view(self.rank, self.input_width)
+
+    @property
+    def b(self) -> Tensor:
+        """`[num_columns, rank]`, a view. The scale is in it: the module adds B (A x)."""
+        return self.values[self.rank * self.input_width :].view(-1, self.rank)
+
+    @property
+    def num_elements(self) -> int:
+        return self.values.numel()
+
+
+class Adapter:
+    """The rows of an adapter, by (layer, module id) in ascending order.
+
+    Their values are contiguous CPU tensors of the model's dtype, which nobody else writes.
+    `digest`: blake2b of the values, and of what they are; the same for the same content, whatever
+    the order of rows and their padding were. `num_elements` counts those of all rows.
+    """
+
+    __slots__ = ("digest", "num_elements", "rows")
+
+    def __init__(self, rows: Sequence[AdapterRow]) -> None:
+        ordered = sorted(rows, key=lambda row: (row.layer, row.module_id))
+        self.rows: Mapping[tuple[int, int], AdapterRow] = {
+            (row.layer, row.module_id): row for row in ordered
+        }
+        self.num_elements = sum(row.num_elements for row in ordered)
+        self.digest = _digest(ordered)
+
+    def __repr__(self) -> str:
+        return f"Adapter({len(self.rows)} rows, {self.digest[:12]})"
+
+
+class AdapterTensors:
+    """`lora_weights` and `lora_config` that fit a model; their numbers have not been looked at.
+
+    The first is cheap to find out. `read` takes as long as a copy does, and may run on any thread.
+    """
+
+    __slots__ = ("_dtype", "_modules", "_rows", "_weights")
+
+    def __init__(self, weights: Any, config: Any, limits: AdapterLimits) -> None:
+        """InvalidRequestError for what is no adapter, AdapterError for one of another model."""
+        self._rows = _read_config(config, limits)
+        self._weights = as_float_rows("lora_weights", weights)
+        self._dtype, self._modules = limits.dtype, limits.modules
+        count, width = self._weights.shape
+        if count != len(self._rows):
+            raise InvalidRequestError(
+                f"lora_weights has {count} rows, lora_config {len(self._rows)}: each row of one "
+                "belongs to a row of the other"
+            )
+        for row, (module_id, layer, rank) in enumerate(self._rows):
+            module = limits.modules[module_id]
+            if width < rank * module.width:
+                raise AdapterError(
+                    f"lora_weights[{row}] has {width} elements: {_module(module_id)} of layer "
+                    f"{layer} needs at least {rank} * {module.input_width} + {module.num_columns} "
+                    f"* {rank} = {rank * module.width}"
+                )
+
+    def read(self) -> Adapter:
+        """The adapter, in the model's dtype: a copy; numbers of other dtypes are rounded to it.
+
+        InvalidRequestError for one that is not finite, or not in the model's dtype.
+        """
+        return Adapter([*self._read_rows()])
+
+    def _read_rows(self) -> Iterator[AdapterRow]:
+        for row, (module_id, layer, rank) in enumerate(self._rows):
+            module = self._modules[module_id]
+            values = read_start(
+                "lora_weights", self._weights, row, rank * module.width, self._dtype
+            )
+            yield AdapterRow(layer, module_id, rank, module.input_width, values)
+
+
+class LoraInputs(NamedTuple):
+    """What a request says of its adapter; `tensors` None: the id alone, of one that is cached."""
+
+    task_id: int
+    tensors: AdapterTensors | None
+
+
+def read_lora(tensors: Mapping[str, Any], limits: AdapterLimits) -> LoraInputs | None:
+    """`lora_task_id [1]`, `lora_weights` and `lora_config` of a request; None: it has no adapter.
+
+    `lora_weights [n, width]` or `[1, n, width]`, of any float dtype: row i is A `[D, Hi]` and then
+    B `[Ho, D]`, flattened, with the scale in B, and what follows is padding. `lora_config [n, 3]`
+    or `[1, n, 3]`, of any integer dtype: module id, layer, and D. Weights and config come together
+    and with an id; an id may come alone. Errors as of `AdapterTensors`.
+    """
+    given = [name for name in ("lora_weights", "lora_config") if name in tensors]
+    if len(given) == 1:
+        missing = "lora_config" if given == ["lora_weights"] else "lora_weights"
+        raise InvalidRequestError(f"Undefined tensor: {missing}, but {given[0]} is given")
+    if "lora_task_id" not in tensors:
+        if given:
+            raise InvalidRequestError(
+                "Undefined tensor: lora_task_id, but lora_weights and lora_config are given"
+            )
+        return None
+    task_id = read_int("lora_task_id", tensors["lora_task_id"], 0, 2**64 - 1)
+    if not given:
+        return LoraInputs(task_id, None)
+    return LoraInputs(
+        task_id, AdapterTensors(tensors["lora_weights"], tensors["lora_config"], limits)
+    )
+
+
+def _read_config(config: Any, limits: AdapterLimits) -> list[tuple[int, int, int]]:
+    """(module id, layer, rank) of each row."""
+    array = read_int_rows("lora_config", config, 3)
+    most = limits.num_layers * len(limits.modules)
+    if len(array) > most:
+        raise AdapterError(
+            f"lora_config has {len(array)} rows, expected at most {most}: {limits.num_layers} "
+            f"layers of {len(limits.modules)} modules"
+        )
+    rows: list[tuple[int, int, int]] = []
+    first: dict[tuple[int, int], int] = {}
+    for row, (module_id, layer, rank) in enumerate(array.tolist()):
+        _check_row(row, module_id, layer, rank, limits)
+        before = first.setdefault((layer, module_id), row)
+        if before != row:
+            raise InvalidRequestError(
+                f"lora_config[{row}] = {[module_id, layer, rank]}: {_module(module_id)} of layer "
+                f"{layer} is in row {before} already"
+            )
+        rows.append((module_id, layer, rank))
+    return rows
+
+
+def _check_row(row: int, module_id: int, layer: int, rank: int, limits: AdapterLimits) -> None:
+    if not 0 <= module_id < len(LORA_MODULE_NAMES):
+        raise InvalidRequestError(
+            f"lora_config[{row}]: module_id = {module_id} is outside "
+            f"0..{len(LORA_MODULE_NAMES) - 1}"
+        )
+    if module_id not in limits.modules:
+        raise AdapterError(
+            f"lora_config[{row}]: module_id = {_module(module_id)}: the model has only "
+            f"{', '.join(map(_module, sorted(limits.modules)))}"
+        )
+    if layer < 0 or rank < 1:
+        field, value, least = ("layer_idx", layer, 0) if layer < 0 else ("adapter_size", rank, 1)
+        raise InvalidRequestError(f"lora_config[{row}]: {field} = {value} is less than {least}")
+    if layer >= limits.num_layers:
+        raise AdapterError(
+            f"lora_config[{row}]: layer_idx = {layer} is outside 0..{limits.num_layers - 1}"
+        )
+    if rank > limits.max_adapter_size:
+        raise AdapterError(
+            f"lora_config[{row}]: adapter_size = {rank} is more than max_adapter_size = "
+            f"{limits.max_adapter_size}"
+        )
+
+
+def _module(module_id: int) -> str:
+    return f"{module_id} ({LORA_MODULE_NAMES[module_id]})"
+
+
+def _digest(rows: Sequence[AdapterRow]) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    for row in rows:
+        facts = (*row[:4], row.num_elements, str(row.values.dtype))
+        digest.update(f"{facts}".encode())
+        digest.update(row.values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,198 @@
+"""Folders of PEFT: ranks and scales by its rules, and what is no plain LoRA."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from adapter_folders import save_adapter
+from safetensors.torch import save_file
+
+from gptmanager.callbacks import load_peft_adapter
+from gptmanager.errors import ConfigError
+
+Q, K = "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+
+
+def pair(rank=8, inputs=4, outputs=6, dtype=torch.float32):
+    return torch.ones(rank, inputs, dtype=dtype), torch.ones(outputs, rank, dtype=dtype)
+
+
+def spoil(folder, change):
+    """Save the adapter again with other tensors."""
+    tensors = save_adapter(folder, {Q: pair()})
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def scales(folder):
+    """Row -> what B was multiplied with, if A and B are ones."""
+    weights, config = load_peft_adapter(folder)
+    return [row[rank * 4] for row, (_, _, rank) in zip(weights, config.tolist(), strict=True)]
+
+
+def test_rows_ascend_and_have_one_width(tmp_path):
+    save_adapter(tmp_path, {Q: pair(8), K: pair(2)}, rank_pattern={"k_proj": 2}, lora_alpha=4)
+
+    weights, config = load_peft_adapter(tmp_path)
+
+    assert (weights.dtype, config.dtype) == (np.float32, np.int32)
+    assert config.tolist() == [[2, 0, 2], [1, 1, 8]]
+    assert weights.tolist() == [
+        [1.0] * 8 + [2.0] * 12 + [0.0] * 60,
+        [1.0] * 32 + [0.5] * 48,
+    ]
+    again, _ = load_peft_adapter(str(tmp_path))
+    assert np.array_equal(again, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_any_float_dtype_becomes_float32_before_the_scale_is_in_it(tmp_path, dtype):
+    a, b = (torch.rand(3, 4).to(dtype), torch.rand(6, 3).to(dtype))
+    save_adapter(tmp_path, {Q: (a, b)}, r=3, lora_alpha=10)
+
+    (row,), _ = load_peft_adapter(tmp_path)
+
+    np.testing.assert_array_equal(row[:12], a.float().reshape(-1))
+    np.testing.assert_array_equal(row[12:], (b.float().double() * (10 / 3)).float().reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [2.0, 2.0]),
+        ({"use_rslora": True}, [16 / math.sqrt(8)] * 2),
+        ({"lora_alpha": 0.5}, [1 / 16] * 2),
+        ({"lora_alpha": None}, [1.0] * 2),
+        ({"alpha_pattern": {"k_proj": 8}}, [1.0, 2.0]),
+        ({"alpha_pattern": {"proj": 8}}, [2.0, 2.0]),  # no whole part of a name
+        ({"alpha_pattern": {".*proj": 8}}, [1.0, 1.0]),
+        ({"alpha_pattern": {"self_attn": 8}}, [2.0, 2.0]),  # not its end
+        ({"alpha_pattern": {"^model.layers.1.*": 8}}, [2.0, 1.0]),
+        ({"alpha_pattern": {r"layers\.0\..*": 8, ".*": 24}}, [1.0, 3.0]),
+        ({"alpha_pattern": {"q_proj|k_proj": 24}}, [3.0, 3.0]),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "layers"}, [2.0, 2.0]),
+        ({"layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]}, [2.0, 2.0]),
+        ({"layers_to_transform": [1, 0]}, [2.0, 2.0]),
+        ({"target_modules": r".*\.(q|k)_proj"}, [2.0, 2.0]),
+        ({"target_modules": "all-linear"}, [2.0, 2.0]),
+        ({"target_modules": None}, [2.0, 2.0]),
+        ({"target_modules": [Q, K], "layers_to_transform": 7}, [2.0, 2.0]),
+        ({"exclude_modules": ["v_proj"], "fan_in_fan_out": True}, [2.0, 2.0]),
+        ({"init_lora_weights": "gaussian", "target_parameters": []}, [2.0, 2.0]),
+    ],
+)
+def test_scales_and_targets_are_those_of_peft(tmp_path, fields, expected):
+    save_adapter(tmp_path, {Q: pair(), K: pair()}, **fields)
+    assert scales(tmp_path) == pytest.approx(expected, rel=1e-7)
+
+
+def test_names_may_lack_the_prefix_of_their_family(tmp_path):
+    names = ("h.0.mlp.c_proj", "h.0.attn.c_proj", "transformer.h.1.attn.c_attn", "h.0.mlp.c_fc")
+    save_adapter(tmp_path, {name: pair() for name in names}, fan_in_fan_out=True)
+    assert load_peft_adapter(tmp_path)[1].tolist() == [[4, 0, 8], [5, 0, 8], [6, 0, 8], [0, 1, 8]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"peft_type": "LOHA"}, """peft_type = 'LOHA': only "LORA" is"""),
+        ({"peft_type": None}, "peft_type = None"),
+        ({"use_dora": True}, "use_dora = True: not supported"),
+        ({"bias": "lora_only"}, "bias = 'lora_only': only \"none\""),
+        ({"lora_bias": True}, "lora_bias = True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices = [3]"),
+        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config = {'loftq_bits': 4}"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication = [[0, 2]]"),
+        ({"target_parameters": ["experts.up"]}, "target_parameters = ['experts.up']"),
+        ({"use_qalora": True}, "use_qalora = True"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora = {'nblocks': 2}"),
+        ({"some_new_field": 0.5}, "some_new_field = 0.5: not supported"),
+        ({"r": 0}, "r = 0: 0 is no positive integer"),
+        ({"r": True}, "r = True"),
+        ({"r": 4}, "by adapter_config.json the rank of model.layers.1.self_attn.q_proj is 4"),
+        ({"rank_pattern": {"q_proj": 9}}, "q_proj is 9"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern = {'q_proj': '8'}: '8' is no positive"),
+        ({"rank_pattern": [8]}, "rank_pattern = [8]: an object is needed"),
+        ({"lora_alpha": "16"}, "lora_alpha = '16'"),
+        ({"lora_alpha": math.nan}, "lora_alpha = nan: nan is no finite number"),
+        ({"lora_alpha": 10**400}, "is no finite number"),
+        ({"use_rslora": 1}, "use_rslora = 1: true or false"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern = {'(': 3}: no regular expression"),
+        ({"target_modules": ["v_proj", "proj"]}, "the file has tensors of model.layers.1.self"),
+        ({"target_modules": "q_proj"}, "target_modules = 'q_proj': the file has tensors"),
+        ({"target_modules": [3]}, "target_modules = [3]"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules = ['q_proj']"),
+        ({"exclude_modules": ".*q_proj"}, "exclude_modules = '.*q_proj'"),
+        ({"layers_to_transform": [0]}, "layers_to_transform = [0]: the file has tensors of model"),
+        ({"layers_to_transform": 1, "layers_pattern": "h"}, "layers_to_transform = 1"),
+        ({"layers_to_transform": ["1"]}, "layers_to_transform = ['1']"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused_by_name(tmp_path, fields, text):
+    save_adapter(tmp_path, {Q: pair()}, **fields)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load_peft_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (f"{Q}.lora_magnitude_vector", "lora_magnitude_vector is no part of a plain LoRA adapter"),
+        (f"{Q}.lora_B.bias", "lora_B.bias is no part"),
+        (f"{Q}.lora_A.default.weight", "lora_A.default.weight is no part"),
+        ("model.embed_tokens.lora_embedding_A", "lora_embedding_A is no part"),
+        ("model.embed_tokens.weight", "embed_tokens.weight is no part"),
+        ("lm_head.lora_A.weight", "lm_head is no module that an adapter may change"),
+        ("model.layers.0.mlp.experts.1.up_proj.lora_A.weight", "is no module that an adapter may"),
+        ("vision.model.layers.0.mlp.up_proj.lora_A.weight", "is no module that an adapter may"),
+        ("transformer.h.0.attn.query_key_value.lora_A.weight", "query_key_value is no module"),
+        ("model.layers.01.mlp.up_proj.lora_A.weight", "model.layers.01.mlp.up_proj is no module"),
+        ("model.layers.1.mlp.up_proj.lora_A.weight", "is there, but no base_model.model.model.l"),
+        ("layers.1.self_attn.q_proj.lora_A.weight", "are the same module of layer 1"),
+    ],
+)
+def test_tensors_of_something_else_are_refused_by_name(tmp_path, name, text):
+    spoil(tmp_path, lambda tensors: tensors.update({f"base_model.model.{name}": pair()[0]}))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load_peft_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "text"),
+    [
+        ("A", torch.ones(7, 4), "lora_A.weight has shape [7, 4] and lora_B [6, 8]"),
+        ("B", torch.ones(6, 7), "has shape [8, 4] and lora_B [6, 7]"),
+        ("A", torch.ones(8), "is float32 [8]: a matrix"),
+        ("B", torch.ones(0, 8), "is float32 [0, 8]: a matrix"),
+        ("B", torch.ones(6, 8, dtype=torch.int8), "is I8 [6, 8]: a matrix of one of"),
+    ],
+)
+def test_tensors_of_other_shapes_and_dtypes_are_refused(tmp_path, part, tensor, text):
+    name = f"base_model.model.{Q}.lora_{part}.weight"
+    spoil(tmp_path, lambda tensors: tensors.update({name: tensor}))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load_peft_adapter(tmp_path)
+
+
+def test_a_folder_without_its_files_says_what_it_needs(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere is no folder"):
+        load_peft_adapter(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json does not exist"):
+        load_peft_adapter(tmp_path)
+    save_adapter(tmp_path, {Q: pair()})
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    text = r"holds no adapter_model.safetensors; adapter_model.bin is a pickle, .* safetensors$"
+    with pytest.raises(ConfigError, match=text):
+        load_peft_adapter(tmp_path)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"safetensors holds no tensors"):
+        load_peft_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match=r"an object is needed"):
+        load_peft_adapter(tmp_path)
