@@ -36,7 +36,7 @@ FAST = (
     *("-fno-sanitize-recover=all", "-fno-thread-jumps"),
 )
 CHECKED = (
-    *(*FAST, "-fsanitize=thread,bounds"),
+    *(*FAST, "-fsanitize=thread,bounds-strict"),
     *("-fno-omit-frame-pointer", "-DEMULATOR_CHECKED"),
 )
 

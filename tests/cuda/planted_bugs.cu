@@ -150,6 +150,20 @@ __global__ void past_static_shared(float* x) {
     if (x[0] == -5) x[0] = other[0];
 }
 
+struct Registers {
+    float first[4], last[4] = {};
+
+    __device__ void add(const float* x) {
+        for (int i = 0; i <= 4; i++) last[i] += x[i];  // HERE past_the_last_member
+    }
+};
+
+__global__ void past_the_last_member(float* x) {
+    Registers own;
+    own.add(x);
+    x[threadIdx.x] = own.last[threadIdx.x % 4];
+}
+
 __global__ void uninitialized(float* x) {
     __shared__ float memory[64];
     if (threadIdx.x > 0) memory[threadIdx.x] = x[threadIdx.x];

@@ -54,6 +54,7 @@ NAN_IN_FAST_MODE += ("product_read_early", "product_of_another_group")
 NAMED_IN_CHECK_MODE = {
     "before_the_array": "access to byte -4 of argument 0, which has 256 bytes",
     "past_static_shared": "array index 64 out of bounds",
+    "past_the_last_member": "array index 4 out of bounds",
     "uninitialized": "read of shared memory that nothing was written to",
     "missing_barrier": "read of shared memory that nothing was written to",
     "missing_wait": "read of what cp.async has not delivered",
