@@ -47,7 +47,6 @@ template <class T, int WIDTH> struct ScaledRow {
         float value = __fdiv_rn(logit, temperature);
         return isnan(value) ? -INFINITY : fminf(value, ceiling);
     }
-    __device__ float at(int id) const { return scaled(to_float(logits[id])); }
 
     // visit(values, first id) for stretches of the row, of which there is -inf behind the end. A
     // thread has several loads under way.

@@ -307,8 +307,10 @@ def rope_arguments(
     tokens, pages = sum(new for new, _ in rows), new_pages(sizes, rows)
     angles = torch.arange(300).unsqueeze(1) * randn(1, (rotary or 0) // 2)
     positions = [torch.arange(length - new, length) for new, length in rows]
+    qkv = randn(tokens, (sizes.heads + 2 * sizes.kv_heads) * sizes.dim)
+    qkv[tokens // 2] = 0  # its root mean square is that of eps
     return (
-        randn(tokens, (sizes.heads + 2 * sizes.kv_heads) * sizes.dim),
+        qkv,
         torch.cat(positions),
         None if rotary is None else torch.cat([angles.cos(), angles.sin()], dim=1),
         randn(sizes.dim, seed=2) if norms else None,
@@ -399,6 +401,7 @@ def textbook_norm(x: Tensor, weight: Tensor, bias: Tensor | None, centered: bool
 def test_norms(kernels: Kernels, tokens: int, width: int) -> None:
     x, residual = randn(tokens, width) * 3 + 1, randn(tokens, width, seed=1)
     weight, bias = randn(width, seed=2), randn(width, seed=3)
+    x[tokens // 2 : tokens // 2 + 1] = residual[tokens // 2 : tokens // 2 + 1] = 0
     added = x + residual
     close(kernels.rms_norm(x, weight, 1e-5), textbook_norm(x, weight, None, False))
     close(kernels.layer_norm(x, weight, bias, 1e-5), textbook_norm(x, weight, bias, True), 2e-5)
