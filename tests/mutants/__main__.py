@@ -36,6 +36,7 @@ from trials import (
 ROOT = Path(__file__).resolve().parents[2]
 VERDICTS = (KILLED, TIMEOUT, SURVIVED, EQUIVALENT, NO_COMPILE)
 INTERRUPTED = 130
+WIDE = 200  # more than the table has: no name is cut where it goes to a file
 
 
 def main(
@@ -74,9 +75,7 @@ def main(
     except ValueError as error:
         console.print(str(error), markup=False)
         return 1
-    write_report(options.report, results)
-    Console().print(table(results))
-    console.print(f"survivors: {options.report}")
+    show(results, options.report)
     return status
 
 
@@ -145,6 +144,13 @@ def diff(mutant: Mutant) -> str:
     lines = difflib.unified_diff([mutant.before], [mutant.after], n=0, lineterm="")
     changed = "\n".join(list(lines)[3:])
     return f"{mutant.file}:{mutant.line} ({mutant.kind})\n{changed}\n"
+
+
+def show(trials: Sequence[Trial], report: Path) -> None:
+    """The table, and the survivors as a file."""
+    write_report(report, trials)
+    Console(width=WIDE).print(table(trials))
+    print(f"survivors: {report}", file=sys.stderr)
 
 
 def write_report(path: Path, trials: Sequence[Trial]) -> None:

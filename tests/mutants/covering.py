@@ -29,7 +29,19 @@ _CUDA = {
     "sampling.cu": "test_sampling_kernel",
     "token_masks.cu": "test_token_masks_kernel",
 }
-_CPU = "tests/test_kernels.py tests/test_packed_products.py tests/test_token_masks.py"
+_PRODUCTS = "test_packed_products test_kernels"
+_CPU = {
+    "attention_task.py": "test_kernel_memory test_kernels",
+    "matrix_product.py": _PRODUCTS,
+    "matrix_tiles.py": _PRODUCTS,
+    "packed_matrix.py": _PRODUCTS,
+    "paged_attention.py": "test_kernel_memory test_kernels",
+    "product_plan.py": _PRODUCTS,
+    "products.py": "test_kernel_memory test_kernels",
+    "token_loops.py": "test_kernel_memory test_kernels",
+    "token_masks.py": "test_token_masks",
+}
+_ANY_OF_CPU = "test_kernel_memory test_kernels test_packed_products test_token_masks"
 
 
 def files(root: Path) -> list[str]:
@@ -49,7 +61,7 @@ def covering_tests(root: Path, file: str) -> list[str]:
     """
     folder, _, name = file.rpartition("/")
     if folder != "cuda":
-        return _CPU.split()
+        return [f"tests/{test}.py" for test in _CPU.get(name, _ANY_OF_CPU).split()]
     stem = name.partition(".")[0]
     own = _CUDA.get(name, f"test_{stem} test_{stem}_kernel").split()
     found = [f"tests/cuda/{test}.py" for test in own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from covering import covering_tests, files
 from mutations import Mutant, mutants_of, sample
-from trials import KILLED, NO_COMPILE, SURVIVED, TIMEOUT, check_tests, trees, try_all
+from trials import KILLED, NO_COMPILE, SURVIVED, TIMEOUT, Trial, check_tests, trees, try_all
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -104,6 +105,16 @@ def test_tests_of_a_new_header_are_those_of_its_users(tmp_path):
     assert covering_tests(tmp_path, "cuda/new.cuh") == ["tests/cuda/test_a.py"]
     with pytest.raises(ValueError, match="cuda/b.cu has no tests in"):
         covering_tests(tmp_path, "cuda/b.cu")
+
+
+def test_no_name_of_a_file_is_cut(tmp_path, monkeypatch, capsys):
+    """Also where the table goes to a pipe."""
+    monkeypatch.setenv("COLUMNS", "60")
+    command = runpy.run_path(str(FOLDER / "__main__.py"))
+    file, report = "gptmanager/kernels/attention_arguments.py", tmp_path / "report"
+    trials = [Trial(Mutant(file, 1, "any", "", " "), verdict) for verdict in (KILLED, SURVIVED)]
+    command["show"](trials, report)
+    assert f"{file} " in capsys.readouterr().out and file in report.read_text()
 
 
 @pytest.fixture
