@@ -281,6 +281,12 @@ def test_there_is_no_race(checked_machine):
     check(checked_machine, rows(1, 16_400), drawing(1, top_k=4), 100, shared(checked_machine))
 
 
+def test_as_many_pieces_as_there_is_room_for(checked_machine):
+    logits = torch.zeros(1, 256 * 1024)
+    logits[0, -1] = 1.0
+    check(checked_machine, logits, [SamplingParams()])
+
+
 def test_tensors_that_do_not_fit(machine):
     with pytest.raises(ValueError, match=r"params is torch.uint8 \[1, 8\], expected .* 56\]"):
         ids = machine.empty((1,), torch.int32)
