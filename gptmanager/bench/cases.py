@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,9 +38,21 @@ class Absent(Exception):
     """A peer that cannot take part, with the reason: not installed, or too old for this."""
 
 
+class Decoder(NamedTuple):
+    """The matrices of a Llama: their sizes, of which heads times head dimension is `hidden`."""
+
+    name: str
+    hidden: int
+    qkv: int
+    ffn: int
+    vocab_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of all cases; the defaults are those of Llama-3.1-8B on a large GPU."""
+    """Of all cases; the defaults are those of Llama-3.1-8B on a large GPU, and for products also of
+    Qwen2.5-0.5B.
+    """
 
     dtype: torch.dtype = torch.bfloat16
     num_heads: int = 32
@@ -58,6 +70,11 @@ class Sizes:
     other_blocks: tuple[int, ...] = (16, 32)
     copied_blocks: int = 32
     num_layers: int = 32
+    decoders: tuple[Decoder, ...] = (
+        Decoder("0.5B", 896, 1152, 4864, 151936),
+        Decoder("8B", 4096, 6144, 14336, 128256),
+    )
+    few_rows: tuple[int, ...] = (1, 4, 16)  # of a small generation step
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ Interval = tuple[float, float]  # begin, end, in seconds
 # what is in the names of kernels: ours, and those of cuBLAS and CUTLASS
 _KINDS = {
     "attention": ("attention",),
-    "gemm": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
+    "gemm": ("multiply", "gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk"),
 }
 
 

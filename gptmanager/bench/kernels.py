@@ -14,6 +14,7 @@ from gptmanager.bench.cases import OURS, Bed, Case, Sizes
 from gptmanager.bench.kernel_runs import CaseResult, report, run_case
 from gptmanager.bench.logits_cases import logits_cases
 from gptmanager.bench.machine import cache_bytes, find_gpu, header
+from gptmanager.bench.product_cases import product_cases
 from gptmanager.bench.roofline import measure_ceilings
 from gptmanager.bench.sampling_cases import sampling_cases
 from gptmanager.bench.timing import Budget, DeviceTimer, Timer, host_seconds
@@ -105,6 +106,7 @@ def bench_kernels(
 def all_cases(sizes: Sizes) -> list[Case]:
     return [
         *attention_cases(sizes),
+        *product_cases(sizes),
         *token_cases(sizes),
         *sampling_cases(sizes),
         *logits_cases(sizes),

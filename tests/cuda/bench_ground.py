@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptmanager.bench.cases import Bed, Sizes
+from gptmanager.bench.cases import Bed, Decoder, Sizes
 from gptmanager.bench.kernels import Ground
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.launch import EmulatorLauncher
@@ -25,6 +25,8 @@ TINY = Sizes(
     other_blocks=(32,),
     copied_blocks=2,
     num_layers=2,
+    decoders=(Decoder("narrow", 64, 96, 48, 200),),
+    few_rows=(1, 3),
 )
 
 

@@ -16,12 +16,23 @@ from separate_device import DEVICE, SeparateStream, pin_in
 from gptmanager import cli
 from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, command, kernels
 from gptmanager.bench.attention_peers import torch_varlen
-from gptmanager.bench.cases import OURS, Absent, Bed, Case, Goal, Planned, Prepared, largest_error
+from gptmanager.bench.cases import (
+    OURS,
+    Absent,
+    Bed,
+    Case,
+    Goal,
+    Planned,
+    Prepared,
+    Sizes,
+    largest_error,
+)
 from gptmanager.bench.kernel_runs import report as kernel_report
 from gptmanager.bench.kernel_runs import run_case
 from gptmanager.bench.kernels import all_cases
 from gptmanager.bench.machine import find_gpu
 from gptmanager.bench.paged_rows import attention_flops, paged_rows
+from gptmanager.bench.product_cases import product_cases
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.sampling_cases import refused_share
 from gptmanager.bench.table import kernel_table
@@ -120,8 +131,8 @@ def test_the_table(report):
 
 
 def test_a_fast_wrong_kernel_is_wrong(toolchain):
-    parts = ("norms", "generation", "adjustments", "log_probs", "beam_step")
-    options = KernelOptions(only=parts, quick=True)
+    parts = ("norms", "generation", "QKV", "SiLU of", "adjustments", "log_probs", "beam_step")
+    options = KernelOptions(only=parts)
     report = bench_kernels(options, ground(SpoilingLauncher()))
     for row in report["kernels"]:
         ours = row["engines"][OURS]
@@ -308,6 +319,35 @@ def test_both_kernels_of_context_attention_are_compared(toolchain):
             assert both["without warpgroups"] is None  # there is one for these
         else:
             assert all(it["status"] == "ok" for it in both.values()), both
+
+
+def test_products_of_both_models():
+    """Each reads its weight once; those that are large have a share of the copies' bandwidth."""
+    cases = {case.name: case for case in product_cases(Sizes())}
+    assert len(cases) == 2 * 5 * 3
+    of_hidden = {"0.5B": (896, 1152, 9728, 4864, 151936), "8B": (4096, 6144, 28672, 14336, 128256)}
+    for model, (hidden, qkv, gate_up, ffn, vocab_size) in of_hidden.items():
+        for rows in (1, 4, 16):
+            for name, depth, width, out in (
+                ("QKV", hidden, qkv, qkv),
+                ("output", hidden, hidden, hidden),
+                ("gate-up + SiLU", hidden, gate_up, ffn),
+                ("down", ffn, hidden, hidden),
+                ("head", hidden, vocab_size, vocab_size),
+            ):
+                case = cases[f"{name} of {model}, {rows} x {depth} x {width}"]
+                assert case.num_bytes == 2 * (width * depth + rows * (depth + out))
+                assert case.flops == 2 * rows * width * depth
+    of_copy = {name for name, case in cases.items() if ">= 85% of copy" in texts(case)}
+    assert of_copy == {name for name in cases if "of 8B" in name or "head" in name}
+    assert all("<= 1 x torch" in texts(case) for case in cases.values())
+    assert {name for name, case in cases.items() if case.quick} == {
+        name for name in of_copy if ", 1 x" in name
+    }
+
+
+def texts(case):
+    return [goal.text for goal in case.goals]
 
 
 def test_plans_and_compilation_are_timed_apart(report, monkeypatch):
