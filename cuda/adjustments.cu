@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(THREADS) adjust(
     const int* slots,            // [rows], -1: none
     const long long* positions,  // [rows]: of the token to be chosen
     int size, int history_size) {
+    ptx::wait_for_previous();
     int slot = slots[blockIdx.x];
     if (slot < 0) return;
     Adjustments own = params[slot];

@@ -33,7 +33,7 @@ PARAMS = np.dtype(  # `Adjustments` of the .cu
     ],
     align=True,
 )
-PROGRAM = Program("adjustments.cu", ("adjust",))
+PROGRAM = Program("adjustments.cu", ("adjust",), dependent=True)
 
 
 def pack_lists(params: SamplingParams) -> npt.NDArray[np.int32]:

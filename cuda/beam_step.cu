@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
     const int* slots,      // [rows]
     const int* counts,     // [rows]: how many are wanted, 0: nothing is written
     int vocab_size, int most) {
+    ptx::wait_for_previous();
     __shared__ unsigned long long candidates[CANDIDATES];
     __shared__ int num_candidates;
     int wanted = min(counts[blockIdx.x], most), k = min(wanted, vocab_size);

@@ -15,7 +15,7 @@ from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, i
 
 _THREADS = 512
 MAX_COUNT = 4 * _THREADS  # continuations of one row: CANDIDATES of beam_step.cu
-PROGRAM = Program("beam_step.cu", sampling.instantiations("best_of_rows"))
+PROGRAM = Program("beam_step.cu", sampling.instantiations("best_of_rows"), dependent=True)
 
 
 def best_of_rows(

@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(THREADS, D <= 128 ? 8 : 4) generation_attentio
     const float* queries, const C* keys, const C* values, const Item* items, const int* row_starts,
     const int* slots, const int* block_tables, const float* scales, int num_heads, int table_width,
     int tokens_per_block, float scale, float softcap) {
+    ptx::wait_for_previous();
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
     int group = num_heads / gridDim.y;
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(THREADS, 4) context_attention_float(
     const int* row_starts, const int* kv_lengths, const int* slots, const int* block_tables,
     const float* scales, int num_heads, int table_width, int tokens_per_block, int window_size,
     int sink, float scale, float softcap, int num_queries) {
+    ptx::wait_for_previous();
     ContextItem item = items[blockIdx.x];
     if (item.row < 0) return;
     int group = num_heads / gridDim.y;

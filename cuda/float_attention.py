@@ -16,4 +16,5 @@ PROGRAM = Program(
         for head_dim in HEAD_DIMS
         for cache in CACHES
     ),
+    dependent=True,
 )

@@ -229,6 +229,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS<D * TILES>) generation_atte
     const int* block_tables,    // [slots, table_width]
     const float* scales,        // [2, kv_heads] of a cache of 8 bits
     int num_heads, int table_width, int tokens_per_block, float scale, float softcap) {
+    ptx::wait_for_previous();
     int num_kv_heads = gridDim.y, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int TILE_SIZE = TILE * ROW<C, D>, STAGES = ::STAGES<C>;

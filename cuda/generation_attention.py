@@ -26,6 +26,7 @@ PROGRAM = Program(
         for tiles in (1, 2)
         for cache in CACHES
     ),
+    dependent=True,
 )
 
 

@@ -11,6 +11,7 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     const unsigned char* wanted,  // [slots]: 0: nothing, 1: the logit, 2: its log probability
     const int* slots,             // [rows], -1: none
     int vocab_size) {
+    ptx::wait_for_previous();
     int slot = slots[blockIdx.x], kind = slot < 0 ? 0 : wanted[slot];
     if (kind == 0) return;
     float temperature = params[slot].temperature;

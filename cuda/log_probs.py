@@ -10,7 +10,7 @@ from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, i
 
 _THREADS = 512
 NOTHING, LOGIT, LOG_PROB = range(3)  # what a slot wants
-PROGRAM = Program("log_probs.cu", sampling.instantiations("log_probs"))
+PROGRAM = Program("log_probs.cu", sampling.instantiations("log_probs"), dependent=True)
 
 
 def log_probs(

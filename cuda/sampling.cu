@@ -245,6 +245,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
     const long long* positions,  // [rows]: of the token to be chosen
     Pieces* all_pieces, float* own_bests, unsigned* arrived,  // as in Shared; null for one part
     int vocab_size, int parts) {
+    ptx::wait_for_previous();
     __shared__ Few found;
     __shared__ Room room;
     __shared__ Pieces pieces;

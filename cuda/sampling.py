@@ -51,7 +51,7 @@ def logits_dtype(logits: Tensor) -> torch.dtype:
 _MOST_PARTS = 8  # blocks that share a row
 _PIECES_BYTES = 256 * (8 + 8 + 4)  # `Pieces` of logits_row.cuh
 _PIECE = 512  # logits that a warp takes at a time, at least
-PROGRAM = Program("sampling.cu", instantiations("sample"))
+PROGRAM = Program("sampling.cu", instantiations("sample"), dependent=True)
 
 
 def pack(params: SamplingParams, orig_prompt_len: int, vocab_size: int) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ __global__ void __launch_bounds__(THREADS) mask_logits(
     const int* rows,        // [masks], -1: none
     const unsigned* masks,  // [masks, num_words]
     int vocab_size, int num_words) {
+    ptx::wait_for_previous();
     int row = rows[blockIdx.x], lane = threadIdx.x % 32;
     if (row < 0) return;
     float* own = logits + size_t(row) * vocab_size;

@@ -9,7 +9,7 @@ from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, i
 
 _THREADS = 256
 _STRETCH = 1024 * _THREADS // 32  # tokens that a block takes at a time
-PROGRAM = Program("token_masks.cu", ("mask_logits",))
+PROGRAM = Program("token_masks.cu", ("mask_logits",), dependent=True)
 
 
 def mask_logits(launcher: Launcher, logits: Tensor, rows: Tensor, masks: Tensor) -> None:

@@ -130,6 +130,33 @@ def test_resident_blocks():
     assert find_places(EmulatorLauncher(), shape_of(96, 1)) == Places(4, 3)
 
 
+def shared_bytes(head_dim, is_fp8):
+    """Tiles of a block's four warps, with rows padded to an odd number of 16."""
+    row = head_dim * (1 if is_fp8 else 2) + 16
+    return 4 * (3 if is_fp8 else 2) * 2 * 16 * row
+
+
+@pytest.mark.gpu
+def test_the_driver_finds_room_for_them(device_machine):
+    """Of each instantiation. Heads of 32 and 96 may use fewer registers than they are allowed, and
+    then there is room for more.
+    """
+    launcher = device_machine.launcher
+    occupancy = launcher._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+    for name in PROGRAM.kernels:
+        _, head_dim, tiles, *cache = name.rstrip(">").partition("<")[2].split(", ")
+        head_dim, tiles = int(head_dim), int(tiles)
+        shared = shared_bytes(head_dim, bool(cache))
+        if shared + 1024 > launcher.max_shared_mem:
+            continue  # refused on this device
+        kernel = launcher.kernel(PROGRAM, name, shared)
+        found = occupancy(kernel._function.ptr, 128, shared)
+        expected = resident_blocks(shape_of(head_dim, tiles, bool(cache)), launcher.max_shared_mem)
+        assert expected <= found, name
+        if launcher.arch == "sm_90a" and head_dim not in (32, 96):
+            assert expected == found, name
+
+
 @pytest.mark.parametrize(
     ("head_dim", "tiles", "is_fp8"),
     [  # the widest of each bound, and those that shared memory bounds
@@ -148,8 +175,7 @@ def test_what_is_compiled_leaves_room_for_them(head_dim, tiles, is_fp8):
     cache = ", __nv_fp8_e4m3" if is_fp8 else ""
     name = f"generation_attention<__nv_bfloat16, {head_dim}, {tiles}{cache}>"
     figures = compiler.compile(PROGRAM.path, "sm_90a", [name]).figures[name]
-    row = head_dim * (1 if is_fp8 else 2) + 16  # bytes, padded to an odd number of 16
-    shared = 4 * (3 if is_fp8 else 2) * 2 * 16 * row + figures.shared_memory + 1024
+    shared = shared_bytes(head_dim, is_fp8) + figures.shared_memory + 1024
     by_registers = 65536 // (4 * -(-figures.registers * 32 // 256) * 256)
     assert RESIDENT[head_dim][tiles - 1 + 2 * is_fp8] <= by_registers
     assert RESIDENT[head_dim][tiles - 1 + 2 * is_fp8] <= (228 << 10) // shared

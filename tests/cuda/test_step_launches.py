@@ -24,13 +24,16 @@ class Launches(TorchDispatchMode, EmulatorLauncher):
     make or change tensors.
     """
 
-    def __init__(self):
+    def __init__(self, has_products):
         TorchDispatchMode.__init__(self)
-        EmulatorLauncher.__init__(self)
+        EmulatorLauncher.__init__(self, has_products=has_products)
         self.names = []
+        self.late = []  # kernels that begin when the one before them has ended
 
     def kernel(self, program, name, shared_mem=0):
         kernel = super().kernel(program, name, shared_mem)
+        if not program.dependent:
+            self.late.append(name)
 
         def launch(*arguments, **options):
             self.names.append(name.partition("<")[0])
@@ -49,10 +52,10 @@ class Launches(TorchDispatchMode, EmulatorLauncher):
         return result
 
 
-def recorded_step(num_layers):
+def recorded_step(num_layers, has_products=False):
     """What a recorded step of a narrow Llama launches."""
     config = {**LLAMA, "num_hidden_layers": num_layers}
-    launches = Launches()
+    launches = Launches(has_products)
     stream = EmulatedStream(launches)
     model = load_model(
         (config, checkpoint(tuple(sorted(config.items(), key=str)))),
@@ -70,6 +73,7 @@ def recorded_step(num_layers):
     launches.names.clear()
     with torch.inference_mode(), launches:
         runner._step(inputs)
+    assert not launches.late
     return Counter(launches.names)
 
 
@@ -80,4 +84,14 @@ def test_what_a_recorded_step_launches(toolchain):
     assert two - one == Counter(layer)
     rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
     rest += Counter(["linear", "copy_"])  # logits, and their way to where the choice finds them
+    assert one == rest + Counter(layer)
+
+
+def test_a_step_with_products_as_kernels(toolchain):
+    """Four products and four kernels a layer: the activation is a part of its product."""
+    one, two = recorded_step(1, has_products=True), recorded_step(2, has_products=True)
+    layer = {"norm": 2, "multiply": 4, "rope_and_write": 1, "generation_attention": 1}
+    assert two - one == Counter(layer)
+    rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
+    rest += Counter(["multiply", "copy_"])
     assert one == rest + Counter(layer)
