@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model
 
@@ -173,6 +174,7 @@ class PagedDriver:
         self._block_tables = order.to(torch.int32).reshape(num_slots, num_blocks)
         self._token_table = torch.zeros(num_slots, spec.max_seq_len, dtype=torch.int32)
         self._lengths = [0] * num_slots
+        self.adapters: StepAdapters | None = None  # `rows`: of each slot
 
     def forward(
         self, rows: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None
@@ -199,8 +201,14 @@ class PagedDriver:
             sample_index=torch.tensor(list(sample), dtype=torch.int64),
             sample_rows=torch.tensor([row_of[token] for token in sample], dtype=torch.int64),
             num_context_rows=sum(len(tokens) > 1 for _, tokens in rows),
+            adapters=self._adapters_of([slot for slot, tokens in rows for _ in tokens]),
         )
         return self.model.forward(batch, self.pool)
+
+    def _adapters_of(self, slots: Sequence[int]) -> StepAdapters | None:
+        if self.adapters is None:
+            return None
+        return self.adapters._replace(rows=self.adapters.rows[list(slots)])
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int | None = None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gptmanager.kernels.adapter_arguments import StepAdapters
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
@@ -21,6 +23,7 @@ class Batch:
     `all_sampled`: `sample_index` is known to be all T in their order, so that none must be picked.
     `prompt_embeddings` float32 `[n, hidden]` replace the embeddings of the packed tokens
     `prompt_index` int64 `[n]`, whose `token_ids` mean nothing; None: of none.
+    `adapters`: those of the packed tokens, its `rows` `[T]`; None: of none.
     `plan`: what the model planned for these rows, int32 each (`PlanningModel`).
     """
 
@@ -36,5 +39,6 @@ class Batch:
     num_context_rows: int
     prompt_index: Tensor | None = None
     prompt_embeddings: Tensor | None = None
+    adapters: StepAdapters | None = None
     plan: tuple[Tensor, ...] = ()
     all_sampled: bool = False

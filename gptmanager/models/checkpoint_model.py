@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.packed_matrix import Matrix
 from gptmanager.kernels.reference import Ints, Kernels
@@ -36,6 +37,7 @@ class Norm(NamedTuple):
 class _Layer(NamedTuple):
     """One layer's tensors, resolved once; `next_norm` is the one that follows the layer."""
 
+    number: int
     qkv: Affine
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -113,6 +115,7 @@ class CheckpointModel:
             num_tokens=len(batch.token_ids),
             tokens_per_block=kv_pool.tokens_per_block,
         )
+        adapters = batch.adapters
         residual = self._embed(batch)
         hidden = self._norm(residual, self._first_norm)
         last = self._layers[-1]
@@ -120,12 +123,15 @@ class CheckpointModel:
             self._layers, kv_pool.keys.unbind(), kv_pool.values.unbind(), strict=True
         ):
             pages = Pages(keys, values, layer.cache_scales)
-            hidden = self._attend(layer, hidden, batch.positions, pages, rows)
+            hidden = self._attend(layer, hidden, batch.positions, pages, rows, adapters)
             # nothing reads the other tokens from here on
             if layer is last and not batch.all_sampled:
                 hidden = hidden.index_select(0, batch.sample_index)
                 residual = residual.index_select(0, batch.sample_index)
-            hidden = self._feed_forward(layer, hidden, residual)
+                if adapters is not None:
+                    own = adapters.rows.index_select(0, batch.sample_index)
+                    adapters = adapters._replace(rows=own)
+            hidden = self._feed_forward(layer, hidden, residual, adapters)
         return self._kernels.linear(hidden, self._lm_head)
 
     def _embed(self, batch: Batch) -> Tensor:
@@ -137,12 +143,28 @@ class CheckpointModel:
             embedded += self._kernels.embedding(batch.positions, self._positions)
         return embedded
 
+    def _project(
+        self, hidden: Tensor, layer: _Layer, matrix: str, adapters: StepAdapters | None
+    ) -> Tensor:
+        """The product with one of the layer's matrices, and what adapters add to it."""
+        affine: Affine = getattr(layer, matrix)
+        result = self._kernels.linear(hidden, *affine)
+        if adapters is not None:
+            self._kernels.add_adapters(result, hidden, adapters, layer.number, matrix)
+        return result
+
     def _attend(
-        self, layer: _Layer, hidden: Tensor, positions: Tensor, pages: Pages, rows: RowSpans
+        self,
+        layer: _Layer,
+        hidden: Tensor,
+        positions: Tensor,
+        pages: Pages,
+        rows: RowSpans,
+        adapters: StepAdapters | None,
     ) -> Tensor:
         """`[T, C]` normalized -> `[T, H * D]`: the mixed values, before the output projection."""
         queries = self._kernels.rope_and_write(
-            self._kernels.linear(hidden, *layer.qkv),
+            self._project(hidden, layer, "qkv", adapters),
             positions,
             self._cos_sin,
             layer.q_norm,
@@ -153,15 +175,19 @@ class CheckpointModel:
         )
         return self._kernels.attention(queries, pages, rows, layer.attention)
 
-    def _feed_forward(self, layer: _Layer, attended: Tensor, residual: Tensor) -> Tensor:
+    def _feed_forward(
+        self, layer: _Layer, attended: Tensor, residual: Tensor, adapters: StepAdapters | None
+    ) -> Tensor:
         """`[T, H * D]` -> `[T, C]` normalized for what follows; adds to the residual in place."""
-        hidden = self._kernels.linear(attended, *layer.out)
+        hidden = self._project(attended, layer, "out", adapters)
         hidden = self._add_norm(hidden, residual, layer.mlp_norm)
-        if self.spec.activation == "silu":
+        if self.spec.activation != "silu":
+            hidden = self._kernels.gelu(self._project(hidden, layer, "up", adapters), self._gelu)
+        elif adapters is None:
             hidden = self._kernels.linear_silu_mul(hidden, *layer.up)
-        else:
-            hidden = self._kernels.gelu(self._kernels.linear(hidden, *layer.up), self._gelu)
-        hidden = self._kernels.linear(hidden, *layer.down)
+        else:  # which add to what the activation takes
+            hidden = self._kernels.silu_mul(self._project(hidden, layer, "up", adapters))
+        hidden = self._project(hidden, layer, "down", adapters)
         return self._add_norm(hidden, residual, layer.next_norm)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -193,6 +219,7 @@ def _resolve_layer(spec: ModelSpec, weights: Weights, index: int) -> _Layer:
     is_last = index == spec.num_layers - 1
     next_norm = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     return _Layer(
+        number=index,
         qkv=_affine(weights, f"{prefix}.qkv"),
         q_norm=weights.tensor(f"{prefix}.q_norm.weight") if spec.qk_norm else None,
         k_norm=weights.tensor(f"{prefix}.k_norm.weight") if spec.qk_norm else None,
