@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, cache_write, norms, products
+from gptmanager.cuda import activations, cache_write, lora, norms, products
 from gptmanager.cuda.context_attention import context_attention, plan_context
 from gptmanager.cuda.generation_attention import (
     GenerationWork,
@@ -25,6 +25,7 @@ from gptmanager.cuda.generation_plan import max_num_items, plan_generation
 from gptmanager.cuda.launch import Launcher
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
 from gptmanager.cuda.product_choice import ProductChoice, Seconds
+from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.packed_matrix import Matrix, plain
 from gptmanager.kernels.reference import Ints, Kernels
@@ -149,6 +150,15 @@ class CudaKernels(Kernels):
         if not self._launcher.has_products or not products.covers(x, matrix):
             return False
         return self.deterministic or self._choice.is_ours(len(x), matrix)
+
+    def add_adapters(
+        self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
+    ) -> None:
+        modules = adapters.layout.get(matrix, ())
+        if lora.covers(result, x, adapters, modules):
+            lora.add_adapters(self._launcher, result, x, adapters, layer, modules)
+        else:
+            super().add_adapters(result, x, adapters, layer, matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

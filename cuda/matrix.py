@@ -26,6 +26,7 @@ from gptmanager.cuda import (
     float_attention,
     generation_attention,
     log_probs,
+    lora,
     norms,
     products,
     sampling,
@@ -38,6 +39,7 @@ from gptmanager.cuda.launch import NAMES, Program
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
     products.PROGRAM,
+    lora.PROGRAM,
     activations.PROGRAM,
     cache_write.PROGRAM,
     block_copy.PROGRAM,

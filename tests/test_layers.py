@@ -109,6 +109,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     paged_kernels         what the kernels over pages take: heads, dtypes
     norms                 residual add, RMSNorm, LayerNorm
     products              products of few rows with a matrix
+    lora                  low-rank adapters on a step's tokens
     product_choice        which of them are ours, and which torch's, by a measurement
     activations           SiLU times up, GELU
     cache_write           rotation, QK norm, and keys and values to their pages
