@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(THREADS) context_attention(
     float softcap) {
     using K = Kind<T, D, SOFTCAP, SINK, C, SMALL>;
     __shared__ Work<K> work;
+    ptx::wait_for_previous();
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
     if (threadIdx.x == 0)

@@ -33,6 +33,7 @@ PROGRAM = Program(
             for dtype in NARROW
         ),
     ),
+    dependent=True,
 )
 
 

@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(Kind<T, D, SOFTCAP, SINK>::THREADS) warpgroup_
     using K = Kind<T, D, SOFTCAP, SINK>;
     __shared__ Work<K> work;
     __shared__ volatile float unread[K::THREADS * 2];
+    ptx::wait_for_previous();
     Item item = items[blockIdx.x];
     if (item.row < 0) return;
     if (threadIdx.x == 0)

@@ -24,6 +24,7 @@ PROGRAM = Program(
         for sink in ("false", "true")
     ),
     architectures=("sm_90a",),
+    dependent=True,
 )
 
 

@@ -96,9 +96,9 @@ def test_a_prefetch_is_no_access_but_stays_inside(run):
 
 
 def test_which_kernels_begin_early():
-    """All that are launched in a chain, but those of contexts in 16 bits, which take their time."""
+    """All that are launched in a chain."""
     late = {program.file for program in PROGRAMS if not program.dependent}
-    assert late == {"block_copy.cu", "context_attention.cu", "warpgroup_attention.cu"}
+    assert late == {"block_copy.cu"}
 
 
 @pytest.mark.parametrize("program", [it for it in PROGRAMS if it.dependent], ids=lambda it: it.file)
