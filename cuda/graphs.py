@@ -45,10 +45,11 @@ class GenerationGraphs:
         inputs: Callable[[int], Arrays],
         step: Callable[[Tensors], Tensor],
         on_progress: ProgressCallback | None = None,
+        what: str = "CUDA graphs",
     ) -> None:
         """Record `step` for each size, of which `inputs` gives arrays that touch nothing.
 
-        `on_progress`: is told "CUDA graphs", how many are recorded, and how many will be.
+        `on_progress`: is told `what`, how many are recorded, and how many will be.
         """
         sizes = self._sizes[::-1]  # the largest first: the others find its memory
         for number, size in enumerate(sizes, start=1):
@@ -60,7 +61,7 @@ class GenerationGraphs:
             replay, result = self._stream.capture(functools.partial(step, views))
             self._graphs[size] = _Graph(memory, layout, views, replay, result)
             if on_progress is not None:
-                on_progress("CUDA graphs", number, len(sizes))
+                on_progress(what, number, len(sizes))
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest recorded size of at least so many rows."""

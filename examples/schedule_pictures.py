@@ -95,6 +95,9 @@ class Host:
     def prepare(self, request_id: int, processor: object) -> None:
         raise RuntimeError("no job has a logits post-processor")
 
+    def load(self, work: object) -> None:
+        raise RuntimeError("no job has an adapter")
+
     def fail(self, failure: object) -> None:
         raise RuntimeError(failure)
 

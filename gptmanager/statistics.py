@@ -17,6 +17,7 @@ import orjson
 from gptmanager.kv_cache import ReuseCounts
 from gptmanager.lifecycle.clock import local_time, system_time
 from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.peft_cache import PeftCacheCounts
 
 SCHEMA_VERSION = 1
 
@@ -62,6 +63,7 @@ class Counts:
     block_reuse: ReuseCounts = ReuseCounts()
     drafts: DraftCounts = DraftCounts()
     logits_errors: int = 0
+    adapters: PeftCacheCounts = PeftCacheCounts()
 
 
 @functools.lru_cache(maxsize=1)
@@ -135,6 +137,7 @@ class StatisticsReport:
                 "gptmanager": {
                     "schema_version": SCHEMA_VERSION,
                     "block_reuse": counts.block_reuse._asdict(),
+                    "adapters": counts.adapters._asdict(),
                     "draft_tokens": counts.drafts._asdict(),
                     "logits_errors": counts.logits_errors,
                     "iteration_latency_us": latency_us,

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.peft_cache.work import AdapterDone, AdapterWork
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
@@ -37,7 +38,8 @@ class Intake:
     """What the world says before one iteration. `now` is in seconds of a monotonic clock.
 
     `ready`: requests whose logits post-processor they need not wait for any more. `clears_cache`:
-    what the KV cache has kept so far was computed with other weights.
+    what the KV cache has kept so far was computed with other weights. `adapters`: work on adapters
+    that has ended. `forgotten_adapters`: ids of tasks whose adapter was replaced.
     """
 
     now: float
@@ -46,6 +48,8 @@ class Intake:
     ready: tuple[int, ...] = ()
     failures: tuple[Failure, ...] = ()
     clears_cache: bool = False
+    adapters: tuple[AdapterDone, ...] = ()
+    forgotten_adapters: tuple[int, ...] = ()
 
 
 class Row(NamedTuple):
@@ -73,7 +77,8 @@ class SequenceStart(NamedTuple):
     `tokens` is the history to compute from (prompt, and what was generated before a pause);
     the first `orig_prompt_len` of them came from the host. `processor`: the request's own logits
     post-processor. `sampled`: its beams are not searched. `num_candidates`: continuations that
-    each of several beams brings; fewer if the vocabulary is smaller.
+    each of several beams brings; fewer if the vocabulary is smaller. `adapter_slot`: where its
+    adapter stands in the kernels' table; -1: it has none.
     """
 
     slot: int
@@ -88,6 +93,7 @@ class SequenceStart(NamedTuple):
     draft_logits: HostRows | None = None
     sampled: bool = False
     num_candidates: int = 1
+    adapter_slot: int = -1
 
 
 class BlockAppend(NamedTuple):
@@ -224,6 +230,9 @@ class Host(Protocol):
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """See to it that `processor` gets ready; that it is, or fails, enters with an intake."""
+
+    def load(self, work: AdapterWork) -> None:
+        """Begin it, beside the loop; that it is done, or failed, enters with an intake."""
 
     def fail(self, failure: Failure) -> None:
         """An effect has failed; it enters with the next intake."""

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.config import ContextChunkingPolicy, PromptLookup
 from gptmanager.decoding.beam_search import BeamParams, BeamSearch
 from gptmanager.decoding.end_rule import EndRule
+from gptmanager.errors import RequestError
 from gptmanager.kv_cache import KvCacheManager
+from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.limits import Limits
 from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.peft_cache import CacheSizes, PeftCacheManager
+from gptmanager.peft_cache.work import (
+    AdapterDone,
+    AdapterWork,
+    CopyAdapter,
+    ReadAdapter,
+    WriteAdapter,
+)
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import (
@@ -85,6 +96,9 @@ class ListHost:
         self.failures: list[Failure] = []
         self.preparing: dict[int, RequestProcessor] = {}
         self.ready: list[int] = []
+        self.work: list[AdapterWork] = []  # on adapters, under way
+        self.done: list[AdapterDone] = []
+        self.forgotten: list[int] = []
         self.fail_to_send: Callable[[int, bool], bool] = lambda request_id, is_final: False
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
@@ -95,7 +109,13 @@ class ListHost:
         stops, self.stops = self.stops, set()
         self.now += 1.0
         ready, self.ready = tuple(self.ready), []
-        return Intake(self.now, tuple(requests), frozenset(stops), ready, tuple(failures))
+        done, self.done = tuple(self.done), []
+        forgotten, self.forgotten = tuple(self.forgotten), []
+        return Intake(
+            *(self.now, tuple(requests), frozenset(stops), ready, tuple(failures)),
+            adapters=done,
+            forgotten_adapters=forgotten,
+        )
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
@@ -106,6 +126,27 @@ class ListHost:
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         self.preparing[request_id] = processor
+
+    def load(self, work: AdapterWork) -> None:
+        self.work.append(work)
+
+    def finish_work(self, count: int | None = None, error: BaseException | None = None) -> None:
+        """What was begun first, or all of it."""
+        begun = [it for it in self.work if isinstance(it, (ReadAdapter, WriteAdapter, CopyAdapter))]
+        for work in begun[:count]:
+            self.work.remove(work)
+            self.finish(work, error)
+
+    def finish(
+        self, work: ReadAdapter | WriteAdapter | CopyAdapter, error: BaseException | None = None
+    ) -> None:
+        digest = ""
+        if isinstance(work, ReadAdapter) and error is None:
+            try:
+                digest = work.tensors.read().digest
+            except RequestError as raised:
+                error = raised
+        self.done.append(AdapterDone(work.job, digest, error))
 
     def fail(self, failure: Failure) -> None:
         self.failures.append(failure)
@@ -155,6 +196,7 @@ class LoopDriver:
         policy: Callable[..., CapacityScheduler] = no_evict,
         script: Callable[[list[int]], int] = next_token,
         scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
+        adapters: AdapterSizes | None = None,
     ) -> None:
         num_micro_batches = 2 if overlap else 1
         max_num_requests = max_batch_size * num_micro_batches
@@ -179,6 +221,7 @@ class LoopDriver:
             policy(max_num_requests, self.kv_cache, two_step_lookahead=overlap), self.kv_cache
         )
         self.scheduler = scheduler(SimpleScheduler(capacity, micro_batch))
+        pages = CacheSizes(0, 0, 0, 0, 0) if adapters is None else adapters.cache
         self.loop = TokenLoop(
             self.host,
             self.executor,
@@ -192,7 +235,9 @@ class LoopDriver:
                 tokens_per_block=tokens_per_block,
                 max_beam_width=MAX_BEAM_WIDTH,
                 lookup=lookup,
+                adapters=None if adapters is None else adapters.limits,
             ),
+            adapters=Adapters(PeftCacheManager(pages), self.host.load, patience=max_num_requests),
             max_active=max_active,
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,

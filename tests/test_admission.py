@@ -113,7 +113,6 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"embedding_bias": [[1e39] + [0.0] * 99]}, r"embedding_bias\[0\] = 1e\+39 is not finite"),
         ({"return_log_probs": 2}, "return_log_probs = 2 is outside 0..1"),
         ({"return_context_logits": 0.5}, "return_context_logits has dtype float64"),
-        ({"lora_task_id": 3}, "lora_task_id is refused"),
         ({"bad_words_list": [[[1], [2]]]}, r"bad_words_list has end offsets \[2\]"),
         ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
         ({"stop_words_list": np.ones((2, 2**18 + 1), int)}, "at most 262144 token ids"),

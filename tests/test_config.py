@@ -94,8 +94,8 @@ def test_the_documented_defaults_are_taken():
         ),
         ({"on_progress": "weights"}, "OptionalParams.on_progress = 'weights' is not callable"),
         (
-            {"peft_cache_manager_config": PeftCacheManagerConfig(num_put_workers=2)},
-            "PeftCacheManagerConfig.num_put_workers = 2 is refused",
+            {"peft_cache_manager_config": PeftCacheManagerConfig(num_put_workers=0)},
+            "PeftCacheManagerConfig.num_put_workers = 0 must be an integer from 1 to 256",
         ),
     ],
 )

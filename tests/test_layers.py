@@ -56,6 +56,7 @@ peft_cache/               which adapters are cached, and in which pages
     pages                 the pages of one level, and who has them (no torch)
     manager               which adapters are cached, and for which requests (no torch)
     state                 the accounts as data, and back (no torch)
+    work                  what is to be read, written and copied, and that it was
 scheduler/                who runs
     waiting               why a policy leaves a request out
     adapter_pages         whether the adapters of several requests fit together (no torch)
@@ -186,6 +187,8 @@ loop/                     `iterate()`, and the requests that it iterates over
     allocation            a decision with its blocks, frozen as a Schedule
     decision              who runs next: a scheduler is asked, and its answer checked
     active_state          an active request as data, and back
+    adapters              who waits for an adapter, and whose adapters are on the device
+    adapter_state         the same as data, and back
     extras                log probabilities and logits, until they are sent
     responses             tokens as a host gets them
     request_table         the active requests: who comes in, and who ends
@@ -194,6 +197,7 @@ loop/                     `iterate()`, and the requests that it iterates over
 assembly/                 builds all parts of a loop from options and a checkpoint
     options               which configurations a manager takes (no torch)
     sizing                how large the KV cache is, and how long a sequence may be
+    adapter_sizing        how large the cache of adapters is
     blueprint             what a loop is built of, but for its model; and the loop of it
     backend               where a model and its KV cache lie, and what runs them there
     assemble              from checked options and a model to a loop
@@ -211,6 +215,7 @@ host/                     the host's four callbacks, called safely
     receiver              what Get has returned, read once, on its way to the next intake
     retries               how long Get is left alone after it has failed
     preparation           logits post-processors on their way to being ready
+    adapter_loader        adapters read, written and copied, on threads
     callback_host         the four callbacks, called safely
 manager/                  a thread around the loop: `GptManager`
     inbox                 what other threads want of the loop
@@ -278,6 +283,7 @@ picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfett
     command               picture, on the command line
 run/                      a file of requests, run by a manager
     text_encoder          texts as token ids, and which are too long for any request
+    adapter_folders       adapters that lines name by their folders
     line_fields           the fields that a line of requests may have
     requests_file         requests as JSON lines
     results_file          results as JSON lines

@@ -197,7 +197,7 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
     }
     assert vars(loop.table).keys() == {
         *("host", "limits", "extras", "_final", "_allocator"),
-        *("active", "by_id", "preparing", "num_serial", "_timed", "_arriving"),
+        *("active", "adapters", "by_id", "preparing", "num_serial", "_timed", "_arriving"),
         *("_intake", "_stopping", "_ending"),  # within an iteration
     }
     assert vars(loop.confirmation).keys() == {
@@ -207,7 +207,13 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
         *("kv_cache", "num_slots", "window"),
         *("_free_slots", "_num_starts", "_num_schedules", "_paused"),
     }
-    derived = {"beam_width", "arrival_time", "has_extras", "lora_task_id", "encoder_len"}
+    assert vars(loop.table.adapters).keys() == {
+        *("cache", "reads", "moves", "unknown", "num_jobs", "has_changed"),
+        *("passed_over", "num_overtaken"),
+        *("requests", "waiting", "counts"),  # follow from these
+        *("_load", "_patience", "_forgotten", "_done"),  # the last two within an iteration
+    }
+    derived = {"beam_width", "arrival_time", "has_extras", "adapter_tensors", "encoder_len"}
     attributes = {name for cls in type(active).__mro__ for name in getattr(cls, "__slots__", ())}
     assert {name.removeprefix("_") for name in attributes - derived} == {
         *RequestState._fields, *ProgressState._fields,

@@ -9,6 +9,8 @@ import re
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from text_checkpoint import byte_tokenizer
 
 from gptmanager import FinishReason
@@ -206,6 +208,7 @@ TAKEN = {
     ),
     "cache_salt": ("text", "integer"),
     "prompt": ("text",),
+    "lora": ("text",),
     "stop": ("text",),
 }  # fmt: skip
 
@@ -220,6 +223,8 @@ def test_a_field_takes_json_of_its_kind_and_no_other(name):
         for value in values:
             if name == "stop" and value == ["a"]:
                 continue  # a list of texts
+            if name == "lora" and value == "a":
+                continue  # there is no such folder
             if name.endswith("words_list") and value == [[]]:
                 continue  # a word without tokens: admission says so
             is_taken = kind in TAKEN[name] or (
@@ -353,3 +358,40 @@ def test_an_interrupted_run_keeps_the_results_that_are_known():
     results.close()
 
     assert [json.loads(line)["line"] for line in file.getvalue().splitlines()] == [1, 4]
+
+
+def test_lines_name_adapters_by_their_folders(tmp_path):
+    for name, rank in (("a", 1), ("b", 2)):
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": ["q_proj"]}
+        module = "base_model.model.model.layers.0.self_attn.q_proj"
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        weights = {"A": torch.ones(rank, 3), "B": torch.ones(4, rank)}
+        save_file(
+            {f"{module}.lora_{it}.weight": value for it, value in weights.items()},
+            folder / "adapter_model.safetensors",
+        )
+    lines = [
+        {"input_ids": [1], "lora": "a"},
+        {"input_ids": [1], "lora": str(tmp_path / "b"), "lora_task_id": 7},
+        {"input_ids": [1], "lora": "./a"},
+        {"input_ids": [1]},
+        {"input_ids": [1], "lora": "nowhere"},
+        {"input_ids": [1], "lora": 3},
+        {"input_ids": [1], "lora": "a", "lora_config": [[1, 0, 1]]},
+    ]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    first, other, again, base, *wrong = read_file(str(path), None, max_new_tokens=5)
+
+    assert tensors(other)["lora_task_id"] == 7
+    assert tensors(other)["lora_config"] == [[1, 0, 2]]
+    assert tensors(first)["lora_config"] == [[1, 0, 1]]
+    assert tensors(again) == tensors(first)
+    assert again.request.tensors["lora_weights"] is first.request.tensors["lora_weights"]
+    assert not base.request.tensors.keys() & {"lora_task_id", "lora_weights"}
+    for line, text in zip(
+        wrong, ("nowhere", "lora = 3 is not a folder", "both lora and"), strict=True
+    ):
+        assert text in str(line.error)

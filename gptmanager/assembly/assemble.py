@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gptmanager.assembly.adapter_sizing import adapter_sizes
 from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.sizing import size
@@ -51,6 +52,9 @@ def assemble(
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     room = backend.room(model, params, max_beam_width)
+    adapters = adapter_sizes(params.peft_cache_manager_config, model, room.free_bytes)
+    if adapters is not None and not room.shared:
+        room = room._replace(free_bytes=room.free_bytes - adapters.device_bytes)
     sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
     blueprint = Blueprint(
         params,
@@ -60,6 +64,7 @@ def assemble(
         model_type=model_type,
         max_beam_width=max_beam_width,
         hidden_size=getattr(model.spec, "hidden_size", 0),
+        adapters=adapters,
     )
     lines = Lines(blueprint.num_slots, max_beam_width)
     try:
@@ -72,7 +77,7 @@ def assemble(
             stream=backend.stream,
         )
         fused = model_type is not ModelType.INFLIGHT_BATCHING
-        options = StepOptions(lines, params.max_batch_size, fused, processing)
+        options = StepOptions(lines, params.max_batch_size, fused, processing, adapters)
         executor = backend.executor(model, sizes, options)
     except (RuntimeError, MemoryError, ValueError) as error:
         is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))

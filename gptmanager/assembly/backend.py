@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.sizing import Room, Sizes, asked_seq_len
 from gptmanager.config import OptionalParams
 from gptmanager.cuda.downloads import Downloads
@@ -35,6 +36,7 @@ from gptmanager.executor.token_chooser import TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.dtypes import DTYPES
+from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.cpu_memory import free_memory_bytes
 from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
@@ -53,12 +55,15 @@ def place(params: OptionalParams) -> Backend:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How steps run. `fused`: as of `TorchExecutor`; `processing` None: no post-processors."""
+    """How steps run. `fused`: as of `TorchExecutor`; `processing` None: no post-processors;
+    `adapters` None: no rows with adapters.
+    """
 
     lines: Lines
     max_batch_size: int = 1
     fused: bool = True
     processing: PostProcessing | None = None
+    adapters: AdapterSizes | None = None
 
 
 class Backend(ABC):
@@ -93,6 +98,16 @@ class Backend(ABC):
             "(config dict, state dict)"
         )
 
+    def _adapter_pool(self, options: StepOptions) -> AdapterPool | None:
+        sizes = options.adapters
+        if sizes is None:
+            return None
+        return AdapterPool(
+            *(sizes.cache, sizes.pages_per_host_block, sizes.torch_dtype, self.device),
+            modules=dict(sizes.modules),
+            num_layers=sizes.num_layers,
+        )
+
     @abstractmethod
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         """Memory for the KV cache, beside the model and what its largest step needs."""
@@ -124,7 +139,7 @@ class CpuBackend(Backend):
         sampler = Sampler(lines.count, model.spec.vocab_size, tables.tokens)
         processing = options.processing or PostProcessing(lines)
         executor = TorchExecutor(
-            Runner(model, pool, tables),
+            Runner(model, pool, tables, self._adapter_pool(options)),
             TokenChooser(lines, tables, sampler, processing),
             attention_window=sizes.window,
             fused=options.fused,
@@ -213,6 +228,7 @@ class DeviceBackend(Backend):
             )
             runner = DeviceRunner(
                 *(model, pool, tables, stream, uploads, downloads),
+                adapter_pool=self._adapter_pool(options),
                 graph_sizes=graph_sizes,
                 has_beams=lines.max_beam_width > 1,
                 on_progress=self._on_progress,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import (
     CapacitySchedulerPolicy,
@@ -17,10 +18,12 @@ from gptmanager.config import (
 )
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache import KvCacheManager
+from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.limits import Limits
 from gptmanager.loop.responses import MakeFinal, final_tensors
 from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.peft_cache import PeftCacheManager
 from gptmanager.scheduler import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -57,6 +60,7 @@ class Blueprint:
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
     max_beam_width: int = 1
     hidden_size: int = 0  # of the embeddings that a request may bring; 0: none
+    adapters: AdapterSizes | None = None  # None: a request may have none
 
     @property
     def num_micro_batches(self) -> int:
@@ -115,6 +119,7 @@ def build_loop(
         _scheduler(blueprint, allocator.kv_cache),
         allocator,
         _limits(blueprint),
+        adapters=_adapters(blueprint, host),
         max_active=blueprint.max_active,
         max_batch_size=params.max_batch_size,
         max_num_tokens=params.max_num_tokens,
@@ -123,6 +128,13 @@ def build_loop(
         phase_times=phase_times,
         final=final,
     )
+
+
+def _adapters(blueprint: Blueprint, host: Host) -> Adapters | None:
+    if blueprint.adapters is None:
+        return None
+    cache = PeftCacheManager(blueprint.adapters.cache)
+    return Adapters(cache, host.load, patience=blueprint.max_num_requests)
 
 
 def _limits(blueprint: Blueprint) -> Limits:
@@ -148,6 +160,7 @@ def _limits(blueprint: Blueprint) -> Limits:
         seed=params.seed,
         max_num_requests=blueprint.max_num_requests,
         max_waiting=params.max_waiting_requests,
+        adapters=None if blueprint.adapters is None else blueprint.adapters.limits,
     )
 
 

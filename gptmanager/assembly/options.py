@@ -43,7 +43,6 @@ _REFUSED: dict[type, dict[str, str]] = {
         "cross_kv_cache_fraction": _NO_EFFECT,
         "event_buffer_max_size": _NO_EFFECT,
     },
-    PeftCacheManagerConfig: {f.name: _LATER for f in fields(PeftCacheManagerConfig)},
     OptionalParams: {
         "device_ids": _LATER,
         "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
@@ -61,6 +60,8 @@ _REFUSED: dict[type, dict[str, str]] = {
 
 _MANY = 2**31 - 1  # tokens, requests, blocks: int32 holds them everywhere
 _HUGE = 2**63 - 1  # bytes
+_MOST_RANK = 1 << 16  # of an adapter
+_MOST_THREADS = 256
 
 # field -> (smallest, largest) permitted value
 _RANGES: dict[type, dict[str, tuple[float, float]]] = {
@@ -78,6 +79,19 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "sink_token_length": (0, _MANY),
         "host_bytes_per_s": (1.0, 1e18),
         "recompute_tokens_per_s": (1.0, 1e18),
+    },
+    PeftCacheManagerConfig: {
+        "num_host_module_layer": (0, _MANY),
+        "num_device_module_layer": (0, _MANY),
+        "optimal_adapter_size": (1, _MOST_RANK),
+        "max_adapter_size": (1, _MOST_RANK),
+        "num_put_workers": (1, _MOST_THREADS),
+        "num_ensure_workers": (1, _MOST_THREADS),
+        "num_copy_streams": (1, _MOST_THREADS),
+        "max_pages_per_block_host": (1, _MANY),
+        "max_pages_per_block_device": (1, _MANY),
+        "device_cache_percent": (0.0, 1.0),
+        "host_cache_size": (0, _HUGE),
     },
     OptionalParams: {
         "run_ahead": (0, 1),

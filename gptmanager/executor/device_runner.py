@@ -23,6 +23,7 @@ from gptmanager.executor.packed_rows import PackedRows, offsets, padded
 from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
+from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model, PlanningModel
@@ -33,7 +34,8 @@ class DeviceRunner(Runner):
     """Runs a model on `stream`, whose calls return before the work is done.
 
     Generation steps of a `PlanningModel` are recorded at the start for the numbers of rows in
-    `graph_sizes`; a step of so many rows at most runs as a recording. `has_beams`: a line may be
+    `graph_sizes`, and with an `adapter_pool` once more for rows of which some have adapters; a step
+    of so many rows at most runs as a recording. `has_beams`: a line may be
     that of a beam. `on_progress`: as of `GenerationGraphs.record`.
     """
 
@@ -49,17 +51,19 @@ class DeviceRunner(Runner):
         uploads: Uploads,
         downloads: Downloads,
         *,
+        adapter_pool: AdapterPool | None = None,
         graph_sizes: Sequence[int] = (),
         has_beams: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        super().__init__(model, kv_pool, tables)
+        super().__init__(model, kv_pool, tables, adapter_pool)
         self.stream = stream
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
+        self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._graph_logits: Tensor | None = None
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
             with torch.inference_mode():
@@ -70,6 +74,13 @@ class DeviceRunner(Runner):
                     lambda tensors: own._step(tensors),
                     on_progress,
                 )
+                if adapter_pool is not None:
+                    self._adapter_graphs.record(
+                        lambda size: (_no_adapters(size), *own._fixed_arrays(_idle_rows(size))),
+                        lambda tensors: own._step(tensors[1:], tensors[0]),
+                        on_progress,
+                        "CUDA graphs with adapters",
+                    )
 
     def run(self, rows: PackedRows) -> Computed:
         self.tables.flush(self._uploads.upload)
@@ -88,10 +99,11 @@ class DeviceRunner(Runner):
 
     @property
     def memory(self) -> Memory:
+        adapters = 0 if self.adapter_pool is None else self.adapter_pool.nbytes
         tables = self.tables.token_cells.nbytes + self.tables.block_tensor.nbytes
         return Memory(
             cpu=self.tables.nbytes,
-            gpu=self.model.nbytes + self.kv_pool.nbytes + tables,
+            gpu=self.model.nbytes + self.kv_pool.nbytes + tables + adapters,
             pinned=self._uploads.nbytes + self._downloads.nbytes + self.kv_pool.host_nbytes,
         )
 
@@ -122,14 +134,19 @@ class DeviceRunner(Runner):
                 self._step(self._uploads.upload(self._fixed_arrays(_idle_rows(num_rows))))
 
     def _replay(self, rows: PackedRows, size: int) -> Computed:
-        num_rows = len(rows.lines)
-        logits, tensors = self._graphs.run(size, self._fixed_arrays(padded(rows, size)))
+        num_rows, rows = len(rows.lines), padded(rows, size)
+        arrays, slots = self._fixed_arrays(rows), self._adapters_of(rows)
+        if slots is None:
+            logits, tensors = self._graphs.run(size, arrays)
+        else:
+            logits, tensors = self._adapter_graphs.run(size, (slots, *arrays))
+            tensors = tensors[1:]
         if self._has_beams:  # the choice is for more than these lines, or for others
             return Computed(logits[:num_rows])
         positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:4])
         return Computed(logits[:num_rows], ChoiceInputs(lines, positions, cells))
 
-    def _step(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
         """What is recorded: a step without context rows. All recordings share their logits, for
         which the first one, of the most rows, makes room when it is tried.
 
@@ -137,6 +154,8 @@ class DeviceRunner(Runner):
         is brought to the CPU before, differs by what the requests of a step ask for.
         """
         batch = replace(self._batch(tensors[2:], 0), all_sampled=True)
+        if adapter_slots is not None and self.adapter_pool is not None:
+            batch = replace(batch, adapters=self.adapter_pool.step(adapter_slots))
         logits = _for_kernels(self.model.forward(batch, self.kv_pool))
         if self._graph_logits is None:
             self._graph_logits = torch.empty_like(logits)
@@ -175,6 +194,10 @@ class DeviceRunner(Runner):
 def _for_kernels(logits: Tensor) -> Tensor:
     """In a dtype that the kernels read: the model's, if it is one of those."""
     return logits if logits.dtype in NAMES else logits.float()
+
+
+def _no_adapters(size: int) -> Array:
+    return np.full(size, -1, dtype=np.int32)
 
 
 def _idle_rows(size: int) -> PackedRows:

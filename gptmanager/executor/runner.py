@@ -15,6 +15,7 @@ from gptmanager.cuda.uploads import Array
 from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
+from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
 from gptmanager.models.model import Model
@@ -38,19 +39,39 @@ class Runner:
     """Runs a model; every call has finished when it returns.
 
     `stream` must be entered around all that a step does. Token id `vocab_size` + i of a sequence
-    is row i of the prompt table of its line.
+    is row i of the prompt table of its line. `adapter_pool` None: no sequence has an adapter.
     """
 
     stream: AbstractContextManager[Any] = nullcontext()
 
-    def __init__(self, model: Model, kv_pool: KvPool, tables: SequenceTables) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_pool: KvPool,
+        tables: SequenceTables,
+        adapter_pool: AdapterPool | None = None,
+    ) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.tables = tables
+        self.adapter_pool = adapter_pool
+        self._adapter_slots = np.full(len(tables.tokens), -1, dtype=np.int32)  # by line
+        self._has_adapters = False  # or had: any line
         self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
 
-    def load(self, line: int, prompt_table: HostRows | None) -> None:
-        """A sequence starts, whose context runs in `line`, maybe with virtual tokens."""
+    def load(
+        self,
+        line: int,
+        prompt_table: HostRows | None,
+        adapter_slot: int = -1,
+        beam_width: int = 1,
+    ) -> None:
+        """A sequence starts, whose context runs in `line`, maybe with virtual tokens.
+
+        `adapter_slot`: of the adapter that all its beams have; -1: none.
+        """
+        self._adapter_slots[line : line + beam_width] = adapter_slot
+        self._has_adapters |= adapter_slot >= 0
         table = None if prompt_table is None else prompt_table.numbers
         if table is not None:
             self._prompt_tables[line] = table
@@ -74,8 +95,19 @@ class Runner:
         pages = self.kv_pool.nbytes + self.kv_pool.host_nbytes
         return Memory(cpu=self.model.nbytes + pages + self.tables.nbytes)
 
+    def _adapters_of(self, rows: PackedRows) -> Array | None:
+        """The slot of each token's adapter, int32 `[T]`; None: nobody has one."""
+        if not self._has_adapters:
+            return None
+        slots = self._adapter_slots[rows.token_lines]
+        slots[rows.row_starts[-1] :] = -1  # padding
+        return slots if slots.max() >= 0 else None
+
     def _launch(self, rows: PackedRows) -> Tensor:
         batch = self._batch(self._upload(self._arrays(rows)), rows.num_context_rows)
+        slots = self._adapters_of(rows)
+        if slots is not None and self.adapter_pool is not None:
+            batch = replace(batch, adapters=self.adapter_pool.step(self._upload((slots,))[0]))
         if self._prompt_tables:
             batch = self._embed(batch, rows)
         return self.model.forward(batch, self.kv_pool)

@@ -120,7 +120,7 @@ class TorchExecutor:
             line = lines.of(start.slot)
             tables.write_tokens(line, 0, start.tokens)
             self._chooser.load(start)
-            self.runner.load(line, start.prompt_table)
+            self.runner.load(line, start.prompt_table, start.adapter_slot, start.beam_width)
         if schedule.starts:
             self._gathered.load(schedule.starts)
         for fork in schedule.beam_forks:

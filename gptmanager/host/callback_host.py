@@ -11,11 +11,12 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
+from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.receiver import Receiver, not_iterable
 from gptmanager.host.retries import GetFailures
@@ -33,6 +34,8 @@ from gptmanager.request.inference_request import (
 )
 from gptmanager.statistics import Counts, PhaseTimes, StatisticsReport
 from gptmanager.step import Failure, Intake
+
+_T = TypeVar("_T")
 
 _POLL_S = 0.002  # how often a SendResponse that should return is looked at
 
@@ -82,6 +85,8 @@ class CallbackHost:
         self.statistics = StatisticsReport(self.timers.all)
         self.preparation = Preparation(self.fail, wake, self.timers.prepare)
         self.prepare = self.preparation.begin
+        self.adapter_loader = AdapterLoader(wake)
+        self.load = self.adapter_loader.begin
         self.get_failures = GetFailures(max_get_failures)
         self.is_accepting = True  # False: Get is not called any more
         self.last_fetch = Fetched(0, is_empty=False, failed=False)
@@ -102,11 +107,14 @@ class CallbackHost:
         is_lock_step = assembly.blueprint.model_type is ModelType.V1
         self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
         self.preparation.device = assembly.device
+        peft_config = assembly.blueprint.params.peft_cache_manager_config
+        self.adapter_loader.attach(executor.runner.adapter_pool, peft_config)
         self.follow_weights(assembly.weights_version)
 
     def release(self) -> None:
         """Let go of the loop and its executor: the loop iterates no more."""
         self.preparation.release()
+        self.adapter_loader.release()
         self.statistics.release()
         self._weights_version = int
 
@@ -202,6 +210,8 @@ class CallbackHost:
             tuple(preparation.ready),
             tuple(self._failures),
             clears_cache=self._take_clears(),
+            adapters=_taken(self.adapter_loader.done),
+            forgotten_adapters=_taken(self.adapter_loader.forgotten),
         )
         # only now: what raises before must lose nothing
         receiver.received, self._stops, preparation.ready, self._failures = [], set(), [], []
@@ -318,6 +328,11 @@ def _optional(callback: Any, name: str) -> Any:
     if callback is not None and not callable(callback):
         raise ConfigError(f"{name} = {callback!r} is not callable")
     return callback
+
+
+def _taken(queue: deque[_T]) -> tuple[_T, ...]:
+    """What is in a queue that other threads fill, and is not in it any more."""
+    return tuple(queue.popleft() for _ in range(len(queue)))
 
 
 def _collect_ids(stops: Any, into: set[int]) -> None:

@@ -183,9 +183,9 @@ class Lookups:
 
 
 def root_key(request: LlmRequest) -> Hashable:
-    return key_of(request.lora_task_id, request.cache_salt)
+    return key_of(request.adapter_key, request.cache_salt)
 
 
-def key_of(lora_task_id: int | None, salt: Hashable) -> Hashable:
+def key_of(adapter_key: int | str | None, salt: Hashable) -> Hashable:
     # 1 and True are equal, and not the same salt
-    return lora_task_id, type(salt).__name__, salt
+    return adapter_key, type(salt).__name__, salt

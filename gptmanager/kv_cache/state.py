@@ -41,9 +41,9 @@ _read_sequence = attrgetter(*SequenceState._fields)
 class RootState(NamedTuple):
     """What the blocks below have in common; `digest`: of a request's own embeddings."""
 
-    lora_task_id: int | None
-    salt: Salt
-    digest: str | None
+    adapter_key: int | str | None = None
+    salt: Salt = None
+    digest: str | None = None
 
 
 class CachedBlockState(NamedTuple):
@@ -226,13 +226,13 @@ def _restore_tree(tree: PrefixTree, state: ReuseState, end: int) -> None:
 
 def _root_state(key: Any) -> RootState:
     """`key`: of `lookups.key_of`; the tree takes any."""
-    lora_task_id, _, salt = key
-    return RootState(lora_task_id, *(salt if isinstance(salt, tuple) else (salt, None)))
+    adapter_key, _, salt = key
+    return RootState(adapter_key, *(salt if isinstance(salt, tuple) else (salt, None)))
 
 
 def _root_key(root: RootState) -> Hashable:
     salt = root.salt if root.digest is None else (root.salt, root.digest)
-    return key_of(root.lora_task_id, salt)
+    return key_of(root.adapter_key, salt)
 
 
 def _check_blocks(blocks: Iterable[int], first: int, end: int) -> None:

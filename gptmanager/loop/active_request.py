@@ -6,11 +6,15 @@ from gptmanager.decoding.beam_search import BeamParams, BeamSearch, ParallelSamp
 from gptmanager.decoding.drafting import RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
 from gptmanager.loop.request_times import RequestTimes
+from gptmanager.request.adapter import AdapterTensors, LoraInputs
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.request.output_options import OutputConfig, OutputOptions
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.request.sampling_params import SamplingParams
+
+# what a request in PREPARING waits for, as bits
+FOR_PROCESSOR, FOR_ADAPTER = 1, 2
 
 
 class ActiveRequest(LlmRequest):
@@ -20,9 +24,15 @@ class ActiveRequest(LlmRequest):
     text, as `end_rule` has it. `cached_tokens`: tokens of the prompt that its first start found in
     the KV cache. `search` holds the beams if there are several; `tokens` then only counts what is
     generated. `is_serial`: what it runs next depends on the values of its last tokens.
+    `adapter_digest`: of its adapter's content, once that is known. `adapter_slot`: where kernels
+    find it, while it is on the device; -1: nowhere. `adapter_tensors`: until they are read.
     """
 
     __slots__ = (
+        "adapter_digest",
+        "adapter_slot",
+        "adapter_tensors",
+        "awaited",
         "cached_tokens",
         "client_id",
         "drafts",
@@ -56,20 +66,27 @@ class ActiveRequest(LlmRequest):
         processor: RequestProcessor | None = None,
         client_id: int | None = None,
         prompt_table: HostRows | None = None,
+        lora: LoraInputs | None = None,
     ) -> None:
-        prepares = processor is not None and processor.prepares
+        awaited = FOR_PROCESSOR if processor is not None and processor.prepares else 0
+        awaited |= 0 if lora is None else FOR_ADAPTER
         super().__init__(
             request_id,
             tokens,
             end_rule.max_new_tokens,
             beam_width=1 if beams is None else beams.width,
             priority=priority,
+            lora_task_id=None if lora is None else lora.task_id,
             arrival_time=times.arrival,
             # cached blocks of equal ids hold something else with another table
             cache_salt=(cache_salt, prompt_table.digest) if prompt_table else cache_salt,
             retention_priority=retention_priority,
-            state=LlmRequestState.PREPARING if prepares else LlmRequestState.CONTEXT_INIT,
+            state=LlmRequestState.PREPARING if awaited else LlmRequestState.CONTEXT_INIT,
         )
+        self.awaited = awaited
+        self.adapter_tensors: AdapterTensors | None = None if lora is None else lora.tensors
+        self.adapter_digest = ""
+        self.adapter_slot = -1
         self.sampling = sampling
         self.end_rule = end_rule
         self.output = output
@@ -87,6 +104,23 @@ class ActiveRequest(LlmRequest):
         self.stop_state = 0
         self.num_sent = len(tokens)
         self.cached_tokens = 0
+
+    def wait_for(self, what: int) -> None:
+        """It has not started, and must not before that has come."""
+        self.awaited |= what
+        if self.state is LlmRequestState.CONTEXT_INIT:
+            self.move_to(LlmRequestState.PREPARING)
+
+    def has_come(self, what: int) -> None:
+        """It waits for that no longer, if it did."""
+        self.awaited &= ~what
+        if not self.awaited and self.state is LlmRequestState.PREPARING:
+            self.move_to(LlmRequestState.CONTEXT_INIT)
+
+    @property
+    def adapter_key(self) -> str | None:
+        """The content counts, whatever its id: that may get another one."""
+        return self.adapter_digest or None
 
     def propose_drafts(self) -> None:
         """Draft what follows; the last permitted token needs no draft behind it."""

@@ -15,6 +15,7 @@ from gptmanager.kv_cache.state import Salt
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits
 from gptmanager.loop.request_times import RequestTimes, TimesState
+from gptmanager.request.adapter import LoraInputs
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.request.output_options import OutputOptions
@@ -41,6 +42,9 @@ class ProgressState(NamedTuple):
     stop_state: int
     num_sent: int
     cached_tokens: int
+    awaited: int = 0
+    adapter_digest: str = ""
+    adapter_slot: int = -1
 
 
 class RequestState(NamedTuple):
@@ -62,6 +66,7 @@ class RequestState(NamedTuple):
     client_id: int | None
     prompt_table: HostRows | None
     progress: ProgressState
+    lora_task_id: int | None = None
 
 
 _read_progress = attrgetter(*ProgressState._fields)
@@ -90,6 +95,7 @@ def request_state(request: ActiveRequest) -> RequestState:
         request.client_id,
         None if table is None else table.without_numbers(),
         ProgressState(*_read_progress(request)),
+        request.lora_task_id,
     )
 
 
@@ -101,12 +107,13 @@ def restored_request(state: RequestState, limits: Limits) -> ActiveRequest:
         drafter = Drafter(limits.lookup, limits.vocab_size)
         drafter.restore(state.drafts.drafter)
     made = state._asdict()
-    del made["search"], made["progress"]
+    del made["search"], made["progress"], made["lora_task_id"]
     made.update(
         tokens=list(state.tokens),
         end_rule=restored_end_rule(state.end_rule),
         times=RequestTimes(*state.times),
         drafts=RequestDrafts(state.drafts.tokens, state.drafts.logits, drafter),
+        lora=None if state.lora_task_id is None else LoraInputs(state.lora_task_id, None),
     )
     request = ActiveRequest(**made)
     for name, value in zip(ProgressState._fields, state.progress, strict=True):

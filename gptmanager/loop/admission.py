@@ -17,10 +17,11 @@ from gptmanager.decoding.drafting import Drafter, RequestDrafts
 from gptmanager.decoding.end_rule import EndRule
 from gptmanager.decoding.random_numbers import derive_seed
 from gptmanager.decoding.stop_words import StopWords
-from gptmanager.errors import InvalidRequestError
+from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits, check_pool, fit_length
 from gptmanager.loop.request_times import RequestTimes
+from gptmanager.request.adapter import LoraInputs, read_lora
 from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.llm_request import RETENTION_PRIORITIES
@@ -39,7 +40,8 @@ from gptmanager.request.read_tensors import (
 from gptmanager.request.sampling_params import SamplingParams
 
 # inputs whose support has not landed
-_LATER = ("position_ids", "lora_task_id", "lora_weights", "lora_config")
+_LATER = ("position_ids",)
+_LORA_TENSORS = ("lora_task_id", "lora_weights", "lora_config")
 
 _TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
@@ -87,6 +89,7 @@ def admit(request: InferenceRequest, limits: Limits, now: float) -> ActiveReques
         processor=read_post_processor(request.logits_post_processor),
         client_id=_optional_int("client_id", request.client_id, 0, 2**64 - 1),
         prompt_table=prompt_table,
+        lora=_read_adapter(tensors, limits),
     )
 
 
@@ -288,6 +291,19 @@ def _read_prompt_table(tensors: dict[str, Any], limits: Limits) -> tuple[HostRow
         "prompt_vocab_size", tensors.get("prompt_vocab_size", rows.count), 1, rows.count
     )
     return rows.first(size), size
+
+
+def _read_adapter(tensors: dict[str, Any], limits: Limits) -> LoraInputs | None:
+    """What is said of an adapter. Nothing has been made of its numbers."""
+    given = [name for name in _LORA_TENSORS if name in tensors]
+    if limits.adapters is not None:
+        return read_lora(tensors, limits.adapters)
+    if given:
+        raise AdapterError(
+            f"{given[0]} is refused: the model takes no adapters, or PeftCacheManagerConfig leaves "
+            "no page for them"
+        )
+    return None
 
 
 def _salt(value: Any) -> str | int | None:

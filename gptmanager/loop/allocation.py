@@ -276,6 +276,7 @@ def _sequence_start(request: ActiveRequest) -> SequenceStart:
         request.drafts.logits if request.drafts.tokens else None,
         search is not None and search.params.sampled,
         1 if search is None else search.num_candidates,
+        request.adapter_slot,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gptmanager.config import PromptLookup
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.lifecycle.log import logger
+from gptmanager.request.adapter import AdapterLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Limits:
     new tokens - 1 where a request may have to run its whole history as one context again (an
     evicting policy without chunks). `max_num_requests`: how many may run at once; `max_waiting`:
     how many may wait beside them, None: any number. `hidden_size` 0: the model takes no embeddings
-    of prompts.
+    of prompts. `adapters` None: it takes none of those.
     """
 
     vocab_size: int
@@ -38,6 +39,7 @@ class Limits:
     seed: int = 0
     max_num_requests: int = 0
     max_waiting: int | None = None
+    adapters: AdapterLimits | None = None
 
 
 def fit_length(request_id: int, prompt_len: int, max_new_tokens: int, limits: Limits) -> int:

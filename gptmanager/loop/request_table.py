@@ -21,8 +21,10 @@ from gptmanager.errors import (
     response_text,
 )
 from gptmanager.lifecycle.log import logger
-from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.active_request import FOR_PROCESSOR, ActiveRequest
 from gptmanager.loop.active_state import RequestState, request_state, restored_request
+from gptmanager.loop.adapter_state import AdaptersState, adapters_state, restore_adapters
+from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.admission import admit
 from gptmanager.loop.allocation import Allocator, AllocatorState
 from gptmanager.loop.extras import HeldExtras
@@ -32,7 +34,6 @@ from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
 from gptmanager.step import Failure, Host, Intake
 
-_PREPARING = LlmRequestState.PREPARING
 _COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 
@@ -45,18 +46,28 @@ class RequestTableState(NamedTuple):
     timed: tuple[int, ...]
     preparing: tuple[int, ...]
     allocator: AllocatorState
+    adapters: AdaptersState | None = None
 
 
 class RequestTable:
     """The requests between their admission and their final response.
 
     `active`: by priority, then arrival; `by_id`: the same. `preparing`: those that wait for their
-    logits post-processor. `num_serial`: those whose next step depends on the last result. `final`
-    makes the tensors of final responses; `extras` are kept for them.
+    logits post-processor; `adapters` knows those that wait for an adapter. `num_serial`: those
+    whose next step depends on the last result. `final` makes the tensors of final responses;
+    `extras` are kept for them.
     """
 
-    def __init__(self, host: Host, allocator: Allocator, limits: Limits, final: MakeFinal) -> None:
+    def __init__(
+        self,
+        host: Host,
+        allocator: Allocator,
+        adapters: Adapters,
+        limits: Limits,
+        final: MakeFinal,
+    ) -> None:
         self.host = host
+        self.adapters = adapters
         self.limits = limits
         self.extras = HeldExtras(limits.vocab_size)
         self.active: list[ActiveRequest] = []
@@ -80,6 +91,8 @@ class RequestTable:
         """
         self._arriving.extend(intake.requests)
         self._intake = intake
+        if intake.adapters or intake.forgotten_adapters:
+            self.adapters.note(intake.forgotten_adapters, intake.adapters)
         if intake.clears_cache:
             self._allocator.kv_cache.clear_cached()
         taken: set[int] = set()
@@ -93,6 +106,8 @@ class RequestTable:
             self.finish_request(request, FinishReason.TIMED_OUT, len(request.tokens))
         if intake.ready:
             self._end_preparing_of(intake.ready)
+        if self.adapters.has_changed:
+            self._end_failed(self.adapters.take_in())
         most = self.most_active() if self._arriving else math.inf
         while self._arriving:
             # whom something happens to in between the host finds unanswered
@@ -100,6 +115,8 @@ class RequestTable:
             self._admit(newcomer, intake, taken, most)
             taken.add(newcomer.request_id)
         self._intake = None
+        if self.adapters.has_changed:
+            self._end_failed(self.adapters.settle(self.active))
 
     def _stop(self) -> None:
         while self._stopping:
@@ -121,7 +138,12 @@ class RequestTable:
 
     def _end_preparing(self, request: ActiveRequest) -> None:
         self.preparing.discard(request.request_id)
-        request.move_to(LlmRequestState.CONTEXT_INIT)
+        request.has_come(FOR_PROCESSOR)
+
+    @property
+    def must_wait(self) -> bool:
+        """Some request is in PREPARING."""
+        return bool(self.preparing or self.adapters.waiting)
 
     def most_active(self) -> float:
         """How many may be active: those that started, or fit the batch, and those that wait."""
@@ -165,7 +187,8 @@ class RequestTable:
         self.num_serial += request.is_serial
         if request.times.is_limited:
             self._timed[request_id] = request
-        if request.processor is not None and request.state is _PREPARING:
+        self.adapters.add(request)
+        if request.processor is not None and request.awaited & FOR_PROCESSOR:
             if request_id in intake.ready:
                 self._end_preparing(request)
             else:
@@ -233,7 +256,7 @@ class RequestTable:
         self._ending = None
         self._timed = {r.request_id: r for r in self.active if r.times.is_limited}
         self.num_serial = sum(r.is_serial for r in self.active)
-        self.preparing = {r.request_id for r in self.active if r.state is _PREPARING}
+        self.preparing = {r.request_id for r in self.active if r.awaited & FOR_PROCESSOR}
         self.by_id = {r.request_id: r for r in self.active}
         self._allocator.reset()
         for request in ended:
@@ -243,6 +266,7 @@ class RequestTable:
             self._end_failed(intake.failures)
             self._stop()
             self._end_preparing_of(intake.ready)
+            self._end_failed(self.adapters.take_in())
 
     @property
     def holds_requests(self) -> bool:
@@ -274,6 +298,7 @@ class RequestTable:
         self._timed.pop(request_id, None)
         self.extras.pop(request_id, None)
         self.preparing.discard(request_id)
+        self.adapters.release(request_id)
         if request.processor is not None:
             request.processor.end()
         if request.state is not _COMPLETE:
@@ -291,6 +316,7 @@ class RequestTable:
             tuple(self._timed),
             tuple(self.preparing),
             self._allocator.state(),
+            adapters_state(self.adapters),
         )
 
     def restore(self, state: RequestTableState) -> None:
@@ -304,3 +330,5 @@ class RequestTable:
         self._arriving.extend(state.arriving)
         self.num_serial = sum(request.is_serial for request in self.active)
         self._allocator.restore(state.allocator, self.by_id)
+        if state.adapters is not None:
+            restore_adapters(self.adapters, state.adapters, self.by_id)

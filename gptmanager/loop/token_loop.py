@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gptmanager.errors import SchedulerError
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.adapters import Adapters, no_adapters
 from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.confirmation import Confirmation, Finished
 from gptmanager.loop.decision import blamed, decide
@@ -48,7 +49,8 @@ class TokenLoop:
 
     `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
     token is known. `num_micro_batches` 2: a micro batch of other requests is launched before the
-    result of the one in flight. `final` makes the tensors of final responses.
+    result of the one in flight. `adapters` None: no request has one. `final` makes the tensors of
+    final responses.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class TokenLoop:
         allocator: Allocator,
         limits: Limits,
         *,
+        adapters: Adapters | None = None,
         max_active: int | None,
         max_batch_size: int,
         max_num_tokens: int,
@@ -67,7 +70,7 @@ class TokenLoop:
         phase_times: PhaseTimes,
         final: MakeFinal = final_tensors,
     ) -> None:
-        self.table = RequestTable(host, allocator, limits, final)
+        self.table = RequestTable(host, allocator, adapters or no_adapters(), limits, final)
         self.confirmation = Confirmation(self.table, allocator)
         self.allocator = allocator
         self.executor = executor
@@ -146,7 +149,7 @@ class TokenLoop:
                     request.propose_drafts()
         # a copy: a scheduler may do with its list what it likes
         active: list[LlmRequest] = list(table.active)
-        if table.preparing:
+        if table.must_wait:
             active = [request for request in active if request.state is not _PREPARING]
         if len(in_flight) == len(active):
             return None
@@ -198,9 +201,12 @@ class TokenLoop:
             decision = decision._replace(paused_requests=paused)
         try:
             most = self.table.limits.max_seq_len
-            return self.allocator.allocate(decision, now, most, micro_batch_id)
+            schedule = self.allocator.allocate(decision, now, most, micro_batch_id)
         except SchedulerError as error:
             raise blamed(self.scheduler, error) from error.__cause__
+        for request in decision.paused_requests:
+            self.table.adapters.pause(request)
+        return schedule
 
     @timed_phase
     def forward(self, schedule: Schedule) -> Any:
@@ -240,6 +246,8 @@ class TokenLoop:
         self.table.host.poll()
 
     def report(self, schedule: Schedule, num_active: int) -> None:
+        if self.table.adapters.has_changed:
+            self.table.adapters.count()
         kv_cache = self.allocator.kv_cache
         counts = Counts(
             iteration=schedule.iteration,
@@ -257,6 +265,7 @@ class TokenLoop:
             block_reuse=kv_cache.reuse_counts,
             drafts=self.confirmation.drafts,
             logits_errors=self.confirmation.num_logits_errors,
+            adapters=self.table.adapters.counts,
         )
         self.table.host.report(counts, self.phase_times)
 

@@ -197,6 +197,20 @@ class GptManager:
         self._host.clear_cached()
         self.notify()
 
+    def forget_adapter(self, task_id: int) -> None:
+        """From now on the LoRA adapter of `lora_task_id` = `task_id` must be brought anew; its
+        content may be another one. Requests that have it go on with it. Of an id that is not cached
+        nothing happens.
+
+        Requests that Get returns from now on need the new weights. Raises ValueError for what is no
+        id, and ManagerDeadError when dead.
+        """
+        if isinstance(task_id, bool) or not isinstance(task_id, int) or not 0 <= task_id < 2**64:
+            raise ValueError(f"task_id = {task_id!r} is no integer in 0..2**64-1")
+        self._raise_if_forked()
+        self._host.adapter_loader.forget(task_id)
+        self.notify()
+
     def __enter__(self) -> GptManager:
         return self
 

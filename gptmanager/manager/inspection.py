@@ -16,9 +16,10 @@ from gptmanager.errors import (
     RequestError,
     response_text,
 )
-from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.active_request import FOR_ADAPTER, FOR_PROCESSOR, ActiveRequest
 from gptmanager.loop.admission import admit
 from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState, insert_by_priority
 from gptmanager.scheduler.waiting import Wait, WaitReason, told_by, untold
@@ -28,7 +29,8 @@ from gptmanager.scheduler.waiting import Wait, WaitReason, told_by, untold
 class AuditReport:
     """The KV cache's ledger. `owners` maps a used block to the requests that hold it.
 
-    Blocks of the host tier are used by what is cached in them.
+    Blocks of the host tier are used by what is cached in them. `adapters`: the pages of the LoRA
+    cache, and the task that each used one belongs to.
     """
 
     ok: bool
@@ -40,6 +42,7 @@ class AuditReport:
     host_total_blocks: int = 0
     host_free_blocks: int = 0
     host_used_blocks: int = 0
+    adapters: PeftCacheReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +115,13 @@ def audit(loop: TokenLoop) -> AuditReport:
     free, used, total = ledger.host_free, ledger.host_used, ledger.host_total
     if free + used != total:
         problems.append(f"{free} free + {used} used of {total} host blocks")
+    problem = loop.table.adapters.problem()
+    if problem is not None:
+        problems.append(problem)
     found, blocks = tuple(problems), (ledger.total, ledger.free, ledger.used)
     owner_of = MappingProxyType(dict(ledger.owners))
-    return AuditReport(not problems, found, *blocks, owner_of, total, free, used)
+    pages = loop.table.adapters.cache.audit()
+    return AuditReport(not problems, found, *blocks, owner_of, total, free, used, pages)
 
 
 def explain(loop: TokenLoop, request_id: int) -> Explanation:
@@ -164,6 +171,7 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
                 f"request id {request_id} belongs to a request that is still being processed"
             )
         request = admit(inference_request, loop.table.limits, now=0.0)
+        loop.table.adapters.require_known(request)
     except RequestError as error:
         return Fit(False, response_text(error), free_blocks=free, total_blocks=total)
     needed = kv_cache.get_needed_resource_to_completion(request)
@@ -190,12 +198,19 @@ def _reason(
     loop: TokenLoop, request: ActiveRequest, active: list[ActiveRequest]
 ) -> tuple[str, Wait, str]:
     """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
-    if request.state is LlmRequestState.PREPARING:
+    if request.awaited & FOR_PROCESSOR:
         processor = "" if request.processor is None else request.processor.name
         text = f"waits until its logits post-processor {processor} is ready"
         return "preparing", _NO_WAIT, text
+    if request.awaited & FOR_ADAPTER:
+        adapters = loop.table.adapters
+        is_short = adapters.lacks_pages(request.request_id)
+        reason = WaitReason.ADAPTER_PAGES.value if is_short else "preparing"
+        return reason, _NO_WAIT, f"waits {adapters.why_waiting(request)}"
     if request.slot >= 0 or request.state >= LlmRequestState.GENERATION_IN_PROGRESS:
         text = f"runs: {request.num_tokens} of {request.length_limit} tokens"
+        if request.lora_task_id is not None:
+            text += f", with adapter {request.lora_task_id}"
         return "running", _NO_WAIT, text
     active = [other for other in active if other.state is not LlmRequestState.PREPARING]
     waits = told_by(loop.scheduler, active, loop.in_flight())

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from gptmanager.errors import AdapterError
+from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
+from gptmanager.request.adapter import LoraModule
 
 
 class AdapterPool:
     """`pages [num_device_pages * page_size]`: those on the device, in one tensor, which stays where
-    it is, as recorded steps need it. On a CPU memory is taken as pages are written.
+    it is, as recorded steps need it. On a CPU memory is taken as pages are written. Where in it
+    adapters lie stands in a table for kernels, which has a slot for each page. `modules`: those of
+    a layer of the model, by id.
 
     Host pages lie in blocks of `pages_per_block`, which are allocated as their first page is
     written, and given back as their last is released; they are pinned if the device is no CPU.
@@ -31,6 +36,9 @@ class AdapterPool:
         pages_per_block: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        modules: Mapping[int, LoraModule] = MappingProxyType({}),
+        num_layers: int = 0,
     ) -> None:
         assert dtype.itemsize == sizes.itemsize  # both are the model's
         self.sizes = sizes
@@ -38,6 +46,10 @@ class AdapterPool:
         self.pages = torch.empty(num_elements, dtype=dtype, device=device)
         self._pages_per_block = pages_per_block
         self._pinned = self.pages.device.type != "cpu"
+        self._modules = {module_id: number for number, module_id in enumerate(modules)}
+        self._layout = _layout(modules)
+        shape = sizes.num_device_pages, num_layers, len(modules), 2
+        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
         self._written: set[int] = set()  # host pages
         self._lock = Lock()  # of the two above
@@ -73,6 +85,24 @@ class AdapterPool:
             source = self._host_page(host_page)[:num_elements]
             self.pages[start : start + num_elements].copy_(source, non_blocking=True)
 
+    def place(
+        self,
+        slot: int,
+        rows: Sequence[AdapterRow],
+        packing: Packing,
+        device_pages: Sequence[int],
+    ) -> None:
+        """From now on kernels find this adapter in `slot`; as `copy` does it."""
+        size, num_layers = self.sizes.page_size, self._table.shape[1]
+        table = adapter_table(rows, packing, device_pages, size, num_layers, self._modules)
+        self._table[slot].copy_(table)
+
+    def step(self, rows: Tensor) -> StepAdapters:
+        """For tokens that have the adapters in these slots, int32 `[T]`; -1: none."""
+        return StepAdapters(
+            self.pages, rows, self._table, self._layout, self.sizes.max_adapter_size
+        )
+
     def release(self, host_pages: Iterable[int]) -> None:
         """Nobody needs what these pages hold. Blocks of nothing else are given back."""
         with self._lock:
@@ -83,7 +113,8 @@ class AdapterPool:
 
     @property
     def nbytes(self) -> int:
-        return self.pages.nbytes
+        """Bytes on the device."""
+        return self.pages.nbytes + self._table.nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -108,6 +139,14 @@ class AdapterPool:
     def _host_page(self, page: int) -> Tensor:
         block, index = divmod(page, self._pages_per_block)
         return self._blocks[block][index]
+
+
+def _layout(modules: Mapping[int, LoraModule]) -> dict[str, tuple[AdapterModule, ...]]:
+    layout: dict[str, tuple[AdapterModule, ...]] = {"qkv": (), "out": (), "up": (), "down": ()}
+    for number, it in enumerate(modules.values()):
+        module = AdapterModule(number, it.first_column, it.num_columns, it.input_width)
+        layout[it.matrix] += (module,)
+    return layout
 
 
 def adapter_table(

@@ -20,8 +20,10 @@ from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
+from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.rope import rope_table
 from gptmanager.models.spec import ModelSpec
+from gptmanager.request.adapter import LoraModule
 
 
 class Affine(NamedTuple):
@@ -97,6 +99,11 @@ class CheckpointModel:
             return
         table = self._cos_sin = None  # or both would be there for a while
         self._cos_sin = rope_table(rope, self.spec.head_dim, num_positions, self._device)
+
+    @property
+    def adapter_modules(self) -> dict[int, LoraModule]:
+        """What adapters may change in each layer, by module id; see `lora_modules`."""
+        return lora_modules(self.spec)
 
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False

@@ -41,17 +41,17 @@ class PeftCacheCounts(NamedTuple):
     miss if it must be copied there, which `copied_bytes` counts.
     """
 
-    host_total_pages: int
-    host_used_pages: int
-    host_free_pages: int
-    device_total_pages: int
-    device_used_pages: int
-    device_free_pages: int
-    hits: int
-    misses: int
-    host_evictions: int
-    device_evictions: int
-    copied_bytes: int
+    host_total_pages: int = 0
+    host_used_pages: int = 0
+    host_free_pages: int = 0
+    device_total_pages: int = 0
+    device_used_pages: int = 0
+    device_free_pages: int = 0
+    hits: int = 0
+    misses: int = 0
+    host_evictions: int = 0
+    device_evictions: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +214,15 @@ class PeftCacheManager:
             raise LedgerError(f"request {request_id} has no adapter")
         return self._by_request[request_id]
 
+    @property
+    def adapters(self) -> tuple[CachedAdapter, ...]:
+        """All on the host, the least recently used first."""
+        return tuple(self._host.adapters)
+
+    def find(self, request_id: int) -> CachedAdapter | None:
+        """As `adapter_of`, or None."""
+        return self._by_request.get(request_id)
+
     def host_pages(self, adapter: CachedAdapter) -> tuple[int, ...]:
         return self._host.adapters[adapter]
 
@@ -228,7 +237,7 @@ class PeftCacheManager:
 
     def counts(self) -> PeftCacheCounts:
         host, device = self._host, self._device
-        num_free, num_free_device = len(host.free), len(device.free)
+        num_free, num_free_device = host.num_free, device.num_free
         return PeftCacheCounts(
             host.total,
             host.total - num_free,
@@ -307,7 +316,8 @@ class PeftCacheManager:
         return tuple(map(PageCopy, *pages, lengths))
 
     def _freed_pages(self) -> tuple[int, ...]:
-        return tuple(sorted({*self._freed} & {*self._host.free}))
+        held = {page for pages in self._host.adapters.values() for page in pages}
+        return tuple(sorted({*self._freed} - held))
 
     def _touch(self, adapter: CachedAdapter) -> None:
         self._host.touch(adapter)

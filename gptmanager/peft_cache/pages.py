@@ -47,14 +47,22 @@ class CachedAdapter:
 
 
 class AdapterPages:
-    """Pages `0..total - 1`. Those handed out first have the lowest numbers."""
+    """Pages `0..total - 1`. Those handed out first have the lowest numbers.
 
-    __slots__ = ("adapters", "free", "total")
+    `free`: a heap of pages that were given back. None from `fresh` on has ever been handed out.
+    """
+
+    __slots__ = ("adapters", "free", "fresh", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.free = [*range(total)]  # a heap
+        self.free: list[int] = []
+        self.fresh = 0
         self.adapters: OrderedDict[CachedAdapter, tuple[int, ...]] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free) + self.total - self.fresh
 
     def in_the_way(
         self, num_pages: int, stays: Callable[[CachedAdapter], bool]
@@ -63,7 +71,7 @@ class AdapterPages:
 
         None goes if not enough can.
         """
-        found, num_free = [], len(self.free)
+        found, num_free = [], self.num_free
         for adapter, pages in self.adapters.items():
             if num_free >= num_pages:
                 break
@@ -74,8 +82,11 @@ class AdapterPages:
 
     def take(self, adapter: CachedAdapter) -> None:
         """The caller knows that enough pages are free."""
-        pages = [heapq.heappop(self.free) for _ in range(adapter.num_pages)]
-        self.adapters[adapter] = tuple(pages)
+        num_again = min(adapter.num_pages, len(self.free))
+        pages = [heapq.heappop(self.free) for _ in range(num_again)]
+        num_new = adapter.num_pages - num_again
+        self.adapters[adapter] = (*pages, *range(self.fresh, self.fresh + num_new))
+        self.fresh += num_new
 
     def drop(self, adapter: CachedAdapter) -> tuple[int, ...]:
         """The pages of the adapter, which are free now."""
@@ -93,7 +104,8 @@ class AdapterPages:
         """These adapters, in this order, have these pages; the others are free."""
         self.adapters = OrderedDict(adapters)
         taken = {page for pages in adapters.values() for page in pages}
-        self.free = [page for page in range(self.total) if page not in taken]
+        self.fresh = min(max(taken, default=-1) + 1, self.total)
+        self.free = [page for page in range(self.fresh) if page not in taken]
 
     def owners(self) -> dict[int, int]:
         """Page -> task id."""
@@ -101,7 +113,9 @@ class AdapterPages:
 
     def problem(self) -> str | None:
         """Counts every page anew: it is free, or it belongs to one adapter."""
-        holders: dict[int, int] = dict.fromkeys(range(self.total), 0)
+        if self.fresh > self.total:
+            return f"page {self.fresh - 1} is not within 0..{self.total - 1}"
+        holders: dict[int, int] = dict.fromkeys(range(self.fresh), 0)
         for adapter, pages in self.adapters.items():
             if len(pages) != adapter.num_pages:
                 return f"adapter {adapter.task_id} has {len(pages)} pages, not {adapter.num_pages}"
@@ -118,7 +132,7 @@ class AdapterPages:
 def _count(holders: dict[int, int], pages: Iterable[int], who: str) -> str | None:
     for page in pages:
         if page not in holders:
-            return f"{who} page {page}, which is not within 0..{len(holders) - 1}"
+            return f"{who} page {page}, which was never handed out"
         if holders[page]:
             return f"{who} page {page}, which somebody else has too"
         holders[page] = 1

@@ -17,7 +17,13 @@ import torch
 
 from gptmanager.errors import response_text
 from gptmanager.loop.admission import read_draft_logits
-from gptmanager.recorder.requests import Opaque, RecordedError, recorded_processor
+from gptmanager.peft_cache.work import AdapterDone
+from gptmanager.recorder.requests import (
+    Opaque,
+    RecordedError,
+    recorded_processor,
+    without_weights,
+)
 from gptmanager.recorder.sizes import value_bytes
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
@@ -45,6 +51,7 @@ class Keeper:
             intake,
             requests=tuple(map(self._request, intake.requests)),
             failures=_texts(intake.failures),
+            adapters=tuple(map(_text_of, intake.adapters)),
         )
 
     def _request(self, request: InferenceRequest) -> InferenceRequest:
@@ -57,6 +64,8 @@ class Keeper:
         return InferenceRequest(request.request_id, kept, **keywords)
 
     def _tensor(self, name: str, value: Any, request: InferenceRequest) -> Any:
+        if name == "lora_weights" and isinstance(value, (np.ndarray, torch.Tensor)):
+            return without_weights(value)
         if name in ROW_INPUTS:
             with suppress(BaseException):  # it ends the request, in a replay again
                 rows = self._rows(name, value, request.tensors)
@@ -102,6 +111,13 @@ def _texts(failures: Iterable[Failure]) -> tuple[Failure, ...]:
     return tuple(
         failure._replace(error=RecordedError(response_text(failure.error))) for failure in failures
     )
+
+
+def _text_of(done: AdapterDone) -> AdapterDone:
+    """As `_texts`."""
+    if done.error is None:
+        return done
+    return done._replace(error=RecordedError(response_text(done.error)))
 
 
 def _named(processor: Any) -> Any:

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from gptmanager.assembly.adapter_sizing import MAX_PAGES, AdapterSizes
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.config import OptionalParams
 from gptmanager.errors import RecordingError
+from gptmanager.request.adapter import LORA_MODULE_NAMES
 from gptmanager.step import Intake, Row, Schedule, StepResult
 
 _BLOCKS = 1 << 22
@@ -31,6 +33,7 @@ _SIZES = {
     "attention_window": (1, _TOKENS),
     "sink_token_length": (0, _TOKENS),
 }
+_ADAPTER_DTYPES = ("float32", "bfloat16", "float16")
 _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": (1, 32)}
 
 
@@ -60,9 +63,27 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
     _require("vocab_size", blueprint.vocab_size, 1, _INT32)
     _require("hidden_size", blueprint.hidden_size, 0, 1 << 20)
     _require("params.max_batch_size", params.max_batch_size, 1, 1 << 20)
+    if blueprint.adapters is not None:
+        _check_adapters(blueprint.adapters)
     longest = -(-sizes.max_seq_len // sizes.tokens_per_block)
     _require("max_beam_width", blueprint.max_beam_width, 1, min(1 << 10, _TABLES // longest))
     return replace(blueprint, params=params)
+
+
+def _check_adapters(sizes: AdapterSizes) -> None:
+    cache = sizes.cache
+    _require("num_host_pages", cache.num_host_pages, 0, MAX_PAGES)
+    _require("num_device_pages", cache.num_device_pages, 0, MAX_PAGES)
+    _require("page_size", cache.page_size, 1, 1 << 40)
+    _require("itemsize", cache.itemsize, 1, 8)
+    _require("max_adapter_size", cache.max_adapter_size, 1, 1 << 16)
+    _require("num_layers", sizes.num_layers, 1, 1 << 16)
+    for module_id, module in sizes.modules:
+        _require("module_id", module_id, 0, len(LORA_MODULE_NAMES) - 1)
+        _require("input_width", module.input_width, 1, _INT32)
+        _require("num_columns", module.num_columns, 1, _INT32)
+    if sizes.dtype not in _ADAPTER_DTYPES:
+        raise RecordingError(f"adapters.dtype = {sizes.dtype!r} is none of {_ADAPTER_DTYPES}")
 
 
 class Bounds:

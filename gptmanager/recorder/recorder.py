@@ -139,7 +139,7 @@ class Recorder:
             self._give_up(error)
 
     def begin_turn(self, num_active: int, intake: Intake) -> None:
-        if self._black_box is not None and (intake.requests or intake.failures):
+        if self._black_box is not None and (intake.requests or intake.failures or intake.adapters):
             try:
                 intake = self._black_box.keeper.intake(intake)
             except BaseException as error:  # noqa: B036 - what cannot be kept must not end the loop

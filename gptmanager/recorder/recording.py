@@ -93,8 +93,9 @@ class Iteration:
         """Nothing came in, and nothing ran."""
         intake = self.intake
         has_come = intake.requests or intake.stops or intake.failures or intake.ready
+        of_adapters = intake.adapters or intake.forgotten_adapters
         results = self.schedule, self.result, self.recovered
-        return not has_come and results == (None, None, None)
+        return not (has_come or of_adapters) and results == (None, None, None)
 
     def line(self) -> bytes:
         values = {name: getattr(self, name) for name in self.__slots__}

@@ -80,11 +80,24 @@ class Allowance:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
+        if name == "lora_weights":
+            return  # of which nothing is ever made
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
         if self.left < 0:
             raise RecordingError(
                 f"{name} stands for {count} equal values: more than a recording of this size holds"
             )
+
+
+def without_weights(value: Any) -> Any:
+    """What a recording knows of `lora_weights`: how many there are. What was read of them it is
+    told later, as a digest.
+    """
+    if isinstance(value, np.ndarray):
+        return np.broadcast_to(np.zeros((), dtype=value.dtype), value.shape)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return value
 
 
 def plain_request(request: InferenceRequest) -> dict[str, Any]:
@@ -123,6 +136,8 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
 
 def _plain_or_opaque(name: str, value: Any) -> Any:
     try:
+        if name == "lora_weights" and isinstance(value, (torch.Tensor, np.ndarray)):
+            return _plain_weights(value)
         return _opaque(value) if is_too_large(name, value) else plain_tensor(value)
     except BaseException:  # noqa: B036 - a host's object
         return _opaque(value)
@@ -223,6 +238,18 @@ def _plain_value(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
         return [_plain_value(item, depth + 1) for item in value]
     return _opaque(value)
+
+
+def _plain_weights(value: torch.Tensor | np.ndarray) -> dict[str, Any]:
+    """As `without_weights`. They may be very many."""
+    if isinstance(value, torch.Tensor):
+        kind, is_float = "torch", value.dtype.is_floating_point
+    else:
+        kind, is_float = "numpy", value.dtype.kind == "f"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES[kind]:
+        dtype = "float32" if is_float else "int32"
+    return {kind: dtype, "shape": [*value.shape], "fill": 0}
 
 
 def _opaque(value: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 
 from gptmanager.decoding.deferred import Deferred
 from gptmanager.kv_cache.state import CachedBlockState
+from gptmanager.peft_cache.state import AdapterState
 from gptmanager.request.inference_request import InferenceRequest
 
 _NUMBER = 40  # in a list or tuple: the number, and the reference to it
@@ -22,6 +23,8 @@ def value_bytes(value: Any, depth: int = 0) -> int:
     """Of values of the loop, and of what a host gave as a tensor: anything."""
     if type(value) is CachedBlockState:  # a state holds many: no look at each of their values
         return _NUMBER * (11 + len(value.tokens))
+    if type(value) is AdapterState:
+        return _NUMBER * (12 + 6 * len(value.rows)) + 4 * len(value.digest)
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return _length(value)
     if isinstance(value, (str, bytes)):
@@ -45,6 +48,12 @@ def value_bytes(value: Any, depth: int = 0) -> int:
 
 def _length(array: np.ndarray | torch.Tensor) -> int:
     try:
+        if array.ndim and not any(_strides(array)):  # one number, as many times
+            return OBJECT
         return OBJECT + int(array.nbytes)
     except RuntimeError:  # a layout that has none
         return OBJECT + 8 * array.numel() if isinstance(array, torch.Tensor) else OBJECT
+
+
+def _strides(array: np.ndarray | torch.Tensor) -> tuple[int, ...]:
+    return array.stride() if isinstance(array, torch.Tensor) else array.strides

@@ -16,6 +16,7 @@ class HostTap:
         self.fetch = host.fetch
         self.respond = host.respond
         self.prepare = host.prepare
+        self.load = host.load
         self.fail = host.fail
         self.poll = host.poll
         self.report = host.report

@@ -19,6 +19,7 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras
 from gptmanager.loop.responses import final_beams
 from gptmanager.loop.token_loop import LoopState, TokenLoop
+from gptmanager.peft_cache.work import AdapterWork
 from gptmanager.recorder.recording import End, Iteration, Recording, located
 from gptmanager.replay.difference import difference, summary
 from gptmanager.request.inference_request import NamedTensor
@@ -257,6 +258,9 @@ class _RecordedWorld:
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """When it was ready the recorded intakes say."""
+
+    def load(self, work: AdapterWork) -> None:
+        """When it was done they say, too."""
 
     def fail(self, failure: Failure) -> None:
         """Failures come with the recorded intakes."""

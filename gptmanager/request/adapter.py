@@ -128,6 +128,13 @@ class AdapterTensors:
                     f"* {rank} = {rank * module.width}"
                 )
 
+    def row_sizes(self) -> list[tuple[int, int, int, int]]:
+        """Layer, module id, rank and number of elements of each row of `Adapter`, in its order."""
+        return sorted(
+            (layer, module_id, rank, rank * self._modules[module_id].width)
+            for module_id, layer, rank in self._rows
+        )
+
     def read(self) -> Adapter:
         """The adapter, in the model's dtype: a copy; numbers of other dtypes are rounded to it.
 

@@ -22,7 +22,7 @@ class LlmRequestState(IntEnum):
     GENERATION_IN_PROGRESS = 3
     GENERATION_TO_COMPLETE = 4  # its last permitted token is launched, not confirmed
     GENERATION_COMPLETE = 5
-    PREPARING = -1  # waits for its logits post-processor; never schedulable
+    PREPARING = -1  # waits for its logits post-processor or its adapter; never schedulable
 
 
 _S = LlmRequestState
@@ -34,7 +34,9 @@ NEXT_STATES: dict[LlmRequestState, frozenset[LlmRequestState]] = {
     _S.PREPARING: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
     _S.UNKNOWN: frozenset({_S.ENCODER_INIT, _S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
     _S.ENCODER_INIT: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
-    _S.CONTEXT_INIT: frozenset({_S.CONTEXT_INIT, _IN_PROGRESS, _S.GENERATION_COMPLETE}),
+    _S.CONTEXT_INIT: frozenset(
+        {_S.CONTEXT_INIT, _IN_PROGRESS, _S.GENERATION_COMPLETE, _S.PREPARING}
+    ),
     _IN_PROGRESS: frozenset({_S.CONTEXT_INIT, _TO_COMPLETE, _S.GENERATION_COMPLETE}),
     _TO_COMPLETE: frozenset({_S.CONTEXT_INIT, _S.GENERATION_COMPLETE}),
     _S.GENERATION_COMPLETE: frozenset(),
@@ -181,6 +183,11 @@ class LlmRequest:
     def is_last_context_chunk(self) -> bool:
         size = self._context_chunk_size
         return size is None or self.context_current_position + size == self.prompt_len
+
+    @property
+    def adapter_key(self) -> int | str | None:
+        """Of its adapter, where cached blocks are looked for: equal keys, equal adapters."""
+        return self.lora_task_id
 
     @property
     def reads_cache(self) -> bool:

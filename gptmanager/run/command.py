@@ -38,6 +38,7 @@ A line of FILE is a JSON object:
   "prompt"          a text (the folder then needs a tokenizer.json), or
   "input_ids"       a list of token ids
   "max_new_tokens"  how long the answer may get (else --max-new-tokens)
+  "lora"            the folder of an adapter that PEFT has saved
   "stop"            a text or a list of texts that end it, as the tokens they encode to
   "request_id"      a number (else the number of the line)
 and any input of a request by its name: "temperature", "top_k", "top_p", "random_seed", "end_id",

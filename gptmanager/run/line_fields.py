@@ -22,7 +22,7 @@ _ALIASES = {
     "min_p": "runtime_min_p",
     "streaming": "is_streaming",
 }
-_NAMES = frozenset((*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop"))
+_NAMES = frozenset((*TENSORS, *_KEYWORDS, "is_streaming", "request_id", "prompt", "stop", "lora"))
 # fields, whether a JSON value is one of theirs, and what it must be in words
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
@@ -54,6 +54,7 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         ("embedding_bias", "prompt_embedding_table", "draft_logits", "lora_weights", "lora_config"),
         lambda value: _are_numbers(value), "a list of numbers, or of lists of them",
     ),
+    (("lora",), lambda value: isinstance(value, str) and "\0" not in value, "a folder"),
     (("cache_salt",), lambda value: type(value) in (str, int), "a text or an integer"),
 )  # fmt: skip
 

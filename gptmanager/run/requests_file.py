@@ -1,17 +1,20 @@
 """Requests as JSON lines: what `gptmanager run` reads.
 
 A line is an object with `prompt` (text) or `input_ids`, `max_new_tokens`, and any input of an
-`InferenceRequest` by its name; `streaming` (default true), `stop` (texts) and `top_k`, `top_p`,
-`min_p` besides. A line that cannot be read is a value here, not an end: the others run.
+`InferenceRequest` by its name; `streaming` (default true), `stop` (texts), `lora` (a folder) and
+`top_k`, `top_p`, `min_p` besides. A line that cannot be read is a value here, not an end: the
+others run.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,6 +23,7 @@ from tokenizers import Tokenizer
 from gptmanager.errors import ConfigError, InvalidRequestError, response_text
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.request.inference_request import InferenceRequest
+from gptmanager.run.adapter_folders import AdapterFolders
 from gptmanager.run.line_fields import read_fields
 from gptmanager.run.text_encoder import LONG_TEXT, TextEncoder
 
@@ -42,18 +46,20 @@ def read_requests(
     *,
     max_new_tokens: int,
     max_tokens: int | None = None,
+    folder: str = "",
 ) -> Iterator[RequestLine]:
     """Every line that is not empty. Without a `request_id` it gets its number as its id.
 
-    `max_new_tokens` is for lines that name none. A long one can be built later, and in another
-    thread. `max_tokens`: no request has more, so that a longer text need not be encoded.
+    `max_new_tokens` is for lines that name none, `folder` where adapters are looked for. A long
+    line can be built later, and in another thread. `max_tokens`: no request has more, so that a
+    longer text need not be encoded.
     """
     first_use: dict[int | None, int] = {}
-    encoder = TextEncoder(tokenizer, max_tokens)
+    encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder))
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue
-        line = _read_line(number, text, encoder, max_new_tokens)
+        line = _read_line(number, text, encoder, adapters, max_new_tokens)
         if line.error is None and first_use.setdefault(line.request_id, number) != number:
             error = f"request_id = {line.request_id} is that of line {first_use[line.request_id]}"
             line = replace(line, request=None, build=None, error=_error(number, error))
@@ -68,6 +74,7 @@ def read_file(path: str, tokenizer: Tokenizer | None, **options: Any) -> list[Re
     try:
         if path != "-":
             with open(path, "rb") as lines:
+                options.setdefault("folder", os.path.dirname(path))
                 return list(read_requests(lines, tokenizer, **options))
         if sys.stdin is None:  # `<&-`
             raise ConfigError("--requests -: the standard input is closed")
@@ -95,7 +102,9 @@ def built_apart(lines: Sequence[RequestLine]) -> SimpleQueue[RequestLine]:
     return built
 
 
-def _read_line(number: int, text: bytes, encoder: TextEncoder, max_new_tokens: int) -> RequestLine:
+def _read_line(
+    number: int, text: bytes, encoder: TextEncoder, adapters: AdapterFolders, max_new_tokens: int
+) -> RequestLine:
     request_id: Any = number
     prompt = None
     try:
@@ -103,6 +112,7 @@ def _read_line(number: int, text: bytes, encoder: TextEncoder, max_new_tokens: i
         request_id = fields.pop("request_id", number)
         prompt = fields.pop("prompt", None)
         fields.setdefault("request_output_len", max_new_tokens)
+        adapters.take(fields)
         build = functools.partial(_build, number, request_id, prompt, fields, encoder)
         if len(text) < LONG_TEXT or type(request_id) is not int:
             return build()

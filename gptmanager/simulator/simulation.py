@@ -16,6 +16,13 @@ from gptmanager.config import FinishReason, ModelType
 from gptmanager.errors import RecordingError, SchedulerError
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.extras import HeldExtras
+from gptmanager.peft_cache.work import (
+    AdapterDone,
+    AdapterWork,
+    CopyAdapter,
+    ReadAdapter,
+    WriteAdapter,
+)
 from gptmanager.recorder import Recorder, build_recorded_loop
 from gptmanager.replay.replaying import finish_reasons
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
@@ -105,6 +112,7 @@ class World:
         self._device_free_at = 0.0
         self._known = KnownOutputs(load, 2 * max_batch_size)
         self._ready: list[int] = []
+        self._loaded: list[AdapterDone] = []
 
     @property
     def has_more(self) -> bool:
@@ -133,9 +141,10 @@ class World:
             self._next_clear += 1
         self._turns += 1
         ready, self._ready = tuple(self._ready), []
+        loaded, self._loaded = tuple(self._loaded), []
         requests = tuple(map(self._arrive, range(first, self._next)))
         clears_cache = self._next_clear > num_cleared
-        return Intake(self.now, requests, stops, ready, clears_cache=clears_cache)
+        return Intake(self.now, requests, stops, ready, (), clears_cache, loaded)
 
     def _is_idle(self, num_active: int) -> bool:
         """Whether nothing is there yet: told once, as a recording tells it; then time goes on."""
@@ -207,6 +216,13 @@ class World:
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """Nothing will be called, so it is ready."""
         self._ready.append(request_id)
+
+    def load(self, work: AdapterWork) -> None:
+        """It takes no time. An adapter is known by its task."""
+        if isinstance(work, ReadAdapter):
+            self._loaded.append(AdapterDone(work.job, str(work.task_id)))
+        elif isinstance(work, (WriteAdapter, CopyAdapter)):
+            self._loaded.append(AdapterDone(work.job))
 
     def fail(self, failure: Failure) -> None:
         """No step of a simulation fails."""

@@ -14,6 +14,7 @@ from gptmanager.assembly.blueprint import build_loop
 from gptmanager.config import FinishReason
 from gptmanager.errors import CapacityError, ConfigError, SchedulerError, response_text
 from gptmanager.manager.inspection import audit
+from gptmanager.peft_cache.work import AdapterWork
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler
@@ -104,6 +105,9 @@ class _ScenarioHost:
 
     def prepare(self, request_id: int, processor: RequestProcessor) -> None:
         """No planned request has a logits post-processor."""
+
+    def load(self, work: AdapterWork) -> None:
+        """Nor an adapter."""
 
     def fail(self, failure: Failure) -> None:
         """Nor does any effect fail."""

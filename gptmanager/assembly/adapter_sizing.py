@@ -1,0 +1,89 @@
+"""How large the cache of LoRA adapters is, with the log line operators expect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from gptmanager.config import PeftCacheManagerConfig
+from gptmanager.errors import ConfigError
+from gptmanager.peft_cache import CacheSizes, cache_sizes
+from gptmanager.request.adapter import AdapterLimits, LoraModule
+
+logger = logging.getLogger("gptmanager")
+
+MAX_PAGES = 1 << 22  # of a level: more adapters than anybody has
+_DEFAULT = PeftCacheManagerConfig()
+
+
+class AdapterSizes(NamedTuple):
+    """`modules`: by id, in ascending order. `dtype`: of the pages, by name."""
+
+    cache: CacheSizes
+    modules: tuple[tuple[int, LoraModule], ...]
+    num_layers: int
+    dtype: str
+    pages_per_host_block: int = _DEFAULT.max_pages_per_block_host
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def limits(self) -> AdapterLimits:
+        """What a request's adapter may be."""
+        highest = self.cache.max_adapter_size
+        return AdapterLimits(dict(self.modules), self.num_layers, self.torch_dtype, highest)
+
+    @property
+    def device_bytes(self) -> int:
+        return self.cache.num_device_pages * self.cache.page_size * self.cache.itemsize
+
+
+def adapter_sizes(
+    config: PeftCacheManagerConfig, model: Any, free_bytes: float
+) -> AdapterSizes | None:
+    """For a model with `adapter_modules`; None: it has none, or no page fits. Then requests with
+    adapters are refused.
+
+    ConfigError for a size that was asked for, and that holds no page. `free_bytes`: of the device.
+    """
+    modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
+    if not modules:
+        return None
+    dtype: torch.dtype = model.spec.dtype
+    widths = {module_id: module.width for module_id, module in modules.items()}
+    sizes = cache_sizes(config, widths, model.spec.num_layers, dtype.itemsize, int(free_bytes))
+    sizes = sizes._replace(
+        num_host_pages=min(sizes.num_host_pages, MAX_PAGES),
+        num_device_pages=min(sizes.num_device_pages, MAX_PAGES),
+    )
+    page_bytes = sizes.page_size * sizes.itemsize
+    for name, num_pages in (
+        ("host_cache_size", sizes.num_host_pages),
+        ("device_cache_percent", sizes.num_device_pages),
+    ):
+        value = getattr(config, name)
+        if not num_pages and value and value != getattr(_DEFAULT, name):
+            raise ConfigError(
+                f"PeftCacheManagerConfig.{name} = {value} holds no page of {page_bytes} bytes, and "
+                "an adapter takes at least one; 0: there are no adapters"
+            )
+    logger.info(
+        "pages of the adapter cache: %d on the host, %d on the device, of %d bytes each",
+        *(sizes.num_host_pages, sizes.num_device_pages, page_bytes),
+    )
+    if not sizes.num_host_pages or not sizes.num_device_pages:
+        logger.warning("requests with adapters will be refused: their cache holds no page")
+        return None
+    return AdapterSizes(
+        sizes,
+        tuple(sorted(modules.items())),
+        model.spec.num_layers,
+        str(dtype).removeprefix("torch."),
+        config.max_pages_per_block_host,
+    )

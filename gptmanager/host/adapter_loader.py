@@ -1,0 +1,149 @@
+"""`AdapterLoader`: does what a loop wants done with adapters, on threads of its own.
+
+Decides nothing. Reading what a host gave, and moving it, must not keep the loop from its steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from gptmanager.config import PeftCacheManagerConfig
+from gptmanager.errors import ManagerDeadError
+from gptmanager.memory.adapter_pool import AdapterPool
+from gptmanager.peft_cache.work import (
+    AdapterDone,
+    AdapterWork,
+    CopyAdapter,
+    DropAdapter,
+    FreeHostPages,
+    ReadAdapter,
+    WriteAdapter,
+)
+from gptmanager.request.adapter import Adapter
+
+
+class AdapterLoader:
+    """`wake` ends the pause of an idle loop. For the next intake, of any thread: `done`, jobs that
+    have ended, and `forgotten`, ids of tasks.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.done: deque[AdapterDone] = deque()
+        self.forgotten: deque[int] = deque()
+        self._wake = wake
+        self._pool: AdapterPool | None = None
+        self._config = PeftCacheManagerConfig()
+        self._putting: ThreadPoolExecutor | None = None  # once the first adapter comes
+        self._ensuring: ThreadPoolExecutor | None = None
+        self._streams: deque[Any] = deque()  # those that nobody copies on
+        self._streams_left = threading.Semaphore(0)
+        self._read: dict[int, Adapter | None] = {}  # by job; None: not yet
+        self._lock = threading.Lock()  # of `_read`
+
+    def attach(self, pool: AdapterPool | None, config: PeftCacheManagerConfig) -> None:
+        """Called once, before the loop iterates."""
+        self._pool, self._config = pool, config
+
+    def forget(self, task_id: int) -> None:
+        """The next intake says that this task's adapter was replaced. From any thread."""
+        self.forgotten.append(task_id)
+
+    def release(self) -> None:
+        """The loop iterates no more: what has not begun is not done."""
+        self._wake = lambda: None
+        for threads in (self._putting, self._ensuring):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+        self._putting = self._ensuring = self._pool = None
+        with self._lock:
+            self._read.clear()
+
+    def begin(self, work: AdapterWork) -> None:
+        """As `Host.load`."""
+        pool = self._pool
+        if pool is None:
+            return
+        try:
+            self._begin(work, pool)
+        except Exception as error:  # no more threads, say
+            if not isinstance(work, (DropAdapter, FreeHostPages)):
+                self.done.append(AdapterDone(work.job, "", error))
+
+    def _begin(self, work: AdapterWork, pool: AdapterPool) -> None:
+        if self._putting is None or self._ensuring is None:
+            self._putting, self._ensuring = self._start_threads(pool)
+        if isinstance(work, ReadAdapter):
+            with self._lock:
+                self._read[work.job] = None
+            self._putting.submit(self._do, work.job, self._read_adapter, work)
+        elif isinstance(work, WriteAdapter):
+            self._putting.submit(self._do, work.job, self._write_adapter, work, pool)
+        elif isinstance(work, CopyAdapter):
+            self._ensuring.submit(self._do, work.job, self._copy_adapter, work, pool)
+        elif isinstance(work, DropAdapter):
+            with self._lock:
+                self._read.pop(work.source, None)
+        elif isinstance(work, FreeHostPages):
+            pool.release(work.host_pages)
+
+    def _start_threads(self, pool: AdapterPool) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        config, device = self._config, pool.pages.device
+        for _ in range(config.num_copy_streams):
+            is_cuda = device.type == "cuda"
+            stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+            self._streams.append(stream)
+            self._streams_left.release()
+        names = "gptmanager-put", "gptmanager-ensure"
+        numbers = config.num_put_workers, config.num_ensure_workers
+        putting, ensuring = (
+            # one core is enough for a copy; the others are the loop's
+            ThreadPoolExecutor(number, name, initializer=torch.set_num_threads, initargs=(1,))
+            for name, number in zip(names, numbers, strict=True)
+        )
+        return putting, ensuring
+
+    def _do(self, job: int, function: Callable[..., str], *arguments: Any) -> None:
+        digest, failure = "", None
+        try:
+            digest = function(*arguments)
+        except BaseException as error:  # noqa: B036 - what a host's tensor raises, or no memory
+            failure = error
+        self.done.append(AdapterDone(job, digest, failure))
+        with suppress(ManagerDeadError):
+            self._wake()
+
+    def _read_adapter(self, work: ReadAdapter) -> str:
+        adapter = work.tensors.read()
+        with self._lock:
+            if work.job in self._read:  # else nobody wants it any more
+                self._read[work.job] = adapter
+        return adapter.digest
+
+    def _write_adapter(self, work: WriteAdapter, pool: AdapterPool) -> str:
+        with self._lock:
+            adapter = self._read.pop(work.source)
+        assert adapter is not None  # the loop was told its digest
+        weights = [row.values for row in adapter.rows.values()]
+        pool.put(work.host_pages, work.rows, work.packing, weights)
+        return ""
+
+    def _copy_adapter(self, work: CopyAdapter, pool: AdapterPool) -> str:
+        self._streams_left.acquire()
+        stream = self._streams.popleft()
+        try:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                pool.copy(work.copies)
+                pool.place(work.slot, work.rows, work.packing, work.device_pages)
+            if stream is not None:
+                stream.synchronize()  # then every step that comes finds it
+        finally:
+            self._streams.append(stream)
+            self._streams_left.release()
+        return ""

@@ -1,0 +1,384 @@
+"""`Adapters`: the LoRA adapters of the active requests, from their arrival to the device.
+
+Decides who waits for an adapter, and whose adapters have the pages of the device. What takes long
+is done elsewhere, as `AdapterWork`. Pages are counted in `peft_cache`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from gptmanager.errors import AdapterError, response_text
+from gptmanager.loop.active_request import FOR_ADAPTER, ActiveRequest
+from gptmanager.peft_cache.layout import AdapterRow, CacheSizes
+from gptmanager.peft_cache.manager import PeftCacheManager, Put
+from gptmanager.peft_cache.pages import CachedAdapter
+from gptmanager.peft_cache.work import (
+    AdapterDone,
+    AdapterWork,
+    CopyAdapter,
+    DropAdapter,
+    FreeHostPages,
+    ReadAdapter,
+    WriteAdapter,
+)
+from gptmanager.request.llm_request import LlmRequest
+from gptmanager.step import Failure
+
+
+def no_adapters() -> Adapters:
+    """For a loop whose requests have none."""
+    return Adapters(PeftCacheManager(CacheSizes(0, 0, 0, 0, 0)), lambda work: None, patience=0)
+
+
+@dataclass(slots=True)
+class Read:
+    """What a request brought, until it is cached. `digest` "": it is being read.
+
+    `wanted_by`: the request that brought it, if that is still there, and those that came later with
+    the id alone. `is_forgotten`: nobody who comes now may have it.
+    """
+
+    task_id: int
+    brought_by: int
+    rows: tuple[AdapterRow, ...]
+    digest: str = ""
+    is_forgotten: bool = False
+    wanted_by: list[int] = field(default_factory=list)
+
+
+class Adapters:
+    """Who has an adapter, and who waits for one. `load` has work done, of which `take_in` learns.
+
+    The pages of the device go to requests that have started, then to the others in the order of the
+    active requests; an adapter for which they do not suffice is passed over. Those behind it may
+    overtake the first one that is passed over `patience` times. Then they wait, too.
+
+    `waiting`: requests that must not start yet. They are in PREPARING.
+    """
+
+    def __init__(
+        self, cache: PeftCacheManager, load: Callable[[AdapterWork], None], patience: int
+    ) -> None:
+        self.cache = cache
+        self.waiting: set[int] = set()
+        self.requests: dict[int, ActiveRequest] = {}
+        self.reads: dict[int, Read] = {}  # by job, in the order of their arrival
+        self.moves: dict[int, CachedAdapter] = {}  # to the host or to the device, by job
+        self.counts = cache.counts()  # when `count` was called
+        self.unknown: list[int] = []  # requests of ids that no one has brought so far
+        self.num_jobs = 0  # ever
+        self.has_changed = False  # since pages were given out
+        self._forgotten: deque[int] = deque()  # noted, as are those
+        self._done: deque[AdapterDone] = deque()
+        self.passed_over = -1  # the first request for which pages do not suffice
+        self.num_overtaken = 0  # how often
+        self._load = load
+        self._patience = patience
+
+    # What comes in -------------------------------------------------------------------------
+
+    def note(self, forgotten: Iterable[int], done: Iterable[AdapterDone]) -> None:
+        """An intake says so: ids of tasks, and work that has ended."""
+        self._forgotten.extend(forgotten)
+        self._done.extend(done)
+        self.has_changed = True
+
+    def take_in(self) -> list[Failure]:
+        """What was noted, before requests are added. Gives those that must end."""
+        failures: list[Failure] = []
+        while self._forgotten:
+            task_id = self._forgotten.popleft()
+            self.cache.forget(task_id)
+            for read in self.reads.values():
+                read.is_forgotten |= read.task_id == task_id
+        while self._done:
+            self._end_job(self._done.popleft(), failures)
+        return failures
+
+    def add(self, request: ActiveRequest) -> None:
+        """A request has been admitted. One without an adapter is no error."""
+        task_id, tensors = request.lora_task_id, request.adapter_tensors
+        if task_id is None:
+            return
+        request_id = request.request_id
+        self.requests[request_id] = request
+        self.waiting.add(request_id)
+        self.has_changed = True
+        if tensors is None:
+            if not self._follow(request_id, task_id):
+                self.unknown.append(request_id)  # perhaps another one brings it, just behind
+            return
+        request.adapter_tensors = None
+        rows = tuple(AdapterRow(*row) for row in tensors.row_sizes())
+        job = self._next_job()
+        self.reads[job] = Read(task_id, request_id, rows, wanted_by=[request_id])
+        self._load(ReadAdapter(job, task_id, tensors))
+
+    def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
+        """After requests were added: who may start has its adapter. Gives those that must end."""
+        failures: list[Failure] = []
+        self.has_changed = False
+        unknown, self.unknown = self.unknown, []
+        self._follow_or_fail(unknown, failures)
+        for job in self._next_reads():
+            self._put(job, failures)
+        failed = {failure.request_id for failure in failures}
+        self._give_pages([r for r in active if r.request_id not in failed])
+        freed = self.cache.take_freed()
+        if freed:
+            self._load(FreeHostPages(freed))
+        self.count()
+        return failures
+
+    def count(self) -> None:
+        """For the statistics: this takes a while."""
+        self.counts = self.cache.counts()
+
+    # What requests do ----------------------------------------------------------------------
+
+    def pause(self, request: LlmRequest) -> None:
+        """It was running, and must have its adapter again before it goes on."""
+        active = self.requests.get(request.request_id)
+        if active is not None:
+            self._take_pages(active)
+            self.has_changed = True
+
+    def release(self, request_id: int) -> None:
+        """It has ended. One without an adapter is no error."""
+        if self.requests.pop(request_id, None) is None:
+            return
+        self.has_changed = True
+        self.waiting.discard(request_id)
+        self.cache.release(request_id)
+        for job, read in list(self.reads.items()):
+            if request_id in read.wanted_by:
+                read.wanted_by.remove(request_id)
+                if not read.wanted_by:
+                    self._drop(job)
+
+    # Until it is on the host ---------------------------------------------------------------
+
+    def _next_job(self) -> int:
+        self.num_jobs += 1
+        return self.num_jobs
+
+    def _follow(self, request_id: int, task_id: int) -> bool:
+        """The request gets what others bring or have brought; False: there is nothing."""
+        if task_id in self.cache:
+            self.cache.use(request_id, task_id)
+            self._attach(request_id)
+            return True
+        for read in reversed(self.reads.values()):
+            if read.task_id == task_id and not read.is_forgotten:
+                read.wanted_by.append(request_id)
+                return True
+        return False
+
+    def _follow_or_fail(self, request_ids: Iterable[int], failures: list[Failure]) -> None:
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is None or request.lora_task_id is None:
+                continue  # it has ended meanwhile
+            if not self._follow(request_id, request.lora_task_id):
+                try:
+                    self.cache.use(request_id, request.lora_task_id)
+                except AdapterError as error:
+                    failures.append(Failure(request_id, error))
+
+    def _attach(self, request_id: int) -> None:
+        self.requests[request_id].adapter_digest = self.cache.adapter_of(request_id).digest
+
+    def _drop(self, job: int) -> Read:
+        """What it has read, or will have, is not needed."""
+        self._load(DropAdapter(job))
+        return self.reads.pop(job)
+
+    def _end_job(self, done: AdapterDone, failures: list[Failure]) -> None:
+        read = self.reads.get(done.job)
+        if read is not None and done.error is None:
+            read.digest = done.digest
+        elif read is not None:
+            self._fail(done.job, done.error or AdapterError(), failures)
+        elif done.job in self.moves:
+            self._end_move(done, self.moves.pop(done.job), failures)
+
+    def _fail(self, job: int, error: BaseException, failures: list[Failure]) -> None:
+        """What a request brought is no adapter. Others wanted one under its id."""
+        read = self._drop(job)
+        if read.brought_by in read.wanted_by:
+            read.wanted_by.remove(read.brought_by)
+            failures.append(Failure(read.brought_by, error))
+        self._follow_or_fail(read.wanted_by, failures)
+
+    def _end_move(self, done: AdapterDone, adapter: CachedAdapter, failures: list[Failure]) -> None:
+        if done.error is not None:
+            text = f"lora_task_id {adapter.task_id} could not be loaded: "
+            error = AdapterError(text + response_text(done.error))
+            failures += [Failure(request_id, error) for request_id in sorted(adapter.requests)]
+            if not adapter.is_replaced:
+                self.cache.forget(adapter.task_id)
+        if adapter.is_loading:
+            self.cache.loaded(adapter)
+        else:
+            self.cache.copied(adapter)
+
+    def _next_reads(self) -> Iterator[int]:
+        """Those that have been read: of one task in the order in which they came."""
+        unread: set[int] = set()
+        for job, read in list(self.reads.items()):
+            if read.task_id not in unread and read.digest:
+                yield job
+            if job in self.reads:
+                unread.add(read.task_id)
+
+    def _put(self, job: int, failures: list[Failure]) -> None:
+        """Into host pages, if there are any."""
+        read = self.reads[job]
+        first, *others = read.wanted_by
+        try:
+            answer = self.cache.put(first, read.task_id, read.digest, read.rows)
+        except AdapterError as error:
+            self._fail(job, error, failures)
+            return
+        if answer is Put.WAIT:
+            return
+        self._attach(first)
+        for request_id in others:
+            self.cache.use(request_id, read.task_id)
+            self._attach(request_id)
+        if read.is_forgotten:
+            self.cache.forget(read.task_id)
+        if answer is Put.KNOWN:
+            self._drop(job)
+            return
+        del self.reads[job]
+        adapter = self.cache.adapter_of(first)
+        pages, write = self.cache.host_pages(adapter), self._next_job()
+        self.moves[write] = adapter
+        freed = self.cache.take_freed()
+        if freed:
+            self._load(FreeHostPages(freed))
+        self._load(WriteAdapter(write, job, pages, adapter.rows, adapter.packing))
+
+    # From there to the device --------------------------------------------------------------
+
+    def _give_pages(self, active: Iterable[ActiveRequest]) -> None:
+        with_adapter = [(r, a) for r in active if (a := self.cache.find(r.request_id)) is not None]
+        free, claimed = self.cache.get_max_device_pages(), set()
+        for request, adapter in with_adapter:
+            if request.slot >= 0 and adapter not in claimed:
+                claimed.add(adapter)
+                free -= adapter.num_pages
+        passed_over, chosen = -1, []
+        for request, adapter in with_adapter:
+            if request.slot >= 0 or adapter.is_loading:
+                continue
+            fits = adapter in claimed or adapter.num_pages <= free
+            if not fits and passed_over < 0:
+                passed_over = request.request_id
+            if passed_over >= 0 and self._is_overdue(passed_over):
+                fits = False
+            if not fits:
+                if request.request_id in adapter.running:
+                    self._take_pages(request)
+                continue
+            chosen.append((request, adapter, passed_over >= 0))
+            if adapter not in claimed:
+                claimed.add(adapter)
+                free -= adapter.num_pages
+        if passed_over != self.passed_over:
+            self.passed_over, self.num_overtaken = passed_over, 0
+        for request, adapter, overtakes in chosen:
+            self.num_overtaken += self._ensure(request, adapter) and overtakes
+
+    def _is_overdue(self, request_id: int) -> bool:
+        return request_id == self.passed_over and self.num_overtaken >= self._patience
+
+    def _take_pages(self, request: ActiveRequest) -> None:
+        """It has not started, and waits."""
+        request_id = request.request_id
+        self.cache.pause(request_id)
+        self.waiting.add(request_id)
+        request.adapter_slot = -1
+        request.wait_for(FOR_ADAPTER)
+
+    def _ensure(self, request: ActiveRequest, adapter: CachedAdapter) -> bool:
+        """The adapter is on the device, or on its way there; is that new?"""
+        request_id = request.request_id
+        is_new = request_id not in adapter.running
+        copies = self.cache.ensure(request_id)
+        if copies is None:
+            return False  # what is being copied for others must be there first
+        pages = self.cache.device_pages(adapter)
+        assert pages is not None  # `ensure` has seen to it
+        if copies:
+            job = self._next_job()
+            self.moves[job] = adapter
+            parts = adapter.rows, adapter.packing, pages
+            self._load(CopyAdapter(job, pages[0], copies, *parts))
+        if not adapter.is_copying and request_id in self.waiting:
+            self.waiting.discard(request_id)
+            request.adapter_slot = pages[0]
+            request.has_come(FOR_ADAPTER)
+        return is_new
+
+    # Questions -----------------------------------------------------------------------------
+
+    def require_known(self, request: ActiveRequest) -> None:
+        """AdapterError for one, not yet added, that brings only an id of which nothing is known."""
+        task_id = request.lora_task_id
+        if task_id is None or request.adapter_tensors is not None:
+            return
+        if not any(r.task_id == task_id and not r.is_forgotten for r in self.reads.values()):
+            self.cache.determine_num_pages(task_id)
+
+    def why_waiting(self, request: ActiveRequest) -> str:
+        """Goes on behind "request 7 waits"; of one of `waiting`."""
+        name, cache = f"its adapter {request.lora_task_id}", self.cache
+        adapter = cache.find(request.request_id)
+        if adapter is None:
+            wanted = [r for r in self.reads.values() if request.request_id in r.wanted_by]
+            if wanted and wanted[0].digest:
+                return f"for host pages of {name}: those that have them are needed"
+            return f"until {name} is read"
+        if adapter.is_loading or adapter.is_copying:
+            return f"until {name} is {'on the host' if adapter.is_loading else 'on the device'}"
+        counts = cache.counts()
+        return (
+            f"for {adapter.num_pages} adapter pages of {name}: {counts.device_free_pages} of "
+            f"{counts.device_total_pages} are free, and the others belong to requests that run or "
+            "stand before it"
+        )
+
+    def lacks_pages(self, request_id: int) -> bool:
+        """The device has none for its adapter, which is on the host."""
+        adapter = self.cache.find(request_id)
+        is_there = adapter is not None and not (adapter.is_loading or adapter.is_copying)
+        return request_id in self.waiting and is_there
+
+    def problem(self) -> str | None:
+        """Counts everything anew: the first contradiction."""
+        for request_id, request in self.requests.items():
+            adapter, where = self.cache.find(request_id), f"request {request_id}"
+            waits = request_id in self.waiting
+            if waits != bool(request.awaited & FOR_ADAPTER):
+                return f"{where} is one that waits for its adapter, and is not"
+            if waits and request.slot >= 0:
+                return f"{where} has started without its adapter"
+            if waits:
+                continue
+            pages = None if adapter is None else self.cache.device_pages(adapter)
+            if adapter is None or pages is None or request_id not in adapter.running:
+                return f"{where} may run, and its adapter is not on the device"
+            if request.adapter_slot != pages[0] or request.adapter_digest != adapter.digest:
+                return f"{where} finds another adapter than its own"
+        for adapter in self.cache.adapters:
+            for request_id in adapter.requests:
+                if request_id not in self.requests:
+                    return (
+                        f"adapter {adapter.task_id} is kept for request {request_id}, which ended"
+                    )
+        return self.cache.audit().problem

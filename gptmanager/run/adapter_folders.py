@@ -1,0 +1,42 @@
+"""`AdapterFolders`: the adapters that lines name by their folders, each read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gptmanager.callbacks import load_peft_adapter
+from gptmanager.errors import ConfigError, InvalidRequestError, response_text
+from gptmanager.memory.checkpoint_files import shown
+
+_FIRST_TASK = 1 << 32  # ids of tasks that lines give are smaller, as a rule
+
+
+class AdapterFolders:
+    """`place`: what relative folders are relative to."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._read: dict[Path, tuple[int, tuple[Any, Any]] | InvalidRequestError] = {}
+
+    def take(self, fields: dict[str, Any]) -> None:
+        """Put the adapter's tensors in the place of "lora". InvalidRequestError: it has none."""
+        if "lora" not in fields:
+            return
+        given = fields.pop("lora")
+        if "lora_weights" in fields or "lora_config" in fields:
+            raise InvalidRequestError("both lora and lora_weights or lora_config are given")
+        folder = (self._place / given).resolve()
+        if folder not in self._read:
+            self._read[folder] = self._load(folder, given)
+        found = self._read[folder]
+        if isinstance(found, InvalidRequestError):
+            raise found
+        task_id, (fields["lora_weights"], fields["lora_config"]) = found
+        fields.setdefault("lora_task_id", task_id)
+
+    def _load(self, folder: Path, given: str) -> tuple[int, tuple[Any, Any]] | InvalidRequestError:
+        try:
+            return _FIRST_TASK + len(self._read), load_peft_adapter(folder)
+        except (ConfigError, OSError) as error:
+            return InvalidRequestError(f"lora = {shown(given)}: {response_text(error)}")
