@@ -21,6 +21,8 @@ from gptmanager.bench import (
     random_llama,
     run_manager,
 )
+from gptmanager.bench.adapter_load import adapter_load
+from gptmanager.bench.load import read_config
 from gptmanager.errors import ConfigError, GptManagerError
 
 TINY_QWEN2 = {**TINY, "model_type": "qwen2", "tie_word_embeddings": True, "rope_theta": 1e6}
@@ -65,6 +67,33 @@ def test_the_report(folder):
     for name in ("time_to_first_token_ms", "time_per_output_token_ms", "queue_ms"):
         assert 0 <= ours[name]["p50"] <= ours[name]["p90"] <= ours[name]["p99"]
     assert "same_outputs" not in report
+
+
+def test_adapters_are_a_run_of_their_own(folder):
+    report = bench(BenchOptions(folder, LOAD, repeats=1, adapters=2, adapter_size=4))
+    engines = report["engines"]
+    assert [*engines] == ["gptmanager", "with adapters", "beside an adapter"]
+    assert report["adapters"] == "2 of rank 4"
+    ours = engines["gptmanager"]["output_tokens_per_second"]
+    for name in ("with adapters", "beside an adapter"):
+        ratio = report[f"{name.replace(' ', '_')}_to_without"]
+        assert ratio == pytest.approx(
+            engines[name]["output_tokens_per_second"] / ours, rel=0.01, abs=0.01
+        )
+
+
+def test_requests_of_the_load_have_the_adapters_in_turn(folder):
+    config = read_config(folder)
+    load = adapter_load(config, 2, 4, 5, seed=1)
+    assert load.tasks == [0, 1, 0, 1, 0]
+    assert load.of_first_alone().tasks == [0, None, None, None, None]
+    requests, params = LOAD.requests(96), OptionalParams()
+    outputs = [
+        run_manager(folder, requests, params, SchedulerConfig(), adapters=it).outputs
+        for it in (None, load._replace(tasks=[None] * 5), load, load.of_first_alone())
+    ]
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert outputs[3] == (outputs[2][0], *outputs[0][1:])
 
 
 def test_the_peer_runs_the_same(folder):

@@ -296,6 +296,7 @@ bench/                    measures speed, its own and that of other libraries
     roofline              what a device can do at best, and the floors of a model
     machine               what a figure was measured on
     load                  requests of random tokens, and models of random weights
+    adapter_load          random adapters of a model, and which requests have which
     engine                a load through a manager, with the clock outside
     transformers_peer     the same load through transformers
     vllm_cpu_script       the same load through vLLM, in the interpreter that has it (no torch)

@@ -108,6 +108,9 @@ def add_command(commands: Any) -> None:
     add("--peer", choices=peers, help="run the same load on it too, in alternation")
     told = "the interpreter that has vLLM (default: this one)"
     add("--peer-python", metavar="FILE", help=told)
+    told = "run the load with N LoRA adapters, too, and with one request that has one"
+    add("--adapters", type=positive, default=0, metavar="N", help=told)
+    add("--adapter-size", type=positive, default=8, metavar="D", help="their rank (default 8)")
     add_json(parser)
     add_manager_options(parser)
     below = parser.add_subparsers(
@@ -177,7 +180,7 @@ def _bench(options: argparse.Namespace) -> int:
     bars = ProgressBars(options.region, patience_s=0)
 
     def ran(name: str, figures: Figures) -> None:
-        options.region.write(f"{name:12} {figures.tokens_per_second:10,.1f} output tokens/s\n")
+        options.region.write(f"{name:17} {figures.tokens_per_second:10,.1f} output tokens/s\n")
 
     given = manager_options(options)
     given.params.on_progress = bars.tell
@@ -189,6 +192,8 @@ def _bench(options: argparse.Namespace) -> int:
             repeats=options.repeats,
             peer=options.peer,
             peer_python=options.peer_python,
+            adapters=options.adapters,
+            adapter_size=options.adapter_size,
             params=given.params,
             scheduler=given.scheduler,
             model_type=given.model_type,

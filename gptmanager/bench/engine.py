@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from gptmanager.bench.adapter_load import AdapterLoad
 from gptmanager.bench.load import Request, Source
 from gptmanager.callbacks import RequestQueue
 from gptmanager.callbacks.generation import Generation
@@ -133,13 +134,22 @@ class Session:
         finally:
             self.queue.close()
 
-    def warm_up(self) -> None:
-        """What is compiled or touched once is no figure."""
+    def warm_up(self, adapters: AdapterLoad | None = None) -> None:
+        """What is compiled or touched once is no figure, nor is what adapters take to load."""
         self.queue.submit(WARM_UP, 2).result()
+        for task, (weights, config) in enumerate([] if adapters is None else adapters.adapters):
+            given: Any = {"lora_weights": weights, "lora_config": config}
+            self.queue.submit(WARM_UP, 2, lora_task_id=task, **given).result()
 
-    def start(self, requests: Sequence[Request], **by_name: Any) -> list[Generation]:
-        """Submit all at once: greedy, none ends early."""
-        return [self.queue.submit(prompt, new_tokens, **by_name) for prompt, new_tokens in requests]
+    def start(
+        self, requests: Sequence[Request], adapters: AdapterLoad | None = None, **by_name: Any
+    ) -> list[Generation]:
+        """Submit all at once: greedy, none ends early. `adapters`: those of `warm_up`."""
+        tasks = [None] * len(requests) if adapters is None else adapters.tasks
+        return [
+            self.queue.submit(prompt, new_tokens, lora_task_id=task, **by_name)
+            for (prompt, new_tokens), task in zip(requests, tasks, strict=True)
+        ]
 
     def results(self, requests: Sequence[Request], **by_name: Any) -> list[GenerationResult]:
         """Wait for all; ConfigError where they do not fit the model."""
@@ -172,11 +182,12 @@ def run_manager(
     params: OptionalParams,
     scheduler: SchedulerConfig,
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING,
+    adapters: AdapterLoad | None = None,
 ) -> Figures:
     """All requests at once through a manager of their own."""
     with Session(source, params, scheduler, model_type) as session:
         try:
-            session.warm_up()
+            session.warm_up(adapters)
         except RequestError as error:
             raise ConfigError(f"the load does not fit the model: {error}") from error
-        return session.run(requests)
+        return session.run(requests, adapters=adapters)

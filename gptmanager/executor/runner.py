@@ -107,7 +107,8 @@ class Runner:
         batch = self._batch(self._upload(self._arrays(rows)), rows.num_context_rows)
         slots = self._adapters_of(rows)
         if slots is not None and self.adapter_pool is not None:
-            batch = replace(batch, adapters=self.adapter_pool.step(self._upload((slots,))[0]))
+            own = self.adapter_pool.step(self._upload((slots,))[0], slots)
+            batch = replace(batch, adapters=own)
         if self._prompt_tables:
             batch = self._embed(batch, rows)
         return self.model.forward(batch, self.kv_pool)

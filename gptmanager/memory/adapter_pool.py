@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
 from gptmanager.request.adapter import LoraModule
+
+Layout = dict[str, tuple[AdapterModule, ...]]
 
 
 class AdapterPool:
@@ -48,6 +52,8 @@ class AdapterPool:
         self._pinned = self.pages.device.type != "cpu"
         self._modules = {module_id: number for number, module_id in enumerate(modules)}
         self._layout = _layout(modules)
+        self._layouts: dict[bytes, Layout] = {}  # of the modules that a step has
+        self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)  # by slot
         shape = sizes.num_device_pages, num_layers, len(modules), 2
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
@@ -96,12 +102,28 @@ class AdapterPool:
         size, num_layers = self.sizes.page_size, self._table.shape[1]
         table = adapter_table(rows, packing, device_pages, size, num_layers, self._modules)
         self._table[slot].copy_(table)
+        self._has_modules[slot] = table[..., 1].any(0).numpy()
 
-    def step(self, rows: Tensor) -> StepAdapters:
-        """For tokens that have the adapters in these slots, int32 `[T]`; -1: none."""
-        return StepAdapters(
-            self.pages, rows, self._table, self._layout, self.sizes.max_adapter_size
+    def step(self, rows: Tensor, slots: npt.NDArray[np.int32] | None = None) -> StepAdapters:
+        """For tokens that have the adapters in these slots, int32 `[T]`; -1: none.
+
+        `slots`: `rows` on the CPU. None: it may have any, and every module is looked at.
+        """
+        layout = self._layout if slots is None else self._layout_for(slots)
+        return StepAdapters(self.pages, rows, self._table, layout, self.sizes.max_adapter_size)
+
+    def _layout_for(self, slots: npt.NDArray[np.int32]) -> Layout:
+        """Of the modules that these adapters have."""
+        needed: npt.NDArray[np.bool_] = np.logical_or.reduce(
+            self._has_modules[np.unique(slots[slots >= 0])], axis=0
         )
+        key = needed.tobytes()
+        if key not in self._layouts:
+            self._layouts[key] = {
+                matrix: tuple(it for it in modules if needed[it.number])
+                for matrix, modules in self._layout.items()
+            }
+        return self._layouts[key]
 
     def release(self, host_pages: Iterable[int]) -> None:
         """Nobody needs what these pages hold. Blocks of nothing else are given back."""
@@ -141,8 +163,8 @@ class AdapterPool:
         return self._blocks[block][index]
 
 
-def _layout(modules: Mapping[int, LoraModule]) -> dict[str, tuple[AdapterModule, ...]]:
-    layout: dict[str, tuple[AdapterModule, ...]] = {"qkv": (), "out": (), "up": (), "down": ()}
+def _layout(modules: Mapping[int, LoraModule]) -> Layout:
+    layout: Layout = {"qkv": (), "out": (), "up": (), "down": ()}
     for number, it in enumerate(modules.values()):
         module = AdapterModule(number, it.first_column, it.num_columns, it.input_width)
         layout[it.matrix] += (module,)
