@@ -53,8 +53,6 @@ def assemble(
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     room = backend.room(model, params, max_beam_width)
     adapters = adapter_sizes(params.peft_cache_manager_config, model, room.free_bytes)
-    if adapters is not None:
-        backend.kernels.warm_up(with_adapters=True)  # not when the first one comes: others run then
     if adapters is not None and not room.shared:
         room = room._replace(free_bytes=room.free_bytes - adapters.device_bytes)
     sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)

@@ -102,6 +102,7 @@ class Backend(ABC):
         sizes = options.adapters
         if sizes is None:
             return None
+        self.kernels.warm_up(with_adapters=True)  # when the first one comes others run already
         return AdapterPool(
             *(sizes.cache, sizes.pages_per_host_block, sizes.torch_dtype, self.device),
             modules=dict(sizes.modules),
