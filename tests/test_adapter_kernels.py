@@ -10,6 +10,7 @@ from adapter_cases import LAYER, Case, expected, new_case, qkv_layout
 from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.adapter_arguments import AdapterModule
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 exact_kernels = pytest.mark.parametrize(
@@ -132,6 +133,65 @@ def test_a_row_is_the_same_alone_and_in_any_company(kernels: Kernels, dtype: tor
     order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(2))
     mixed = add(kernels, case, [MIXED[n] for n in order], before[order], x[order])
     assert torch.equal(mixed, together[order])
+
+
+@exact_kernels
+def test_a_step_that_began_has_the_same_bits(kernels: Kernels) -> None:
+    """Also where a module's number is larger than a number has bits."""
+    case = new_case(qkv_layout(83, 70, 33), RANKS)
+    x, before, step = randn(len(MIXED), 83), randn(len(MIXED), 136), case.with_rows(MIXED)
+    many = torch.zeros(*step.table.shape[:2], 200, 2, dtype=torch.int64)
+    many[:, :, torch.tensor([0, 5, 2, 4]) + 60] = step.table[:, :, [0, 5, 2, 4]]
+    layout = tuple(it._replace(number=it.number + 60) for it in case.layout)
+    far = step._replace(table=many, layout={"qkv": layout})
+    alone = add(kernels, case, MIXED, before, x)
+    for own in (step, far):
+        begun = kernels.begin_adapters(own)
+        assert begun is not None
+        for _ in range(2):
+            result = before.clone()
+            kernels.add_adapters(result, x, begun, LAYER, "qkv")
+            assert torch.equal(result, alone)
+            kernels.add_adapters(result, x, begun, LAYER, "down")
+            assert torch.equal(result, alone), "no module adds to that matrix"
+
+
+def test_a_step_that_needs_nothing_is_none() -> None:
+    case = new_case(qkv_layout(40, 24, 20), RANKS)
+    case.adapters.table[:, [0, 2], :, 1] = 0  # of other layers
+    for rows in ([-1] * 5, [5, -1, 5], []):
+        assert CpuKernels().begin_adapters(case.with_rows(rows)) is None
+    assert CpuKernels().begin_adapters(case.with_rows([5, 0])) is not None
+    assert CpuKernels().begin_adapters(None) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_gated_product_with_adapters(dtype: torch.dtype) -> None:
+    """Tokens without one have the bits of the product alone; the others those in any company."""
+    width = 64
+    layout = (AdapterModule(1, 0, width, 32), AdapterModule(3, width, width, 32))
+    case = new_case(layout, [(8, 8), (0, 0), (0, 3), (16, 0)], dtype)
+    x, weight = randn(7, 32, dtype=dtype), randn(2 * width, 32, dtype=dtype)
+    kernels = CpuKernels(deterministic=True)
+    matrix = kernels.new_matrix(2 * width, 32, dtype)
+    matrix = weight if matrix is None else matrix
+    matrix.copy_(weight)
+
+    def product(rows: Sequence[int], x: Tensor) -> Tensor:
+        own = case.with_rows(rows)
+        return kernels.linear_silu_mul_adapted(x, matrix, None, own, LAYER, "qkv")
+
+    rows = [0, -1, 1, 2, 0, -1, 3]
+    together, without = product(rows, x), kernels.linear_silu_mul(x, matrix)
+    for token, slot in enumerate(rows):
+        part = slice(token, token + 1)
+        assert torch.equal(product([slot], x[part])[0], together[token])
+        assert torch.equal(without[token], together[token]) == (slot in (-1, 1))
+    before = torch.nn.functional.linear(x.double(), weight.double())
+    gate, up = expected(case, rows, before, x).chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up
+    tolerance = 4 * TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+    torch.testing.assert_close(together.double(), wanted, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_the_bits_do_not_depend_on_threads() -> None:

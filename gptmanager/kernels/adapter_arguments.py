@@ -6,7 +6,7 @@ Knows nothing of how anything is computed from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,7 +32,8 @@ class StepAdapters(NamedTuple):
     slot in the table, -1 for none; several tokens of one slot are fast where they are neighbors.
     `layout`: the modules that add to a matrix, by its name; their columns may overlap. `max_rank`:
     at least every rank of the table. Nothing else depends on what the tensors hold, so that a
-    recorded step may find other adapters there.
+    recorded step may find other adapters there; but `plan` does, which `Kernels.begin_adapters`
+    makes of the others where it makes one.
     """
 
     pool: Tensor
@@ -40,3 +41,4 @@ class StepAdapters(NamedTuple):
     table: Tensor
     layout: Mapping[str, tuple[AdapterModule, ...]]
     max_rank: int
+    plan: Any = None

@@ -11,16 +11,16 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.kernels import adapters as adapter_loops
 from gptmanager.kernels import paged_attention, token_loops
-from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
-from gptmanager.kernels.adapters import AdapterTask
+from gptmanager.kernels.adapter_arguments import StepAdapters
+from gptmanager.kernels.adapter_plan import AdapterPlan, plan_runs
+from gptmanager.kernels.adapters import add as adapters_body
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
 from gptmanager.kernels.dtypes import DTYPES
@@ -36,7 +36,7 @@ from gptmanager.kernels.product_plan import (
     registers,
 )
 from gptmanager.kernels.reference import Kernels
-from gptmanager.kernels.threads import Team
+from gptmanager.kernels.threads import Team, address_of, alike, check_layout
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 
 Task = TypeVar("Task", RopeTask, AttentionTask)
@@ -45,37 +45,6 @@ SMALL = 1 << 15
 SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
 SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
 PARTS_PER_THREAD = 8
-FEW_RANKS = 8  # an adapter has: what its work is guessed by
-
-
-def _address(tensor: Tensor | None, dtype: torch.dtype) -> int:
-    """Of the first element, 0 for None. The bodies trust it: TypeError for any other layout."""
-    if tensor is None:
-        return 0
-    _check_layout(tensor, dtype)
-    return tensor.data_ptr()
-
-
-def _check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype is not dtype or not tensor.is_contiguous():
-        layout = "contiguous" if tensor.is_contiguous() else "strided"
-        raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
-
-
-def _alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Contiguous and of one dtype that compiled code reads: widened to float32 if need be."""
-    dtype = x.dtype
-    for other in others:
-        if other is not None and other.dtype is not dtype:
-            dtype = torch.float32
-    if dtype not in DTYPES:
-        dtype = torch.float32
-    return tuple(
-        it
-        if it is None or (it.dtype is dtype and it.is_contiguous())
-        else it.to(dtype).contiguous()
-        for it in (x, *others)
-    )
 
 
 def _on_pages(kind: type[Task], pages: Pages) -> Task:
@@ -109,7 +78,7 @@ def _page_fields(
         raise TypeError(f"keys and values of equal strides expected, got {strides}")
     token_major = not block.is_contiguous()
     for tensor in (block.mT if token_major else block, value_block):
-        _check_layout(tensor, dtype)
+        check_layout(tensor, dtype)
     return kind(
         keys=keys_address,
         values=values_address,
@@ -123,16 +92,11 @@ def _page_fields(
 
 
 def _give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
-    task.row_starts = _address(rows.row_starts, torch.int32)
-    task.kv_lengths = _address(rows.kv_lengths, torch.int32)
-    task.slots = _address(rows.slots, torch.int32)
-    task.block_tables = _address(rows.block_tables, torch.int32)
+    task.row_starts = address_of(rows.row_starts, torch.int32)
+    task.kv_lengths = address_of(rows.kv_lengths, torch.int32)
+    task.slots = address_of(rows.slots, torch.int32)
+    task.block_tables = address_of(rows.block_tables, torch.int32)
     task.table_width = rows.block_tables.shape[1]
-
-
-@functools.lru_cache(maxsize=256)
-def _module_fields(modules: tuple[AdapterModule, ...]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * (4 * len(modules)))(*(it for own in modules for it in own))
 
 
 @functools.cache
@@ -157,7 +121,7 @@ class CpuKernels(Kernels):
 
     def warm_up(self, with_adapters: bool = False) -> None:
         """Compiles every body, 7 s of CPU time once on a machine (10 s with adapters)."""
-        of_adapters = (adapter_loops.shrink, adapter_loops.expand) if with_adapters else ()
+        of_adapters = (plan_runs, adapters_body) if with_adapters else ()
         for body in (
             paged_attention.attention,
             token_loops.rope_and_write,
@@ -186,49 +150,56 @@ class CpuKernels(Kernels):
             return self._multiply(x, weight, bias, True)
         return super().linear_silu_mul(x, weight, bias)
 
+    def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
+        if adapters is None or adapters.pool.dtype not in DTYPES:
+            return adapters
+        plan = AdapterPlan(adapters, self._team)
+        return None if plan.is_empty else adapters._replace(plan=plan)
+
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
     ) -> None:
-        modules, pool = adapters.layout.get(matrix, ()), adapters.pool
-        num_tokens, width = x.shape
-        if width < LANES or pool.dtype not in DTYPES or result.dtype not in DTYPES:
+        dtype = result.dtype
+        if adapters.pool.dtype not in DTYPES or dtype not in DTYPES or x.shape[1] < LANES:
             super().add_adapters(result, x, adapters, layer, matrix)
             return
-        if not modules:
+        plan: AdapterPlan = adapters.plan or AdapterPlan(adapters, self._team)
+        own = plan.of(matrix, layer)
+        if own is None:
             return
-        columns, max_rank, table = result.shape[1], adapters.max_rank, adapters.table
-        work = num_tokens * (len(modules) * width + columns) * FEW_RANKS
-        size = self._team.max_size if work >= SMALL_PRODUCT else 1
-        h_bytes = 4 * (len(modules) * num_tokens + 1) * max_rank
-        scratch = self._team.scratch(h_bytes + size * adapter_loops.SCRATCH_BYTES)
-        x = x.float().contiguous()
-        task = AdapterTask(
-            result=_address(result, result.dtype),
-            x=x.data_ptr(),
-            h=scratch,
-            pool=_address(pool, pool.dtype),
-            rows=_address(adapters.rows, torch.int32),
-            table=_address(table, torch.int64) + layer * table.stride(1) * table.itemsize,
-            modules=ctypes.addressof(_module_fields(modules)),
-            num_tokens=num_tokens,
-            num_modules=len(modules),
-            num_spans=-(-columns // adapter_loops.SPAN),
-            columns=columns,
-            width=width,
-            slot_stride=table.stride(0),
-            max_rank=max_rank,
-            dtype=DTYPES[result.dtype],
-            pool_dtype=DTYPES[pool.dtype],
-            scratch=scratch + h_bytes,
-            scratch_bytes=adapter_loops.SCRATCH_BYTES,
-        )
-        blocks = -(-num_tokens // adapter_loops.BLOCK)
-        for body, parts in (
-            (adapter_loops.shrink, len(modules)),
-            (adapter_loops.expand, task.num_spans),
-        ):
-            task.next_part, task.next_thread, task.num_parts = 0, 0, blocks * parts
-            self._team.run(compiled(body), task, min(size, task.num_parts))
+        if x.dtype not in DTYPES or not x.is_contiguous():
+            x = x.float().contiguous()
+        size = min(self._team.max_size if own.work >= SMALL_PRODUCT else 1, own.num_parts)
+        address, scratch = address_of(result, dtype), self._team.scratch(size * own.scratch_bytes)
+        kinds = DTYPES[dtype], DTYPES[x.dtype]
+        task = own.begin(address, x.data_ptr(), scratch, layer, *kinds, result.shape[1])
+        self._team.run(compiled(adapters_body), task, size)
+
+    def linear_silu_mul_adapted(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        adapters: StepAdapters,
+        layer: int,
+        matrix: str,
+    ) -> Tensor:
+        if adapters.pool.dtype not in DTYPES:
+            return super().linear_silu_mul_adapted(x, weight, bias, adapters, layer, matrix)
+        plan: AdapterPlan = adapters.plan or AdapterPlan(adapters, self._team)
+        if plan.of(matrix, layer) is None:
+            return self.linear_silu_mul(x, weight, bias)
+        own = plan.tokens_of(matrix, layer)
+        if len(own) == len(x):
+            return super().linear_silu_mul_adapted(x, weight, bias, adapters, layer, matrix)
+        others = sorted({*range(len(x))}.difference(own))
+        product = torch.empty(len(x), weight.shape[0], dtype=weight.dtype)
+        product[own] = self.linear(x[own], weight, bias)
+        self.add_adapters(product, x, adapters._replace(plan=plan), layer, matrix)
+        result = torch.empty(len(x), weight.shape[0] // 2, dtype=weight.dtype)
+        result[own] = self.silu_mul(product[own])
+        result[others] = self.linear_silu_mul(x[others], weight, bias)
+        return result
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
         if not isinstance(table, PackedMatrix):
@@ -291,17 +262,17 @@ class CpuKernels(Kernels):
         *,
         centered: bool,
     ) -> Tensor:
-        own, weight, bias = _alike(x, weight, bias)
+        own, weight, bias = alike(x, weight, bias)
         if residual is not None and residual.dtype is not own.dtype:
             residual += x
             x, residual = residual, None
-            own, weight, bias = _alike(x, weight, bias)
+            own, weight, bias = alike(x, weight, bias)
         result: Tensor = torch.empty_like(own)
         task = NormTask(
-            x=_address(own, own.dtype),
-            residual=_address(residual, own.dtype),
-            weight=_address(weight, own.dtype),
-            bias=_address(bias, own.dtype),
+            x=address_of(own, own.dtype),
+            residual=address_of(residual, own.dtype),
+            weight=address_of(weight, own.dtype),
+            bias=address_of(bias, own.dtype),
             result=result.data_ptr(),
             num_tokens=x.numel() // x.shape[-1],
             width=x.shape[-1],
@@ -323,11 +294,11 @@ class CpuKernels(Kernels):
 
     def _activate(self, x: Tensor, width: int, kind: int) -> Tensor:
         """`width`: of the result; what x has beyond it are factors."""
-        (own,) = _alike(x)
+        (own,) = alike(x)
         result: Tensor = own.new_empty(*x.shape[:-1], width)
         task = ActivationTask(
-            x=_address(own, own.dtype),
-            factor=_address(own, own.dtype) + own.itemsize * width,
+            x=address_of(own, own.dtype),
+            factor=address_of(own, own.dtype) + own.itemsize * width,
             result=result.data_ptr(),
             num_tokens=result.numel() // width,
             width=width,
@@ -353,17 +324,17 @@ class CpuKernels(Kernels):
             return super().rope_and_write(qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows)
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
-        qkv, q_norm, k_norm = _alike(qkv, q_norm, k_norm)
+        qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)
         q = pages.values.new_empty(num_tokens, num_heads, head_dim)
         turned = torch.empty(num_tokens, head_dim, dtype=torch.float32)
         task = _on_pages(RopeTask, pages)
         _give_rows(task, rows)
         task.qkv, task.dtype = qkv.data_ptr(), DTYPES[qkv.dtype]
         task.q, task.turned = q.data_ptr(), turned.data_ptr()
-        task.positions = _address(positions, torch.int64)
+        task.positions = address_of(positions, torch.int64)
         if cos_sin is not None:
-            task.cos_sin, task.rotary_dim = _address(cos_sin, torch.float32), cos_sin.shape[1]
-        task.q_norm, task.k_norm = _address(q_norm, qkv.dtype), _address(k_norm, qkv.dtype)
+            task.cos_sin, task.rotary_dim = address_of(cos_sin, torch.float32), cos_sin.shape[1]
+        task.q_norm, task.k_norm = address_of(q_norm, qkv.dtype), address_of(k_norm, qkv.dtype)
         task.num_tokens, task.num_heads, task.eps = num_tokens, num_heads, eps
         self._run(token_loops.rope_and_write, task, SCATTERED * qkv.numel())
         return q
@@ -372,7 +343,7 @@ class CpuKernels(Kernels):
         if shape.softcap or pages.values.dtype not in DTYPES:
             return super().attention(q, pages, rows, shape)
         num_tokens, num_heads, head_dim = q.shape
-        (own,), size, task = _alike(q), self._team.max_size, _on_pages(AttentionTask, pages)
+        (own,), size, task = alike(q), self._team.max_size, _on_pages(AttentionTask, pages)
         _give_rows(task, rows)
         result: Tensor = own.new_empty(num_tokens, num_heads * head_dim)
         task.page_tokens, scratch_bytes = _page_sizes(

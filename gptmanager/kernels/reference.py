@@ -107,6 +107,27 @@ class Kernels:
         """`silu_mul(linear(x, weight, bias))`, in the weight's dtype."""
         return self.silu_mul(self.linear(x, weight, bias))
 
+    def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
+        """Once a step, before the first layer: its adapters as the ops of each layer take them.
+
+        None where the step is as one without any. Ops also take what did not begin.
+        """
+        return adapters
+
+    def linear_silu_mul_adapted(
+        self,
+        x: Tensor,
+        weight: Matrix,
+        bias: Tensor | None,
+        adapters: StepAdapters,
+        layer: int,
+        matrix: str,
+    ) -> Tensor:
+        """`linear_silu_mul` with what `add_adapters` adds before the activation."""
+        product = self.linear(x, weight, bias)
+        self.add_adapters(product, x, adapters, layer, matrix)
+        return self.silu_mul(product)
+
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
     ) -> None:

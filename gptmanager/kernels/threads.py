@@ -1,4 +1,4 @@
-"""`Team`: runs a compiled body in torch's own OpenMP threads.
+"""`Team`: runs a compiled body in torch's own OpenMP threads; and what its task is made of.
 
 A second pool of threads (Numba's prange brings one) would fight torch's for the cores: each spins
 while it waits for the other. Numba's default layer where there is no OpenMP, workqueue, also
@@ -11,10 +11,15 @@ over costs up to 5 ms beside a busy thread of the host. It decides nothing about
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+
+from gptmanager.kernels.dtypes import DTYPES
 
 NEXT_PART, NEXT_THREAD = 0, 1
 
@@ -23,6 +28,36 @@ def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
     """Fields of a task: its two counters, then int64 and float64 values by name."""
     names = ["next_part", "next_thread", "num_parts", *longs.split()]
     return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
+
+
+def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
+    """Of the first element, 0 for None. The bodies trust it: TypeError for any other layout."""
+    if tensor is None:
+        return 0
+    check_layout(tensor, dtype)
+    return tensor.data_ptr()
+
+
+def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
+
+
+def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Contiguous and of one dtype that compiled code reads: widened to float32 if need be."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype is not dtype:
+            dtype = torch.float32
+    if dtype not in DTYPES:
+        dtype = torch.float32
+    return tuple(
+        it
+        if it is None or (it.dtype is dtype and it.is_contiguous())
+        else it.to(dtype).contiguous()
+        for it in (x, *others)
+    )
 
 
 def end_threads_of_caller() -> None:
@@ -53,7 +88,6 @@ class Team:
                 ctypes.c_uint,
                 ctypes.c_uint,
             )
-        self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
         self._own = threading.local()
 
     @property
@@ -63,10 +97,11 @@ class Team:
 
     def scratch(self, num_bytes: int) -> int:
         """Address of memory for one `run` of the calling thread, which stays its own."""
-        memory = getattr(self._own, "memory", None)
-        if memory is None or len(memory) < num_bytes:
-            memory = self._own.memory = torch.empty(num_bytes, dtype=torch.uint8)
-        return int(memory.data_ptr())
+        own = self._own
+        if getattr(own, "size", -1) < num_bytes:
+            own.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            own.address, own.size = own.memory.data_ptr(), num_bytes
+        return cast(int, own.address)
 
     def run(self, body: int, task: ctypes.Structure, size: int) -> None:
         """Calls `body(address of task)` in up to `size` threads; returns when all have."""
@@ -74,4 +109,9 @@ class Team:
         if size > 1 and self._parallel is not None:
             self._parallel(body, address, size, 0)
         else:
-            self._alone(body)(address)
+            _function(body)(address)
+
+
+@functools.cache
+def _function(body: int) -> Callable[[int], None]:
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(body)

@@ -122,7 +122,7 @@ class CheckpointModel:
             num_tokens=len(batch.token_ids),
             tokens_per_block=kv_pool.tokens_per_block,
         )
-        adapters = batch.adapters
+        adapters = self._kernels.begin_adapters(batch.adapters)
         residual = self._embed(batch)
         hidden = self._norm(residual, self._first_norm)
         last = self._layers[-1]
@@ -137,7 +137,8 @@ class CheckpointModel:
                 residual = residual.index_select(0, batch.sample_index)
                 if adapters is not None:
                     own = adapters.rows.index_select(0, batch.sample_index)
-                    adapters = adapters._replace(rows=own)
+                    adapters = adapters._replace(rows=own, plan=None)
+                    adapters = self._kernels.begin_adapters(adapters)
             hidden = self._feed_forward(layer, hidden, residual, adapters)
         return self._kernels.linear(hidden, self._lm_head)
 
@@ -193,7 +194,9 @@ class CheckpointModel:
         elif adapters is None:
             hidden = self._kernels.linear_silu_mul(hidden, *layer.up)
         else:  # which add to what the activation takes
-            hidden = self._kernels.silu_mul(self._project(hidden, layer, "up", adapters))
+            hidden = self._kernels.linear_silu_mul_adapted(
+                hidden, *layer.up, adapters, layer.number, "up"
+            )
         hidden = self._project(hidden, layer, "down", adapters)
         return self._add_norm(hidden, residual, layer.next_norm)
 

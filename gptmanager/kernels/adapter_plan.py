@@ -1,0 +1,180 @@
+"""`AdapterPlan`: what `CpuKernels` work out of a step's adapters once, for all its layers.
+
+It decides which tokens are computed together, and which matrices of which layers need nothing. By
+compiled code, because between steps the caches forget torch and NumPy: a first call of either in a
+step takes ten times as long as the ones behind it.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import carray  # type: ignore[attr-defined]
+
+from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
+from gptmanager.kernels.adapter_words import RANKS_OF_ONE, ROWS
+from gptmanager.kernels.adapters import BLOCK, AdapterTask, scratch_floats
+from gptmanager.kernels.dtypes import DTYPES
+from gptmanager.kernels.lanes import get_int, get_long, pointer_to, task_at
+from gptmanager.kernels.machine_code import compiled
+from gptmanager.kernels.threads import Team, address_of, check_layout, task_fields
+
+RUNS_PER_THREAD = 2
+FEW_RANKS = 8  # an adapter has: what its work is guessed by
+NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # where they lie in what is found
+MOST_BITS = 62
+_FIRST_FIELDS = struct.Struct("10q")
+
+
+class PlanTask(ctypes.Structure):
+    """Addresses and numbers. `found` int64: the number of tokens that have an adapter and of the
+    runs they make; the modules that they have in each layer, as bits; three numbers for each run,
+    and the order of tokens, as `AdapterTask` has them; room for a number for each slot.
+    """
+
+    _fields_ = task_fields("rows table num_tokens num_slots num_layers num_modules found size")
+
+
+PLAN_TASK = np.dtype(PlanTask)
+
+
+def plan_runs(address: int) -> None:
+    """Tokens of a slot side by side, slots ascending, in runs of at most `num_parts` threads."""
+    t = task_at(address, PLAN_TASK)
+    num_tokens, num_slots, num_modules = t.num_tokens, t.num_slots, t.num_modules
+    found = carray(pointer_to(t.found), t.size, np.int64)
+    found[:] = 0
+    runs = LAYERS + t.num_layers
+    order = runs + 3 * num_tokens
+    ends = order + num_tokens
+    for token in range(num_tokens):
+        slot = get_int(t.rows, token)
+        if slot >= 0:
+            found[ends + slot] += 1
+            found[NUM_TOKENS] += 1
+    share = -(-found[NUM_TOKENS] // (RUNS_PER_THREAD * t.num_parts))
+    length, first, num_runs = min(BLOCK, -(-share // ROWS) * ROWS), 0, 0
+    for slot in range(num_slots):
+        stop = first + found[ends + slot]
+        found[ends + slot] = first
+        if first == stop:
+            continue
+        for layer in range(t.num_layers):
+            for module in range(num_modules):
+                entry = ((slot * t.num_layers + layer) * num_modules + module) * 2
+                if get_long(t.table, entry + 1) > 0:
+                    found[LAYERS + layer] |= 1 << min(module, MOST_BITS)
+        for start in range(first, stop, length):
+            run = runs + 3 * num_runs
+            found[run], found[run + 1], found[run + 2] = start, min(start + length, stop), slot
+            num_runs += 1
+        first = stop
+    found[NUM_RUNS] = num_runs
+    for token in range(num_tokens):
+        slot = get_int(t.rows, token)
+        if slot >= 0:
+            found[order + found[ends + slot]] = token
+            found[ends + slot] += 1
+
+
+class MatrixPlan(NamedTuple):
+    """Of a matrix of each layer. `modules`: as bits. `work`: products of two numbers."""
+
+    task: AdapterTask
+    num_parts: int
+    scratch_bytes: int
+    modules: int
+    work: int
+
+    def begin(self, *values: int) -> AdapterTask:
+        """The task with what is of one layer, from `result` to `columns`: at once, because a field
+        by its name takes as long.
+        """
+        _FIRST_FIELDS.pack_into(self.task, 0, 0, 0, self.num_parts, *values)
+        return self.task
+
+
+class AdapterPlan:
+    """Of a step. Made for tensors that stay as they are until it is over."""
+
+    def __init__(self, adapters: StepAdapters, team: Team) -> None:
+        """TypeError for another layout of memory, KeyError for a dtype that has no name."""
+        pool, rows, table = adapters.pool, adapters.rows, adapters.table
+        check_layout(pool, pool.dtype)
+        self._adapters = adapters
+        self._matrices: dict[str, MatrixPlan | None] = {}
+        (num_tokens,), (num_slots, num_layers, num_modules, _) = rows.shape, table.shape
+        size = LAYERS + num_layers + 4 * num_tokens + num_slots
+        self._found = (ctypes.c_int64 * size)()
+        self._runs = ctypes.addressof(self._found) + 8 * (LAYERS + num_layers)
+        task = PlanTask(
+            rows=address_of(rows, torch.int32),
+            table=address_of(table, torch.int64),
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+            num_layers=num_layers,
+            num_modules=num_modules,
+            found=ctypes.addressof(self._found),
+            size=size,
+            num_parts=team.max_size,
+        )
+        team.run(compiled(plan_runs), task, 1)
+        self.is_empty = not any(self._found[LAYERS : LAYERS + num_layers])
+
+    def of(self, matrix: str, layer: int) -> MatrixPlan | None:
+        """None where no token has a module of it in that layer."""
+        if matrix not in self._matrices:
+            self._matrices[matrix] = self._plan(matrix)
+        own = self._matrices[matrix]
+        return own if own and own.modules & self._found[LAYERS + layer] else None
+
+    def _plan(self, matrix: str) -> MatrixPlan | None:
+        modules = self._adapters.layout.get(matrix)
+        if not modules:
+            return None
+        pool, table, max_rank = self._adapters.pool, self._adapters.table, self._adapters.max_rank
+        fields, bits, work = _fields(modules)
+        h_stride = -(-max_rank // RANKS_OF_ONE) * RANKS_OF_ONE
+        scratch_bytes = 4 * scratch_floats(modules[0].width, len(modules), h_stride)
+        task = AdapterTask(
+            order=self._runs + 8 * 3 * len(self._adapters.rows),
+            runs=self._runs,
+            pool=pool.data_ptr(),
+            table=table.data_ptr(),
+            modules=ctypes.addressof(fields),
+            num_modules=len(modules),
+            width=modules[0].width,
+            slot_stride=table.stride(0),
+            layer_stride=table.stride(1),
+            h_stride=h_stride,
+            pool_dtype=DTYPES[pool.dtype],
+            scratch_bytes=scratch_bytes,
+        )
+        num_tokens, num_runs = self._found[NUM_TOKENS], self._found[NUM_RUNS]
+        return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)
+
+    def tokens_of(self, matrix: str, layer: int) -> list[int]:
+        """Those that have a module there, in ascending order."""
+        numbers = [it.number for it in self._adapters.layout[matrix]]
+        ranks = self._adapters.table[:, layer, numbers, 1]
+        has = (ranks > 0).any(dim=1).tolist()
+        rows = self._adapters.rows.tolist()
+        return [token for token, slot in enumerate(rows) if slot >= 0 and has[slot]]
+
+
+@functools.lru_cache(maxsize=256)
+def _fields(modules: tuple[AdapterModule, ...]) -> tuple[ctypes.Array[ctypes.c_int64], int, int]:
+    """The modules for compiled code, and as bits, and the work that a token is guessed to be."""
+    fields = (ctypes.c_int64 * (4 * len(modules)))(*(it for own in modules for it in own))
+    bits, work = 0, 0
+    for it in modules:
+        bits |= 1 << min(it.number, MOST_BITS)
+        work += FEW_RANKS * (it.width + it.num_columns)
+    return fields, bits, work

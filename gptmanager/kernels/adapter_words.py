@@ -1,0 +1,184 @@
+"""Register tiles of low-rank adapters: sums of A x, and rows of B turned into columns.
+
+It decides how an element passes through registers; how tokens and ranks are cut into tiles is not
+seen in its bits. Elements of two bytes are turned in pairs, and widened behind it.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from gptmanager.kernels.dtypes import HAS_FLOAT16, itemsize, load_at
+from gptmanager.kernels.lanes import (
+    INDICES,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    at,
+    load_masked,
+    long,
+    multiply_add,
+    nothing,
+    word,
+)
+from gptmanager.kernels.products import WIDE, repeat
+
+ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
+RANKS_OF_ONE = 4 * WIDE  # of a tile with one token
+NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(LONG, value)
+
+
+def _lanes(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+    """These lanes of two vectors, side by side."""
+    chosen = ir.Constant(ir.VectorType(INT, len(lanes)), list(lanes))
+    return builder.shuffle_vector(first, second, chosen)
+
+
+def _sums(builder: Any, values: Sequence[Any]) -> Any:
+    """The sum of each vector's lanes, in the order of the vectors: halves of what is left of a
+    vector are added until one lane is left.
+    """
+    width = LANES
+    while width > 1:
+        width //= 2
+        low = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
+        high = [lane + width for lane in low]
+        pairs = zip(values[::2], values[1::2] or values, strict=True)
+        values = [
+            builder.fadd(_lanes(builder, *pair, low), _lanes(builder, *pair, high))
+            for pair in pairs
+        ]
+    return values[0]
+
+
+def dots(rows: int, ranks: int, dtype: str) -> Any:
+    """A word that stores the products of `rows` tokens with `ranks` rows of A.
+
+    Its arguments: `(h, stride, x, a, width, last_row, last_rank)`; rows behind the last ones are
+    those once more. `x` is float32. `width`, of x and of A, is at least LANES. An element is
+    sixteen chains along it, and their sum.
+    """
+
+    @word(nothing, long, long, long, long, long, long, long)
+    def product(
+        builder: Any, h: Any, stride: Any, x: Any, a: Any, width: Any, last_row: Any, last_rank: Any
+    ) -> None:
+        def start(address: Any, row: int, last: Any, size: int) -> Any:
+            is_there = builder.icmp_signed("<", _number(row), last)
+            place = builder.mul(builder.select(is_there, _number(row), last), width)
+            return builder.add(address, builder.mul(place, _number(size)))
+
+        def add(index: Any, count: Any, totals: Any) -> list[Any]:
+            pointers = [at(builder, left, index, VECTOR) for left in lefts]
+            tokens = [
+                builder.load(it, align=4) if count is None else load_masked(builder, it, count)
+                for it in pointers
+            ]
+            parts = [load_at(builder, dtype, right, index, count) for right in rights]
+            pairs = [(x, y) for x in tokens for y in parts]
+            return [
+                multiply_add(builder, x, y, total)
+                for (x, y), total in zip(pairs, totals, strict=True)
+            ]
+
+        def step(index: Any, totals: Any) -> list[Any]:
+            return add(builder.mul(index, _number(LANES)), None, totals)
+
+        lefts = [start(x, row, last_row, 4) for row in range(rows)]
+        rights = [start(a, rank, last_rank, itemsize(dtype)) for rank in range(ranks)]
+        zeros = [ir.Constant(VECTOR, None)] * (rows * ranks)
+        whole = builder.sdiv(width, _number(LANES))
+        totals = repeat(builder, whole, zeros, step)
+        end, before = builder.mul(whole, _number(LANES)), builder.block
+        with builder.if_then(builder.icmp_signed("<", end, width)):
+            longer, after = add(end, builder.sub(width, end), totals), builder.block
+        ends = []
+        for short, long_one in zip(totals, longer, strict=True):
+            total = builder.phi(VECTOR)
+            total.add_incoming(short, before)
+            total.add_incoming(long_one, after)
+            ends.append(total)
+        sums = _sums(builder, ends)
+        for row in range(rows):
+            part = _lanes(builder, sums, sums, range(row * ranks, (row + 1) * ranks))
+            place = builder.mul(_number(row), stride)
+            builder.store(part, at(builder, h, place, part.type), align=4)
+
+    return product
+
+
+def _floats(builder: Any, value: Any) -> list[Any]:
+    return [builder.bitcast(value, VECTOR)]
+
+
+def _of_bfloat16(builder: Any, value: Any) -> list[Any]:
+    upper = builder.and_(value, ir.Constant(INDICES, [0xFFFF0000] * LANES))
+    lower = builder.shl(value, ir.Constant(INDICES, [16] * LANES))
+    return [builder.bitcast(lower, VECTOR), builder.bitcast(upper, VECTOR)]
+
+
+_WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
+    "float32": _floats,
+    "bfloat16": _of_bfloat16,
+}
+
+
+def turned(ranks: int, dtype: str) -> Any:
+    """A word that turns `ranks` elements of each of B's next rows: four bytes of a row are a lane.
+
+    Its arguments: `(target, stride, b, rank)`: row d of the target is what these rows hold at d.
+    There are as many rows as sixteen registers hold, `rows_turned`.
+    """
+    units = ranks * itemsize(dtype) // 4  # of four bytes, in a row
+    part = ir.VectorType(INT, units)
+
+    @word(nothing, long, long, long, long)
+    def turn(builder: Any, target: Any, stride: Any, b: Any, rank: Any) -> None:
+        def load_row(row: int) -> Any:
+            place = builder.mul(builder.mul(rank, _number(row)), _number(itemsize(dtype)))
+            pointer = builder.inttoptr(builder.add(b, place), part.as_pointer())
+            return builder.load(pointer, align=itemsize(dtype))
+
+        def load_lanes(index: int) -> Any:
+            """As after the exchanges of more than `units` lanes, which are none of memory."""
+            first = LANES * (index // units) + index % units
+            parts = [load_row(first + units * n) for n in range(LANES // units)]
+            while len(parts) > 1:
+                every = range(2 * parts[0].type.count)
+                pairs = zip(parts[::2], parts[1::2], strict=True)
+                parts = [_lanes(builder, *pair, every) for pair in pairs]
+            return parts[0]
+
+        values = [load_lanes(index) for index in range(LANES)]
+        distance = units
+        while distance > 1:  # each round exchanges two quarters of every square of 2 x distance
+            distance //= 2
+            low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
+            high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
+            for n in (n for n in range(LANES) if not n & distance):
+                pair = values[n], values[n + distance]
+                values[n] = _lanes(builder, *pair, low)
+                values[n + distance] = _lanes(builder, *pair, high)
+        for index, value in enumerate(values):
+            group, unit = divmod(index, units)
+            wide = _WIDEN[dtype](builder, value)
+            for n, lanes in enumerate(wide):
+                row = builder.mul(_number(unit * len(wide) + n), stride)
+                place = builder.add(row, _number(LANES * group))
+                builder.store(lanes, at(builder, target, place, VECTOR), align=4)
+
+    return turn
+
+
+def rows_turned(ranks: int, dtype: str) -> int:
+    return LANES * LANES * 4 // (ranks * itemsize(dtype))
