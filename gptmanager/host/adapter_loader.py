@@ -5,7 +5,10 @@ Decides nothing. Reading what a host gave, and moving it, must not keep the loop
 
 from __future__ import annotations
 
+import math
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ import torch
 
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.clock import monotonic, thread_time_ns
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.peft_cache.work import (
     AdapterDone,
@@ -28,6 +32,37 @@ from gptmanager.peft_cache.work import (
 )
 from gptmanager.request.adapter import Adapter
 
+# A thread works for so long without a rest, and rests so many times as long, while the last step
+# ended not longer ago.
+_NICE = 10
+_PIECE_NS, _RESTS, _LONGEST_REST_S, _BUSY_S = 200_000, 5, 0.01, 1.0
+
+
+def _step_back() -> None:
+    """The calling thread takes one core only, and lets others go first."""
+    torch.set_num_threads(1)
+    with suppress(OSError, AttributeError):  # where threads have no priorities
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+class Pace:
+    """`rest` makes a thread work a part of the time only, in short pieces, while steps run: on the
+    CPU these want all cores, and each would wait for the piece that holds one of them.
+    """
+
+    def __init__(self, loader: AdapterLoader) -> None:
+        self._loader = loader
+        self._since_ns = thread_time_ns()
+
+    def rest(self) -> None:
+        """A piece of the work is done."""
+        worked_ns = thread_time_ns() - self._since_ns
+        if worked_ns < _PIECE_NS:
+            return
+        if monotonic() - self._loader.last_step < _BUSY_S:
+            time.sleep(min(_RESTS * worked_ns / 1e9, _LONGEST_REST_S))
+        self._since_ns = thread_time_ns()
+
 
 class AdapterLoader:
     """`wake` ends the pause of an idle loop. For the next intake, of any thread: `done`, jobs that
@@ -37,6 +72,7 @@ class AdapterLoader:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.done: deque[AdapterDone] = deque()
         self.forgotten: deque[int] = deque()
+        self.last_step = -math.inf  # when it ended, on the monotonic clock
         self._wake = wake
         self._pool: AdapterPool | None = None
         self._config = PeftCacheManagerConfig()
@@ -103,8 +139,7 @@ class AdapterLoader:
         names = "gptmanager-put", "gptmanager-ensure"
         numbers = config.num_put_workers, config.num_ensure_workers
         putting, ensuring = (
-            # one core is enough for a copy; the others are the loop's
-            ThreadPoolExecutor(number, name, initializer=torch.set_num_threads, initargs=(1,))
+            ThreadPoolExecutor(number, name, initializer=_step_back)
             for name, number in zip(names, numbers, strict=True)
         )
         return putting, ensuring
@@ -120,7 +155,7 @@ class AdapterLoader:
             self._wake()
 
     def _read_adapter(self, work: ReadAdapter) -> str:
-        adapter = work.tensors.read()
+        adapter = work.tensors.read(Pace(self).rest)
         with self._lock:
             if work.job in self._read:  # else nobody wants it any more
                 self._read[work.job] = adapter
@@ -131,7 +166,7 @@ class AdapterLoader:
             adapter = self._read.pop(work.source)
         assert adapter is not None  # the loop was told its digest
         weights = [row.values for row in adapter.rows.values()]
-        pool.put(work.host_pages, work.rows, work.packing, weights)
+        pool.put(work.host_pages, work.rows, work.packing, weights, Pace(self).rest)
         return ""
 
     def _copy_adapter(self, work: CopyAdapter, pool: AdapterPool) -> str:
@@ -139,7 +174,7 @@ class AdapterLoader:
         stream = self._streams.popleft()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                pool.copy(work.copies)
+                pool.copy(work.copies, Pace(self).rest)
                 pool.place(work.slot, work.rows, work.packing, work.device_pages)
             if stream is not None:
                 stream.synchronize()  # then every step that comes finds it

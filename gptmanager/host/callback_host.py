@@ -255,6 +255,7 @@ class CallbackHost:
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
+        self.adapter_loader.last_step = monotonic()
         self.statistics.note(counts)
         if self._return_stats is None:
             return

@@ -5,7 +5,7 @@ Where things lie is decided in `peft_cache`. What is written and copied is known
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Lock
 from types import MappingProxyType
 
@@ -19,6 +19,7 @@ from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
 from gptmanager.request.adapter import LoraModule
+from gptmanager.request.read_tensors import PIECE
 
 Layout = dict[str, tuple[AdapterModule, ...]]
 
@@ -66,8 +67,9 @@ class AdapterPool:
         rows: Sequence[AdapterRow],
         packing: Packing,
         weights: Sequence[Tensor],
+        rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write an adapter to its host pages.
+        """Write an adapter to its host pages. `rest` is called after each PIECE of it.
 
         `weights[i]`: A, then B of `rows[i]`, flattened, of the pool's dtype. AdapterError, before
         anything is written, where one is not.
@@ -82,14 +84,17 @@ class AdapterPool:
                 )
         pages = self._allocate(host_pages)
         for weight, (page, offset) in zip(weights, packing.places, strict=True):
-            pages[page][offset : offset + len(weight)].copy_(weight)
+            _copy(pages[page][offset : offset + len(weight)], weight, rest)
 
-    def copy(self, copies: Iterable[PageCopy]) -> None:
-        """Beginnings of host pages to the device: on a CPU at once, else on the current stream."""
+    def copy(self, copies: Iterable[PageCopy], rest: Callable[[], None] = lambda: None) -> None:
+        """Beginnings of host pages to the device: on a CPU at once, else on the current stream.
+
+        `rest` as of `put`.
+        """
         for host_page, device_page, num_elements in copies:
             start = device_page * self.sizes.page_size
             source = self._host_page(host_page)[:num_elements]
-            self.pages[start : start + num_elements].copy_(source, non_blocking=True)
+            _copy(self.pages[start : start + num_elements], source, rest)
 
     def place(
         self,
@@ -161,6 +166,12 @@ class AdapterPool:
     def _host_page(self, page: int) -> Tensor:
         block, index = divmod(page, self._pages_per_block)
         return self._blocks[block][index]
+
+
+def _copy(target: Tensor, source: Tensor, rest: Callable[[], None]) -> None:
+    for piece, given in zip(target.split(PIECE), source.split(PIECE), strict=True):
+        piece.copy_(given, non_blocking=True)
+        rest()
 
 
 def _layout(modules: Mapping[int, LoraModule]) -> Layout:

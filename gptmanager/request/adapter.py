@@ -8,14 +8,20 @@ nor of which matrices of a network they change. (Hu et al. 2021, arXiv:2106.0968
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gptmanager.errors import AdapterError, InvalidRequestError
-from gptmanager.request.read_tensors import as_float_rows, read_int, read_int_rows, read_start
+from gptmanager.request.read_tensors import (
+    PIECE,
+    as_float_rows,
+    read_int,
+    read_int_rows,
+    read_start,
+)
 
 # by module id
 LORA_MODULE_NAMES = (
@@ -88,13 +94,13 @@ class Adapter:
 
     __slots__ = ("digest", "num_elements", "rows")
 
-    def __init__(self, rows: Sequence[AdapterRow]) -> None:
+    def __init__(self, rows: Sequence[AdapterRow], rest: Callable[[], None] = lambda: None) -> None:
         ordered = sorted(rows, key=lambda row: (row.layer, row.module_id))
         self.rows: Mapping[tuple[int, int], AdapterRow] = {
             (row.layer, row.module_id): row for row in ordered
         }
         self.num_elements = sum(row.num_elements for row in ordered)
-        self.digest = _digest(ordered)
+        self.digest = _digest(ordered, rest)
 
     def __repr__(self) -> str:
         return f"Adapter({len(self.rows)} rows, {self.digest[:12]})"
@@ -135,18 +141,20 @@ class AdapterTensors:
             for module_id, layer, rank in self._rows
         )
 
-    def read(self) -> Adapter:
+    def read(self, rest: Callable[[], None] = lambda: None) -> Adapter:
         """The adapter, in the model's dtype: a copy; numbers of other dtypes are rounded to it.
+
+        `rest` is called now and then, after a PIECE of the work.
 
         InvalidRequestError for one that is not finite, or not in the model's dtype.
         """
-        return Adapter([*self._read_rows()])
+        return Adapter([*self._read_rows(rest)], rest)
 
-    def _read_rows(self) -> Iterator[AdapterRow]:
+    def _read_rows(self, rest: Callable[[], None]) -> Iterator[AdapterRow]:
         for row, (module_id, layer, rank) in enumerate(self._rows):
             module = self._modules[module_id]
             values = read_start(
-                "lora_weights", self._weights, row, rank * module.width, self._dtype
+                "lora_weights", self._weights, row, rank * module.width, self._dtype, rest
             )
             yield AdapterRow(layer, module_id, rank, module.input_width, values)
 
@@ -236,10 +244,12 @@ def _module(module_id: int) -> str:
     return f"{module_id} ({LORA_MODULE_NAMES[module_id]})"
 
 
-def _digest(rows: Sequence[AdapterRow]) -> str:
+def _digest(rows: Sequence[AdapterRow], rest: Callable[[], None]) -> str:
     digest = hashlib.blake2b(digest_size=32)
     for row in rows:
         facts = (*row[:4], row.num_elements, str(row.values.dtype))
         digest.update(f"{facts}".encode())
-        digest.update(row.values.view(torch.uint8).numpy().data)
+        for piece in row.values.view(torch.uint8).split(4 * PIECE):
+            digest.update(piece.numpy().data)
+            rest()
     return digest.hexdigest()

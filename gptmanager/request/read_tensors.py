@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ INT32 = (-(2**31), 2**31 - 1)
 _MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
 # numbers that only an executor reads
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
+PIECE = 1 << 16  # numbers of an adapter that are read, or moved, at once
 _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 
 
@@ -168,30 +169,43 @@ def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
 
 
 def read_start(
-    name: str, rows: np.ndarray | torch.Tensor, row: int, length: int, dtype: torch.dtype
+    name: str,
+    rows: np.ndarray | torch.Tensor,
+    row: int,
+    length: int,
+    dtype: torch.dtype,
+    rest: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """The first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU."""
-    try:
-        given = rows[row, :length]
-        if isinstance(given, torch.Tensor):
-            given = given.detach().to("cpu")
-        else:  # of any byte order and strides
-            with np.errstate(over="ignore"):
-                kind = "f4" if given.dtype.itemsize <= 4 else "f8"
-                given = torch.from_numpy(given.astype(kind))
-        numbers = torch.empty(length, dtype=dtype)
-        numbers.copy_(given)
-    except Exception as error:
-        raise InvalidRequestError(
-            f"{name} cannot be read: {rows.dtype} of type {type(rows).__name__}: {error}"
-        ) from None
-    is_good = torch.isfinite(numbers)
-    if not is_good.all():
-        column = int((~is_good).nonzero()[0])
-        found = given[column].item()
-        limit = "" if not math.isfinite(found) else f" in {dtype}: at most {torch.finfo(dtype).max}"
-        raise InvalidRequestError(f"{name}[{row}, {column}] = {found:g} is not finite{limit}")
+    """The first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU.
+
+    `rest` is called after each PIECE of them.
+    """
+    numbers = torch.empty(length, dtype=dtype)
+    for first in range(0, length, PIECE):
+        piece = numbers[first : first + PIECE]
+        try:
+            given = _on_cpu(rows[row, first : first + len(piece)])
+            piece.copy_(given)
+        except Exception as error:
+            raise InvalidRequestError(
+                f"{name} cannot be read: {rows.dtype} of type {type(rows).__name__}: {error}"
+            ) from None
+        is_good = torch.isfinite(piece)
+        if not is_good.all():
+            column = int((~is_good).nonzero()[0])
+            found, most = given[column].item(), torch.finfo(dtype).max
+            limit = "" if not math.isfinite(found) else f" in {dtype}: at most {most}"
+            where = f"{name}[{row}, {first + column}]"
+            raise InvalidRequestError(f"{where} = {found:g} is not finite{limit}")
+        rest()
     return numbers
+
+
+def _on_cpu(given: np.ndarray | torch.Tensor) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        return given.detach().to("cpu")
+    with np.errstate(over="ignore"):  # of any byte order and strides
+        return torch.from_numpy(given.astype("f4" if given.dtype.itemsize <= 4 else "f8"))
 
 
 def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:

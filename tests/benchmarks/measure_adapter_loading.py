@@ -1,0 +1,84 @@
+"""How long iterations take while an adapter is read, written and copied beside them.
+
+`python tests/benchmarks/measure_adapter_loading.py [small | qwen2-0.5b] [dtype]` runs requests that
+generate, and brings adapters of rank 64 for all modules, one after the other. It prints
+iterations as multiples of the quiet median: those while nothing is loaded, which are what the
+machine does by itself, and those while an adapter is on its way.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from gptmanager import GptManager, ModelType, OptionalParams
+from gptmanager.bench.load import SHAPES, random_llama
+from gptmanager.callbacks import RequestQueue
+from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.read_spec import read_spec
+
+RANK, REQUESTS, ADAPTERS, QUIET_S, LIMIT = 64, 16, 6, 4.0, 1.2
+
+
+def adapter(config: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = read_spec(config)
+    modules = {i: it for i, it in lora_modules(spec).items() if i != 0}  # not attn_qkv besides
+    rows = [[i, layer, RANK] for layer in range(spec.num_layers) for i in modules]
+    width = RANK * max(it.width for it in modules.values())
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(rows), width, generator=generator).mul_(0.01), torch.tensor(rows)
+
+
+def main(shape: str = "small", dtype: str = "bfloat16") -> None:
+    config = SHAPES[shape]
+    state = random_llama(config, 0, dtype=getattr(torch, dtype))
+    adapters = [adapter(config, seed) for seed in range(ADAPTERS)]
+    nbytes = adapters[0][0].numel() * getattr(torch, dtype).itemsize
+    ends: list[float] = []
+    queue = RequestQueue(max_pending=None)
+    params = OptionalParams(dtype=dtype, max_batch_size=REQUESTS + 1, max_seq_len=1024)
+    callbacks = queue.get_inference_requests, queue.send_response, queue.poll_stop_signal
+    with GptManager(
+        (config, state), ModelType.INFLIGHT_FUSED_BATCHING, 1, None, *callbacks,
+        lambda record: ends.append(time.perf_counter()), params,
+    ) as manager:  # fmt: skip
+        queue.attach(manager)
+        running = [queue.submit([1, 2, 3, 4], 1000) for _ in range(REQUESTS)]
+        time.sleep(QUIET_S)
+        quiet: list[float] = []
+        loading: list[float] = []
+        for task, (weights, rows) in enumerate(adapters):
+            mark = len(ends)
+            time.sleep(QUIET_S)
+            middle = len(ends)
+            given: Any = {"lora_weights": weights, "lora_config": rows}
+            handle = queue.submit([5, 6, 7], 1, lora_task_id=task, **given)
+            handle.result()
+            quiet += differences(ends[mark:middle])
+            # the last of them is that of its own context
+            loading += differences(ends[middle - 1 : -1])
+        for generation in running:
+            generation.cancel()
+    print(f"{shape}, {dtype}: {len(adapters)} adapters of about {nbytes / 1e6:.0f} MB each")
+    middle_s = statistics.median(quiet)
+    for name, times in (("nothing is loaded", quiet), ("an adapter is on its way", loading)):
+        ratios = sorted(it / middle_s for it in times)
+        shares = [ratios[int(share * (len(ratios) - 1))] for share in (0.5, 0.9, 0.99, 1)]
+        told = ", ".join(f"{it:.2f}" for it in shares)
+        beyond = sum(it > LIMIT for it in ratios) / len(ratios)
+        print(
+            f"while {name}: {len(times)} iterations; p50, p90, p99, longest {told} times "
+            f"{middle_s * 1e3:.2f} ms; {beyond:.1%} above {LIMIT}"
+        )
+
+
+def differences(times: list[float]) -> list[float]:
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
