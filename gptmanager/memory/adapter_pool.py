@@ -169,8 +169,8 @@ class AdapterPool:
 
 
 def _copy(target: Tensor, source: Tensor, rest: Callable[[], None]) -> None:
-    for piece, given in zip(target.split(PIECE), source.split(PIECE), strict=True):
-        piece.copy_(given, non_blocking=True)
+    for first in range(0, len(source), PIECE):
+        target[first : first + PIECE].copy_(source[first : first + PIECE], non_blocking=True)
         rest()
 
 

@@ -249,7 +249,8 @@ def _digest(rows: Sequence[AdapterRow], rest: Callable[[], None]) -> str:
     for row in rows:
         facts = (*row[:4], row.num_elements, str(row.values.dtype))
         digest.update(f"{facts}".encode())
-        for piece in row.values.view(torch.uint8).split(4 * PIECE):
-            digest.update(piece.numpy().data)
+        numbers = row.values.view(torch.uint8).numpy().data
+        for first in range(0, len(numbers), 4 * PIECE):
+            digest.update(numbers[first : first + 4 * PIECE])
             rest()
     return digest.hexdigest()
