@@ -196,8 +196,7 @@ __device__ inline int draw_token(
     }
     for (unsigned draw = 0;; draw++) {
         if (threadIdx.x < 32) {
-            double spot = uniform(own.seed, position, draw) * kept;
-            if (spot >= kept) spot = __longlong_as_double(__double_as_longlong(kept) - 1);
+            double spot = uniform(own.seed, position, draw) * kept;  // below kept, which is 1 or more
             int id = find_token(row, pieces.sums, spot, [&](float logit, int id) {
                 return drawable.weight(own.scaled(logit), id);
             });
@@ -226,7 +225,6 @@ __device__ inline int draw_kept(
     Pieces& pieces) {
     Row<float, 1> few{kept.logits, size, -1};
     for (int i = threadIdx.x; i < few.num_pieces(); i += THREADS) pieces.best[i] = INFINITY;
-    __syncthreads();
     return kept.ids[draw_token(few, own, position, largest, limit, pieces, false)];
 }
 

@@ -39,8 +39,8 @@ KINDS = [
 ]
 
 
-def run(machine, logits, params, histories, positions):
-    """By the kernel and by the CPU; a slot for each row, in reverse, whose last is idle."""
+def run(machine, logits, params, histories, positions, idle=1):
+    """By the kernel and by the CPU; a slot for each row, in reverse, and `idle` rows behind."""
     count, vocab_size = logits.shape
     sampler = Sampler(count, vocab_size, histories)
     lists, records = [np.zeros(1, np.int32)], []
@@ -52,20 +52,20 @@ def run(machine, logits, params, histories, positions):
     slots = np.arange(count)[::-1].copy()
     expected = logits.clone()
     sampler.sample(expected, slots, positions)
-    slots = np.append(slots, -1).astype(np.int32)
-    positions = np.append(positions, 5)
-    got = machine.tensor(torch.cat([logits, logits[:1]]))
-    seen = machine.tensor(torch.zeros(count + 1, vocab_size, dtype=torch.int32))
+    slots = np.append(slots, np.full(idle, -1)).astype(np.int32)
+    positions = np.append(positions, np.full(idle, 5))
+    got = machine.tensor(torch.cat([logits, logits[:idle]]))
+    seen = machine.tensor(torch.zeros(count + idle, vocab_size, dtype=torch.int32))
     arrays = table, np.concatenate(lists), histories
     given = [machine.tensor(torch.from_numpy(array)) for array in arrays]
     places = [machine.tensor(torch.from_numpy(array)) for array in (slots, positions)]
     adjust(machine.launcher, got, *given, seen, *places)
     assert not seen.any()
-    return got.cpu(), torch.cat([expected, logits[:1]])
+    return got.cpu(), torch.cat([expected, logits[:idle]])
 
 
-def check(machine, logits, params, histories, positions):
-    got, expected = run(machine, logits, params, histories, positions)
+def check(machine, logits, params, histories, positions, idle=1):
+    got, expected = run(machine, logits, params, histories, positions, idle)
     assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
     return got
 
@@ -105,6 +105,12 @@ def test_the_first_token_behind_the_vocabulary(machine):
     params = [KINDS[4], KINDS[6], KINDS[7], KINDS[10]]
     got = check(machine, logits, params, texts, np.full(4, 8))
     assert torch.equal(got[:4], logits)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_marks_before_and_behind_the_vocabulary_are_nobodys(checked_machine, token):
+    texts = np.full((1, 20), token, dtype=np.int32)
+    check(checked_machine, randn(1, VOCAB), [KINDS[4]], texts, np.array([9]), idle=0)
 
 
 def test_odd_logits(machine):

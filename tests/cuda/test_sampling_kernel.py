@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_values import randn
 
+from gptmanager.cuda import compiler, emulator
 from gptmanager.cuda.sampling import PARAMS, Workspace, num_parts, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
@@ -221,6 +222,31 @@ def test_as_many_candidates_as_fit_and_one_more(machine, ties, top_k):
     assert all(400 <= token < 400 + ties for token in got)
 
 
+@pytest.mark.parametrize("top_k", [5, 600])
+def test_a_candidate_too_many_is_written_nowhere(checked_machine, top_k):
+    logits = torch.full((1, 2500), -1.0)
+    logits[:, 400:2449] = 1.0
+    check(checked_machine, logits, drawing(1, top_k=top_k))
+
+
+@pytest.mark.parametrize("second", [1948, 1949])
+def test_bins_that_fit_together_and_by_one_do_not(machine, second):
+    """100 tokens in the first bin, and the k-th best in the second."""
+    logits = torch.full((1, 3000), -3.0)
+    logits[:, 400:500], logits[:, 500 : 500 + second] = 0.0, -1.25 / 64
+    got = check(machine, logits.repeat(8, 1), drawing(8, top_k=600))
+    assert all(400 <= token < 500 + second for token in got)
+
+
+def test_the_border_of_a_bin(machine):
+    """The lowest logit of the first bin is the k-th best, and many are the best of the second."""
+    border = np.float32(-1 / 64)
+    logits = torch.full((1, 3000), float(border))
+    logits[:, 1:600], logits[:, 2000] = 0.0, float(np.nextafter(border, np.float32(0)))
+    got = check(machine, logits.repeat(8, 1), drawing(8, top_k=600))
+    assert all(1 <= token < 600 or token == 2000 for token in got)
+
+
 def test_a_share_of_the_best_that_is_all_of_it(machine):
     logits = rows(20, 100)
     logits[:, [7, 40, 90]] = 9.0
@@ -240,6 +266,14 @@ def test_both_zeros_tie_with_the_last_of_top_k(machine):
     logits[:, 0], logits[:, 1:40:2], logits[:, 2:40:2] = 1.0, 0.0, -0.0
     got = check(machine, logits.repeat(40, 1), drawing(40, top_k=2))
     assert {token % 2 for token in got if token} == {0, 1}
+
+
+def test_quotients_tie_not_products_with_the_reciprocal(machine):
+    steps = torch.tensor([[3.0, 2.0], [1.0, 0.0]])
+    logits = torch.cat([torch.full((2, 1), 7.1), 7 + steps * 2.0**-21], dim=1)
+    for row, tied in enumerate([{0, 1, 2}, {0, 1}]):
+        params = drawing(30, top_k=2, temperature=1.5)
+        assert set(check(machine, logits[row].repeat(30, 1), params)) == tied
 
 
 def test_an_end_that_top_k_may_not_choose(machine):
@@ -285,6 +319,39 @@ def test_as_many_pieces_as_there_is_room_for(checked_machine):
     logits = torch.zeros(1, 256 * 1024)
     logits[0, -1] = 1.0
     check(checked_machine, logits, [SamplingParams()])
+
+
+FIND_TOKEN = """
+#include "logits_row.cuh"
+__global__ void find(int* token, const float* weights, const double* sums, double rest, int size) {
+    __shared__ double own[PIECES];
+    for (int i = threadIdx.x; i < PIECES; i += 32) own[i] = sums[i];
+    __syncwarp();
+    Row<float, 1> row{weights, size, -1};
+    int found = find_token(row, own, rest, [](float value, int) { return fmaxf(value, 0.0f); });
+    if (threadIdx.x == 0) *token = found;
+}
+"""
+
+
+def test_where_a_sum_passes_and_where_by_rounding_it_does_not(toolchain):
+    options = [f"-I{compiler.FOLDER}"]
+    module = emulator.Module(source=FIND_TOKEN, name_expressions=["find"], options=options)
+    find, token = module.get_function("find"), emulator.empty(1, np.int32)
+    weights, sums = np.zeros(1500, np.float32), np.zeros(256)
+    weights[[3, 9, 600, 640, 641, 900]] = 1.0  # in two of three pieces of 512
+    sums[:2] = 2.0, 4.0
+
+    def found(rest):
+        arrays = (emulator.asarray(array) for array in (weights, sums))
+        find((1,), (32,), (token, *arrays, np.float64(rest), np.int32(1500)))
+        return int(token[0])
+
+    assert [found(rest) for rest in (0.0, 0.5, 1.0, 1.5)] == [3, 3, 9, 9]
+    assert [found(rest) for rest in (2.0, 3.5, 4.0, 5.0, 5.75)] == [600, 640, 641, 900, 900]
+    assert found(6.0) == 900  # past the sum of all
+    sums[0] = 2.5
+    assert found(2.25) == 9  # past what the piece has
 
 
 def test_tensors_that_do_not_fit(machine):

@@ -21,16 +21,20 @@ _CUDA = {
     "kth_best.cuh": "test_sampling_kernel",
     "log_probs.cu": "test_log_probs_kernel",
     "logits_row.cuh": "test_sampling_kernel",
+    "lora.cu": "test_lora",
     "norms.cu": "test_norms",
     "numerics.cuh": "test_norms test_activations test_cache_write test_attention_borders",
     "pages.cuh": "test_generation_attention test_attention_borders test_context_attention"
     " test_far_pages",
     "partials.cuh": "test_generation_attention test_attention_borders",
+    "product_sums.cuh": "test_products test_lora",
     "sampling.cu": "test_sampling_kernel",
     "token_masks.cu": "test_token_masks_kernel",
 }
 _PRODUCTS = "test_packed_products test_kernels"
 _CPU = {
+    "adapter_arguments.py": "test_adapter_kernels",
+    "adapters.py": "test_adapter_kernels",
     "attention_task.py": "test_kernel_memory test_kernels",
     "matrix_product.py": _PRODUCTS,
     "matrix_tiles.py": _PRODUCTS,
@@ -41,7 +45,9 @@ _CPU = {
     "token_loops.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
-_ANY_OF_CPU = "test_kernel_memory test_kernels test_packed_products test_token_masks"
+_ANY_OF_CPU = (
+    "test_kernel_memory test_kernels test_packed_products test_adapter_kernels test_token_masks"
+)
 
 
 def files(root: Path) -> list[str]:
