@@ -309,6 +309,7 @@ bench/                    measures speed, its own and that of other libraries
     attention_peers       others' attention on the same pages
     attention_cases       attention over pages
     product_cases         products of few rows
+    adapter_cases         low-rank adapters
     token_cases           kernels that take tokens or blocks
     sampling_cases        sampling
     logits_cases          what stands around sampling

@@ -75,6 +75,9 @@ class Sizes:
         Decoder("8B", 4096, 6144, 14336, 128256),
     )
     few_rows: tuple[int, ...] = (1, 4, 16)  # of a small generation step
+    num_adapters: int = 64
+    adapter_hidden: int = 1024  # of the model that they adapt
+    adapter_ranks: tuple[int, ...] = (8, 64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +119,11 @@ class Bed:
 @dataclass(frozen=True, slots=True)
 class Goal:
     """`copy`: at least this share of the copies' bandwidth; `tflops`: at least so many; `ms`: at
-    most; `times`: at most so many times as long as the case `of`; `peer`: as the peer `of` takes.
+    most; `times`: at most so many times as long as the case `of`; `peer`: as the peer `of` takes;
+    `roofline`: as the bytes by copies, or the operations by products.
     """
 
-    kind: Literal["copy", "tflops", "ms", "times", "peer"]
+    kind: Literal["copy", "tflops", "ms", "times", "peer", "roofline"]
     value: float
     of: str = ""
 
@@ -131,6 +135,7 @@ class Goal:
             "ms": f"<= {self.value:g} ms",
             "times": f"<= {self.value:g} x {self.of}",
             "peer": f"<= {self.value:g} x {self.of}",
+            "roofline": f"<= {self.value:g} x roofline",
         }[self.kind]
 
     def is_met(self, case: Case, spread: Spread, ceilings: Ceilings, other_s: float | None) -> bool:
@@ -140,6 +145,8 @@ class Goal:
             return case.flops / spread.median >= self.value * 1e12
         if self.kind == "ms":
             return spread.median * 1e3 <= self.value
+        if self.kind == "roofline":
+            return spread.median <= self.value * ceilings.floor_s(case.num_bytes, case.flops)
         return other_s is not None and spread.median <= self.value * other_s
 
 

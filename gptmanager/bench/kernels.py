@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gptmanager.bench.adapter_cases import adapter_cases
 from gptmanager.bench.attention_cases import attention_cases
 from gptmanager.bench.cases import OURS, Bed, Case, Sizes
 from gptmanager.bench.kernel_runs import CaseResult, report, run_case
@@ -107,6 +108,7 @@ def all_cases(sizes: Sizes) -> list[Case]:
     return [
         *attention_cases(sizes),
         *product_cases(sizes),
+        *adapter_cases(sizes),
         *token_cases(sizes),
         *sampling_cases(sizes),
         *logits_cases(sizes),

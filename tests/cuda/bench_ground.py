@@ -27,6 +27,9 @@ TINY = Sizes(
     num_layers=2,
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
     few_rows=(1, 3),
+    num_adapters=3,
+    adapter_hidden=64,
+    adapter_ranks=(8,),
 )
 
 

@@ -15,6 +15,7 @@ from separate_device import DEVICE, SeparateStream, pin_in
 
 from gptmanager import cli
 from gptmanager.bench import KernelOptions, attention_peers, bench_kernels, command, kernels
+from gptmanager.bench.adapter_cases import adapter_cases
 from gptmanager.bench.attention_peers import torch_varlen
 from gptmanager.bench.cases import (
     OURS,
@@ -131,7 +132,16 @@ def test_the_table(report):
 
 
 def test_a_fast_wrong_kernel_is_wrong(toolchain):
-    parts = ("norms", "generation", "QKV", "SiLU of", "adjustments", "log_probs", "beam_step")
+    parts = (
+        "norms",
+        "generation",
+        "QKV",
+        "SiLU of",
+        "adjustments",
+        "log_probs",
+        "beam_step",
+        "adapters",
+    )
     options = KernelOptions(only=parts)
     report = bench_kernels(options, ground(SpoilingLauncher()))
     for row in report["kernels"]:
@@ -266,6 +276,8 @@ def test_goals():
         (Goal("ms", 0.9), False),
         (Goal("times", 1.2, "other"), True),
         (Goal("times", 0.9, "other"), False),
+        (Goal("roofline", 1.26), True),  # 80 bytes take 0.8 ms, 10 operations 1 ms
+        (Goal("roofline", 0.99), False),
     ]:
         assert goal.is_met(case, spread, ceilings, 1e-3) is is_met, goal
 
@@ -344,6 +356,19 @@ def test_products_of_both_models():
     assert {name for name, case in cases.items() if case.quick} == {
         name for name in of_copy if ", 1 x" in name
     }
+
+
+def test_adapters_read_each_weight_once():
+    """A and B of 64 adapters, rows of x, and what they add to, read and written."""
+    cases = {case.name: case for case in adapter_cases(Sizes())}
+    for name, num_modules in (("Q, K, V", 3), ("output", 1)):
+        for rank in (8, 64):
+            case = cases.pop(f"{name} of rank {rank}, 256 x 1024 over 64")
+            weights = 64 * num_modules * rank * (1024 + 1024)
+            assert case.num_bytes == 2 * (weights + 256 * 1024 * (1 + 2 * num_modules))
+            assert case.flops == 2 * 256 * num_modules * rank * (1024 + 1024)
+            assert texts(case) == ["<= 1.3 x roofline"] and case.quick == (rank == 8)
+    assert not cases
 
 
 def texts(case):
