@@ -181,12 +181,13 @@ def test_a_gated_product_with_adapters(dtype: torch.dtype) -> None:
         own = case.with_rows(rows)
         return kernels.linear_silu_mul_adapted(x, matrix, None, own, LAYER, "qkv")
 
-    rows = [0, -1, 1, 2, 0, -1, 3]
-    together, without = product(rows, x), kernels.linear_silu_mul(x, matrix)
-    for token, slot in enumerate(rows):
-        part = slice(token, token + 1)
-        assert torch.equal(product([slot], x[part])[0], together[token])
-        assert torch.equal(without[token], together[token]) == (slot in (-1, 1))
+    without = kernels.linear_silu_mul(x, matrix)
+    for rows in ([0, -1, 0, 0, -1, 0, 2], [2] * 7, [0, -1, 1, 2, 0, -1, 3]):
+        together = product(rows, x)
+        for token, slot in enumerate(rows):
+            part = slice(token, token + 1)
+            assert torch.equal(product([slot], x[part])[0], together[token])
+            assert torch.equal(without[token], together[token]) == (slot in (-1, 1))
     before = torch.nn.functional.linear(x.double(), weight.double())
     gate, up = expected(case, rows, before, x).chunk(2, dim=1)
     wanted = torch.nn.functional.silu(gate) * up

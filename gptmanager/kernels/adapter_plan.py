@@ -35,7 +35,8 @@ _FIRST_FIELDS = struct.Struct("10q")
 
 class PlanTask(ctypes.Structure):
     """Addresses and numbers. `found` int64: the number of tokens that have an adapter and of the
-    runs they make; the modules that they have in each layer, as bits; three numbers for each run,
+    runs they make; the modules that some of their adapters have in each layer, as bits, then those
+    that all of them have; three numbers for each run,
     and the order of tokens, as `AdapterTask` has them; room for a number for each slot.
     """
 
@@ -51,7 +52,9 @@ def plan_runs(address: int) -> None:
     num_tokens, num_slots, num_modules = t.num_tokens, t.num_slots, t.num_modules
     found = carray(pointer_to(t.found), t.size, np.int64)
     found[:] = 0
-    runs = LAYERS + t.num_layers
+    common = LAYERS + t.num_layers
+    runs = common + t.num_layers
+    found[common:runs] = -1
     order = runs + 3 * num_tokens
     ends = order + num_tokens
     for token in range(num_tokens):
@@ -67,10 +70,13 @@ def plan_runs(address: int) -> None:
         if first == stop:
             continue
         for layer in range(t.num_layers):
+            modules = 0
             for module in range(num_modules):
                 entry = ((slot * t.num_layers + layer) * num_modules + module) * 2
                 if get_long(t.table, entry + 1) > 0:
-                    found[LAYERS + layer] |= 1 << min(module, MOST_BITS)
+                    modules |= 1 << min(module, MOST_BITS)
+            found[LAYERS + layer] |= modules
+            found[common + layer] &= modules
         for start in range(first, stop, length):
             run = runs + 3 * num_runs
             found[run], found[run + 1], found[run + 2] = start, min(start + length, stop), slot
@@ -111,9 +117,9 @@ class AdapterPlan:
         self._adapters = adapters
         self._matrices: dict[str, MatrixPlan | None] = {}
         (num_tokens,), (num_slots, num_layers, num_modules, _) = rows.shape, table.shape
-        size = LAYERS + num_layers + 4 * num_tokens + num_slots
+        size = LAYERS + 2 * num_layers + 4 * num_tokens + num_slots
         self._found = (ctypes.c_int64 * size)()
-        self._runs = ctypes.addressof(self._found) + 8 * (LAYERS + num_layers)
+        self._runs = ctypes.addressof(self._found) + 8 * (LAYERS + 2 * num_layers)
         task = PlanTask(
             rows=address_of(rows, torch.int32),
             table=address_of(table, torch.int64),
@@ -162,11 +168,18 @@ class AdapterPlan:
 
     def tokens_of(self, matrix: str, layer: int) -> list[int]:
         """Those that have a module there, in ascending order."""
-        numbers = [it.number for it in self._adapters.layout[matrix]]
-        ranks = self._adapters.table[:, layer, numbers, 1]
-        has = (ranks > 0).any(dim=1).tolist()
-        rows = self._adapters.rows.tolist()
+        modules, num_layers = self._adapters.layout[matrix], self._adapters.table.shape[1]
+        bits = _fields(modules)[1] & ((1 << MOST_BITS) - 1)  # those of one module each
+        if bits & self._found[LAYERS + num_layers + layer]:
+            return self._tokens
+        ranks = self._adapters.table[:, layer, [it.number for it in modules], 1]
+        has, rows = (ranks > 0).any(dim=1).tolist(), self._adapters.rows.tolist()
         return [token for token, slot in enumerate(rows) if slot >= 0 and has[slot]]
+
+    @functools.cached_property
+    def _tokens(self) -> list[int]:
+        """Those that have an adapter."""
+        return [token for token, slot in enumerate(self._adapters.rows.tolist()) if slot >= 0]
 
 
 @functools.lru_cache(maxsize=256)
