@@ -22,28 +22,28 @@ def adapter_cases(sizes: Sizes) -> list[Case]:
     return [
         _case(sizes, name, number, rank)
         for name, number in _MODULES.items()
-        for rank in sizes.adapter_ranks
+        for rank in sizes.adapters.ranks
     ]
 
 
 def _case(sizes: Sizes, name: str, num_modules: int, rank: int) -> Case:
-    rows, hidden = sizes.rows, sizes.adapter_hidden
-    weights = sizes.num_adapters * num_modules * rank * 2 * hidden
+    rows, hidden = sizes.rows, sizes.adapters.hidden
+    weights = sizes.adapters.number * num_modules * rank * 2 * hidden
     return Case(
         "adapters",
-        f"{name} of rank {rank}, {rows} x {hidden} over {sizes.num_adapters}",
+        f"{name} of rank {rank}, {rows} x {hidden} over {sizes.adapters.number}",
         (weights + rows * hidden + 2 * rows * num_modules * hidden) * sizes.dtype.itemsize,
         partial(_prepare, num_modules, rank),
         2 * rows * num_modules * rank * 2 * hidden,
         (Goal("roofline", _TIMES_ROOFLINE),),
-        quick=rank == sizes.adapter_ranks[0],
+        quick=rank == sizes.adapters.ranks[0],
     )
 
 
 def _prepare(num_modules: int, rank: int, bed: Bed) -> Prepared:
     """The sets are layers of the table: a step reads the weights of each anew."""
     sizes = bed.sizes
-    rows, hidden, num_adapters = sizes.rows, sizes.adapter_hidden, sizes.num_adapters
+    rows, hidden, num_adapters = sizes.rows, sizes.adapters.hidden, sizes.adapters.number
     size, scale = 2 * rank * hidden, (rank * hidden) ** -0.25
     shape = num_adapters, num_modules, size
     sets = torch.stack(bed.sets(sizes.dtype.itemsize * shape[0] * shape[1] * size, *shape))

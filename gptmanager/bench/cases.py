@@ -48,6 +48,14 @@ class Decoder(NamedTuple):
     vocab_size: int
 
 
+class Adapters(NamedTuple):
+    """Of a step: as many, for a model of that width; a case for each rank."""
+
+    number: int = 64
+    hidden: int = 1024
+    ranks: tuple[int, ...] = (8, 64)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Of all cases; the defaults are those of Llama-3.1-8B on a large GPU, and for products also of
@@ -75,9 +83,7 @@ class Sizes:
         Decoder("8B", 4096, 6144, 14336, 128256),
     )
     few_rows: tuple[int, ...] = (1, 4, 16)  # of a small generation step
-    num_adapters: int = 64
-    adapter_hidden: int = 1024  # of the model that they adapt
-    adapter_ranks: tuple[int, ...] = (8, 64)
+    adapters: Adapters = Adapters()
 
 
 @dataclass(frozen=True, eq=False)

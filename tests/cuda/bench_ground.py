@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gptmanager.bench.cases import Bed, Decoder, Sizes
+from gptmanager.bench.cases import Adapters, Bed, Decoder, Sizes
 from gptmanager.bench.kernels import Ground
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.launch import EmulatorLauncher
@@ -27,9 +27,7 @@ TINY = Sizes(
     num_layers=2,
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
     few_rows=(1, 3),
-    num_adapters=3,
-    adapter_hidden=64,
-    adapter_ranks=(8,),
+    adapters=Adapters(3, 64, (8,)),
 )
 
 
