@@ -41,7 +41,7 @@ class KnownOutputs:
             self._has_beams = True
         output = self._load.output(number)
         if output is not None and request_id not in self._outputs:
-            prompt_len = int(np.size(request.tensors.get("input_ids", ())))
+            prompt_len = int(np.asarray(request.tensors.get("input_ids", ())).size)
             self._outputs[request_id] = prompt_len, output
 
     def remove(self, request_id: int) -> None:

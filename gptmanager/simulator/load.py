@@ -38,12 +38,14 @@ class Load(Protocol):
     """Requests by number, in the order of their arrival.
 
     `arrivals` float64 `[n]`, ascending: seconds since the start, or, with `by_turns`, turns of
-    the loop; `stops` alike, and `clears`: when cached blocks are forgotten.
+    the loop; `stops` alike, and `clears`: when cached blocks are forgotten;
+    `forgets`: when the adapter of a task is.
     """
 
     arrivals: np.ndarray
     stops: Sequence[Stop]
     clears: Sequence[float]
+    forgets: Sequence[tuple[float, int]]
     by_turns: bool
 
     def request(self, number: int) -> InferenceRequest: ...
@@ -69,6 +71,7 @@ class SyntheticLoad:
     seed: int = 0
     stops: Sequence[Stop] = ()
     clears: Sequence[float] = ()
+    forgets: Sequence[tuple[float, int]] = ()
     by_turns: bool = False
     arrivals: np.ndarray = field(init=False, repr=False)
 
@@ -176,6 +179,7 @@ class RecordedLoad:
         self.queue = host_queue(recording) if arrivals == "time" else None
         stops: list[Stop] = []
         clears: list[float] = []
+        forgets: list[tuple[float, int]] = []
         live: dict[int, int] = {}
         schedules: dict[int, Schedule] = {}
         for iteration in recording.iterations:
@@ -185,6 +189,8 @@ class RecordedLoad:
                 stops.append((when, intake.stops))
             if intake.clears_cache and arrivals != "at_once":
                 clears.append(when)
+            if arrivals != "at_once":
+                forgets += [(when, task_id) for task_id in intake.forgotten_adapters]
             self._take_requests(iteration, live)
             times += [0.0 if arrivals == "at_once" else when] * len(intake.requests)
             if iteration.schedule is not None:
@@ -202,6 +208,7 @@ class RecordedLoad:
         self.arrivals = np.array(times if self.queue is None else self.queue.arrivals)
         self.stops: Sequence[Stop] = stops
         self.clears: Sequence[float] = clears
+        self.forgets: Sequence[tuple[float, int]] = forgets
 
     def request(self, number: int) -> InferenceRequest:
         return self._requests[number]

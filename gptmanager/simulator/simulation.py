@@ -102,7 +102,7 @@ class World:
         self._fused = fused
         self._arrivals: list[float] = load.arrivals.tolist()
         self._next = 0  # request of the load
-        self._next_stop = self._next_clear = 0
+        self._next_stop = self._next_clear = self._next_forgotten = 0
         # request-steps, and some for turns and for who waits
         self._max_steps = self._steps_left = max_steps
         self._turns = 0
@@ -144,7 +144,15 @@ class World:
         loaded, self._loaded = tuple(self._loaded), []
         requests = tuple(map(self._arrive, range(first, self._next)))
         clears_cache = self._next_clear > num_cleared
-        return Intake(self.now, requests, stops, ready, (), clears_cache, loaded)
+        forgotten = self._take_forgotten(clock)
+        return Intake(self.now, requests, stops, ready, (), clears_cache, loaded, forgotten)
+
+    def _take_forgotten(self, clock: float) -> tuple[int, ...]:
+        """Tasks whose adapters were replaced by now."""
+        forgets, first = self._load.forgets, self._next_forgotten
+        while self._next_forgotten < len(forgets) and forgets[self._next_forgotten][0] <= clock:
+            self._next_forgotten += 1
+        return tuple(task_id for _, task_id in forgets[first : self._next_forgotten])
 
     def _is_idle(self, num_active: int) -> bool:
         """Whether nothing is there yet: told once, as a recording tells it; then time goes on."""
