@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_cases import LAYER, expected, new_case
 from test_kernels import CPU, Sizes, new_pages, randn, rope_arguments
 from torch import Tensor
 
 from gptmanager.cuda.emulator import arrays
 from gptmanager.kernels import paged_attention
+from gptmanager.kernels.adapter_arguments import AdapterModule
 from gptmanager.kernels.attention_arguments import Pages, RowSpans
 
 WIDTH = 20  # no whole vectors
@@ -97,6 +99,24 @@ def test_attention_touches_nothing_behind_a_tensor(
     pages.values, pages.q = in_pages(pages.values, dtype, False), guarded(pages.q.to(dtype))
     pages.block_tables = guarded(pages.block_tables)
     pages.attend_all(CPU)
+
+
+@dtypes
+@pytest.mark.parametrize("num_tokens", [1, 7])
+@pytest.mark.parametrize(("rank", "columns", "width"), [(5, 1, 200), (8, 63, 37), (16, 63, 37)])
+def test_adapters_touch_nothing_behind_a_tensor(
+    dtype: torch.dtype, num_tokens: int, rank: int, columns: int, width: int
+) -> None:
+    """The last module of a pool: few columns behind a long A, or one less than is turned at once."""
+    case = new_case((AdapterModule(0, 0, columns, width),), [(rank,)], dtype, gap=0)
+    x, before = randn(num_tokens, width).to(dtype), randn(num_tokens, columns, seed=1).to(dtype)
+    step, result = case.with_rows([0] * num_tokens), guarded(before)
+    step = step._replace(
+        **{name: guarded(getattr(step, name)) for name in ("pool", "rows", "table")}
+    )
+    CPU.add_adapters(result, guarded(x), step, LAYER, "qkv")
+    wanted = expected(case, [0] * num_tokens, before, x)
+    torch.testing.assert_close(result.double(), wanted, rtol=2.0**-7, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 16])

@@ -137,7 +137,7 @@ def turned(ranks: int, dtype: str) -> Any:
     """A word that turns `ranks` elements of each of B's next rows: four bytes of a row are a lane.
 
     Its arguments: `(target, stride, b, rank)`: row d of the target is what these rows hold at d.
-    There are as many rows as sixteen registers hold, `rows_turned`.
+    There are as many rows as sixteen registers hold.
     """
     units = ranks * itemsize(dtype) // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)
@@ -178,7 +178,3 @@ def turned(ranks: int, dtype: str) -> Any:
                 builder.store(lanes, at(builder, target, place, VECTOR), align=4)
 
     return turn
-
-
-def rows_turned(ranks: int, dtype: str) -> int:
-    return LANES * LANES * 4 // (ranks * itemsize(dtype))

@@ -58,6 +58,13 @@ def test_adapters_have_no_race(checked_machine, dtype):
     check_adapters(checked_machine, dtype, [*[0] * 16, 2, -1, 0, 2])
 
 
+def test_a_matrix_with_fewer_modules_than_a_launch_has_room_for(checked_machine):
+    """The last token has an adapter, and there is nothing behind its h."""
+    case, rows = new_case((AdapterModule(0, 1, 6, 8),), [(3,)]), [0, -1, 0]
+    x, before = randn(3, 8), randn(3, 7)
+    close(add(checked_machine, case, rows, before, x), expected(case, rows, before, x))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_alone_and_in_any_company(machine, dtype):
     case = new_case(qkv_layout(WIDTH, Q, KV), RANKS, dtype)
