@@ -34,7 +34,8 @@ _CUDA = {
 _PRODUCTS = "test_packed_products test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
-    "adapters.py": "test_adapter_kernels",
+    "adapter_words.py": "test_kernel_memory test_adapter_kernels",
+    "adapters.py": "test_kernel_memory test_adapter_kernels",
     "attention_task.py": "test_kernel_memory test_kernels",
     "matrix_product.py": _PRODUCTS,
     "matrix_tiles.py": _PRODUCTS,

@@ -128,7 +128,7 @@ def project(tmp_path):
     (root / "tests" / "test_double.py").write_text(
         "from gptmanager.kernels import double\n\ndef test_double():\n    assert double(2) == 4\n"
     )
-    (root / "setup.cfg").write_text("[tool:pytest]\nmarkers =\n    gpu: one\n")
+    (root / "setup.cfg").write_text("[tool:pytest]\ntimeout = 0.2\nmarkers =\n    gpu: one\n")
     return root
 
 
@@ -140,6 +140,7 @@ def test_what_becomes_of_mistakes(project):
     mistakes = {
         "x - x": KILLED,
         "x * 2": SURVIVED,
+        "__import__('time').sleep(0.4) or x * 2": SURVIVED,
         "x +": NO_COMPILE,
         "__import__('os').abort()": KILLED,
     }
