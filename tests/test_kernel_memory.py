@@ -107,7 +107,7 @@ def test_attention_touches_nothing_behind_a_tensor(
 def test_adapters_touch_nothing_behind_a_tensor(
     dtype: torch.dtype, num_tokens: int, rank: int, columns: int, width: int
 ) -> None:
-    """The last module of a pool: few columns behind a long A, or one less than is turned at once."""
+    """At the end of a pool: few columns behind a long A, or one less than is turned at once."""
     case = new_case((AdapterModule(0, 0, columns, width),), [(rank,)], dtype, gap=0)
     x, before = randn(num_tokens, width).to(dtype), randn(num_tokens, columns, seed=1).to(dtype)
     step, result = case.with_rows([0] * num_tokens), guarded(before)
