@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from adapter_cases import LAYER, new_case
 from devices import there_is
 from kernel_values import close, randn
 
@@ -11,6 +12,7 @@ from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.product_choice import ProductChoice
 from gptmanager.cuda.streams import DeviceStream
+from gptmanager.kernels.adapter_arguments import AdapterModule
 
 
 class CountingLauncher(EmulatorLauncher):
@@ -108,14 +110,26 @@ def test_the_emulator_leaves_products_to_torch(toolchain):
     assert not launcher.names
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_silu_mul"])
-def test_a_deterministic_row_is_the_same_beside_any_others(launcher, op):
+@pytest.mark.parametrize(
+    ("op", "names"), [("linear", ["multiply"]), ("linear_silu_mul", ["multiply", "silu_mul"])]
+)
+def test_a_deterministic_row_is_the_same_beside_any_others(launcher, op, names):
     compute = getattr(CudaKernels(launcher, deterministic=True), op)
     x, weight = randn(35, 72, dtype=torch.bfloat16), randn(48, 72, dtype=torch.bfloat16)
     whole = compute(x, weight)
-    assert launcher.names == ["multiply"], "no other way, however many rows"
+    assert launcher.names == names, "no other way, however many rows"
     for first, last in ((0, 1), (20, 36), (34, 35)):
         assert torch.equal(compute(x[first:last], weight), whole[first:last])
+
+
+def test_a_deterministic_row_without_an_adapter_has_the_bits_of_a_step_without_any(launcher):
+    kernels, dtype = CudaKernels(launcher, deterministic=True), torch.bfloat16
+    layout = (AdapterModule(0, 0, 24, 72), AdapterModule(1, 24, 24, 72))
+    adapters = new_case(layout, [(4, 4)], dtype).with_rows([-1, 0, -1])
+    x, weight = randn(3, 72, dtype=dtype), randn(48, 72, dtype=dtype, seed=5)
+    alone = kernels.linear_silu_mul(x, weight)
+    among = kernels.linear_silu_mul_adapted(x, weight, None, adapters, LAYER, "qkv")
+    assert torch.equal(alone[::2], among[::2]) and not torch.equal(alone[1], among[1])
 
 
 @pytest.mark.gpu
