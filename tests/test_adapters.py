@@ -223,7 +223,7 @@ SPOILT[1, 41] = np.inf
          "lora_config[2]: adapter_size = 9 is more than max_adapter_size = 8"),
         (numbers(), [*CONFIG[:2], [1, 2, 1]], InvalidRequestError,
          "lora_config[2] = [1, 2, 1]: 1 (attn_q) of layer 2 is in row 0 already"),
-        (numbers(), [[2**70, 0, 1]] * 3, InvalidRequestError, f"module_id = {2**70} is outside"),
+        (numbers(), [[2**70, 0, 1]] * 3, InvalidRequestError, f"number {2**70}, expected"),
         (numbers(), [[1, 0, 1]] * 10, AdapterError, "lora_config has 10 rows, expected at most 9"),
     ],
 )  # fmt: skip

@@ -21,8 +21,10 @@ from recorded_runs import (
 )
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, PromptLookup
+from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.errors import ConfigError, RecordingError, SchedulerError
 from gptmanager.loop.token_loop import LoopState
+from gptmanager.peft_cache import CacheSizes
 from gptmanager.recorder import Recorder
 from gptmanager.recorder.recording import Header, Iteration, Recording, read_recording
 from gptmanager.replay import replay
@@ -432,6 +434,8 @@ def test_a_load_needs_a_whole_recording():
 def test_a_variant_is_set_up_as_a_manager_would_be():
     base = hypothetical(Machine(kv_cache_tokens=640), 200)
     assert variant(base, NO_EVICT) == base
+    pages = AdapterSizes(CacheSizes(64, 8, 8, 4, 8), (), 1, "float32")
+    assert variant(dataclasses.replace(base, adapters=pages), MAX_UTILIZATION).adapters == pages
     other = variant(base, MAX_UTILIZATION)
     assert other.sizes.chunked and other.sizes.num_blocks == 10 and not base.sizes.chunked
     larger = variant(base, NO_EVICT, Machine(kv_cache_tokens=6400, max_batch_size=3))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gptmanager.config import PeftCacheManagerConfig
-from gptmanager.errors import ManagerDeadError
+from gptmanager.errors import AdapterError, ManagerDeadError, RequestError, response_text
 from gptmanager.lifecycle.clock import monotonic, thread_time_ns
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.peft_cache.work import (
@@ -110,7 +110,7 @@ class AdapterLoader:
             self._begin(work, pool)
         except Exception as error:  # no more threads, say
             if not isinstance(work, (DropAdapter, FreeHostPages)):
-                self.done.append(AdapterDone(work.job, "", error))
+                self.done.append(AdapterDone(work.job, "", _told(work, error)))
 
     def _begin(self, work: AdapterWork, pool: AdapterPool) -> None:
         if self._putting is None or self._ensuring is None:
@@ -118,11 +118,11 @@ class AdapterLoader:
         if isinstance(work, ReadAdapter):
             with self._lock:
                 self._read[work.job] = None
-            self._putting.submit(self._do, work.job, self._read_adapter, work)
+            self._putting.submit(self._do, self._read_adapter, work)
         elif isinstance(work, WriteAdapter):
-            self._putting.submit(self._do, work.job, self._write_adapter, work, pool)
+            self._putting.submit(self._do, self._write_adapter, work, pool)
         elif isinstance(work, CopyAdapter):
-            self._ensuring.submit(self._do, work.job, self._copy_adapter, work, pool)
+            self._ensuring.submit(self._do, self._copy_adapter, work, pool)
         elif isinstance(work, DropAdapter):
             with self._lock:
                 self._read.pop(work.source, None)
@@ -144,13 +144,13 @@ class AdapterLoader:
         )
         return putting, ensuring
 
-    def _do(self, job: int, function: Callable[..., str], *arguments: Any) -> None:
+    def _do(self, function: Callable[..., str], work: Any, *arguments: Any) -> None:
         digest, failure = "", None
         try:
-            digest = function(*arguments)
+            digest = function(work, *arguments)
         except BaseException as error:  # noqa: B036 - what a host's tensor raises, or no memory
-            failure = error
-        self.done.append(AdapterDone(job, digest, failure))
+            failure = _told(work, error)
+        self.done.append(AdapterDone(work.job, digest, failure))
         with suppress(ManagerDeadError):
             self._wake()
 
@@ -182,3 +182,10 @@ class AdapterLoader:
             self._streams.append(stream)
             self._streams_left.release()
         return ""
+
+
+def _told(work: AdapterWork, error: BaseException) -> BaseException:
+    """Of what could not be read the request is told at once; of the rest the loop tells it."""
+    if not isinstance(work, ReadAdapter) or isinstance(error, RequestError):
+        return error
+    return AdapterError(f"lora_task_id {work.task_id} could not be read: {response_text(error)}")

@@ -73,6 +73,7 @@ class Adapters:
         self.has_changed = False  # since pages were given out
         self._forgotten: deque[int] = deque()  # noted, as are those
         self._done: deque[AdapterDone] = deque()
+        self._failures: list[Failure] = []  # found, and not told yet
         self.passed_over = -1  # the first request for which pages do not suffice
         self.num_overtaken = 0  # how often
         self._load = load
@@ -88,15 +89,14 @@ class Adapters:
 
     def take_in(self) -> list[Failure]:
         """What was noted, before requests are added. Gives those that must end."""
-        failures: list[Failure] = []
         while self._forgotten:
             task_id = self._forgotten.popleft()
             self.cache.forget(task_id)
             for read in self.reads.values():
                 read.is_forgotten |= read.task_id == task_id
         while self._done:
-            self._end_job(self._done.popleft(), failures)
-        return failures
+            self._end_job(self._done.popleft())
+        return self._take_failures()
 
     def add(self, request: ActiveRequest) -> None:
         """A request has been admitted. One without an adapter is no error."""
@@ -119,18 +119,21 @@ class Adapters:
 
     def settle(self, active: Iterable[ActiveRequest]) -> list[Failure]:
         """After requests were added: who may start has its adapter. Gives those that must end."""
-        failures: list[Failure] = []
-        self.has_changed = False
-        unknown, self.unknown = self.unknown, []
-        self._follow_or_fail(unknown, failures)
+        while self.unknown:
+            self._follow_or_fail(self.unknown.pop(0))
         for job in self._next_reads():
-            self._put(job, failures)
-        failed = {failure.request_id for failure in failures}
+            self._put(job)
+        failed = {failure.request_id for failure in self._failures}
         self._give_pages([r for r in active if r.request_id not in failed])
         freed = self.cache.take_freed()
         if freed:
             self._load(FreeHostPages(freed))
         self.count()
+        self.has_changed = False
+        return self._take_failures()
+
+    def _take_failures(self) -> list[Failure]:
+        failures, self._failures = self._failures, []
         return failures
 
     def count(self) -> None:
@@ -177,7 +180,7 @@ class Adapters:
                 return True
         return False
 
-    def _follow_or_fail(self, request_ids: Iterable[int], failures: list[Failure]) -> None:
+    def _follow_or_fail(self, *request_ids: int) -> None:
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is None or request.lora_task_id is None:
@@ -186,7 +189,7 @@ class Adapters:
                 try:
                     self.cache.use(request_id, request.lora_task_id)
                 except AdapterError as error:
-                    failures.append(Failure(request_id, error))
+                    self._failures.append(Failure(request_id, error))
 
     def _attach(self, request_id: int) -> None:
         self.requests[request_id].adapter_digest = self.cache.adapter_of(request_id).digest
@@ -196,28 +199,34 @@ class Adapters:
         self._load(DropAdapter(job))
         return self.reads.pop(job)
 
-    def _end_job(self, done: AdapterDone, failures: list[Failure]) -> None:
+    def _end_job(self, done: AdapterDone) -> None:
         read = self.reads.get(done.job)
         if read is not None and done.error is None:
             read.digest = done.digest
         elif read is not None:
-            self._fail(done.job, done.error or AdapterError(), failures)
+            self._fail(done.job, done.error or AdapterError())
         elif done.job in self.moves:
-            self._end_move(done, self.moves.pop(done.job), failures)
+            self._end_move(done, self.moves.pop(done.job))
 
-    def _fail(self, job: int, error: BaseException, failures: list[Failure]) -> None:
+    def _fail(self, job: int, error: BaseException) -> None:
         """What a request brought is no adapter. Others wanted one under its id."""
         read = self._drop(job)
         if read.brought_by in read.wanted_by:
             read.wanted_by.remove(read.brought_by)
-            failures.append(Failure(read.brought_by, error))
-        self._follow_or_fail(read.wanted_by, failures)
+            self._failures.append(Failure(read.brought_by, error))
+        if not read.is_forgotten:
+            self._follow_or_fail(*read.wanted_by)
+            return
+        # what came under this id later is not what they asked for
+        text = f"lora_task_id {read.task_id} was forgotten, and had not been cached: "
+        gone = AdapterError(text + response_text(error))
+        self._failures += [Failure(request_id, gone) for request_id in read.wanted_by]
 
-    def _end_move(self, done: AdapterDone, adapter: CachedAdapter, failures: list[Failure]) -> None:
+    def _end_move(self, done: AdapterDone, adapter: CachedAdapter) -> None:
         if done.error is not None:
             text = f"lora_task_id {adapter.task_id} could not be loaded: "
             error = AdapterError(text + response_text(done.error))
-            failures += [Failure(request_id, error) for request_id in sorted(adapter.requests)]
+            self._failures += [Failure(it, error) for it in sorted(adapter.requests)]
             if not adapter.is_replaced:
                 self.cache.forget(adapter.task_id)
         if adapter.is_loading:
@@ -234,14 +243,14 @@ class Adapters:
             if job in self.reads:
                 unread.add(read.task_id)
 
-    def _put(self, job: int, failures: list[Failure]) -> None:
+    def _put(self, job: int) -> None:
         """Into host pages, if there are any."""
         read = self.reads[job]
         first, *others = read.wanted_by
         try:
             answer = self.cache.put(first, read.task_id, read.digest, read.rows)
         except AdapterError as error:
-            self._fail(job, error, failures)
+            self._fail(job, error)
             return
         if answer is Put.WAIT:
             return

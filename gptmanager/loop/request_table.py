@@ -266,7 +266,7 @@ class RequestTable:
             self._end_failed(intake.failures)
             self._stop()
             self._end_preparing_of(intake.ready)
-            self._end_failed(self.adapters.take_in())
+        self._end_failed(self.adapters.take_in())
 
     @property
     def holds_requests(self) -> bool:

@@ -64,8 +64,9 @@ class Keeper:
         return InferenceRequest(request.request_id, kept, **keywords)
 
     def _tensor(self, name: str, value: Any, request: InferenceRequest) -> Any:
-        if name == "lora_weights" and isinstance(value, (np.ndarray, torch.Tensor)):
-            return without_weights(value)
+        if name == "lora_weights" and isinstance(value, (np.ndarray, torch.Tensor, list, tuple)):
+            with suppress(BaseException):  # it is refused
+                return without_weights(value)
         if name in ROW_INPUTS:
             with suppress(BaseException):  # it ends the request, in a replay again
                 rows = self._rows(name, value, request.tensors)

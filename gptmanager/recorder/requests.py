@@ -31,6 +31,7 @@ _DTYPES = {
 _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
+_LONGEST = (1 << 31) - 1  # of a shape
 _MAX_DEPTH = 32  # of lists in lists, and of shapes
 _CHEAP = 16  # times: numbers that are never made into a list of tokens
 
@@ -80,8 +81,8 @@ class Allowance:
         self.left = left
 
     def take(self, name: str, count: int) -> None:
-        if name == "lora_weights":
-            return  # of which nothing is ever made
+        if name in ("lora_weights", "lora_config"):
+            return  # nothing is made of the first, nor of more rows than a model has modules
         self.left -= count // _CHEAP if name in ROW_INPUTS else count
         if self.left < 0:
             raise RecordingError(
@@ -93,9 +94,12 @@ def without_weights(value: Any) -> Any:
     """What a recording knows of `lora_weights`: how many there are. What was read of them it is
     told later, as a digest.
     """
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value)  # as admission does
     if isinstance(value, np.ndarray):
         return np.broadcast_to(np.zeros((), dtype=value.dtype), value.shape)
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+    is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    if is_tensor and not (value.is_nested or value.is_meta):
         return torch.zeros((), dtype=value.dtype).expand(value.shape)
     return value
 
@@ -136,8 +140,8 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
 
 def _plain_or_opaque(name: str, value: Any) -> Any:
     try:
-        if name == "lora_weights" and isinstance(value, (torch.Tensor, np.ndarray)):
-            return _plain_weights(value)
+        if name == "lora_weights":
+            return _plain_weights(without_weights(value))
         return _opaque(value) if is_too_large(name, value) else plain_tensor(value)
     except BaseException:  # noqa: B036 - a host's object
         return _opaque(value)
@@ -206,7 +210,7 @@ def tensor_from_plain(name: str, plain: Any, allowance: Allowance) -> Any:
 
 def _shape(name: str, shape: Any) -> list[int]:
     is_list = isinstance(shape, list) and len(shape) <= _MAX_DEPTH
-    if not is_list or any(type(n) is not int or not 0 <= n < 1 << 31 for n in shape):
+    if not is_list or any(type(n) is not int or not 0 <= n <= _LONGEST for n in shape):
         raise RecordingError(f"{name} has no shape")
     lengths: list[int] = shape
     return lengths
@@ -240,16 +244,21 @@ def _plain_value(value: Any, depth: int = 0) -> Any:
     return _opaque(value)
 
 
-def _plain_weights(value: torch.Tensor | np.ndarray) -> dict[str, Any]:
-    """As `without_weights`. They may be very many."""
+def _plain_weights(value: Any) -> Any:
+    """Of `without_weights`. They may be very many: rows may be longer than a recording can say."""
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+            return _opaque(value)
         kind, is_float = "torch", value.dtype.is_floating_point
-    else:
+    elif isinstance(value, np.ndarray):
         kind, is_float = "numpy", value.dtype.kind == "f"
+    else:
+        return plain_tensor(value)
     dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES[kind]:
+    if dtype not in _DTYPES[kind] or dtype == "bool":
         dtype = "float32" if is_float else "int32"
-    return {kind: dtype, "shape": [*value.shape], "fill": 0}
+    shape = [min(length, _LONGEST) for length in value.shape]
+    return {kind: dtype, "shape": shape, "fill": 0}
 
 
 def _opaque(value: Any) -> dict[str, str]:

@@ -146,6 +146,9 @@ def read_int_rows(name: str, value: Any, width: int) -> np.ndarray:
     """Integers of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`."""
     array = _integers(name, value)
     _check_rows(name, array.shape, width)
+    if array.dtype.kind == "O":
+        largest = max(array.reshape(-1).tolist(), key=abs)
+        raise InvalidRequestError(f"{name} has the number {largest}, expected at most 64 bits")
     return array.reshape(-1, width)
 
 

@@ -81,6 +81,7 @@ def variant(
         resized,
         sizes=dataclasses.replace(resized.sizes, num_host_blocks=num_host_blocks),
         hidden_size=blueprint.hidden_size,
+        adapters=blueprint.adapters,
     )
 
 
