@@ -55,7 +55,9 @@ class Pace:
         self._since_ns = thread_time_ns()
 
     def rest(self) -> None:
-        """A piece of the work is done."""
+        """A piece of the work is done. RuntimeError once nobody wants the rest."""
+        if self._loader.is_released:
+            raise RuntimeError("the manager has ended")
         worked_ns = thread_time_ns() - self._since_ns
         if worked_ns < _PIECE_NS:
             return
@@ -72,6 +74,7 @@ class AdapterLoader:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.done: deque[AdapterDone] = deque()
         self.forgotten: deque[int] = deque()
+        self.is_released = False
         self.last_step = -math.inf  # when it ended, on the monotonic clock
         self._wake = wake
         self._pool: AdapterPool | None = None
@@ -92,7 +95,8 @@ class AdapterLoader:
         self.forgotten.append(task_id)
 
     def release(self) -> None:
-        """The loop iterates no more: what has not begun is not done."""
+        """The loop iterates no more: what has not begun is not done, and the rest ends soon."""
+        self.is_released = True
         self._wake = lambda: None
         for threads in (self._putting, self._ensuring):
             if threads is not None:
