@@ -106,13 +106,17 @@ def test_an_aborted_manager_is_free_too(without_collector):
 
 
 def test_a_failed_manager_leaves_nothing_but_its_error(without_collector):
+    is_watched = threading.Event()
+
     class Failing(ScriptedModel):
         def forward(self, batch, kv_pool):
+            is_watched.wait(30)
             raise RuntimeError("no")
 
     host = RecordingCallbacks(itertools.islice(mixed_requests(512, None), 24))
     manager = start(Failing(lambda history: 1, vocab_size=512), host, black_box_iterations=0)
     whole, within = watched(manager)
+    is_watched.set()
     assert manager.wait(30)
     del manager
     gc.collect()  # an error and the frames that it passed hold each other
