@@ -11,9 +11,11 @@ from loop_driver import ForcedPauses, LoopDriver, expected_output
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.config import FinishReason
+from gptmanager.loop.adapter_state import adapters_state, restore_adapters
+from gptmanager.loop.adapters import Adapters
 from gptmanager.loop.request_table import RequestTable
 from gptmanager.manager.inspection import audit, explain, would_fit
-from gptmanager.peft_cache import CacheSizes
+from gptmanager.peft_cache import CacheSizes, PeftCacheManager
 from gptmanager.peft_cache.work import (
     AdapterDone,
     CopyAdapter,
@@ -72,6 +74,15 @@ def finish(driver: LoopDriver, most: int = 200) -> None:
     adapters = driver.loop.table.adapters
     assert not (adapters.requests or adapters.waiting or adapters.reads or adapters.moves)
     assert not any(adapter.requests for adapter in adapters.cache.adapters)
+
+
+def assert_restored(driver: LoopDriver) -> None:
+    """Brought to the state of these, others are in the same one."""
+    own = driver.loop.table.adapters
+    others = Adapters(PeftCacheManager(own.cache.sizes), lambda work: None, patience=0)
+    state = adapters_state(own)
+    restore_adapters(others, state, driver.loop.table.by_id)
+    assert adapters_state(others) == state
 
 
 def state_of(driver: LoopDriver, request_id: int) -> LlmRequestState:
@@ -268,6 +279,16 @@ def test_adapters_that_do_not_fit_together_run_one_after_the_other():
     assert counts(driver).device_evictions == 1
 
 
+def test_who_comes_later_shares_the_adapter_of_who_runs():
+    driver = driver_of(host=8, device=2)
+    driver.submit(request(1, 1, size=2, length=12), request(2, 2, size=1))
+    step(driver, 5)
+    driver.submit(request(3, 1))
+    step(driver, 2)
+    assert driver.loop.table.by_id[3].slot >= 0 and state_of(driver, 2) is PREPARING
+    finish(driver)
+
+
 def test_a_higher_priority_takes_the_pages_of_who_has_not_started():
     driver = driver_of(host=8, device=1, max_batch_size=1)
     driver.submit(request(1, length=12), request(2, 2, size=1))
@@ -300,6 +321,7 @@ def test_who_is_passed_over_long_enough_is_waited_for():
     for number in range(10, 60):
         driver.submit(request(number, 1, length=2))
         step(driver)
+        assert_restored(driver)
         started = [r.request_id for r in driver.loop.active if r.slot >= 0]
         if 2 in started:
             break

@@ -375,8 +375,8 @@ class Adapters:
             waits = request_id in self.waiting
             if waits != bool(request.awaited & FOR_ADAPTER):
                 return f"{where} is one that waits for its adapter, and is not"
-            if waits and request.slot >= 0:
-                return f"{where} has started without its adapter"
+            if waits and (request.slot >= 0 or request.adapter_slot >= 0):
+                return f"{where} waits for its adapter, and has started or finds one"
             if waits:
                 continue
             pages = None if adapter is None else self.cache.device_pages(adapter)
