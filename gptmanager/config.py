@@ -115,6 +115,24 @@ class PeftCacheManagerConfig:
     host_cache_size: int = 1 << 30
 
 
+@dataclass(slots=True)
+class ParallelConfig:
+    """One model over several processes, each with a manager of its own: its rank.
+
+    `tensor_parallel_size` ranks share each layer, `pipeline_parallel_size` groups of them share the
+    layers. Their product is the number of ranks. `timeout_s`: a rank that is waited for longer has
+    failed. `respond_on_all_ranks`: SendResponse and ReturnStats are called on each rank, not on
+    rank 0 alone. `replicate_logits_post_processors`: each rank that has logits calls its own host's
+    post-processors.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    timeout_s: float = 30.0
+    respond_on_all_ranks: bool = False
+    replicate_logits_post_processors: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLookup:
     """Draft tokens by prompt lookup (Saxena 2023), for texts that copy: extraction, edits, code.
@@ -174,6 +192,7 @@ class OptionalParams:
     peft_cache_manager_config: PeftCacheManagerConfig = field(
         default_factory=PeftCacheManagerConfig
     )
+    parallel_config: ParallelConfig | None = None
     max_batch_size: int = 256
     max_num_tokens: int = 8192
     max_seq_len: int | None = None

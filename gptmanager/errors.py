@@ -56,6 +56,10 @@ class ManagerDeadError(GptManagerError):
     """The manager's loop has ended; `__cause__` holds what ended it."""
 
 
+class RankError(GptManagerError):
+    """A rank has died, hangs, differs from the others, or went another way than they."""
+
+
 class RecordingError(GptManagerError, ValueError):
     """A recording cannot be written, read, or understood, or contradicts itself."""
 

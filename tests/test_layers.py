@@ -129,6 +129,8 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     beam_step             the best continuations of beams
     kernels               the override for CUDA: which kernel serves which op
     matrix                every kernel in every instantiation, compiled
+ranks/                    one process a rank: who has which part, and what they tell each other
+    layout                which part of the model a rank has (no torch)
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
     cpu_memory            how much memory is free, and what has been freed given back (no torch)

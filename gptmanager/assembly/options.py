@@ -45,6 +45,7 @@ _REFUSED: dict[type, dict[str, str]] = {
     },
     OptionalParams: {
         "device_ids": _LATER,
+        "parallel_config": _LATER,
         "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
         "decoding_config": _NO_EFFECT,
         "guided_decoding_config": _LATER,
