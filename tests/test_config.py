@@ -10,6 +10,7 @@ from gptmanager import (
     CapacitySchedulerPolicy,
     KvCacheConfig,
     OptionalParams,
+    ParallelConfig,
     PeftCacheManagerConfig,
     SchedulerConfig,
 )
@@ -97,6 +98,19 @@ def test_the_documented_defaults_are_taken():
             {"peft_cache_manager_config": PeftCacheManagerConfig(num_put_workers=0)},
             "PeftCacheManagerConfig.num_put_workers = 0 must be an integer from 1 to 256",
         ),
+        (
+            {"parallel_config": ParallelConfig(tensor_parallel_size=0)},
+            "ParallelConfig.tensor_parallel_size = 0 must be an integer from 1 to 1024",
+        ),
+        (
+            {"parallel_config": ParallelConfig(timeout_s="30")},
+            "ParallelConfig.timeout_s = '30' must be a number",
+        ),
+        (
+            {"parallel_config": ParallelConfig(pipeline_parallel_size=2), "run_ahead": 1},
+            "run_ahead = 1 with ParallelConfig.pipeline_parallel_size = 2",
+        ),
+        ({"parallel_config": 2}, "OptionalParams.parallel_config = 2, expected ParallelConfig"),
     ],
 )
 def test_what_cannot_be_is_named(options, text):

@@ -46,6 +46,8 @@ from gptmanager.models.model import Dimensions, Model, load_model
 
 def place(params: OptionalParams) -> Backend:
     """By `OptionalParams.device`. ConfigError where there is no such device."""
+    if params.parallel_config is not None:
+        raise ConfigError("OptionalParams.parallel_config: its support has not landed yet")
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
         return CpuBackend(params.deterministic)

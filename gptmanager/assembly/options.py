@@ -21,6 +21,7 @@ from gptmanager.config import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
+    ParallelConfig,
     PeftCacheManagerConfig,
     PromptLookup,
     SchedulerConfig,
@@ -45,7 +46,6 @@ _REFUSED: dict[type, dict[str, str]] = {
     },
     OptionalParams: {
         "device_ids": _LATER,
-        "parallel_config": _LATER,
         "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
         "decoding_config": _NO_EFFECT,
         "guided_decoding_config": _LATER,
@@ -63,6 +63,7 @@ _MANY = 2**31 - 1  # tokens, requests, blocks: int32 holds them everywhere
 _HUGE = 2**63 - 1  # bytes
 _MOST_RANK = 1 << 16  # of an adapter
 _MOST_THREADS = 256
+_MOST_RANKS = 1024
 
 # field -> (smallest, largest) permitted value
 _RANGES: dict[type, dict[str, tuple[float, float]]] = {
@@ -93,6 +94,11 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "max_pages_per_block_device": (1, _MANY),
         "device_cache_percent": (0.0, 1.0),
         "host_cache_size": (0, _HUGE),
+    },
+    ParallelConfig: {
+        "tensor_parallel_size": (1, _MOST_RANKS),
+        "pipeline_parallel_size": (1, _MOST_RANKS),
+        "timeout_s": (0.1, 1e6),
     },
     OptionalParams: {
         "run_ahead": (0, 1),
@@ -144,6 +150,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     _check_lookup(params)
     _check_objects(params)
     _check_modes(params)
+    _check_ranks(params)
     _settle_device(params)
     if params.dtype is not None:
         params.dtype = str(params.dtype).removeprefix("torch.")
@@ -245,6 +252,20 @@ def _check_modes(params: OptionalParams) -> None:
         )
 
 
+def _check_ranks(params: OptionalParams) -> None:
+    if params.parallel_config is None:
+        return
+    ranks = params.parallel_config = _checked_fields(
+        params.parallel_config, ParallelConfig, "OptionalParams.parallel_config"
+    )
+    if ranks.pipeline_parallel_size > 1 and params.run_ahead:
+        raise ConfigError(
+            f"OptionalParams.run_ahead = {params.run_ahead} with "
+            f"ParallelConfig.pipeline_parallel_size = {ranks.pipeline_parallel_size}: stages run "
+            "steps of different requests at the same time, the other is for steps of the same"
+        )
+
+
 def _settle_device(params: OptionalParams) -> None:
     """`device` as a str, and the defaults that depend on it."""
     if params.device is not None:
@@ -264,7 +285,9 @@ def _settle_device(params: OptionalParams) -> None:
             f"{params.device!r}: the kernels of the CPU read no such pages"
         )
     if params.run_ahead is None:
-        params.run_ahead = 0 if on_host or params.enable_trt_overlap else 1
+        ranks = params.parallel_config
+        overlaps = params.enable_trt_overlap or (ranks and ranks.pipeline_parallel_size > 1)
+        params.run_ahead = 0 if on_host or overlaps else 1
 
 
 def check_arguments(
@@ -301,6 +324,9 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
         "SchedulerConfig.create_scheduler": scheduler_config.create_scheduler is not None,
         "OptionalParams.enable_chunked_context = True": params.enable_chunked_context,
         "OptionalParams.enable_trt_overlap = True": params.enable_trt_overlap,
+        "ParallelConfig.pipeline_parallel_size above 1": (
+            params.parallel_config is not None and params.parallel_config.pipeline_parallel_size > 1
+        ),
         "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
         "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
     }
