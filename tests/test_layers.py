@@ -131,6 +131,7 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     matrix                every kernel in every instantiation, compiled
 ranks/                    one process a rank: who has which part, and what they tell each other
     layout                which part of the model a rank has (no torch)
+    collectives           what the networks of several ranks do together
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
     cpu_memory            how much memory is free, and what has been freed given back (no torch)
