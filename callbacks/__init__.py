@@ -5,6 +5,7 @@ streams. `load_peft_adapter` reads an adapter. The sinks keep or show the statis
 logits post-processors.
 """
 
+from gptmanager.callbacks.broadcast import broadcast
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.forced_prefix import ForcedPrefix
 from gptmanager.callbacks.generation import Generation
@@ -35,6 +36,7 @@ __all__ = [
     "TokenBias",
     "TokenDefaults",
     "Watermark",
+    "broadcast",
     "fan_out",
     "generate",
     "load_guided_decoding",

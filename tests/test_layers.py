@@ -131,6 +131,10 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     matrix                every kernel in every instantiation, compiled
 ranks/                    one process a rank: who has which part, and what they tell each other
     layout                which part of the model a rank has (no torch)
+    frames                messages on a socket (no torch)
+    watch                 which rank has failed (no torch)
+    links                 what the managers of all ranks tell each other (no torch)
+    world                 which rank this is, and where the others are
     collectives           what the networks of several ranks do together
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
@@ -205,11 +209,13 @@ assembly/                 builds all parts of a loop from options and a checkpoi
     adapter_sizing        how large the cache of adapters is
     blueprint             what a loop is built of, but for its model; and the loop of it
     backend               where a model and its KV cache lie, and what runs them there
+    ranks                 what the managers of all ranks agree on before they run
     assemble              from checked options and a model to a loop
 recorder/                 writes down the inputs and decisions of a loop; the black box
     requests              requests of a recording, as JSON and back
     values                values of a recording, as JSON and back
     limits                what the numbers of a recording may be
+    difference            where two schedules differ, for people
     recording             a recording as frozen values, and its file
     sizes                 how many bytes what a black box keeps takes
     kept                  what a black box keeps of what passes
@@ -222,6 +228,9 @@ host/                     the host's four callbacks, called safely
     preparation           logits post-processors on their way to being ready
     adapter_loader        adapters read, written and copied, on threads
     callback_host         the four callbacks, called safely
+    broadcast             a callback whose answers all ranks get
+    rank_messages         an intake of rank 0 as a message to the other ranks
+    ranked_host           the callbacks of a host whose model has several ranks
 manager/                  a thread around the loop: `GptManager`
     inbox                 what other threads want of the loop
     inspection            who owns which block, and why a request waits
@@ -241,6 +250,7 @@ callbacks/                ready-made callbacks that any host could have written
     request_queue         three of the four callbacks as a queue with futures
     text_stream           tokens as text, while they come
     observers             several callbacks as one
+    broadcast             what rank 0's callbacks answer, on every rank
     json_lines_sink       statistics, a line each
     logging_sink          statistics, as log records
     token_rules           tokens that may come, or may not, or rather
@@ -260,7 +270,6 @@ testing/                  what hosts and researchers test with
     scenario_run          one scenario, run through the real loop
     conformance           does a scheduler keep the rules?
 replay/                   runs a recorded run again, and finds the first difference
-    difference            where two schedules differ, for people
     replaying             a recorded run, once more, and where it goes another way
     command               replay, on the command line
 simulator/                the real loop under a virtual clock, without a model

@@ -12,6 +12,7 @@ import torch
 from gptmanager.assembly.adapter_sizing import adapter_sizes
 from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
@@ -24,6 +25,9 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 _NO_SUCH_ARRAY = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
 
 
+ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
+
+
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """What a loop stands on. `device`: its name. `weights_version` changes with the weights."""
@@ -32,6 +36,7 @@ class Assembly:
     executor: TorchExecutor
     device: str
     weights_version: Callable[[], int]
+    ranks: Ranks | None = None
 
 
 def assemble(
@@ -41,11 +46,33 @@ def assemble(
     model_type: ModelType,
     max_beam_width: int,
     processor_timer: CallbackTimer,
+    connect_ranks: ConnectRanks = lambda *_: None,
 ) -> Assembly:
     """Load the model, size and allocate the KV cache. `processor_timer`: of post-processors.
+    `connect_ranks`: as `connect`, from its argument `source` on.
 
-    ConfigError, which names the sizes, for what has no memory.
+    ConfigError, which names the sizes, for what has no memory. RankError if another rank failed.
     """
+    ranks = connect_ranks(source, scheduler_config, model_type, max_beam_width)
+    arguments = source, params, scheduler_config, model_type, max_beam_width, processor_timer
+    if ranks is None:
+        return _assemble(*arguments, None)
+    try:
+        return _assemble(*arguments, ranks)
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def _assemble(
+    source: Any,
+    params: OptionalParams,
+    scheduler_config: SchedulerConfig,
+    model_type: ModelType,
+    max_beam_width: int,
+    processor_timer: CallbackTimer,
+    ranks: Ranks | None,
+) -> Assembly:
     backend = place(params)
     model = backend.load(source, params)
     if model_type is ModelType.V1:
@@ -93,6 +120,7 @@ def assemble(
         executor,
         device="cpu" if backend.stream is None else backend.stream.name,
         weights_version=_weights_version(model),
+        ranks=ranks,
     )
 
 

@@ -70,6 +70,8 @@ class CallbackHost:
     sets `get_failures.fatal`. `wake` ends the pause of an idle loop, from any thread.
     """
 
+    rests_in_orders = False  # an idle loop
+
     def __init__(
         self,
         get_inference_requests: GetInferenceRequestsCallback,
@@ -110,6 +112,22 @@ class CallbackHost:
         peft_config = assembly.blueprint.params.peft_cache_manager_config
         self.adapter_loader.attach(executor.runner.adapter_pool, peft_config)
         self.follow_weights(assembly.weights_version)
+
+    def orders(self, *, ends: bool, aborts: bool, is_active: bool) -> tuple[bool, bool]:
+        """Before a turn: whether the loop ends when all is answered, and whether it ends at once.
+
+        `ends` and `aborts`: what this manager was asked to do.
+        """
+        return ends, aborts
+
+    def end(self, *, aborts: bool) -> None:
+        """The loop ends, as `orders` said."""
+
+    def tell_failure(self, error: BaseException) -> None:
+        """The loop has failed."""
+
+    def ring(self) -> None:
+        """There may be something to do. From any thread."""
 
     def release(self) -> None:
         """Let go of the loop and its executor: the loop iterates no more."""

@@ -116,6 +116,7 @@ class Ending:
             return  # it ends at this moment
         self.deputy = threading.current_thread()
         host.is_accepting = False
+        host.tell_failure(error)
         is_sent = host.answer_deposed(error, _SEND_S)
         self.close()
         self._inbox.refuse(error)

@@ -16,15 +16,17 @@ from gptmanager.assembly.options import (
     checked_optional_params,
     checked_scheduler_config,
 )
+from gptmanager.assembly.ranks import connect
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ManagerDeadError, response_text
-from gptmanager.host.callback_host import CallbackHost
+from gptmanager.host.ranked_host import alike, new_host
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.state import Health, ManagerState
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
 from gptmanager.manager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
 from gptmanager.manager.worker import Worker
+from gptmanager.ranks.world import find_world
 from gptmanager.recorder import Recorder
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
@@ -74,30 +76,30 @@ class GptManager:
             SchedulerConfig() if scheduler_config is None else scheduler_config
         )
         check_arguments(model_type, max_beam_width, params, config)
-        self._host = CallbackHost(
-            get_inference_requests_cb,  # type: ignore[arg-type]  # None is refused there
-            send_response_cb,  # type: ignore[arg-type]
+        world = find_world(params.parallel_config)
+        callbacks = (
+            get_inference_requests_cb,
+            send_response_cb,
             poll_stop_signal_cb,
             return_batch_manager_stats_cb,
-            max_get_failures=params.max_get_failures,
-            wake=self.notify,
         )
-        self._params = params
-        self._lifecycle = self._host.lifecycle
-        self._inbox = Inbox()
+        self._host = new_host(world.layout, params, callbacks, self.notify)
+        self._params, self._lifecycle = params, self._host.lifecycle
+        self._inbox = Inbox(self._host.ring)
         self._process = os.getpid()
         self._recorder = Recorder(
-            params.recording_path,
+            params.recording_path if world.layout.rank == 0 else None,
             keep=params.black_box_iterations,
             max_bytes=params.black_box_bytes,
             black_box_path=params.black_box_path,
         )
         forget = functools.partial(atexit.unregister, self._at_exit)  # the loop has ended by itself
         self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
+        own = world, params, alike(*callbacks), self._inbox.wake
         assembling = functools.partial(
             assemble,
             *(model_path, params, config, model_type, max_beam_width),
-            self._host.timers.processor,
+            *(self._host.timers.processor, functools.partial(connect, *own)),
         )
         booted: Future[None] = Future()
         self._thread = threading.Thread(
@@ -111,8 +113,8 @@ class GptManager:
             self._thread.start()
             booted.result()
         except BaseException as error:
-            if isinstance(error, Exception) and self._thread.ident is None:
-                self._worker.end_unborn(error)  # it has no thread to end on
+            if isinstance(error, Exception) and self._thread.ident is None:  # to end on
+                self._worker.end_unborn(error)
             self.shutdown(drain=False)
             raise
 

@@ -45,7 +45,9 @@ class Worker:
         self._lifecycle = host.lifecycle
         self._inbox = inbox
         self._recorder = recorder
-        self._recovery = Recovery(host, recorder, params.max_step_failures)
+        # a rank that has lost an iteration is no longer where the others are
+        most = params.max_step_failures if params.parallel_config is None else 1
+        self._recovery = Recovery(host, recorder, most)
         self._turn = CallbackTimer("turn")  # of the loop; none while it rests
         self._ending = Ending(params, host, inbox, recorder, self._turn, on_end)
         self._thread: threading.Thread | None = None
@@ -71,6 +73,7 @@ class Worker:
             self._host.timers.all.append(loop.scheduler_timer)
             watchdog = self._ending.watch(loop)
         except BaseException as error:  # noqa: B036 - raised in the constructor's line
+            self._host.tell_failure(error)
             self.end_unborn(error)
             booted.set_exception(error)
             return
@@ -111,6 +114,7 @@ class Worker:
             # nothing that may raise stands between the failure and the final responses
             self._host.is_accepting = False
             self._lifecycle.fail(error)
+            self._host.tell_failure(error)
             try:
                 self._ending.end_requests(loop, as_final(error))
             except Deposed:
@@ -125,15 +129,24 @@ class Worker:
             self._turn.start()
             self._inbox.begin_turn()
             self._lifecycle.check()
-            aborts = self._inbox.is_to_abort
+            asked_to_end, aborts = self._inbox.is_to_end, self._inbox.is_to_abort
             self._inbox.answer(loop)
-            if aborts or self._inbox.is_to_end:
+            if self._host.rests_in_orders:
+                self._turn.stop()
+            ends, aborts = self._host.orders(
+                ends=asked_to_end, aborts=aborts, is_active=loop.holds_requests
+            )
+            self._turn.start()
+            if aborts or ends:
                 self._host.is_accepting = False
                 if aborts:
                     self._recorder.close("aborted")
+                    self._host.end(aborts=True)
                     self._ending.end_requests(loop, ManagerDeadError("the manager was shut down"))
                 if not (loop.holds_requests or self._host.holds_requests):
                     self._recorder.close()
+                    if not aborts:
+                        self._host.end(aborts=False)
                     return
                 self._lifecycle.move_to(ManagerState.DRAINING)
             had_active, had_pending = bool(loop.active), loop.pending is not None
@@ -172,4 +185,6 @@ class Worker:
         elif fetched.failed:
             seconds = self._host.get_failures.pause_s
         self._turn.stop()
+        if self._host.rests_in_orders:
+            return
         self._inbox.rest(seconds)  # woken for nothing, the loop only asks Get once more

@@ -20,8 +20,8 @@ from gptmanager.loop.extras import HeldExtras
 from gptmanager.loop.responses import final_beams
 from gptmanager.loop.token_loop import LoopState, TokenLoop
 from gptmanager.peft_cache.work import AdapterWork
+from gptmanager.recorder.difference import difference, summary
 from gptmanager.recorder.recording import End, Iteration, Recording, located
-from gptmanager.replay.difference import difference, summary
 from gptmanager.request.inference_request import NamedTensor
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.scheduler import RequestScheduler

@@ -1,0 +1,29 @@
+"""`broadcast`: what rank 0's callbacks answer, on every rank of a model."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from gptmanager.host.broadcast import Broadcast
+from gptmanager.request.inference_request import (
+    GetInferenceRequestsCallback,
+    PollStopSignalCallback,
+)
+
+_Callbacks = tuple[GetInferenceRequestsCallback, PollStopSignalCallback]
+
+
+def broadcast(
+    get: GetInferenceRequestsCallback | None = None,
+    poll: PollStopSignalCallback | None = None,
+    transport: Literal["mpi"] | None = None,
+) -> _Callbacks:
+    """`(get, poll)` for the manager of each rank: all see what the callbacks of rank 0 answer.
+
+    Rank 0 gives its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
+    give nothing. `transport` None: the managers send the answers, in the one message that they
+    exchange an iteration. ValueError for a `transport` that is unknown.
+    """
+    if transport is not None:
+        raise ValueError(f"transport = {transport!r} is neither None nor 'mpi'")
+    return Broadcast(get), Broadcast(poll)

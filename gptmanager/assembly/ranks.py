@@ -1,0 +1,209 @@
+"""What the managers of all ranks agree on before they run: that they are to do the same, with what
+all of them have room for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+import torch
+
+from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ConfigError, RankError, response_text
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
+from gptmanager.ranks.collectives import Collectives, GroupCollectives
+from gptmanager.ranks.links import Links
+from gptmanager.ranks.world import BOOT_S, World, new_group
+
+# what may differ: where a rank writes, what it shows, which device is its own
+_OWN = ("black_box_path", "recording_path", "on_progress", "device")
+
+
+class Ranks(NamedTuple):
+    """This rank, connected. `num_local`: ranks on this machine, which share its memory."""
+
+    links: Links
+    collectives: Collectives
+    num_local: int
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends by `error`. A group with work under way would wait for it where it is
+        freed, and the rank that is waited for may hang: it is left to the end of the process.
+        """
+        self.links.fail(error, response_text(error))
+        keep = threading.Thread(target=_keep, args=(self.collectives,), daemon=True)
+        keep.start()
+
+    def least(self, *numbers: int) -> list[int]:
+        """Of each number the least that any rank has given."""
+        given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(numbers))]
+        return [min(column) for column in zip(*given, strict=True)]
+
+
+def connect(
+    world: World,
+    params: OptionalParams,
+    callbacks: Mapping[str, Any],
+    on_failure: Callable[[], None],
+    source: Any,
+    scheduler: SchedulerConfig,
+    model_type: ModelType,
+    max_beam_width: int,
+) -> Ranks | None:
+    """Find the other ranks, and compare what each is to do; None: there is no other.
+
+    RankError, the same sentence on each rank, names the first that differs from rank 0, and how.
+    """
+    config, layout = params.parallel_config, world.layout
+    if config is None or layout.size == 1:
+        return None
+    boot_s = max(BOOT_S, config.timeout_s)
+    store = world.store(boot_s)
+    links = Links(
+        *(layout.rank, layout.size, store, world.host),
+        timeout_s=config.timeout_s,
+        boot_s=boot_s,
+        on_failure=on_failure,
+    )
+    try:
+        own = {
+            **_versions(params),
+            **_fields("OptionalParams", params, _OWN),
+            **_fields("SchedulerConfig", scheduler, ()),
+            "model_type": model_type.name,
+            "max_beam_width": max_beam_width,
+            **_checkpoint(source),
+            **callbacks,
+        }
+        given = {"host": socket.gethostname(), "own": own}
+        answers = [orjson.loads(it) for it in links.exchange(orjson.dumps(given, default=repr))]
+        _compare([answer["own"] for answer in answers])
+        is_cuda = (params.device or "").startswith("cuda")
+        make = _Groups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
+        collectives = make.collectives(world, params)
+        num_local = sum(answer["host"] == given["host"] for answer in answers)
+        return Ranks(links, collectives, num_local)
+    except BaseException as error:
+        links.fail(error, response_text(error))
+        raise
+
+
+def _keep(collectives: Collectives) -> None:
+    Latch().wait()
+
+
+class _Groups:
+    """Process groups of torch, each of its own: what the host does with torch's is its affair."""
+
+    def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
+        self._store, self._links = store, links
+        self._timeout_s, self._backend = timeout_s, backend
+
+    def collectives(self, world: World, params: OptionalParams) -> Collectives:
+        layout, config = world.layout, params.parallel_config
+        assert config is not None
+        stage, part, parts = layout.stage, layout.part, layout.tensor_parallel_size
+        try:
+            # in the order of stages, so that no two wait for each other
+            before = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
+            behind = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
+            within = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
+        except RuntimeError as error:
+            self._links.check()
+            raise RankError(f"rank {layout.rank} cannot join its group: {error}") from error
+        wait = self._links.wait
+        if self._backend == "nccl":
+            wait = _enqueue
+        return GroupCollectives(
+            *(layout, within, before, behind, wait),
+            replicates=config.replicate_logits_post_processors,
+            deterministic=params.deterministic,
+        )
+
+    def _new(self, name: str, rank: int, size: int) -> Any:
+        return new_group(self._store, name, rank, size, self._timeout_s, self._backend)
+
+
+def _enqueue(work: Any) -> None:
+    """The stream waits, the thread does not."""
+    work.wait()
+
+
+def _compare(given: list[dict[str, Any]]) -> None:
+    first = given[0]
+    for rank, own in enumerate(given):
+        for name in dict.fromkeys((*first, *own)):
+            here, there = own.get(name, "nothing"), first.get(name, "nothing")
+            if here != there:
+                raise RankError(
+                    f"rank {rank} differs from rank 0: {name} = {here!r}, not {there!r}"
+                )
+
+
+def _versions(params: OptionalParams) -> dict[str, Any]:
+    try:
+        own = metadata.version("gptmanager")
+    except metadata.PackageNotFoundError:  # a checkout that nobody has installed
+        own = "unknown"
+    return {
+        "version of gptmanager": own,
+        "version of torch": torch.__version__,
+        "version of Python": platform.python_version(),
+        "kind of OptionalParams.device": (params.device or "cpu").partition(":")[0],
+    }
+
+
+def _fields(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
+    """Of a configuration, however deep, as JSON values; code by its name."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in left_out:
+            continue
+        if dataclasses.is_dataclass(value):
+            found |= _fields(type(value).__name__, value, left_out)
+        elif isinstance(value, Enum):
+            found[f"{name}.{field.name}"] = value.name
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            found[f"{name}.{field.name}"] = value
+        else:
+            found[f"{name}.{field.name}"] = getattr(value, "__qualname__", type(value).__name__)
+    return found
+
+
+def _checkpoint(source: Any) -> dict[str, str]:
+    """Digests of a checkpoint's config and of the headers of its tensors."""
+    if isinstance(source, tuple) and len(source) == 2:
+        config, tensors = repr(sorted(source[0].items(), key=str)).encode(), StateDict(source[1])
+        headers = tensors.describe()
+    elif isinstance(source, (str, os.PathLike)):
+        folder = Path(source)
+        file = folder / "config.json"
+        config = file.read_bytes() if file.is_file() else b""  # loading tells what is wrong
+        if not config:
+            return {}
+        opened = SafetensorsFolder(folder)
+        headers = opened.describe()
+        opened.close()
+    else:
+        raise ConfigError(
+            f"model_path is a {type(source).__name__}: of several ranks each has a part of a "
+            "checkpoint, which a Model object cannot be cut into"
+        )
+    named = repr(sorted((name, *info) for name, info in headers.items())).encode()
+    return {
+        "digest of config.json": hashlib.sha256(config).hexdigest()[:16],
+        "digest of the checkpoint's tensor headers": hashlib.sha256(named).hexdigest()[:16],
+    }

@@ -1,0 +1,307 @@
+"""`LeadingHost` and `FollowingHost`: the callbacks of a host whose model has several ranks.
+
+Rank 0 leads: its intakes are everybody's, in one message an iteration. The others follow: they
+iterate when it does, with what it has taken in, and say when they decided otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from gptmanager.assembly.assemble import Assembly
+from gptmanager.assembly.ranks import Ranks
+from gptmanager.config import OptionalParams, ParallelConfig
+from gptmanager.errors import RankError, response_text
+from gptmanager.host.broadcast import Broadcast
+from gptmanager.host.callback_host import CallbackHost, Fetched
+from gptmanager.host.rank_messages import (
+    Turn,
+    Unpacker,
+    pack,
+    requests_digest,
+    schedule_digest,
+    stops_digest,
+)
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.latch import Latch
+from gptmanager.peft_cache.work import AdapterDone
+from gptmanager.ranks.layout import RankLayout
+from gptmanager.ranks.links import Links, Message
+from gptmanager.recorder.difference import difference
+from gptmanager.recorder.values import to_json
+from gptmanager.request.inference_request import InferenceRequest, NamedTensor
+from gptmanager.request.post_processor import RequestProcessor
+from gptmanager.statistics import Counts, PhaseTimes
+from gptmanager.step import Failure, Intake, Schedule
+
+_KEPT = 4  # schedules of rank 0: the others are not farther behind
+_POLL_S = 0.002  # how often a wait for work of this rank's own threads looks up
+
+
+class RankedHost(CallbackHost):
+    """What both have. `config`: of the ranks."""
+
+    links: Links
+    _ranks: Ranks
+
+    def __init__(self, config: ParallelConfig, *callbacks: Any, **options: Any) -> None:
+        super().__init__(*callbacks, **options)
+        self._config = config
+        self._broadcasts = isinstance(self._get, Broadcast)
+        self._last_schedule: Callable[[], Schedule | None] = lambda: None
+
+    def attach(self, assembly: Assembly) -> None:
+        super().attach(assembly)
+        assert assembly.ranks is not None
+        self._ranks = assembly.ranks
+        self.links = assembly.ranks.links
+        # set by the executor of a rank
+        self._last_schedule = lambda: getattr(assembly.executor, "last_schedule", None)
+
+    def tell_failure(self, error: BaseException) -> None:
+        if hasattr(self, "links"):  # else the others were told while it was assembled
+            self._ranks.fail(error)
+
+    def release(self) -> None:
+        super().release()
+        self._last_schedule = lambda: None
+        if hasattr(self, "links"):
+            self.links.close()
+
+
+class LeadingHost(RankedHost):
+    """Rank 0's."""
+
+    def __init__(self, config: ParallelConfig, *callbacks: Any, **options: Any) -> None:
+        super().__init__(config, *callbacks, **options)
+        self._schedules: deque[Schedule] = deque(maxlen=_KEPT)
+
+    def attach(self, assembly: Assembly) -> None:
+        super().attach(assembly)
+        self.links.explain_difference(self._difference)
+
+    def peek(self, room: int | None) -> bool:
+        self.links.check()
+        return super().peek(room)
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        self.links.check()
+        intake = super().fetch(room, num_active)
+        last = self._last_schedule()
+        if last is not None and (not self._schedules or self._schedules[-1] is not last):
+            self._schedules.append(last)
+        turn = Turn(intake, 0, 0, schedule_digest(last), self.last_fetch.is_empty)
+        if not self._broadcasts:  # each rank's own host answers, and only tells whether it differs
+            own = requests_digest(intake.requests), stops_digest(intake.stops)
+            bare = _without_answers(intake)
+            turn = turn._replace(intake=bare, requests=own[0], stops=own[1])
+        self.links.send(Message.INTAKE, pack(turn))
+        return intake
+
+    def end(self, *, aborts: bool) -> None:
+        self.links.send(Message.ABORT if aborts else Message.END)
+
+    def _ask(self, room: int | None) -> None:
+        if not self._broadcasts:
+            self.links.send(Message.ASK, orjson.dumps(room))
+        super()._ask(room)
+
+    def _difference(self, rank: int, data: Any) -> str:
+        """Between what a rank has decided and what this one has, for people. Of any thread."""
+        own = next((it for it in self._schedules if it.iteration == data["iteration"]), None)
+        plain = None if own is None else orjson.loads(to_json(own))
+        found = difference(plain, data, "schedule")
+        if found is None:
+            return "it has the same schedule"
+        where, here, there = found
+        return f"{where} is {there!r}, on rank 0 {here!r}"
+
+
+class FollowingHost(RankedHost):
+    """Another rank's."""
+
+    rests_in_orders = True
+
+    def __init__(self, config: ParallelConfig, *callbacks: Any, **options: Any) -> None:
+        super().__init__(config, *callbacks, **options)
+        self._unpack = Unpacker()
+        self._turn: Turn | None = None
+        self._is_ended = self._is_aborted = False
+        self.last_fetch = Fetched(0, is_empty=True, failed=False)
+        self._own_ready: set[int] = set()
+        self._own_jobs: dict[int, AdapterDone] = {}
+
+    def ring(self) -> None:
+        links = getattr(self, "links", None)
+        if links is not None:
+            links.wake()
+
+    def orders(self, *, ends: bool, aborts: bool, is_active: bool) -> tuple[bool, bool]:
+        """Wait for what rank 0 does: an iteration, then `peek` is true; or the end. While nobody is
+        active it may also be nothing at all: somebody rang.
+
+        A rank ends when rank 0 does. One that is to end at once has failed for the others.
+        """
+        if aborts:
+            raise RankError(f"rank {self.links.rank} was shut down")
+        self.links.check()
+        while self._turn is None and not self._is_ended:
+            frame = self.links.receive(may_be_woken=not is_active)
+            if frame is None:
+                break
+            if frame.kind == Message.ASK:
+                self._ask(orjson.loads(frame.payload))
+            elif frame.kind == Message.INTAKE:
+                self._turn = self._unpack(frame.payload)
+                self._compare(self._turn)
+            elif frame.kind in (Message.ABORT, Message.END):
+                self._is_ended, self._is_aborted = True, frame.kind == Message.ABORT
+            else:
+                raise RankError(f"rank 0 sent message {frame.kind} between two iterations")
+        return self._is_ended, self._is_aborted
+
+    def peek(self, room: int | None) -> bool:
+        return self._turn is not None
+
+    def fetch(self, room: int | None, num_active: int) -> Intake:
+        turn, self._turn = self._turn, None
+        assert turn is not None  # `orders` has waited for it
+        intake = turn.intake
+        if not self._broadcasts:
+            intake = self._with_own_answers(turn)
+        self._await_own(intake)
+        self.last_fetch = Fetched(len(intake.requests), is_empty=turn.is_empty, failed=False)
+        for request in intake.requests if self._broadcasts else ():
+            self._receiver.owed.owe(request.request_id)
+        return intake
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        if self._config.respond_on_all_ranks:
+            super().respond(request_id, tensors, is_final, error)
+        elif is_final:
+            self._receiver.owed.settle(request_id)
+
+    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        if self._config.replicate_logits_post_processors:
+            self.preparation.begin(request_id, processor)
+
+    def fail(self, failure: Failure) -> None:
+        """It is rank 0's to say so: what is the same on all ranks fails there as well."""
+
+    def poll(self) -> None:
+        if not self._broadcasts:
+            super().poll()
+
+    def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
+        if self._config.respond_on_all_ranks:
+            super().report(counts, phase_times)
+        else:
+            self._check()
+            self.adapter_loader.last_step = monotonic()
+            self.statistics.note(counts)
+
+    # Is it as on rank 0? ---------------------------------------------------------------------
+
+    def _compare(self, turn: Turn) -> None:
+        last = self._last_schedule()
+        if schedule_digest(last) == turn.schedule:
+            return
+        if last is None:
+            raise RankError("it has decided nothing yet, rank 0 has")
+        text = f"went another way in iteration {last.iteration}"
+        self.links.tell_difference(text, to_json(last))
+
+    def _with_own_answers(self, turn: Turn) -> Intake:
+        requests, self._receiver.received = tuple(self._receiver.received), []
+        stops, self._stops = frozenset(self._stops), set()
+        if requests_digest(requests) != turn.requests:
+            ids = [request.request_id for request in requests]
+            raise RankError(
+                f"GetInferenceRequests answered otherwise than on rank 0: here requests {ids[:8]}"
+            )
+        if stops_digest(stops) != turn.stops:
+            raise RankError(
+                f"PollStopSignal answered otherwise than on rank 0: here {sorted(stops)[:8]}"
+            )
+        return _with_answers(turn.intake, requests, stops)
+
+    def _await_own(self, intake: Intake) -> None:
+        """What rank 0 has ready this rank must have, too: it is about as fast."""
+        jobs = {done.job for done in intake.adapters if done.error is None}
+        ready = set(intake.ready) if self._config.replicate_logits_post_processors else set()
+        deadline = monotonic() + self.links.timeout_s
+        while True:
+            while self.adapter_loader.done:
+                done = self.adapter_loader.done.popleft()
+                self._own_jobs[done.job] = done
+            self.preparation.collect(())
+            self._own_ready.update(self.preparation.ready)
+            self.preparation.ready = []
+            if jobs <= self._own_jobs.keys() and ready <= self._own_ready:
+                break
+            self.links.check()
+            if monotonic() > deadline:
+                raise RankError(
+                    f"what rank 0 has had ready for {self.links.timeout_s:g} s this rank has not: "
+                    f"jobs of adapters {sorted(jobs - self._own_jobs.keys())}, post-processors of "
+                    f"requests {sorted(ready - self._own_ready)}"
+                )
+            Latch().wait(_POLL_S)
+        self._own_ready -= ready
+        for done in intake.adapters:
+            own = self._own_jobs.pop(done.job, None)
+            if own is not None and done.error is None and own != done:
+                why = "other content" if own.error is None else response_text(own.error)
+                raise RankError(
+                    f"job {done.job} of adapters came out otherwise than on rank 0: {why}"
+                )
+
+
+def _without_answers(intake: Intake) -> Intake:
+    return _with_answers(intake, (), frozenset())
+
+
+def _with_answers(
+    intake: Intake, requests: tuple[InferenceRequest, ...], stops: frozenset[int]
+) -> Intake:
+    return Intake(
+        intake.now,
+        requests,
+        stops,
+        intake.ready,
+        intake.failures,
+        intake.clears_cache,
+        intake.adapters,
+        intake.forgotten_adapters,
+    )
+
+
+def alike(get: Any, send: Any, poll: Any, stats: Any) -> dict[str, bool]:
+    """What ranks must have alike of the four callbacks, by what it is called."""
+    found = {"callbacks.broadcast is used": isinstance(get, Broadcast)}
+    return (
+        found
+        if isinstance(get, Broadcast)
+        else {"poll_stop_signal_cb is given": poll is not None, **found}
+    )
+
+
+def new_host(
+    layout: RankLayout,
+    params: OptionalParams,
+    callbacks: Sequence[Any],
+    wake: Callable[[], None],
+) -> CallbackHost:
+    """Of the rank that stands there in `layout`. `callbacks`: the four, in their order."""
+    options: dict[str, Any] = {"max_get_failures": params.max_get_failures, "wake": wake}
+    config = params.parallel_config
+    if layout.size == 1 or config is None:
+        return CallbackHost(*callbacks, **options)
+    kind = FollowingHost if layout.rank else LeadingHost
+    return kind(config, *callbacks, **options)

@@ -1,0 +1,178 @@
+"""`Frames`: messages of known kinds on a socket, read and written without waiting for ever.
+
+Decides how a message lies on the wire. Knows nothing of what it says, nor of who has failed.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from gptmanager.errors import RankError
+
+_HEAD = struct.Struct("<IB")  # bytes that follow, kind
+_MOST_BYTES = 1 << 30  # of a message: weights of an adapter
+_AT_ONCE = 1 << 16
+_SMALL = 1 << 12
+
+
+class Frame(NamedTuple):
+    """`kind`: 0 to 255, of meaning to who sends and who receives."""
+
+    kind: int
+    payload: bytes
+
+
+class Wakener:
+    """Ends the wait of another thread in `Frames`; may be rung from any thread."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        for end in (self._reading, self._writing):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._reading.fileno()
+
+    def ring(self) -> None:
+        with suppress(OSError):  # it is full, so that it rings already, or closed
+            self._writing.send(b"!")
+
+    def clear(self) -> None:
+        with suppress(OSError):
+            while self._reading.recv(256):
+                pass
+
+    def close(self) -> None:
+        self._reading.close()
+        self._writing.close()
+
+
+class Frames:
+    """One connection. `between()` is called whenever a wait is interrupted by `wakener`, and every
+    `pause_s` seconds: what it raises ends the wait.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        wakener: Wakener | None,
+        between: Callable[[], None],
+        pause_s: float,
+    ) -> None:
+        connection.setblocking(False)
+        with suppress(OSError):  # no TCP
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._wakener = wakener
+        self._between = between
+        self._pause_ms = max(1, int(pause_s * 1000))
+        self._buffer = bytearray()
+        self._wait_in = _poll(select.POLLIN, connection, wakener)
+        self._wait_out = _poll(select.POLLOUT, connection, wakener)
+
+    def send(self, kind: int, payload: bytes | bytearray | memoryview) -> None:
+        """EOFError when the other end is closed; RankError when the message is too long."""
+        if len(payload) > _MOST_BYTES:
+            raise RankError(f"a message of {len(payload)} bytes: {_MOST_BYTES} may be sent at once")
+        head = _HEAD.pack(len(payload), kind)
+        if len(payload) <= _AT_ONCE:
+            self._send(memoryview(head + payload))
+        else:
+            self._send(memoryview(head))
+            self._send(memoryview(payload))
+
+    def receive(self, *, returns_when_rung: bool = False) -> Frame | None:
+        """The next message; EOFError when the other end is closed.
+
+        None: somebody rang, with `returns_when_rung`.
+        """
+        while True:
+            frame = self._taken()
+            if frame is not None:
+                return frame
+            try:
+                piece = self._connection.recv(max(_SMALL, self._missing()))
+            except BlockingIOError:
+                if self._rest(self._wait_in) and returns_when_rung:
+                    return None
+                continue
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if not piece:
+                raise EOFError("the connection was closed")
+            self._buffer += piece
+
+    def poll(self) -> Frame | None:
+        """A message that is there already; EOFError as of `receive`."""
+        frame = self._taken()
+        if frame is not None:
+            return frame
+        try:
+            piece = self._connection.recv(_AT_ONCE)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not piece:
+            raise EOFError("the connection was closed")
+        self._buffer += piece
+        return self._taken()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _send(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[self._connection.send(data) :]
+            except BlockingIOError:
+                self._rest(self._wait_out)
+            except OSError as error:
+                raise EOFError(str(error)) from error
+
+    def _missing(self) -> int:
+        """Bytes of the message that has begun."""
+        if len(self._buffer) < _HEAD.size:
+            return 0
+        size: int = _HEAD.unpack_from(self._buffer)[0]
+        return size + _HEAD.size - len(self._buffer)
+
+    def _taken(self) -> Frame | None:
+        if len(self._buffer) < _HEAD.size:
+            return None
+        size, kind = _HEAD.unpack_from(self._buffer)
+        if size > _MOST_BYTES:
+            raise EOFError(f"a message of {size} bytes cannot be: the connection is broken")
+        end = _HEAD.size + size
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(memoryview(self._buffer)[_HEAD.size : end])
+        del self._buffer[:end]
+        return Frame(kind, payload)
+
+    def _rest(self, waits: select.poll) -> bool:
+        """Wait; did somebody ring?"""
+        events = waits.poll(self._pause_ms)
+        bell = self._wakener
+        rung = bell is not None and any(number == bell.fileno() for number, _ in events)
+        if bell is not None and rung:
+            bell.clear()
+        if rung or not events:
+            self._between()
+        return rung
+
+
+def _poll(event: int, connection: socket.socket, wakener: Wakener | None) -> select.poll:
+    waits = select.poll()
+    waits.register(connection, event)
+    if wakener is not None:
+        waits.register(wakener.fileno(), select.POLLIN)
+    return waits

@@ -1,0 +1,299 @@
+"""`Links`: what the managers of all ranks tell each other, beside what their models exchange.
+
+A connection from each rank to rank 0 carries the messages of loops, in order; a second one is the
+watch's. Every wait ends: with what was waited for, or with a RankError that names a rank.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, Protocol
+
+import orjson
+
+from gptmanager.errors import RankError
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.ranks.frames import Frame, Frames, Wakener
+from gptmanager.ranks.watch import Watch
+
+_GRACE_S = 0.5  # the watch notices first what it can notice
+_VERDICT_S = 1.2  # how long a rank that has lost another waits to be told which one failed
+_SEND_S = 0.2  # how long the watch waits for room
+_PAUSE_S = 0.25  # how often a wait for a collective looks up
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB")  # token, rank, channel
+_LOOP, _WATCH = 0, 1  # channels
+
+
+class Message(IntEnum):
+    """What a message between loops is about."""
+
+    EXCHANGE = 1  # while managers start
+    INTAKE = 2  # rank 0's intake: an iteration begins
+    ASK = 3  # Get is called on every rank
+    RESULT = 4  # what a step yielded
+    ABORT = 5  # rank 0 ends its requests with an error
+    END = 6  # rank 0 has answered all
+
+
+class Store(Protocol):
+    """Of torch.distributed, or like it."""
+
+    def set(self, key: str, value: Any) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class Links:
+    """Of `rank`, of `size`, in a world whose `store` all share. `host`: where rank 0 listens.
+
+    `timeout_s`: how long a rank may be silent, or keep others waiting. The constructor returns when
+    all have come, or raises RankError after `boot_s`. `on_failure` is called, in another thread,
+    when a rank has failed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        host: str,
+        *,
+        timeout_s: float,
+        boot_s: float,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.timeout_s = timeout_s
+        self._host_failure = on_failure
+        self._wakener = Wakener()
+        self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
+        self._deadline: float | None = None
+        self._what = ""
+        self._loops: dict[int, Frames] = {}
+        connect = self._listen if rank == 0 else self._call
+        watched: dict[int, Frames] = {}
+        for other, channel, connection in connect(store, host, boot_s):
+            if channel == _WATCH:
+                watched[other] = Frames(connection, None, _give_up, _SEND_S)
+            else:
+                self._loops[other] = Frames(connection, self._wakener, self._between, _PAUSE_S)
+        self._watch.start(watched)
+
+    # From any thread -------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> RankError | None:
+        """The first rank that failed; None: none has."""
+        return self._watch.failure
+
+    def wake(self) -> None:
+        """End a `receive` that may be woken."""
+        self._wakener.ring()
+
+    # On the loop's thread --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises RankError when a rank has failed."""
+        if self._watch.failure is not None:
+            raise self._watch.failure
+
+    def send(self, kind: Message, payload: bytes = b"") -> None:
+        """To rank 0, or from it to all. RankError when a rank has failed."""
+        self._begin(f"room for a message ({kind.name})")
+        try:
+            for connection in self._loops.values():
+                connection.send(kind, payload)
+        except EOFError as error:
+            raise self._lost(error) from error
+        finally:
+            self._end()
+
+    def receive(self, *, from_rank: int = 0, may_be_woken: bool = False) -> Frame | None:
+        """The next message. None: `wake` was called, and `may_be_woken`; then it may take any time,
+        else RankError says whose fault it is that none came within `timeout_s`.
+        """
+        self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
+        try:
+            return self._loops[from_rank].receive(returns_when_rung=may_be_woken)
+        except EOFError as error:
+            raise self._lost(error) from error
+        finally:
+            self._end()
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """What each rank gives, by rank. For the start: it waits as long as all are alive."""
+        kind = Message.EXCHANGE
+        if self.rank:
+            self.send(kind, payload)
+            return _split(self._received(0, kind))
+        parts = [payload, *(self._received(rank, kind) for rank in range(1, self.size))]
+        self.send(kind, _joined(parts))
+        return parts
+
+    def wait(self, work: Any) -> None:
+        """For a collective, a `torch.distributed.Work`. RankError when a rank has failed."""
+        self._begin("a collective")
+        try:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_PAUSE_S))
+                    return
+                except RuntimeError as error:
+                    if work.is_completed():
+                        raise self._lost(error) from error
+                self._between()
+        finally:
+            self._end()
+
+    def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
+        """Rank 0: `explain(rank, data)` says how what a rank has decided differs. Of any thread."""
+        self._watch.explain = explain
+
+    def tell_difference(self, text: str, data: bytes) -> None:
+        """This rank has decided otherwise than rank 0, which says how: RankError."""
+        self._watch.tell_failure(text, orjson.loads(data))
+        self._watch.failed.wait(_VERDICT_S)
+        self.check()
+        raise RankError(f"rank {self.rank} {text}")
+
+    # The end ---------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException, text: str) -> None:
+        """This rank ends by `error`: the others end, too. Of one that another rank has caused, all
+        know already.
+        """
+        if error is not self._watch.failure:
+            self._watch.tell_failure(text)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is sent or received any more. Idempotent."""
+        self._watch.close()
+        for connection in self._loops.values():
+            connection.close()
+        self._wakener.close()
+
+    # How they wait ---------------------------------------------------------------------------
+
+    def _begin(self, what: str, bounded: bool = True) -> None:
+        self._what = what
+        self._deadline = monotonic() + self.timeout_s + _GRACE_S if bounded else None
+        self._watch.waits = True
+
+    def _end(self) -> None:
+        self._watch.waits = False
+
+    def _between(self) -> None:
+        self.check()
+        if self._deadline is not None and monotonic() > self._deadline:
+            self._watch.tell_expired(self._what)
+            self._watch.failed.wait(_VERDICT_S)
+            self.check()
+            raise RankError(
+                f"rank {self.rank} has waited {self.timeout_s:g} s for {self._what}, and all ranks "
+                "wait for each other"
+            )
+
+    def _lost(self, error: BaseException) -> RankError:
+        """Who is to blame for a connection, or a collective, that broke."""
+        self._watch.failed.wait(_VERDICT_S)
+        return self._watch.failure or RankError(f"rank {self.rank} has lost {self._what}: {error}")
+
+    def _received(self, rank: int, kind: Message) -> bytes:
+        frame = None
+        while frame is None:  # it may take any time: only a rank that fails ends it
+            frame = self.receive(from_rank=rank, may_be_woken=True)
+        if frame.kind != kind:
+            raise RankError(f"rank {rank} sent message {frame.kind} where {kind.name} was due")
+        return frame.payload
+
+    def _on_failure(self) -> None:
+        self._wakener.ring()
+        self._host_failure()
+
+    # How they find each other ----------------------------------------------------------------
+
+    def _listen(
+        self, store: Store, host: str, boot_s: float
+    ) -> list[tuple[int, int, socket.socket]]:
+        """Rank 0: the connections of all others."""
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        found: dict[tuple[int, int], socket.socket] = {}
+        deadline = monotonic() + boot_s
+        with _listener(host) as listener:
+            port = listener.getsockname()[1]
+            store.set("links", f"{port}:{token.hex()}".encode())
+            while len(found) < 2 * (self.size - 1):
+                missing = {rank for rank in range(1, self.size) if (rank, _WATCH) not in found}
+                left = deadline - monotonic()
+                listener.settimeout(max(0.01, left))
+                try:
+                    if left <= 0:
+                        raise TimeoutError
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    late = min(missing, default=1)
+                    raise RankError(f"rank {late} has not come within {boot_s:g} s") from None
+                hello = _read_hello(connection, min(5.0, max(0.01, left)))
+                if hello is None or hello[0] != token or not 0 < hello[1] < self.size:
+                    connection.close()  # a stranger
+                    continue
+                found[hello[1], hello[2]] = connection
+        return [(rank, channel, it) for (rank, channel), it in found.items()]
+
+    def _call(self, store: Store, host: str, boot_s: float) -> list[tuple[int, int, socket.socket]]:
+        """Another rank: its connections to rank 0."""
+        try:
+            port, _, token = store.get("links").decode().partition(":")
+            found = []
+            for channel in (_LOOP, _WATCH):
+                connection = socket.create_connection((host, int(port)), timeout=boot_s)
+                connection.sendall(_HELLO.pack(bytes.fromhex(token), self.rank, channel))
+                found.append((0, channel, connection))
+            return found
+        except (OSError, RuntimeError, ValueError) as error:
+            raise RankError(f"rank 0 cannot be reached at {host}: {error}") from error
+
+
+def _give_up() -> None:
+    """The watch waits for nobody: what does not take a few bytes hangs."""
+    raise EOFError("it takes no message")
+
+
+def _listener(host: str) -> socket.socket:
+    """At that address if it is one of this machine, else at all of its addresses."""
+    with suppress(OSError):
+        return socket.create_server((host, 0), backlog=128)
+    return socket.create_server(("", 0), backlog=128)
+
+
+def _read_hello(connection: socket.socket, timeout_s: float) -> tuple[bytes, int, int] | None:
+    connection.settimeout(timeout_s)
+    data = b""
+    with suppress(OSError):
+        while len(data) < _HELLO.size:
+            piece = connection.recv(_HELLO.size - len(data))
+            if not piece:
+                return None
+            data += piece
+    return _HELLO.unpack(data) if len(data) == _HELLO.size else None
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def _split(data: bytes) -> list[bytes]:
+    parts, start = [], 0
+    while start < len(data):
+        (size,) = struct.unpack_from("<I", data, start)
+        parts.append(data[start + 4 : start + 4 + size])
+        start += 4 + size
+    return parts
