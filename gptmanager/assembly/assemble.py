@@ -73,16 +73,22 @@ def _assemble(
     processor_timer: CallbackTimer,
     ranks: Ranks | None,
 ) -> Assembly:
-    backend = place(params)
+    backend = place(params, None if ranks is None else ranks.local_rank)
     model = backend.load(source, params)
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     room = backend.room(model, params, max_beam_width)
+    if ranks is not None:
+        room = ranks.share(room)
     adapters = adapter_sizes(params.peft_cache_manager_config, model, room.free_bytes)
     if adapters is not None and not room.shared:
         room = room._replace(free_bytes=room.free_bytes - adapters.device_bytes)
     sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
+    if ranks is not None:
+        room = ranks.agree(room, sizes)
+        sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
+        ranks.check_equal("sizes", (sizes, adapters and adapters.cache))
     blueprint = Blueprint(
         params,
         scheduler_config,

@@ -44,14 +44,21 @@ from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.model import Dimensions, Model, load_model
 
 
-def place(params: OptionalParams) -> Backend:
-    """By `OptionalParams.device`. ConfigError where there is no such device."""
+def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
+    """By `OptionalParams.device`. ConfigError where there is no such device.
+
+    `local_rank`: of several ranks on this machine, each of which has a CUDA device of its own
+    unless the option names one.
+    """
     if params.parallel_config is not None:
         raise ConfigError("OptionalParams.parallel_config: its support has not landed yet")
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
         return CpuBackend(params.deterministic)
-    stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(params.device or "")
+    name = params.device or ""
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
+    stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(name)
     return DeviceBackend(stream, params)
 
 

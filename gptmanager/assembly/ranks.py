@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import orjson
 import torch
 
+from gptmanager.assembly.sizing import Room, Sizes
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.lifecycle.latch import Latch
@@ -32,11 +33,14 @@ _OWN = ("black_box_path", "recording_path", "on_progress", "device")
 
 
 class Ranks(NamedTuple):
-    """This rank, connected. `num_local`: ranks on this machine, which share its memory."""
+    """This rank, connected. `num_local` ranks run on this machine, of which it is number
+    `local_rank`: they share its memory, and each has a device of its own.
+    """
 
     links: Links
     collectives: Collectives
     num_local: int
+    local_rank: int
 
     def fail(self, error: BaseException) -> None:
         """This rank ends by `error`. A group with work under way would wait for it where it is
@@ -46,7 +50,27 @@ class Ranks(NamedTuple):
         keep = threading.Thread(target=_keep, args=(self.collectives,), daemon=True)
         keep.start()
 
-    def least(self, *numbers: int) -> list[int]:
+    def share(self, room: Room) -> Room:
+        """What each rank has for its KV cache, so that all come to the same sizes."""
+        free = room.free_bytes / (self.num_local if room.shared else 1)
+        return room._replace(free_bytes=self._least(int(free))[0])
+
+    def agree(self, room: Room, sizes: Sizes) -> Room:
+        """With as many blocks as any rank has room for: theirs may be of different sizes."""
+        blocks, on_host = self._least(sizes.num_blocks, sizes.num_host_blocks)
+        return room._replace(most_blocks=blocks, most_host_blocks=on_host)
+
+    def check_equal(self, what: str, value: Any) -> None:
+        """RankError where a rank's is another one."""
+        given = self.links.exchange(repr(value).encode())
+        for rank, own in enumerate(given):
+            if own != given[0]:
+                raise RankError(
+                    f"rank {rank} has other {what} than rank 0: {own.decode()}, not "
+                    f"{given[0].decode()}"
+                )
+
+    def _least(self, *numbers: int) -> list[int]:
         """Of each number the least that any rank has given."""
         given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(numbers))]
         return [min(column) for column in zip(*given, strict=True)]
@@ -93,8 +117,8 @@ def connect(
         is_cuda = (params.device or "").startswith("cuda")
         make = _Groups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
         collectives = make.collectives(world, params)
-        num_local = sum(answer["host"] == given["host"] for answer in answers)
-        return Ranks(links, collectives, num_local)
+        local = [rank for rank, it in enumerate(answers) if it["host"] == given["host"]]
+        return Ranks(links, collectives, len(local), local.index(layout.rank))
     except BaseException as error:
         links.fail(error, response_text(error))
         raise

@@ -26,12 +26,15 @@ _UNBOUNDED = 1 << 62
 
 class Room(NamedTuple):
     """Memory that the KV cache may take of. `shared`: others use it too, so that by default it gets
-    a small part of what is free, and no more than all slots can fill.
+    a small part of what is free, and no more than all slots can fill. `most_blocks` and
+    `most_host_blocks`: all that other ranks have room for.
     """
 
     free_bytes: float
     dtype: torch.dtype = torch.float32
     shared: bool = True
+    most_blocks: int = _UNBOUNDED
+    most_host_blocks: int = _UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def size(
         pool_limited=pool_limited,
         chunked=chunked,
         max_context_length=params.max_num_tokens if chunked else max_input_len,
-        num_host_blocks=_num_host_blocks(params, block_bytes),
+        num_host_blocks=min(_num_host_blocks(params, block_bytes), room.most_host_blocks),
         attention_window=window,
         sink_token_length=sink,
         contiguous=contiguous,
@@ -185,7 +188,7 @@ def _num_blocks(
             )
     block_bytes = _block_bytes(spec, tokens_per_block, room.dtype)
     if block_bytes:
-        num_blocks = min(num_blocks, int(free * fraction) // block_bytes)
+        num_blocks = min(num_blocks, int(free * fraction) // block_bytes, room.most_blocks)
     if num_blocks < 1:
         raise ConfigError(
             f"no KV cache block of {block_bytes} bytes fits into {fraction:g} of the "
