@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -33,10 +35,13 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted."""
+    """Exit status: 0 all well, 1 something failed, 2 the call was wrong, 130 interrupted, 143
+    terminated.
+    """
     open_closed_streams()
     try:
-        code = _call(arguments)
+        with _terminable():
+            code = _call(arguments)
     except SystemExit as exit_:  # argparse has told what a call must be
         exit_.code = flushed(exit_.code if isinstance(exit_.code, int) else 2)
         raise
@@ -65,9 +70,33 @@ def _call(arguments: Sequence[str] | None) -> int:
     except (GptManagerError, OSError, MemoryError) as error:
         tell(str(error) or "no memory for that")
         return 2 if isinstance(error, (ConfigError, RecordingError)) else 1
+    except _Terminated:
+        tell("terminated")
+        return 143
     except KeyboardInterrupt:
         tell("interrupted")
         return 130
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: launchers of ranks end the others by it when one has died."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what runs as Ctrl-C does: each request is answered, files are whole."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(*_: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Parser(argparse.ArgumentParser):

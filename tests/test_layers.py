@@ -302,6 +302,7 @@ run/                      a file of requests, run by a manager
     requests_file         requests as JSON lines
     results_file          results as JSON lines
     latencies             how long clients waited
+    follow                another rank's part in a command
     live_view             what a person sees while requests run
     watch                 a run, followed on the terminal's thread
     command               run, on the command line

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from gptmanager.assembly.adapter_sizing import adapter_sizes
+from gptmanager.assembly.adapter_sizing import AdapterSizes, adapter_sizes
 from gptmanager.assembly.backend import StepOptions, place
 from gptmanager.assembly.blueprint import Blueprint
 from gptmanager.assembly.ranks import Ranks
-from gptmanager.assembly.sizing import size
+from gptmanager.assembly.sizing import Room, Sizes, size
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.lifecycle.watchdog import CallbackTimer
+from gptmanager.models.model import Dimensions, Model
 
 # what torch says where a CPU has no memory, and NumPy and torch of sizes that no address reaches
 _NO_SUCH_ARRAY = ("allocate memory", "is too big", "Maximum allowed dimension", "overflow")
@@ -79,16 +80,8 @@ def _assemble(
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)
     room = backend.room(model, params, max_beam_width)
-    if ranks is not None:
-        room = ranks.share(room)
-    adapters = adapter_sizes(params.peft_cache_manager_config, model, room.free_bytes)
-    if adapters is not None and not room.shared:
-        room = room._replace(free_bytes=room.free_bytes - adapters.device_bytes)
-    sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
-    if ranks is not None:
-        room = ranks.agree(room, sizes)
-        sizes = size(params, scheduler_config, model.spec, model_type, max_beam_width, room)
-        ranks.check_equal("sizes", (sizes, adapters and adapters.cache))
+    asked = params, scheduler_config, model.spec, model_type, max_beam_width
+    sizes, adapters = _sizes(asked, model, room, ranks)
     blueprint = Blueprint(
         params,
         scheduler_config,
@@ -128,6 +121,25 @@ def _assemble(
         weights_version=_weights_version(model),
         ranks=ranks,
     )
+
+
+def _sizes(
+    asked: tuple[OptionalParams, SchedulerConfig, Dimensions, ModelType, int],
+    model: Model,
+    room: Room,
+    ranks: Ranks | None,
+) -> tuple[Sizes, AdapterSizes | None]:
+    """Of the KV cache and of the cache of adapters, the same on all ranks."""
+    if ranks is not None:
+        room = ranks.share(room)
+    adapters = adapter_sizes(asked[0].peft_cache_manager_config, model, room.free_bytes)
+    if adapters is not None and not room.shared:
+        room = room._replace(free_bytes=room.free_bytes - adapters.device_bytes)
+    sizes = size(*asked, room)
+    if ranks is not None:
+        sizes = size(*asked, ranks.agree(room, sizes))
+        ranks.check_equal("sizes", (sizes, adapters and adapters.cache))
+    return sizes, adapters
 
 
 def _weights_version(model: Any) -> Callable[[], int]:

@@ -21,6 +21,7 @@ from gptmanager.bench.table import end_to_end_table, kernel_table
 from gptmanager.bench.throughput import BenchOptions, bench
 from gptmanager.bench.workbench import CPU_SCALE, GPU_SCALE, ON_CPU, EndToEndOptions
 from gptmanager.errors import GptManagerError
+from gptmanager.run.follow import is_follower
 from gptmanager.terminal.arguments import (
     device,
     minutes,
@@ -202,7 +203,8 @@ def _bench(options: argparse.Namespace) -> int:
         on_run=ran,
     )
     bars.close()
-    print_report(report, as_json=options.json)
+    if not is_follower(given.params):
+        print_report(report, as_json=options.json)
     return 0
 
 

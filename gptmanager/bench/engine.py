@@ -12,7 +12,7 @@ import orjson
 
 from gptmanager.bench.adapter_load import AdapterLoad
 from gptmanager.bench.load import Request, Source
-from gptmanager.callbacks import RequestQueue
+from gptmanager.callbacks import RequestQueue, broadcast
 from gptmanager.callbacks.generation import Generation
 from gptmanager.callbacks.result import GenerationResult
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
@@ -105,14 +105,18 @@ class Session:
     ) -> None:
         self.queue = RequestQueue(max_pending=None)
         self._fetched_at = FetchTimes(self.queue.get_inference_requests)
+        get: Any = self._fetched_at
+        poll: Any = self.queue.poll_stop_signal
+        if params.parallel_config is not None:
+            get, poll = broadcast(get, poll)
         self._manager = GptManager(
             source,
             model_type,
             1,
             scheduler or SchedulerConfig(),
-            self._fetched_at,
+            get,
             self.queue.send_response if send is None else send(self.queue),
-            self.queue.poll_stop_signal,
+            poll,
             log,
             params,
         )

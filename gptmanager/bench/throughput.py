@@ -30,6 +30,7 @@ from gptmanager.bench.vllm_peer import VllmPeer
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
+from gptmanager.run.follow import follow, is_follower
 
 # What vLLM may take: to start, and for the load in seconds of ours.
 _START_S, _TIMES_OURS = 900.0, 50.0
@@ -66,7 +67,8 @@ def bench(
     """Run the load on each engine; ConfigError if it does not fit the model.
 
     `on_start` gets the name of the engine before each run, the run's number from 0, and how many
-    there are; `on_run` its figures after it.
+    there are; `on_run` its figures after it. On another rank than 0 it computes with that one, and
+    reports nothing.
     """
     source = _source(options)
     config = source[0] if isinstance(source, tuple) else read_config(source)
@@ -76,12 +78,18 @@ def bench(
         how = options.params, options.scheduler, options.model_type
         return run_manager(source, requests, *how, adapters)
 
+    if options.params.parallel_config is not None and options.peer is not None:
+        raise ConfigError("--peer stands beside one rank alone")
     engines: dict[str, Callable[[], Figures]] = {"gptmanager": run}
     if options.adapters:
         sizes = options.adapters, options.adapter_size, len(requests)
         adapters = adapter_load(config, *sizes, options.load.seed)
         engines["with adapters"] = lambda: run(adapters)
         engines["beside an adapter"] = lambda: run(adapters.of_first_alone())
+    if is_follower(options.params):
+        for _ in range(options.repeats * len(engines)):
+            follow(source, options.params, options.scheduler, options.model_type)
+        return {}
     runs: dict[str, list[Figures]] = {}
     of_peer: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:

@@ -10,10 +10,11 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from gptmanager.callbacks import JsonLinesSink, RequestQueue, fan_out, load_tokenizer
+from gptmanager.callbacks import JsonLinesSink, RequestQueue, broadcast, fan_out, load_tokenizer
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.models.read_spec import read_spec
+from gptmanager.run.follow import follow, is_follower
 from gptmanager.run.live_view import LiveView
 from gptmanager.run.requests_file import read_file
 from gptmanager.run.results_file import Results, new_file
@@ -53,7 +54,10 @@ examples:
     --max-batch-size 4 --pace 0.05            # slowly, to see requests join and leave
   echo '{"prompt": "17 + 25 ="}' | gptmanager run --model examples/tiny_llama --requests - --json
 
-exit status: 0 all answered, 1 some failed, 2 the call was wrong, 130 interrupted
+  torchrun --nproc-per-node 2 -m gptmanager run --tensor-parallel-size 2 \\
+    --model examples/tiny_llama --requests examples/requests.jsonl   # one model, two processes
+
+exit status: 0 all answered, 1 some failed, 2 the call was wrong, 130 interrupted, 143 terminated
 """
 
 
@@ -86,6 +90,9 @@ def _run(options: argparse.Namespace) -> int:
     check_distinct({"--requests": requests, **written})
     given = manager_options(options)
     params = given.params
+    if is_follower(params):
+        follow(options.model, params, given.scheduler, given.model_type)
+        return 0
     params.recording_path = options.record
     if not options.json:
         params.on_progress = ProgressBars(options.region).tell
@@ -152,20 +159,24 @@ def _manager(
     recorder: Recorder,
     sinks: Sequence[JsonLinesSink],
 ) -> GptManager:
-    poll = queue.poll_stop_signal
+    poll: Any = queue.poll_stop_signal
 
     def paced_poll() -> Any:
         time.sleep(options.pace)  # slows the loop down for a person to watch
-        return poll()
+        return queue.poll_stop_signal()
 
+    get: Any = recorder.get_inference_requests
+    poll = paced_poll if options.pace else poll
+    if given.params.parallel_config is not None:
+        get, poll = broadcast(get, poll)
     return GptManager(
         options.model,
         given.model_type,
         1,
         given.scheduler,
-        recorder.get_inference_requests,
+        get,
         fan_out(queue.send_response, recorder.see_response),
-        paced_poll if options.pace else poll,
+        poll,
         fan_out(recorder.see_statistics, *sinks),
         given.params,
     )

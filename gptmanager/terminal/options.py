@@ -11,6 +11,7 @@ from gptmanager.config import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
+    ParallelConfig,
     SchedulerConfig,
 )
 from gptmanager.terminal.arguments import folder, positive, threads
@@ -84,6 +85,8 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add_dtype(group, "the checkpoint's")
     add("--weights-dtype", choices=("int8",), help="8 bits on the CPU (default: as --dtype)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
+    add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
+    add("--pipeline-parallel-size", help="stages that share the layers, likewise", **number)
     add("--seed", type=int, default=0, metavar="N", help="of requests without one (default 0)")
     add("--threads", type=threads, metavar="N", help="CPU threads (default: torch's choice)")
     add_verbose(group, "manager")
@@ -98,7 +101,9 @@ class ManagerOptions(NamedTuple):
 
 
 def manager_options(options: argparse.Namespace) -> ManagerOptions:
+    parts, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     params = OptionalParams(
+        parallel_config=ParallelConfig(parts or 1, stages or 1) if parts or stages else None,
         kv_cache_config=KvCacheConfig(
             max_tokens=options.kv_cache_tokens,
             tokens_per_block=options.tokens_per_block,
