@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -40,10 +40,11 @@ class World:
         )
 
     def run(self, body: Callable[[GroupCollectives], T], **options: Any) -> list[T]:
-        """What each rank's `body` gives, by rank. The first error of one is raised."""
+        """What each rank's `body` gives, by rank. The first error is raised."""
         with ThreadPoolExecutor(len(self.layouts)) as threads:
-            work = [
-                threads.submit(lambda it=layout: body(self.collectives(it, **options)))
-                for layout in self.layouts
-            ]
-        return [it.result() for it in work]
+            # a group that ends while another rank still connects would fail that one
+            ranks = list(threads.map(lambda it: self.collectives(it, **options), self.layouts))
+            work = [threads.submit(body, rank) for rank in ranks]
+            for it in as_completed(work):
+                it.result()
+            return [it.result() for it in work]

@@ -9,8 +9,6 @@ import torch
 from rank_threads import World
 from torch import Tensor
 
-from gptmanager.ranks.collectives import Alone
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
@@ -100,10 +98,3 @@ def test_a_sender_does_not_wait_for_the_next_stage():
 
     World(1, 2).run(body)
     assert (received == 1).all()
-
-
-def test_one_rank_does_nothing():
-    tensor = torch.ones(2, 3)
-    assert Alone().sum(tensor) is tensor
-    assert Alone().gather(tensor, (3,)) is tensor
-    assert Alone().layout.size == 1

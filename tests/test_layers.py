@@ -149,6 +149,7 @@ models/                   the network: packed inputs, decoder families as a tabl
     fields                a checkpoint's config, read with checks
     rope                  rotary positions
     spec                  which network a checkpoint holds, and its parameters
+    splits                which part of which parameter a rank has, as a table
     lora_modules          the parts of a layer that LoRA adapters may change, by their ids
     families              what differs between families, as a table
     read_spec             from a config.json to a spec

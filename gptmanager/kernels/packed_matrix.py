@@ -55,11 +55,21 @@ class PackedMatrix:
             return own.contiguous()
         return (own * self.scales[start:stop].unsqueeze(1)).to(self.dtype)
 
-    def copy_(self, values: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        """Write `values [n, m]`, converted, from that row and column on."""
+    def copy_(
+        self,
+        values: Tensor,
+        first_row: int = 0,
+        first_column: int = 0,
+        columns: slice = _ALL,
+    ) -> None:
+        """Write these columns of `values [n, m]`, converted, from that row and column on.
+
+        A scale is that of all columns: parts of a row which are quantized apart fit together.
+        """
         if self.scales is not None:
             values, scales = _quantized(values)
             self.scales[first_row : first_row + len(values)] = scales
+        values = values[:, columns]
         pair = self.values.shape[3]
         for part in range(pair):
             skipped = (part - first_column) % pair
@@ -68,12 +78,19 @@ class PackedMatrix:
             positions = self.values[..., part].transpose(1, 2)[..., start:][..., : of_part.shape[1]]
             _copy_rows(positions, first_row, of_part)
 
-    def holds(self, values: Tensor, first_row: int = 0, first_column: int = 0) -> bool:
+    def holds(
+        self,
+        values: Tensor,
+        first_row: int = 0,
+        first_column: int = 0,
+        columns: slice = _ALL,
+    ) -> bool:
         """Whether `copy_` of them would change nothing."""
         own = self.unpacked(slice(first_row, first_row + len(values)))
         if self.scales is not None:
             ints, scales = _quantized(values)
             values = ints * scales.unsqueeze(1)
+        values = values[:, columns]
         own = own[:, first_column : first_column + values.shape[1]]
         return torch.equal(own, values.to(self.dtype))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +55,11 @@ class StateDict:
             for name, tensor in self._tensors.items()
         }
 
-    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self._tensors[name]
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        tensor = self._tensors[name]
+        yield 0, tensor if region is None else tensor[tuple(map(_slice, region))]
 
     def close(self) -> None:
         """Nothing is open."""
@@ -88,22 +91,28 @@ class SafetensorsFolder:
     def describe(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
-    def pieces(self, name: str, max_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(
+        self, name: str, max_bytes: int, region: Sequence[range] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """The tensor in slices along its first dimension: (first index, slice), all in order.
 
-        A slice is valid until the next one is asked for: it may lie in a mapped file.
+        `region`: what is wanted, a range for each dimension; indices count from its beginning. A
+        slice is valid until the next one is asked for: it may lie in a mapped file.
         """
         shape, dtype = self._tensors[name]
         if not shape:
             yield 0, self._map(self._files[name], max_bytes).get_tensor(name)
             return
+        rows, *others = region or [range(size) for size in shape]
+        # of a row that is not wanted whole, pages of memory are
         row_bytes = math.prod(shape[1:]) * getattr(torch, dtype).itemsize
         step = max(1, max_bytes // row_bytes)
-        for start in range(0, shape[0], step):
+        for start in range(rows.start, rows.stop, step):
             mapping = self._map(self._files[name], max_bytes)
-            piece = mapping.get_slice(name)[start : start + step]
-            self._bytes_read += piece.nbytes
-            yield start, piece
+            own = range(start, min(start + step, rows.stop))
+            piece = mapping.get_slice(name)[tuple(map(_slice, (own, *others)))]
+            self._bytes_read += len(own) * row_bytes
+            yield start - rows.start, piece
             del piece, mapping  # or the old mapping would outlive the opening of the next
 
     def close(self) -> None:
@@ -137,6 +146,10 @@ class SafetensorsFolder:
 
 
 TensorSource = StateDict | SafetensorsFolder
+
+
+def _slice(indices: range) -> slice:
+    return slice(indices.start, indices.stop)
 
 
 def _open(file: Path) -> Any:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,11 +54,28 @@ class Place:
     scale: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is kept of a parameter: rows, one range behind the other, and of those some columns."""
+
+    rows: tuple[range, ...]
+    columns: range | None = None  # None: the parameter has none
+
+
+class _Part(NamedTuple):
+    """Of a tensor that is a place's these rows are kept, from `row` of the storage on."""
+
+    rows: range
+    row: int
+
+
 class Weights:
     """Parameters by our names, filled from tensors by the checkpoint's names.
 
     `places` says where each tensor goes; its name may come with `prefix` or without. Tensors
     whose name matches `ignored` are passed over; any other that has no place is an error.
+    `cuts`: what is kept of each parameter, and nothing of one that it has not; None: all. Names
+    and shapes are those of whole tensors all the same.
     The first `load` makes the storage: tensors, and for those in `matrices` what
     `new_matrix(rows, columns, dtype, quantized)` returns, if it is not None.
     `version` counts the loads, so that what was computed with older weights can be told apart.
@@ -75,9 +93,11 @@ class Weights:
         matrices: Collection[str] = (),
         new_matrix: NewMatrix = lambda *_: None,
         quantized: bool = False,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.version = 0
         self._shapes = shapes
+        self._cuts = {n: _whole(shape) for n, shape in shapes.items()} if cuts is None else cuts
         self._places = places
         self._prefix = prefix
         self._ignored = ignored
@@ -132,6 +152,7 @@ class Weights:
         for name, given in names.items():
             _check(given, found[given], *self._expected_shapes(self._places[name]))
         scales = {place.parameter for place in self._places.values() if place.scale}
+        scales &= self._cuts.keys()
         if not self._storage:
             self._allocate(scales)
         if not (partial and self.version):
@@ -141,18 +162,19 @@ class Weights:
         self.version += 1
 
     def _allocate(self, scales: Collection[str]) -> None:
-        dtypes = {n: torch.float32 if n in scales else self._dtype for n in self._shapes}
-        sizes = {n: dtypes[n].itemsize for n in self._shapes}
+        shapes = {name: _kept_shape(cut) for name, cut in self._cuts.items()}
+        dtypes = {n: torch.float32 if n in scales else self._dtype for n in shapes}
+        sizes = {n: dtypes[n].itemsize for n in shapes}
         if self._quantized:
-            sizes |= dict.fromkeys(self._matrices, 1)
-        needed = sum(math.prod(shape) * sizes[n] for n, shape in self._shapes.items())
+            sizes |= dict.fromkeys(self._matrices & shapes.keys(), 1)
+        needed = sum(math.prod(shape) * sizes[n] for n, shape in shapes.items())
         on_cpu = torch.device(self._device).type == "cpu"
         free = free_memory_bytes() if on_cpu else math.inf  # a device says itself what it has
         try:
             if needed > free:
                 raise MemoryError(f"{free} bytes are free")
             self._storage = {
-                name: self._new(name, shape, dtypes[name]) for name, shape in self._shapes.items()
+                name: self._new(name, shape, dtypes[name]) for name, shape in shapes.items()
             }
         except (RuntimeError, MemoryError) as error:  # torch has both
             raise ConfigError(
@@ -176,19 +198,39 @@ class Weights:
     ) -> None:
         # twins are compared, so what they are compared with must be there
         order = sorted(names, key=lambda name: self._places[name].twin)
-        total = sum(self._nbytes(self._places[name]) for name in names)
+        parts = {name: self._parts(self._places[name]) for name in names}
+        total = sum(self._nbytes(name, part) for name in names for part in parts[name])
         max_bytes = max(_MIN_PIECE_BYTES, self.nbytes // 16)
         done = 0
         with torch.no_grad():
             for name in order:
-                place = self._places[name]
-                # a row that is quantized is seen whole
-                in_one = self._quantized and place.transposed
-                for start, piece in source.pieces(names[name], total if in_one else max_bytes):
-                    self._copy(names[name], place, start, piece)
-                    done += piece.numel() * self._dtype.itemsize
-                    if on_progress is not None:
-                        on_progress("weights", done, total)
+                for part in parts[name]:
+                    for num_bytes in self._copy_part(source, names[name], name, part, max_bytes):
+                        done += num_bytes
+                        if on_progress is not None:
+                            on_progress("weights", done, total)
+
+    def _parts(self, place: Place) -> list[_Part]:
+        """What of a tensor is kept."""
+        if place.parameter not in self._cuts:
+            return []
+        first, found, row = place.first_row, [], 0
+        end = self._shapes[place.parameter][0]
+        end = end if place.num_rows is None else first + place.num_rows
+        for kept in self._cuts[place.parameter].rows:
+            rows = range(max(first, kept.start), min(end, kept.stop))
+            if rows:
+                own = range(rows.start - first, rows.stop - first)
+                found.append(_Part(own, row + rows.start - kept.start))
+            row += len(kept)
+        return found
+
+    def _nbytes(self, name: str, part: _Part) -> int:
+        """Of what is kept."""
+        parameter = self._places[name].parameter
+        columns = self._cuts[parameter].columns
+        num_columns = 1 if columns is None else len(columns)
+        return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
 
     def _names(self, given_names: Iterable[str]) -> dict[str, str]:
         """The places' names -> the names as given."""
@@ -213,39 +255,79 @@ class Weights:
             return [shape, (1,), ()]
         return [shape[::-1] if place.transposed else shape]
 
-    def _nbytes(self, place: Place) -> int:
-        itemsize = self._storage[place.parameter].dtype.itemsize
-        return math.prod(self._expected_shapes(place)[0]) * itemsize
-
-    def _copy(self, name: str, place: Place, start: int, piece: Tensor) -> None:
-        """`piece`: the rows from `start` on of the tensor as the checkpoint has it."""
+    def _copy_part(
+        self, source: TensorSource, given: str, name: str, part: _Part, max_bytes: int
+    ) -> Iterator[int]:
+        """Piece by piece; the bytes of each."""
+        place, num_bytes = self._places[name], self._nbytes(name, part)
         if place.scale:
-            if not (piece.isfinite() & (piece > 0)).all():
-                raise ConfigError(f"tensor {name} holds {piece.tolist()}: scales are positive")
-            self.tensor(place.parameter)[place.first_row :][: place.num_rows].copy_(piece)
+            self._copy_scales(source, given, name, part)
+            yield num_bytes
             return
-        row, column = place.first_row + start, 0
-        if place.transposed:
-            piece, row, column = piece.t(), place.first_row, start
-        storage, is_equal = self._storage[place.parameter], True
-        if isinstance(storage, PackedMatrix):
-            if place.twin:
-                is_equal = storage.holds(piece, row, column)
-            else:
-                storage.copy_(piece, row, column)
+        # the scale of a row that is quantized is that of the whole
+        in_rows = self._quantized and place.parameter in self._matrices
+        columns = self._cuts[place.parameter].columns
+        if columns is None:
+            region = [part.rows]
         else:
-            region = storage[row : row + len(piece)]
-            if piece.dim() == 2:
-                region = region[:, column : column + piece.shape[1]]
+            whole = range(self._shapes[place.parameter][1])
+            region = [part.rows, whole if in_rows else columns]
+        if place.transposed:
+            region.reverse()
+            max_bytes = sys.maxsize if in_rows else max_bytes
+        num_first = len(region[0])
+        for start, piece in source.pieces(given, max_bytes, region):
+            done = len(piece)
+            row, column = part.row + start, 0
+            if place.transposed:
+                piece, row, column = piece.t(), part.row, start
+            kept = columns if in_rows else None
+            if not self._copy(place, piece, row, column, kept):
+                raise ConfigError(
+                    f"tensor {given} differs from {place.parameter}, to which the config ties it "
+                    "(tie_word_embeddings)"
+                )
+            yield num_bytes * done // num_first
+
+    def _copy_scales(self, source: TensorSource, given: str, name: str, part: _Part) -> None:
+        [(_, piece)] = source.pieces(given, sys.maxsize)
+        if not (piece.isfinite() & (piece > 0)).all():
+            raise ConfigError(f"tensor {given} holds {piece.tolist()}: scales are positive")
+        if piece.numel() > 1:
+            piece = piece[part.rows.start : part.rows.stop]
+        storage = self.tensor(self._places[name].parameter)
+        storage[part.row : part.row + len(part.rows)].copy_(piece)
+
+    def _copy(
+        self, place: Place, piece: Tensor, row: int, column: int, columns: range | None
+    ) -> bool:
+        """Some columns of `piece`, None: all, from that row and column of the storage on.
+
+        False, of a twin only: they are not what is there.
+        """
+        storage = self._storage[place.parameter]
+        if isinstance(storage, PackedMatrix):
+            own = slice(None) if columns is None else slice(columns.start, columns.stop)
             if place.twin:
-                is_equal = torch.equal(region, piece.to(region))
-            else:
-                region.copy_(piece)
-        if not is_equal:
-            raise ConfigError(
-                f"tensor {name} differs from {place.parameter}, to which the config ties it "
-                "(tie_word_embeddings)"
-            )
+                return storage.holds(piece, row, column, own)
+            storage.copy_(piece, row, column, own)
+            return True
+        region = storage[row : row + len(piece)]
+        if piece.dim() == 2:
+            region = region[:, column : column + piece.shape[1]]
+        if place.twin:
+            return torch.equal(region, piece.to(region))
+        region.copy_(piece)
+        return True
+
+
+def _whole(shape: tuple[int, ...]) -> Cut:
+    return Cut((range(shape[0]),), range(shape[1]) if len(shape) == 2 else None)
+
+
+def _kept_shape(cut: Cut) -> tuple[int, ...]:
+    num_rows = sum(map(len, cut.rows))
+    return (num_rows,) if cut.columns is None else (num_rows, len(cut.columns))
 
 
 def _check(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:

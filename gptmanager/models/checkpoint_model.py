@@ -23,6 +23,9 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.rope import rope_table
 from gptmanager.models.spec import ModelSpec
+from gptmanager.models.splits import rank_spec, vocabulary_shares
+from gptmanager.ranks.collectives import Collectives
+from gptmanager.ranks.layout import RankLayout
 from gptmanager.request.adapter import LoraModule
 
 
@@ -53,25 +56,41 @@ class _Layer(NamedTuple):
 
 
 class CheckpointModel:
-    """A `PlanningModel` with weights of a checkpoint.
+    """A `PlanningModel` with weights of a checkpoint, or what one of several ranks has of it.
 
+    `spec`: of the whole network; `self.spec` is that of this rank's share of it. `collectives`:
+    what it does with other ranks; None: it is alone. A rank without logits gives `[S, 0]`.
     `weights.load(tensors)` replaces them in place, by the checkpoint's tensor names; what was
     computed with the old ones, the KV cache included, is then stale.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, kernels: Kernels, device: torch.device | str
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        kernels: Kernels,
+        device: torch.device | str,
+        collectives: Collectives | None = None,
     ) -> None:
-        self.spec = spec
+        self.whole_spec = spec
+        self._collectives = collectives
+        layout = RankLayout() if collectives is None else collectives.layout
+        self.spec = spec = rank_spec(spec, layout)
         self.weights = weights
         self._kernels = kernels
-        self._layers = [_resolve_layer(spec, weights, i) for i in range(spec.num_layers)]
+        layers = range(spec.first_layer, spec.first_layer + spec.num_layers)
+        num_layers = self.whole_spec.num_layers
+        self._layers = [_resolve_layer(spec, weights, i, num_layers) for i in layers]
         self._shapes = tuple(dict.fromkeys(layer.attention for layer in self._layers))
         self._gelu: Literal["none", "tanh"] = "tanh" if spec.activation == "gelu_tanh" else "none"
-        self._first_norm = _norm(weights, "layers.0.attention_norm")
-        self._embedding = weights["embedding.weight"]
-        self._lm_head = self._embedding if spec.tied_embeddings else weights["lm_head.weight"]
-        self._positions = None if spec.rope is not None else weights.tensor("positions.weight")
+        self._first_norm = _norm(weights, f"layers.{layers.start}.attention_norm")
+        self._tokens, self._widths = vocabulary_shares(spec, layout)
+        self._embedding = weights["embedding.weight"] if layout.is_first_stage else None
+        head = "embedding.weight" if spec.tied_embeddings else "lm_head.weight"
+        self._lm_head = weights[head] if layout.is_last_stage else None
+        self._positions = None
+        if spec.rope is None and layout.is_first_stage:
+            self._positions = weights.tensor("positions.weight")
         self._device = device
         self._cos_sin: Tensor | None = None
 
@@ -112,7 +131,10 @@ class CheckpointModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
-        """Write the batch's keys and values; logits `[S, vocab]` in the weights' dtype."""
+        """Write the batch's keys and values; logits `[S, vocab]` in the weights' dtype.
+
+        On a rank that has none they are `[S, 0]`.
+        """
         if self._cos_sin is None:
             self._make_cos_sin(self.spec.max_seq_len)
         rows = self._kernels.begin(
@@ -123,9 +145,9 @@ class CheckpointModel:
             tokens_per_block=kv_pool.tokens_per_block,
         )
         adapters = self._kernels.begin_adapters(batch.adapters)
-        residual = self._embed(batch)
+        residual = self._begin(batch)
         hidden = self._norm(residual, self._first_norm)
-        last = self._layers[-1]
+        last = None if self._lm_head is None else self._layers[-1]
         for layer, keys, values in zip(
             self._layers, kv_pool.keys.unbind(), kv_pool.values.unbind(), strict=True
         ):
@@ -140,16 +162,49 @@ class CheckpointModel:
                     adapters = adapters._replace(rows=own, plan=None)
                     adapters = self._kernels.begin_adapters(adapters)
             hidden = self._feed_forward(layer, hidden, residual, adapters)
-        return self._kernels.linear(hidden, self._lm_head)
+        return self._end(hidden, residual, len(batch.sample_index))
 
-    def _embed(self, batch: Batch) -> Tensor:
-        embedded = self._kernels.embedding(batch.token_ids, self._embedding)
+    def _begin(self, batch: Batch) -> Tensor:
+        """The residual `[T, C]` that the first layer here takes: of the stage before, if any."""
+        if self._embedding is not None:
+            return self._embed(batch, self._embedding)
+        num_tokens, ids = len(batch.token_ids), batch.token_ids
+        residual = ids.new_empty((num_tokens, self.spec.hidden_size), dtype=self.spec.dtype)
+        assert self._collectives is not None
+        return self._collectives.receive(residual)
+
+    def _end(self, hidden: Tensor, residual: Tensor, num_sampled: int) -> Tensor:
+        """Logits of the last stage's `hidden`, or the residual goes to the next one."""
+        if self._lm_head is not None:
+            columns = self._kernels.linear(hidden, self._lm_head)
+            if self._collectives is None:
+                return columns
+            return self._collectives.gather(columns, self._widths)
+        assert self._collectives is not None
+        self._collectives.send(residual)
+        return residual.new_empty(num_sampled, 0)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        """Over the ranks that share this layer."""
+        return partial if self._collectives is None else self._collectives.sum(partial)
+
+    def _embed(self, batch: Batch, table: Matrix) -> Tensor:
+        embedded = self._sum(self._look_up(batch.token_ids, table))
         if batch.prompt_index is not None and batch.prompt_embeddings is not None:
             own = batch.prompt_embeddings.to(embedded)
             embedded = embedded.index_copy(0, batch.prompt_index, own)
         if self._positions is not None:
             embedded += self._kernels.embedding(batch.positions, self._positions)
         return embedded
+
+    def _look_up(self, ids: Tensor, table: Matrix) -> Tensor:
+        """Rows of the embedding `table`; zeros for the tokens that other ranks have."""
+        own = self._tokens
+        if len(own) == self.spec.vocab_size:
+            return self._kernels.embedding(ids, table)
+        are_others = (ids < own.start) | (ids >= own.stop)
+        rows = self._kernels.embedding((ids - own.start).masked_fill(are_others, 0), table)
+        return rows.masked_fill_(are_others.unsqueeze(1), 0)
 
     def _project(
         self, hidden: Tensor, layer: _Layer, matrix: str, adapters: StepAdapters | None
@@ -187,7 +242,7 @@ class CheckpointModel:
         self, layer: _Layer, attended: Tensor, residual: Tensor, adapters: StepAdapters | None
     ) -> Tensor:
         """`[T, H * D]` -> `[T, C]` normalized for what follows; adds to the residual in place."""
-        hidden = self._project(attended, layer, "out", adapters)
+        hidden = self._sum(self._project(attended, layer, "out", adapters))
         hidden = self._add_norm(hidden, residual, layer.mlp_norm)
         if self.spec.activation != "silu":
             hidden = self._kernels.gelu(self._project(hidden, layer, "up", adapters), self._gelu)
@@ -197,7 +252,7 @@ class CheckpointModel:
             hidden = self._kernels.linear_silu_mul_adapted(
                 hidden, *layer.up, adapters, layer.number, "up"
             )
-        hidden = self._project(hidden, layer, "down", adapters)
+        hidden = self._sum(self._project(hidden, layer, "down", adapters))
         return self._add_norm(hidden, residual, layer.next_norm)
 
     def _norm(self, hidden: Tensor, norm: Norm) -> Tensor:
@@ -224,9 +279,10 @@ def _bias(weights: Weights, module: str) -> Tensor | None:
     return weights.tensor(name) if name in weights else None
 
 
-def _resolve_layer(spec: ModelSpec, weights: Weights, index: int) -> _Layer:
+def _resolve_layer(spec: ModelSpec, weights: Weights, index: int, num_layers: int) -> _Layer:
+    """Layer `index` of the `num_layers` of the whole network."""
     prefix = f"layers.{index}"
-    is_last = index == spec.num_layers - 1
+    is_last = index == num_layers - 1
     next_norm = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     return _Layer(
         number=index,

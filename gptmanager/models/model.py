@@ -27,7 +27,10 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.read_spec import read_spec
-from gptmanager.models.spec import parameter_shapes, product_matrices
+from gptmanager.models.spec import ModelSpec, parameter_shapes, product_matrices
+from gptmanager.models.splits import rank_cuts
+from gptmanager.ranks.collectives import Collectives
+from gptmanager.ranks.layout import RankLayout
 
 Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
@@ -98,6 +101,7 @@ def load_model(
     kv_cache_dtype: torch.dtype | None = None,
     weights_dtype: Literal["int8"] | None = None,
     on_progress: ProgressCallback | None = None,
+    collectives: Collectives | None = None,
 ) -> CheckpointModel:
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
@@ -109,11 +113,12 @@ def load_model(
     are kept in 8 bits, with a scale for each row; activations keep their dtype. `on_progress`: as
     in `OptionalParams`. `ConfigError` names the config field or the tensor that cannot be used. At
     the peak the memory is that of the final weights and a sixteenth more: tensors are copied in
-    pieces out of mapped files.
+    pieces out of mapped files. `collectives` of one of several ranks: its share alone is read.
     """
     if kernels is None:
         kernels = _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, kernels, device)
+    layout = RankLayout() if collectives is None else collectives.layout
     tensors: StateDict | SafetensorsFolder
     if isinstance(source, tuple):
         config, state_dict = _check_pair(source)
@@ -125,10 +130,7 @@ def load_model(
         config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
     )
     if attention_window is not None:
-        narrowed = tuple(
-            min(window or attention_window, attention_window) for window in spec.windows
-        )
-        spec = dataclasses.replace(spec, windows=narrowed, sink=sink)
+        spec = _narrowed(spec, attention_window, sink)
     spec = dataclasses.replace(spec, kv_cache_dtype=kv_cache_dtype)
     family = FAMILIES[spec.family]
     weights = Weights(
@@ -141,10 +143,16 @@ def load_model(
         matrices=product_matrices(spec),
         new_matrix=kernels.new_matrix,
         quantized=weights_dtype is not None,
+        cuts=rank_cuts(spec, layout),
     )
     weights.load(tensors, on_progress=on_progress)
     tensors.close()
-    return CheckpointModel(spec, weights, kernels, device)
+    return CheckpointModel(spec, weights, kernels, device, collectives)
+
+
+def _narrowed(spec: ModelSpec, window: int, sink: int) -> ModelSpec:
+    narrowed = tuple(min(own or window, window) for own in spec.windows)
+    return dataclasses.replace(spec, windows=narrowed, sink=sink)
 
 
 def _check_weights_dtype(

@@ -16,12 +16,14 @@ from gptmanager.models.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder's shape and mathematics.
+    """A decoder's shape and mathematics; of one that ranks share, what one of them has of it.
 
+    Its layers are `num_layers` from `first_layer` on. `vocab_size` is that of the whole network.
     `rope` None: learned positions. `activation` "silu" is gated (gate * up), the GELUs are not.
     `windows[i]`: how many positions, its own included, a token sees in layer i; None: all.
-    `attention_scales[i]` multiplies the scores of layer i. `kv_cache_dtype` float8_e4m3fn: pages
-    hold keys and values divided by the scales of their layer and head; None: as they are.
+    `attention_scales[i]` multiplies the scores of layer i. Both are those of the whole network.
+    `kv_cache_dtype` float8_e4m3fn: pages hold keys and values divided by the scales of their layer
+    and head; None: as they are.
     """
 
     family: str
@@ -48,6 +50,7 @@ class ModelSpec:
     attention_scales: tuple[float, ...]
     sink: int = 0  # the number of first positions that are always seen
     kv_cache_dtype: torch.dtype | None = None
+    first_layer: int = 0
 
     def attention_shape(self, layer: int) -> AttentionShape:
         """What the attention of a layer computes."""

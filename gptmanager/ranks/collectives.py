@@ -1,8 +1,8 @@
 """`Collectives`: what the network of a rank does with those of the others, in the middle of a step.
 
-`Alone` is for one rank, and does nothing. `GroupCollectives` stand on process groups of torch: on
-a CPU gloo's, on CUDA NCCL's, whose work is enqueued on the current stream and may be recorded.
-They know nothing of layers and weights, nor of how a group is made or how a failure is noticed.
+`GroupCollectives` stand on process groups of torch: on a CPU gloo's, on CUDA NCCL's, whose work is
+enqueued on the current stream and may be recorded. They know nothing of layers and weights, nor of
+how a group is made or how a failure is noticed.
 
 Each rank of a stage calls the same methods in the same order with equal shapes and dtypes: any
 that gloo and NCCL can send.
@@ -27,7 +27,7 @@ Wait = Callable[[Any], None]
 
 
 class Collectives(Protocol):
-    """Of one rank. Errors are those of `wait` (`GroupCollectives`)."""
+    """Of one rank of several. Errors are those of `wait` (`GroupCollectives`)."""
 
     layout: RankLayout
 
@@ -49,24 +49,6 @@ class Collectives(Protocol):
     def receive(self, hidden: Tensor) -> Tensor:
         """Fill `hidden` with what the previous stage sends; the tensor itself."""
         ...
-
-
-class Alone:
-    """One rank, which has the whole network: no work at all."""
-
-    layout = RankLayout()
-
-    def sum(self, partial: Tensor) -> Tensor:
-        return partial
-
-    def gather(self, columns: Tensor, widths: Sequence[int]) -> Tensor:
-        return columns
-
-    def send(self, hidden: Tensor) -> None:
-        raise AssertionError("there is no other stage")
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        raise AssertionError("there is no other stage")
 
 
 class GroupCollectives:
