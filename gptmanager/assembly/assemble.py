@@ -75,7 +75,7 @@ def _assemble(
     ranks: Ranks | None,
 ) -> Assembly:
     backend = place(params, None if ranks is None else ranks.local_rank)
-    model = backend.load(source, params)
+    model = backend.load(source, params, None if ranks is None else ranks.collectives)
     if model_type is ModelType.V1:
         policy = CapacitySchedulerPolicy.STATIC_BATCH
         scheduler_config = replace(scheduler_config, capacity_scheduler_policy=policy)

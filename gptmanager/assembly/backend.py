@@ -42,6 +42,7 @@ from gptmanager.memory.device_kv_pool import DeviceKvPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.checkpoint_model import CheckpointModel
 from gptmanager.models.model import Dimensions, Model, load_model
+from gptmanager.ranks.collectives import Collectives
 
 
 def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
@@ -83,8 +84,13 @@ class Backend(ABC):
     kernels: Kernels
     stream: Stream | None = None  # that steps are enqueued on; None: they run when they are called
 
-    def load(self, source: Any, params: OptionalParams) -> Model:
-        """The model of a checkpoint, or one that the host made. ConfigError for what is neither."""
+    def load(
+        self, source: Any, params: OptionalParams, collectives: Collectives | None = None
+    ) -> Model:
+        """The model of a checkpoint, or one that the host made. ConfigError for what is neither.
+
+        `collectives`: of one of several ranks, which has its share of a checkpoint.
+        """
         if isinstance(source, (str, os.PathLike, tuple)):
             self.kernels.warm_up()
             return load_model(
@@ -98,6 +104,7 @@ class Backend(ABC):
                 sink=params.kv_cache_config.sink_token_length or 0,
                 kv_cache_dtype=torch.float8_e4m3fn if params.kv_cache_config.dtype else None,
                 on_progress=params.on_progress,
+                collectives=collectives,
             )
         if hasattr(source, "spec") and callable(getattr(source, "forward", None)):
             _refuse_for_models(params)
@@ -178,8 +185,10 @@ class DeviceBackend(Backend):
         self._cuda_graphs = params.cuda_graphs
         self._on_progress = params.on_progress
 
-    def load(self, source: Any, params: OptionalParams) -> Model:
-        model = super().load(source, params)
+    def load(
+        self, source: Any, params: OptionalParams, collectives: Collectives | None = None
+    ) -> Model:
+        model = super().load(source, params, collectives)
         self.stream.catch_up()  # its tensors were filled on this thread's stream
         if isinstance(model, CheckpointModel) and isinstance(self.stream, DeviceStream):
             name = torch.cuda.get_device_name(self.device)
