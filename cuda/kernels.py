@@ -55,6 +55,8 @@ class CudaKernels(Kernels):
     one kernel computes all products, whatever the number of rows.
     """
 
+    has_float64 = False
+
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._launcher = launcher

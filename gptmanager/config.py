@@ -74,8 +74,8 @@ class KvCacheConfig:
     all of them. "auto": a block moves if two copies of it, at `host_bytes_per_s`, take less time
     than computing its tokens again, at `recompute_tokens_per_s`.
 
-    `dtype` of keys and values. None: the model's (float32 on the CPU). "fp8": 8-bit floats (e4m3)
-    times the checkpoint's scales, on CUDA devices only.
+    `dtype` of keys and values. None: the model's. "fp8": 8-bit floats (e4m3) times the checkpoint's
+    scales, on CUDA devices only.
     """
 
     max_tokens: int | None = None

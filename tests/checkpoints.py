@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.memory import KvPool
@@ -137,6 +138,39 @@ def expected_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     return logits.float()
 
 
+class _Float64Stays(TorchFunctionMode):
+    """transformers computes norms and the softmax in float32, whatever the dtype: not here."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            args = [torch.float64 if it is torch.float32 else it for it in args]
+            kwargs |= {k: torch.float64 for k, it in kwargs.items() if it is torch.float32}
+        return func(*args, **kwargs)
+
+
+def in_float64(model: Any) -> Any:
+    """A copy with parameters in float64; the angles of its rope stay float32 numbers."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    return model
+
+
+def exact_logits(model: Any, tokens: Sequence[int]) -> Tensor:
+    """transformers' logits `[T, vocab]` of one sequence alone, with nothing less than float64."""
+    with torch.no_grad(), _Float64Stays():
+        logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    assert logits.dtype is torch.float64
+    return logits
+
+
 def expected_rope(config: Mapping[str, Any], positions: Tensor) -> Tensor:
     """transformers' cosines `[T, head_dim / 2]` of a Llama's angles, then their sines."""
     rotary = _new_model(config).model.rotary_emb
@@ -160,13 +194,20 @@ class PagedDriver:
     Pages are filled with NaN at first: whoever reads what was never written shows it.
     """
 
-    def __init__(self, model: Model, num_slots: int, tokens_per_block: int = 8) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_slots: int,
+        tokens_per_block: int = 8,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         spec = model.spec
         num_blocks = -(-spec.max_seq_len // tokens_per_block)
         total = num_slots * num_blocks
         self.model = model
         self.pool = KvPool(
-            spec.num_layers, total, tokens_per_block, spec.num_kv_heads, spec.head_dim
+            *(spec.num_layers, total, tokens_per_block, spec.num_kv_heads, spec.head_dim),
+            dtype=dtype,
         )
         self.pool.keys.fill_(torch.nan)
         self.pool.values.fill_(torch.nan)

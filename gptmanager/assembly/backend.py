@@ -136,7 +136,7 @@ class Backend(ABC):
 
 
 class CpuBackend(Backend):
-    """The CPU. Pages have the dtype of the model, float32 where compiled code cannot read that."""
+    """The CPU. Pages have the dtype of the model, float32 where no code for the CPU reads that."""
 
     def __init__(self, deterministic: bool) -> None:
         self.device = torch.device("cpu")
@@ -167,7 +167,7 @@ class CpuBackend(Backend):
 
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)
-        return own if own in DTYPES else torch.float32
+        return own if own in DTYPES or own is torch.float64 else torch.float32
 
 
 class DeviceBackend(Backend):

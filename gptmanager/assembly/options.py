@@ -31,7 +31,7 @@ from gptmanager.memory.checkpoint_files import shown
 from gptmanager.request.post_processor import is_post_processor
 
 _MAX_LINES = 2**31 - 1  # int32
-_DTYPES = (None, "float32", "bfloat16", "float16")
+_DTYPES = (None, "float32", "bfloat16", "float16", "float64")
 _CACHE_DTYPES = (None, "fp8")
 
 _NO_EFFECT = "it has no effect in this library"
@@ -152,19 +152,7 @@ def checked_optional_params(params: OptionalParams) -> OptionalParams:
     _check_modes(params)
     _check_ranks(params)
     _settle_device(params)
-    if params.dtype is not None:
-        params.dtype = str(params.dtype).removeprefix("torch.")
-    if params.dtype not in _DTYPES:
-        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
-    if params.weights_dtype not in (None, "int8"):
-        raise ConfigError(
-            f"OptionalParams.weights_dtype = {params.weights_dtype!r} is neither 'int8' nor None"
-        )
-    if params.weights_dtype is not None and params.device not in (None, "cpu"):
-        raise ConfigError(
-            f"OptionalParams.weights_dtype = {params.weights_dtype!r} is refused with device = "
-            f"{params.device!r}: its products are the CPU's"
-        )
+    _settle_dtypes(params)
     return params
 
 
@@ -288,6 +276,27 @@ def _settle_device(params: OptionalParams) -> None:
         ranks = params.parallel_config
         overlaps = params.enable_trt_overlap or (ranks and ranks.pipeline_parallel_size > 1)
         params.run_ahead = 0 if on_host or overlaps else 1
+
+
+def _settle_dtypes(params: OptionalParams) -> None:
+    """`dtype` as a str; which dtypes go together, and with the device."""
+    if params.dtype is not None:
+        params.dtype = str(params.dtype).removeprefix("torch.")
+    if params.dtype not in _DTYPES:
+        raise ConfigError(f"OptionalParams.dtype = {params.dtype!r} is not one of {_DTYPES}")
+    if params.weights_dtype not in (None, "int8"):
+        raise ConfigError(
+            f"OptionalParams.weights_dtype = {params.weights_dtype!r} is neither 'int8' nor None"
+        )
+    for name, value, reason in (
+        ("dtype", "float64", "only the CPU computes with it"),
+        ("weights_dtype", "int8", "its products are the CPU's"),
+    ):
+        if getattr(params, name) == value and params.device not in (None, "cpu"):
+            raise ConfigError(
+                f"OptionalParams.{name} = {value!r} is refused with device = {params.device!r}: "
+                f"{reason}"
+            )
 
 
 def check_arguments(

@@ -1,9 +1,9 @@
 """`CpuKernels`: the ops that pay, by Numba, in torch's own threads; the rest is the reference's.
 
 It decides which op is overridden and hands addresses to the compiled bodies, which widen what they
-read to float32 and round a result once. Only tensors of several dtypes are converted before. Every
-op but `linear` is bitwise independent of the other tokens in the call, in both modes, and of the
-number of threads.
+read to float32 and round a result once; what is float64 is the reference's, too. Only tensors of
+several dtypes are converted before. Every op but `linear` is bitwise independent of the other
+tokens in the call, in both modes, and of the number of threads. float64 is so if deterministic.
 """
 
 from __future__ import annotations
@@ -239,17 +239,25 @@ class CpuKernels(Kernels):
         return result
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().rms_norm(x, weight, eps)
         return self._normalize(x, None, weight, None, eps, centered=False)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().add_rms_norm(x, residual, weight, eps)
         return self._normalize(x, residual, weight, None, eps, centered=False)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().layer_norm(x, weight, bias, eps)
         return self._normalize(x, None, weight, bias, eps, centered=True)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._normalize(x, residual, weight, bias, eps, centered=True)
 
     def _normalize(
@@ -284,10 +292,14 @@ class CpuKernels(Kernels):
         return result if result.dtype is x.dtype else result.to(x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype is torch.float64:
+            return super().silu_mul(gate_up)
         width = gate_up.shape[-1] // 2
         return self._activate(gate_up, width, token_loops.SILU_MUL)
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+        if x.dtype is torch.float64:
+            return super().gelu(x, approximate)
         tanh = approximate == "tanh"
         kind = token_loops.GELU_TANH if tanh else token_loops.GELU_ERF
         return self._activate(x, x.shape[-1], kind)

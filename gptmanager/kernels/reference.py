@@ -6,12 +6,14 @@ batches, pools or models: ops take tensors.
 Letters: T packed tokens, R rows (sequences), H query heads, K KV heads (H is a multiple of K),
 D head dimension, P blocks of the pool, B tokens per block. Rows are packed without padding: row r
 owns the tokens `row_starts[r]:row_starts[r + 1]`, which are the last ones of its `kv_lengths[r]`
-positions. Arithmetic is float32 inside an op, rounded once to the result's dtype.
+positions. Arithmetic is float32 inside an op, float64 for what is float64, rounded once to the
+result's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -36,7 +38,10 @@ class Kernels:
 
     `deterministic`: what an op computes for a token is bitwise independent of the other tokens
     in the call. Without it the same formulas may round differently from batch to batch.
+    `has_float64`: whether the ops take float64.
     """
+
+    has_float64 = True
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -134,19 +139,19 @@ class Kernels:
         """`result[t, columns] += B @ (A @ x[t])` for each module of `matrix` that t's adapter has.
 
         In place; `result [T, O]` is what the matrix made of `x [T, I]`. LoRA (Hu et al., 2021),
-        its scale folded into B. Both products and the sums are float32; each element is rounded
-        once, whatever number of modules adds to it.
+        its scale folded into B. Both products and the sums are float32, or the pool's float64;
+        each element is rounded once, whatever number of modules adds to it.
         """
         modules, slots = adapters.layout.get(matrix, ()), adapters.rows.tolist()
-        entries = adapters.table[:, layer].tolist()
         for slot in sorted({*slots} - {-1}):
             tokens = (adapters.rows == slot).nonzero().squeeze(1)
-            own, total = x[tokens].float(), result[tokens].float()
+            entries = adapters.table[slot, layer].tolist()
+            own, total = _wide(x[tokens]), _wide(result[tokens])
             for index, first, columns, width in modules:
-                offset, rank = entries[slot][index]
+                offset, rank = entries[index]
                 if rank:
                     middle, end = offset + rank * width, offset + rank * (width + columns)
-                    a, b = adapters.pool[offset:middle].float(), adapters.pool[middle:end].float()
+                    a, b = _wide(adapters.pool[offset:middle]), _wide(adapters.pool[middle:end])
                     inner = Kernels.linear(self, own, a.view(rank, width))
                     total[:, first : first + columns] += Kernels.linear(
                         self, inner, b.view(-1, rank)
@@ -159,9 +164,9 @@ class Kernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale * weight.float()).to(x.dtype)
+        wide = _wide(x)
+        mean = self._each(lambda own: own.square().mean(-1, keepdim=True), wide)
+        return (wide * torch.rsqrt(mean + eps) * _wide(weight)).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds `x [T, C]` to `residual [T, C]` in place; returns the residual's `rms_norm`."""
@@ -170,8 +175,8 @@ class Kernels:
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """`(x - mean) / sqrt(variance + eps) * weight [C] + bias [C]`, in x's dtype."""
-        wide_bias = None if bias is None else bias.float()
-        normalized = F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
+        wide_bias = None if bias is None else _wide(bias)
+        normalized = F.layer_norm(_wide(x), weight.shape, _wide(weight), wide_bias, eps)
         return normalized.to(x.dtype)
 
     def add_layer_norm(
@@ -183,12 +188,13 @@ class Kernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` of `gate_up [T, 2F]` = gate, then up -> `[T, F]`."""
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        return (F.silu(gate) * up).to(gate_up.dtype)
+        gate, up = _wide(gate_up).chunk(2, dim=-1)
+        return (self._each(F.silu, gate) * up).to(gate_up.dtype)
 
     def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
         """`x * Phi(x)` by erf ("none", BERT and GPT-J) or by tanh ("tanh", GPT-2)."""
-        return F.gelu(x.float(), approximate=approximate).to(x.dtype)
+        gelu = functools.partial(F.gelu, approximate=approximate)
+        return self._each(gelu, _wide(x)).to(x.dtype)
 
     def rope_and_write(
         self,
@@ -212,7 +218,7 @@ class Kernels:
         """
         keys, values, cache_scales = pages
         num_kv_heads, head_dim, tokens_per_block = keys.shape[1:]
-        heads = qkv.float().reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+        heads = _wide(qkv).reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
         q, k, v = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
         if q_norm is not None:  # a subclass's may be for rows alone
             q = Kernels.rms_norm(self, q, q_norm, eps)
@@ -235,10 +241,7 @@ class Kernels:
         Pages in which no token of their row sees anything may be gone: their ids are not read.
         """
         result = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-        starts, lengths, slots = (it.tolist() for it in rows[:3])
-        for (start, stop), length, slot in zip(pairwise(starts), lengths, slots, strict=True):
-            if start == stop:
-                continue
+        for start, stop, length, slot in self._pieces(rows):
             tokens, first_position = slice(start, stop), length - (stop - start)
             first = 0 if shape.window is None else max(0, first_position + 1 - shape.window)
             at = torch.arange(length, device=q.device)
@@ -248,8 +251,29 @@ class Kernels:
             hidden = at > position
             if shape.window is not None:
                 hidden |= (at <= position - shape.window) & (at >= shape.sink)
-            result[tokens] = _attend(q[tokens], k, v, shape, hidden).to(q.dtype)
+            result[tokens] = _attend(q[tokens].clone(), k, v, shape, hidden).to(q.dtype)
         return result
+
+    def _pieces(self, rows: RowSpans) -> Iterator[tuple[int, int, int, int]]:
+        """Tokens from `start` to `stop` that attend together, the length of their row up to there,
+        and its slot. A product of several tokens may round as no other number of them does.
+        """
+        starts, lengths, slots = (it.tolist() for it in rows[:3])
+        for (first, end), length, slot in zip(pairwise(starts), lengths, slots, strict=True):
+            size = 1 if self.deterministic else max(1, end - first)
+            for start in range(first, end, size):
+                yield start, start + size, length - end + start + size, slot
+
+    def _each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`op(x [T, ...])`; if deterministic token by token, as torch may round by the place."""
+        if not self.deterministic or len(x) < 2:
+            return op(x)
+        return torch.cat([op(own) for own in torch.split(x, 1)])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """As arithmetic takes it."""
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _cells(rows: RowSpans, num_tokens: int, tokens_per_block: int) -> tuple[Tensor, Tensor]:
@@ -281,13 +305,13 @@ def _attend(
     """`q [n, H, D]` over `keys [K, D, N]` and `values [K, N, D]`, where not `hidden [n, N]`."""
     num_new, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[0]
-    by_group = q.float().reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    by_group = _wide(q).reshape(num_new, num_kv_heads, num_heads // num_kv_heads, head_dim)
     grouped = by_group.permute(1, 2, 0, 3)
-    scores = grouped @ keys.unsqueeze(1).float() * shape.scale
+    scores = grouped @ _wide(keys.unsqueeze(1)) * shape.scale
     if shape.softcap:
         scores = shape.softcap * torch.tanh(scores / shape.softcap)
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    mixed = weights @ values.unsqueeze(1).float()
+    mixed = weights @ _wide(values.unsqueeze(1))
     return mixed.permute(2, 0, 1, 3).flatten(1)
 
 

@@ -106,17 +106,17 @@ def load_model(
     """Load a Hugging Face checkpoint: a folder, or a pair (config dict, state dict).
 
     `kernels` None: those of the CPU; for `device` "cuda" a `CudaKernels` must be given.
-    `dtype` None: the config's, else float32. `max_seq_len` None: `max_position_embeddings`.
-    `attention_window`: how many positions a token sees at most in each layer, its own included.
-    The first `sink` positions are seen as well. `kv_cache_dtype`: of the pages that it will read:
-    float8_e4m3fn, or None: any other. `weights_dtype` "int8", on the CPU: the matrices of products
-    are kept in 8 bits, with a scale for each row; activations keep their dtype. `on_progress`: as
-    in `OptionalParams`. `ConfigError` names the config field or the tensor that cannot be used. At
-    the peak the memory is that of the final weights and a sixteenth more: tensors are copied in
-    pieces out of mapped files. `collectives` of one of several ranks: its share alone is read.
+    `dtype` None: the config's, else float32; float64 is for the CPU. `max_seq_len` None:
+    `max_position_embeddings`. `attention_window`: how many positions a token sees at most in each
+    layer, its own included. The first `sink` positions are seen as well. `kv_cache_dtype`: of the
+    pages that it will read: float8_e4m3fn, or None: any other. `weights_dtype` "int8", on the CPU:
+    the matrices of products are kept in 8 bits, with a scale for each row; activations keep their
+    dtype. `on_progress`: as in `OptionalParams`. `ConfigError` names the config field or the tensor
+    that cannot be used. At the peak the memory is that of the final weights and a sixteenth more:
+    tensors are copied in pieces out of mapped files. `collectives` of one of several ranks: its
+    share alone is read.
     """
-    if kernels is None:
-        kernels = _cpu_kernels(device)
+    kernels = kernels or _cpu_kernels(device)
     _check_weights_dtype(weights_dtype, kernels, device)
     layout = RankLayout() if collectives is None else collectives.layout
     tensors: StateDict | SafetensorsFolder
@@ -129,6 +129,7 @@ def load_model(
     spec = read_spec(
         config, dtype=dtype, max_seq_len=max_seq_len, num_tensors=len(tensors.describe())
     )
+    _check_float64(spec.dtype, weights_dtype, kernels, device)
     if attention_window is not None:
         spec = _narrowed(spec, attention_window, sink)
     spec = dataclasses.replace(spec, kv_cache_dtype=kv_cache_dtype)
@@ -172,6 +173,23 @@ def _check_weights_dtype(
             f"{given} is refused with kernels = {type(kernels).__name__}: they have no such "
             "products"
         )
+
+
+def _check_float64(
+    dtype: torch.dtype, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
+) -> None:
+    """What the checkpoint may ask for as well as the argument."""
+    if dtype is not torch.float64:
+        return
+    refused = ""
+    if torch.device(device).type != "cpu":
+        refused = f"device = {str(device)!r}: only the CPU computes with it"
+    elif not kernels.has_float64:
+        refused = f"kernels = {type(kernels).__name__}: they have no such operations"
+    elif weights_dtype is not None:
+        refused = f"weights_dtype = {weights_dtype!r}: its products are of at most 32 bits"
+    if refused:
+        raise ConfigError(f"dtype = 'float64' is refused with {refused}")
 
 
 def _cpu_kernels(device: torch.device | str) -> Kernels:

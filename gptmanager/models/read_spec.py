@@ -39,7 +39,12 @@ _NEUTRAL: Mapping[str, Any] = {
     "residual_multiplier": 1.0,
 }
 _MAX_LAYERS = 10_000  # each has a dozen parameters, all with names
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 def read_spec(

@@ -33,7 +33,7 @@ _SIZES = {
     "attention_window": (1, _TOKENS),
     "sink_token_length": (0, _TOKENS),
 }
-_ADAPTER_DTYPES = ("float32", "bfloat16", "float16")
+_ADAPTER_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _LOOKUP = {"max_draft_tokens": (1, 1 << 12), "max_ngram": (1, 32), "min_ngram": (1, 32)}
 
 

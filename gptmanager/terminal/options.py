@@ -55,8 +55,8 @@ def add_device(parser: Any, **more: Any) -> None:
     parser.add_argument("--device", metavar="NAME", help=told, **more)
 
 
-def add_dtype(parser: Any, default: str) -> None:
-    dtypes = ("float32", "bfloat16", "float16")
+def add_dtype(parser: Any, default: str, *more: str) -> None:
+    dtypes = ("float32", "bfloat16", "float16", *more)
     parser.add_argument("--dtype", choices=dtypes, help=f"(default: {default})")
 
 
@@ -82,7 +82,7 @@ def add_manager_options(parser: argparse.ArgumentParser) -> None:
     add("--batching", choices=schemes, default="inflight_fused", help="(default %(default)s)")
     add("--overlap", action="store_true", help="two micro batches of different requests in flight")
     add_device(group)
-    add_dtype(group, "the checkpoint's")
+    add_dtype(group, "the checkpoint's", "float64")
     add("--weights-dtype", choices=("int8",), help="8 bits on the CPU (default: as --dtype)")
     add("--deterministic", action="store_true", help="bitwise the same in any batch")
     add("--tensor-parallel-size", help="ranks that share each layer, under torchrun", **number)
