@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
+from gptmanager.callbacks.mpi_transport import MpiTransport
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.request.inference_request import (
     GetInferenceRequestsCallback,
@@ -22,8 +24,12 @@ def broadcast(
 
     Rank 0 gives its GetInferenceRequests, and its PollStopSignal if it has one; the other ranks
     give nothing. `transport` None: the managers send the answers, in the one message that they
-    exchange an iteration. ValueError for a `transport` that is unknown.
+    exchange an iteration. "mpi": mpi4py does, for hosts under mpirun; extra `mpi`. ConfigError
+    where there is none, ValueError for a `transport` that is unknown.
     """
+    if transport == "mpi":
+        mpi = MpiTransport()
+        return functools.partial(mpi.get, get), functools.partial(mpi.poll, poll)
     if transport is not None:
         raise ValueError(f"transport = {transport!r} is neither None nor 'mpi'")
     return Broadcast(get), Broadcast(poll)

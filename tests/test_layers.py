@@ -251,6 +251,7 @@ callbacks/                ready-made callbacks that any host could have written
     request_queue         three of the four callbacks as a queue with futures
     text_stream           tokens as text, while they come
     observers             several callbacks as one
+    mpi_transport         rank 0's answers on every rank, by MPI
     broadcast             what rank 0's callbacks answer, on every rank
     json_lines_sink       statistics, a line each
     logging_sink          statistics, as log records

@@ -87,11 +87,7 @@ class Unpacker:
             start = _LENGTH.size
             head = orjson.loads(memoryview(data)[start : start + size])
             intake = self._decoder.decode(Intake, head["intake"])
-            raw = memoryview(data)[start + size :]
-            requests, end = [], 0
-            for plain in head["requests"]:
-                request, end = _request(plain, raw, end)
-                requests.append(request)
+            requests = _requests(head["requests"], memoryview(data)[start + size :])
             own, stops, schedule = map(int, head["digests"])
             failures = tuple(Failure(it.request_id, _error(it.error)) for it in intake.failures)
             done = tuple(
@@ -111,6 +107,23 @@ class Unpacker:
             return Turn(whole, own, stops, schedule, bool(head["is_empty"]))
         except (RecordingError, KeyError, TypeError, ValueError, struct.error) as error:
             raise RankError(f"a message of rank 0 cannot be read: {error}") from error
+
+
+def pack_requests(requests: Iterable[InferenceRequest]) -> bytes:
+    """Requests alone, for hosts that send them by means of their own."""
+    raw: list[bytes] = []
+    head = to_json([_plain(request, raw) for request in requests])
+    return b"".join((_LENGTH.pack(len(head)), head, *raw))
+
+
+def unpack_requests(data: bytes) -> list[InferenceRequest]:
+    """Raises RankError for what `pack_requests` has not made."""
+    try:
+        (size,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + size
+        return _requests(orjson.loads(data[_LENGTH.size : start]), memoryview(data)[start:])
+    except (RecordingError, KeyError, TypeError, ValueError, struct.error) as error:
+        raise RankError(f"requests of rank 0 cannot be read: {error}") from error
 
 
 def requests_digest(requests: Iterable[InferenceRequest]) -> int:
@@ -184,6 +197,14 @@ def _dense(name: str, value: Any) -> tuple[str, str, bytes] | None:
     except (RuntimeError, ValueError, TypeError):  # admission tells what is wrong with it
         return None
     return None
+
+
+def _requests(plain: Iterable[dict[str, Any]], raw: memoryview) -> list[InferenceRequest]:
+    requests, end = [], 0
+    for one in plain:
+        request, end = _request(one, raw, end)
+        requests.append(request)
+    return requests
 
 
 def _request(plain: dict[str, Any], raw: memoryview, end: int) -> tuple[InferenceRequest, int]:

@@ -1,0 +1,77 @@
+"""Rank 0's answers on every rank by MPI, for hosts under mpirun: data only, no pickle.
+
+Each call is two collective operations: a length, then so many bytes. So the callbacks must be
+called on all ranks in the same order, as the managers of ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from gptmanager.errors import CallbackError, ConfigError, response_text
+from gptmanager.host.rank_messages import pack_requests, unpack_requests
+from gptmanager.request.inference_request import InferenceRequest
+
+
+class MpiTransport:
+    """Over a communicator of mpi4py, by default all ranks of mpirun."""
+
+    def __init__(self, communicator: Any = None) -> None:
+        self._communicator = _world() if communicator is None else communicator
+        self.is_first = self._communicator.Get_rank() == 0
+
+    def get(
+        self, callback: Callable[[int], Iterable[InferenceRequest]] | None, room: int
+    ) -> list[InferenceRequest]:
+        """What rank 0's GetInferenceRequests returns."""
+        own: list[InferenceRequest] = []
+
+        def answer() -> bytes:
+            own.extend(() if callback is None else callback(room))
+            return pack_requests(own)
+
+        data = self._share(answer, "GetInferenceRequests")
+        return own if self.is_first else unpack_requests(data)
+
+    def poll(self, callback: Callable[[], Iterable[int]] | None) -> set[int]:
+        """What rank 0's PollStopSignal returns."""
+
+        def answer() -> bytes:
+            ids = () if callback is None else callback()
+            return np.array(sorted(ids), dtype=np.uint64).tobytes()
+
+        return set(np.frombuffer(self._share(answer, "PollStopSignal"), dtype=np.uint64).tolist())
+
+    def _share(self, answer: Callable[[], bytes], name: str) -> bytes:
+        """What rank 0's `answer` gives. Where it raises, each rank does: the others would wait."""
+        data, error = b"", None
+        if self.is_first:
+            try:
+                data = b"\0" + answer()
+            except Exception as raised:
+                data, error = b"\1" + response_text(raised).encode(), raised
+        length = np.array([len(data)], dtype=np.int64)
+        self._communicator.Bcast(length, root=0)
+        buffer = np.zeros(int(length[0]), dtype=np.uint8)
+        if self.is_first:
+            buffer[:] = np.frombuffer(data, dtype=np.uint8)
+        self._communicator.Bcast(buffer, root=0)
+        if error is not None:
+            raise error
+        data = buffer.tobytes()
+        if data[:1] == b"\1":
+            raise CallbackError(f"{name} failed on rank 0: {data[1:].decode()}")
+        return data[1:]
+
+
+def _world() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ConfigError(
+            "broadcast(transport='mpi') needs mpi4py: pip install 'gptmanager[mpi]', and an MPI"
+        ) from error
+    return MPI.COMM_WORLD
