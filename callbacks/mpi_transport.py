@@ -6,6 +6,7 @@ called on all ranks in the same order, as the managers of ranks do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from gptmanager.errors import CallbackError, ConfigError, response_text
 from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.request.inference_request import InferenceRequest
+
+_PAUSE_STEP_S, _LONGEST_PAUSE_S = 20e-6, 5e-3
 
 
 class MpiTransport:
@@ -54,17 +57,24 @@ class MpiTransport:
             except Exception as raised:
                 data, error = b"\1" + response_text(raised).encode(), raised
         length = np.array([len(data)], dtype=np.int64)
-        self._communicator.Bcast(length, root=0)
+        self._broadcast(length)
         buffer = np.zeros(int(length[0]), dtype=np.uint8)
         if self.is_first:
             buffer[:] = np.frombuffer(data, dtype=np.uint8)
-        self._communicator.Bcast(buffer, root=0)
+        self._broadcast(buffer)
         if error is not None:
             raise error
         data = buffer.tobytes()
         if data[:1] == b"\1":
             raise CallbackError(f"{name} failed on rank 0: {data[1:].decode()}")
         return data[1:]
+
+    def _broadcast(self, buffer: np.ndarray) -> None:
+        """Waits in short sleeps: a blocking call of MPI takes all of a core while others idle."""
+        request, pause_s = self._communicator.Ibcast(buffer, root=0), 0.0
+        while not request.Test():
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s + _PAUSE_STEP_S)
 
 
 def _world() -> Any:
