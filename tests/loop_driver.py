@@ -41,6 +41,11 @@ from gptmanager.testing.scripted_executor import candidates
 
 VOCAB_SIZE = 100
 MAX_BEAM_WIDTH = 4
+# how a loop may run steps before others have returned
+AHEAD: list[dict[str, Any]] = [
+    *({}, {"run_ahead": 1}, {"overlap": True}),
+    *({"num_stages": count} for count in (2, 3, 4)),
+]
 _FCFS = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
 
 
@@ -189,6 +194,7 @@ class LoopDriver:
         max_seq_len: int = 64,
         run_ahead: int = 0,
         overlap: bool = False,
+        num_stages: int = 1,
         lookup: PromptLookup | None = None,
         chunked: bool = False,
         reuse: bool = False,
@@ -198,7 +204,7 @@ class LoopDriver:
         scheduler: Callable[[RequestScheduler], RequestScheduler] = lambda scheduler: scheduler,
         adapters: AdapterSizes | None = None,
     ) -> None:
-        num_micro_batches = 2 if overlap else 1
+        num_micro_batches = max(2 if overlap else 1, num_stages)
         max_num_requests = max_batch_size * num_micro_batches
         self.host = ListHost()
         self.kv_cache = KvCacheManager(
@@ -216,9 +222,11 @@ class LoopDriver:
             chunk_unit=tokens_per_block if chunked else None,
             reuse_credit_rule="shift",
             mixed_beam_widths=True,
+            num_shares=num_stages,
         )
         capacity = ReuseCredit(
-            policy(max_num_requests, self.kv_cache, two_step_lookahead=overlap), self.kv_cache
+            policy(max_num_requests, self.kv_cache, two_step_lookahead=num_micro_batches > 1),
+            self.kv_cache,
         )
         self.scheduler = scheduler(SimpleScheduler(capacity, micro_batch))
         pages = CacheSizes(0, 0, 0, 0, 0) if adapters is None else adapters.cache

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from loop_driver import ForcedPauses, LoopDriver, expected_output, no_evict
+from loop_driver import AHEAD, ForcedPauses, LoopDriver, expected_output, no_evict
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.config import FinishReason
@@ -128,14 +128,16 @@ class Twin:
         self.loop = self.driver.loop
         self.driver.host.fetch = lambda room, num_active: machine.intake
         self.loop.executor = SimpleNamespace(
-            forward=self.forward, sample=lambda step: None, result=lambda step: machine.result
+            forward=self.forward,
+            sample=lambda step: None,
+            result=lambda step: machine.results[step.schedule.iteration],
         )
         self.schedules: list = []
-        self.loop.restore(state, self.step_of(state.pending))
+        self.loop.restore(state, map(self.step_of, state.pending))
         assert to_json(self.loop.state()) == to_json(loop.state())
 
     def step_of(self, schedule):
-        return None if schedule is None else SimpleNamespace(schedule=schedule)
+        return SimpleNamespace(schedule=schedule)
 
     def forward(self, schedule):
         self.schedules.append(schedule)
@@ -148,7 +150,7 @@ class AdapterMachine(RuleBasedStateMachine):
     @initialize(
         host_pages=st.integers(2, 6),
         device_pages=st.integers(1, 4),
-        ahead=st.sampled_from([{}, {"run_ahead": 1}, {"overlap": True}]),
+        ahead=st.sampled_from(AHEAD),
         reuse=st.booleans(),
         policy=st.sampled_from([no_evict, MaxUtilizationScheduler]),
         max_batch_size=st.integers(1, 4),
@@ -173,7 +175,7 @@ class AdapterMachine(RuleBasedStateMachine):
         self.fetch, self.host.fetch = self.host.fetch, self.take_intake
         self.forward, self.loop.executor.forward = self.loop.executor.forward, self.run_step
         self.compute, self.loop.executor.result = self.loop.executor.result, self.take_result
-        self.intake = self.result = None
+        self.intake, self.results = None, {}  # by schedule
         self.fails = False
         self.schedules = []
         self.next_id = 0
@@ -203,8 +205,8 @@ class AdapterMachine(RuleBasedStateMachine):
         return self.forward(schedule)
 
     def take_result(self, step):
-        self.result = self.compute(step)
-        return self.result
+        result = self.results[step.schedule.iteration] = self.compute(step)
+        return result
 
     # Events --------------------------------------------------------------------------------
 

@@ -88,7 +88,9 @@ def test_the_pool_copies_to_the_host_and_back():
     assert pool.host_nbytes == 2 * 2 * 2 * 2 * 4 * 8 * 4
 
 
-@pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize(
+    "mode", [{}, {"run_ahead": 1}, {"overlap": True}, {"num_stages": 3}], ids=str
+)
 def test_shared_beginnings_survive_a_pool_that_is_too_small_for_them(mode):
     """The scripted executor refuses blocks that do not hold what they should."""
     driver = LoopDriver(num_blocks=9, reuse=True, num_host_blocks=30, max_batch_size=2, **mode)

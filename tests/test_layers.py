@@ -279,6 +279,7 @@ simulator/                the real loop under a virtual clock, without a model
     known_outputs         what each step yields, of outputs that a load knows
     cost_model            how long a step takes
     figures               what a simulated run came to
+    stages                who of a pipeline works on which step when
     simulation            a schedule without a model
     comparison            the manager that is simulated
     report                what simulate tells, for people and as JSON

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from loop_driver import (
+    AHEAD,
     ForcedPauses,
     LoopDriver,
     expected_beams,
@@ -25,7 +26,7 @@ from gptmanager.scheduler import MaxUtilizationScheduler, RequestScheduler, Sche
 from gptmanager.statistics import PhaseTimes
 from gptmanager.step import StepResult
 
-each_mode = pytest.mark.parametrize("mode", [{}, {"run_ahead": 1}, {"overlap": True}], ids=str)
+each_mode = pytest.mark.parametrize("mode", AHEAD, ids=str)
 
 
 def request(request_id, prompt, max_new_tokens, **by_name):

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from loop_driver import (
+    AHEAD,
     ForcedPauses,
     LoopDriver,
     expected_beams,
@@ -53,7 +54,7 @@ class LoopMachine(RuleBasedStateMachine):
     """Submit, duplicate, stop, pause, fail to send, break the step, shut down; in any order."""
 
     @initialize(
-        ahead=st.sampled_from([{}, {"run_ahead": 1}, {"overlap": True}]),
+        ahead=st.sampled_from(AHEAD),
         chunked=st.booleans(),
         reuse=st.booleans(),
         num_host_blocks=st.sampled_from([0, 3, 12]),

@@ -465,7 +465,7 @@ class Ground:
             except MemoryError as error:
                 self.num_failures += 1
                 self.recovery.recover(self.loop, error)
-        if self.loop.pending is not None:
+        while self.loop.pending:
             self.loop.iterate()
 
 
@@ -505,6 +505,7 @@ MODES = [
     {},
     {"run_ahead": 1},
     {"overlap": True},
+    {"num_stages": 3},
     {"reuse": True, "chunked": True, "max_num_tokens": 8},
 ]
 

@@ -200,7 +200,7 @@ def run(seed, counts):
     bursts = chance.choice([1, 0.5, 0.2])  # how likely the next one comes with the last
     waiting, streaming = list(chosen), set()
     iteration = 0
-    while loop.pending is not None or num_finals(host) < len(chosen):
+    while loop.pending or num_finals(host) < len(chosen):
         if not iteration % 2:
             while waiting:
                 template, is_streaming = waiting.pop(), chance.random() < 0.4
@@ -218,7 +218,7 @@ def run(seed, counts):
             host.callbacks.stop(chance.choice(chosen).request_id)
         was_pending, num_steps = loop.pending, len(steps)
         loop.iterate()
-        counts["overlapped steps"] += was_pending is not None and len(steps) > num_steps
+        counts["overlapped steps"] += bool(was_pending) and len(steps) > num_steps
         loop.allocator.check()
         iteration += 1
         assert iteration < 1000, f"scenario {seed} does not end: {loop.active}"

@@ -425,7 +425,7 @@ def test_a_synthetic_load_keeps_its_ranges_and_its_rate():
 
 
 def test_a_load_needs_a_whole_recording():
-    header = Header(BLUEPRINT, state=LoopState(None, None, (), DraftCounts(), 0))
+    header = Header(BLUEPRINT, state=LoopState(None, (), (), DraftCounts(), 0))
     for run in (Recording(header), Recording(Header(BLUEPRINT))):
         with pytest.raises(RecordingError, match="from the start"):
             RecordedLoad(run)

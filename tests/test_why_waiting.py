@@ -142,11 +142,13 @@ class Claims:
     def batch_full(self, request, wait):
         full = [i for i in self.ids if i in self.waits and self.waits[i].reason is wait.reason]
         assert wait.running + wait.starting == wait.free == wait.reserved
-        assert wait.free in (self.policy.max_num_requests, self.micro.max_batch_size)
+        share = -(-len(self.fitting()) // self.micro.num_shares)
+        assert wait.free in (self.policy.max_num_requests, self.micro.max_batch_size, share)
         if request.request_id != full[0]:
             return
         self.policy.max_num_requests += 1
         self.micro.max_batch_size += 1
+        num_shares, self.micro.num_shares = self.micro.num_shares, 1
         try:
             with unchanged(self.active):
                 self.kv_cache.start_scheduling()
@@ -156,6 +158,7 @@ class Claims:
         finally:
             self.policy.max_num_requests -= 1
             self.micro.max_batch_size -= 1
+            self.micro.num_shares = num_shares
 
     def static_batch(self, request, wait):
         generating = [r for r in self.active if r.state is not _CONTEXT]
@@ -252,6 +255,7 @@ def trace(seed, told):
     """A driver and its requests, by the iteration in which they come."""
     chance = random.Random(seed)
     chunked, overlap = chance.random() < 0.5, chance.random() < 0.3
+    num_stages = chance.choice([2, 3, 4]) if overlap and seed % 2 else 1
     policy = chance.choice([*POLICIES])
     if policy in ("max_utilization", "guarded"):
         chunked = True
@@ -272,6 +276,7 @@ def trace(seed, told):
         max_active=chance.choice([8, 20, None]),
         max_seq_len=48,
         overlap=overlap,
+        num_stages=num_stages,
         run_ahead=0 if overlap else chance.choice([0, 0, 1]),
         chunked=chunked,
         reuse=chance.random() < 0.5,
@@ -299,14 +304,14 @@ def run(seed, told):
     forward = driver.executor.forward
     driver.executor.forward = lambda schedule: schedules.append(schedule) or forward(schedule)
     loop, turn = driver.loop, 0
-    while arrivals or loop.active or loop.pending is not None or driver.host.callbacks._waiting:
+    while arrivals or loop.active or loop.pending or driver.host.callbacks._waiting:
         quiet = turn not in arrivals and not driver.host.callbacks._waiting
         driver.submit(*arrivals.pop(turn, ()))
         said = {}
         if told:
             said = {r.request_id: explain(loop, r.request_id) for r in loop.active if r.slot < 0}
             said = {number: (told_of.reason, told_of.behind) for number, told_of in said.items()}
-        serial = loop.table.num_serial and loop.pending is not None
+        serial = loop.table.num_serial and loop.pending
         waited = loop.scheduler.waits = {} if told else None
         loop.iterate()
         if told and quiet and not serial and said and loop.scheduler.waits is not waited:

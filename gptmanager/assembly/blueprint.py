@@ -63,8 +63,14 @@ class Blueprint:
     adapters: AdapterSizes | None = None  # None: a request may have none
 
     @property
+    def num_stages(self) -> int:
+        """Groups of ranks that a step passes one after the other."""
+        ranks = self.params.parallel_config
+        return 1 if ranks is None else ranks.pipeline_parallel_size
+
+    @property
     def num_micro_batches(self) -> int:
-        return 2 if self.params.enable_trt_overlap else 1
+        return max(2 if self.params.enable_trt_overlap else 1, self.num_stages)
 
     @property
     def max_num_requests(self) -> int:
@@ -176,6 +182,7 @@ def _scheduler(blueprint: Blueprint, kv_cache: KvCacheManager) -> RequestSchedul
         # a chunk that starts behind what is cached is as long as it was: the rule that counts so
         reuse_credit_rule="shift",
         mixed_beam_widths=True,
+        num_shares=blueprint.num_stages,
     )
     if config.create_scheduler is None:
         capacity = _capacity(blueprint, kv_cache)

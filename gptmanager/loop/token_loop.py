@@ -7,9 +7,11 @@ very same object.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gptmanager.errors import SchedulerError
+from gptmanager.kv_cache import LedgerError
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.adapters import Adapters, no_adapters
@@ -32,13 +34,14 @@ _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 class LoopState(NamedTuple):
     """A token loop between two iterations: with it a recording may begin in the middle.
 
-    A field that is missing here is missing in every black box. `pending`: the schedule whose
-    result is not applied yet. `failing`: ids of active requests that failed in a result.
+    A field that is missing here is missing in every black box. `pending`: the schedules whose
+    results are not applied yet, oldest first. `failing`: ids of active requests that failed in a
+    result.
     `drafts`, `num_logits_errors`: since the start.
     """
 
     request_table: RequestTableState
-    pending: Schedule | None
+    pending: tuple[Schedule, ...]
     failing: tuple[int, ...]
     drafts: DraftCounts
     num_logits_errors: int
@@ -48,9 +51,9 @@ class TokenLoop:
     """In-flight batching of requests over one executor and one KV cache.
 
     `max_active` None: unbounded. `run_ahead` 1: a request is scheduled again before its last
-    token is known. `num_micro_batches` 2: a micro batch of other requests is launched before the
-    result of the one in flight. `adapters` None: no request has one. `final` makes the tensors of
-    final responses.
+    token is known. `num_micro_batches`: so many micro batches of different requests are in flight,
+    as far as there are requests: one is launched before the result of the oldest. `adapters` None:
+    no request has one. `final` makes the tensors of final responses.
     """
 
     def __init__(
@@ -82,7 +85,13 @@ class TokenLoop:
         self.num_micro_batches = num_micro_batches
         self.phase_times = phase_times
         self.scheduler_timer = CallbackTimer("Scheduler")
-        self.pending: Any = None  # run-ahead, overlap: the step whose result is not applied yet
+        # run-ahead, micro batches: the steps whose results are not applied yet, oldest first
+        self.pending: tuple[Any, ...] = ()
+
+    @property
+    def max_pending(self) -> int:
+        """How many steps may be pending when the next one is launched."""
+        return max(self.run_ahead, self.num_micro_batches - 1)
 
     @property
     def active(self) -> list[ActiveRequest]:
@@ -108,16 +117,17 @@ class TokenLoop:
         schedule = self.allocate(decision, intake.now, pending)
         num_active = len(self.table.active)
         step = self.forward(schedule) if schedule else None
-        self.finish_pending()
+        if step is None or len(self.pending) == self.max_pending:
+            self.finish_pending()
         if step is not None:
             self.sample(step)
-            if self.run_ahead or self.num_micro_batches > 1:
-                self.pending = step
+            if self.max_pending:
+                self.pending += (step,)
             else:
                 self.finish(step)
-        if self.table.active or step is not None or pending is not None:
+        if self.table.active or step is not None or pending:
             self.poll()
-        if step is None and pending is None:
+        if step is None and not pending:
             return False
         if schedule is not None:
             self.report(schedule, num_active)
@@ -137,7 +147,7 @@ class TokenLoop:
     def finish_awaited(self) -> None:
         """Beams and drafts: what they run next depends on the result that is pending."""
         if self.table.num_serial and self.num_micro_batches == 1:
-            self.finish_pending()
+            self.finish_pending()  # run-ahead: there is one at most
 
     @timed_phase
     def schedule(self) -> SchedulerOutput | None:
@@ -165,37 +175,38 @@ class TokenLoop:
 
     def in_flight(self) -> frozenset[int]:
         """The active requests that hold memory, but must not run now."""
-        if self.pending is None:  # a token that failed is launched, but will never be confirmed
+        if not self.pending:  # a token that failed is launched, but will never be confirmed
             return frozenset(self.confirmation.failing)
         if self.num_micro_batches == 1:  # what is launched may be launched again, but at its end
             return frozenset(r.request_id for r in self.table.active if r.state is _TO_COMPLETE)
-        schedule: Schedule = self.pending.schedule
         find = self.table.by_id.get
         return frozenset(
             row.request_id
-            for row in (*schedule.context_rows, *schedule.generation_rows)
+            for step in self.pending
+            for row in (*step.schedule.context_rows, *step.schedule.generation_rows)
             if (request := find(row.request_id)) is not None and request.epoch == row.epoch
         )
 
     def finish_recalled(self, decision: SchedulerOutput | None) -> None:
-        """Overlap: who is to pause while in flight pauses when its micro batch has returned."""
+        """Who is to pause while in flight pauses when its micro batch has returned."""
         if decision is None or self.num_micro_batches == 1 or not decision.paused_requests:
             return
-        in_flight = self.in_flight()
-        if any(request.request_id in in_flight for request in decision.paused_requests):
+        recalled = {request.request_id for request in decision.paused_requests}
+        while self.pending and not recalled.isdisjoint(self.in_flight()):
             self.finish_pending()
 
     @timed_phase
     def allocate(
-        self, decision: SchedulerOutput | None, now: float, pending: Any
+        self, decision: SchedulerOutput | None, now: float, pending: tuple[Any, ...]
     ) -> Schedule | None:
-        """Give out memory; None: nobody runs. `pending`: the step in flight when it was decided."""
+        """Give out memory; None: nobody runs. `pending`: the steps in flight when it was decided."""
         if decision is None:
             return None
         micro_batch_id = 0
         if self.num_micro_batches > 1:
-            if pending is not None:
-                micro_batch_id = 1 - pending.schedule.micro_batch_id
+            if pending:
+                newest: Schedule = pending[-1].schedule
+                micro_batch_id = (newest.micro_batch_id + 1) % self.num_micro_batches
             # not those whose micro batch has returned with their end
             paused = [r for r in decision.paused_requests if r.request_id in self.table.by_id]
             decision = decision._replace(paused_requests=paused)
@@ -217,9 +228,11 @@ class TokenLoop:
         self.executor.sample(step)
 
     def finish_pending(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            self.finish(pending)
+        """The oldest, if there is one."""
+        if self.pending:
+            oldest, *others = self.pending
+            self.pending = tuple(others)
+            self.finish(oldest)
 
     def finish(self, step: Any) -> None:
         self.respond(*self.apply(step, self.result(step)))
@@ -273,15 +286,18 @@ class TokenLoop:
 
     def state(self) -> LoopState:
         """Between two iterations. Its lists may be copied when it is written only."""
-        pending = None if self.pending is None else self.pending.schedule
+        pending = tuple(step.schedule for step in self.pending)
         confirmed = self.confirmation
         failing, errors = tuple(confirmed.failing), confirmed.num_logits_errors
         return LoopState(self.table.state(), pending, failing, confirmed.drafts, errors)
 
-    def restore(self, state: LoopState, pending: Any) -> None:
-        """Bring a new loop to `state`; `pending`: the step of its pending schedule."""
+    def restore(self, state: LoopState, pending: Iterable[Any]) -> None:
+        """Bring a new loop to `state`; `pending`: the steps of its pending schedules."""
+        self.pending = tuple(pending)
+        if len(self.pending) > self.max_pending:
+            text = f"{len(self.pending)} steps are pending, {self.max_pending} may be"
+            raise LedgerError(text)
         self.table.restore(state.request_table)
-        self.pending = pending
         self.confirmation.failing = set(state.failing)
         self.confirmation.drafts = state.drafts
         self.confirmation.num_logits_errors = state.num_logits_errors
@@ -290,7 +306,7 @@ class TokenLoop:
 
     def abort(self, error: BaseException) -> None:
         """End all requests with an error response: the loop will not iterate again."""
-        self.pending = None
+        self.pending = ()
         self.table.abort(error)
 
     def recover(self, error: BaseException) -> None:
@@ -298,11 +314,11 @@ class TokenLoop:
 
         That is every request that holds memory. What they held is free, and nothing is cached.
         """
-        self.pending = None
+        self.pending = ()
         self.confirmation.failing.clear()
         self.table.recover(error)
 
     def release(self) -> None:
         """Let go of the executor, its weights and pages: the loop will not iterate again."""
-        self.pending = None
+        self.pending = ()
         del self.executor

@@ -149,14 +149,14 @@ class Worker:
                         self._host.end(aborts=False)
                     return
                 self._lifecycle.move_to(ManagerState.DRAINING)
-            had_active, had_pending = bool(loop.active), loop.pending is not None
+            had_active, pending = bool(loop.active), loop.pending
             try:
                 worked = self._turn_once(loop)
             except Exception as error:
                 self._recovery.recover(loop, error)
                 continue
             self.progress.note(worked=worked, is_active=bool(loop.active))
-            if worked and (had_pending or loop.pending is None):
+            if worked and (pending[0] not in loop.pending if pending else not loop.pending):
                 self._recovery.note_step()  # of one that is only launched the result may still fail
             if self._host.get_failures.fatal is not None:
                 raise self._host.get_failures.fatal
@@ -168,7 +168,7 @@ class Worker:
 
     def _turn_once(self, loop: TokenLoop) -> bool:
         """An iteration; did it have a step?"""
-        is_idle = not loop.holds_requests and loop.pending is None and self._host.is_accepting
+        is_idle = not (loop.holds_requests or loop.pending) and self._host.is_accepting
         # an idle turn asks Get and no more: it comes a hundred times a second
         if is_idle and not self._host.peek(loop.max_active):
             return False

@@ -142,8 +142,9 @@ class _Reader:
 
     def _find_ends(self, iteration: Iteration) -> Iterable[End]:
         """From lengths and end tokens, where the result is that of this very schedule."""
-        schedule, result = iteration.schedule, iteration.result
-        if schedule is None or result is None or iteration.result_of != schedule.iteration:
+        schedule = iteration.schedule
+        result = None if schedule is None else dict(iteration.results).get(schedule.iteration)
+        if schedule is None or result is None:
             return
         failed = {failure.request_id for failure in result.failures}
         for row, tokens in zip(schedule.sampling_rows, result.tokens.tolist(), strict=False):

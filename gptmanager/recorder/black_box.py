@@ -107,8 +107,7 @@ class BlackBox:
     def _begin_segment(self) -> None:
         started = thread_time_ns()  # does not count the time that a debugger stops the process
         state: LoopState = self._loop.state()
-        if state.pending is not None:
-            state = state._replace(pending=kept_schedule(state.pending))
+        state = state._replace(pending=tuple(map(kept_schedule, state.pending)))
         self._segments.append(_Segment(state, self._max_segment_bytes))
         taken = thread_time_ns() - started
         length = min(max(_MIN_SEGMENT, taken // _STATE_NS_PER_TURN), _MAX_SEGMENT)
@@ -148,11 +147,11 @@ class _Segment:
 
 def turn_bytes(turn: Iteration) -> int:
     """Without the schedule, which is not kept as long. Most turns hold little to look at."""
-    intake, result = turn.intake, turn.result
+    intake = turn.intake
     size = 4 * OBJECT
     if intake.requests or intake.stops or intake.failures or intake.ready:
         size += value_bytes((intake.requests, *intake.stops, intake.failures, intake.ready))
-    if result is not None:
+    for _, result in turn.results:
         size += result.tokens.nbytes
         if result.num_tokens is not None or result.beams or result.failures:
             size += value_bytes((result.num_tokens, result.beams, result.failures))

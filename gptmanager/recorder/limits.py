@@ -63,6 +63,7 @@ def checked_blueprint(blueprint: Blueprint) -> Blueprint:
     _require("vocab_size", blueprint.vocab_size, 1, _INT32)
     _require("hidden_size", blueprint.hidden_size, 0, 1 << 20)
     _require("params.max_batch_size", params.max_batch_size, 1, 1 << 20)
+    _require("num_slots", blueprint.num_slots, 1, 1 << 21)
     if blueprint.adapters is not None:
         _check_adapters(blueprint.adapters)
     longest = -(-sizes.max_seq_len // sizes.tokens_per_block)
@@ -97,14 +98,11 @@ class Bounds:
         self._table = -(-sizes.max_seq_len // sizes.tokens_per_block) + 1
         self._beams = blueprint.max_beam_width
 
-    def check(self, intake: Intake, schedule: Schedule | None, result: StepResult | None) -> None:
+    def check(self, intake: Intake, schedule: Schedule | None) -> None:
         """Raises RecordingError for the first number that no such run has."""
         _require("intake.now", intake.now, -_SECONDS, _SECONDS)
         if schedule is not None:
             self._check_schedule(schedule)
-        if result is not None:
-            _require("result.now", result.now, -_SECONDS, _SECONDS)
-            self._check_result(result)
 
     def _check_schedule(self, schedule: Schedule) -> None:
         _require("schedule.iteration", schedule.iteration, 0, _INT32 << 20)
@@ -132,7 +130,9 @@ class Bounds:
         ):
             raise RecordingError(f"no sequence of {self._tokens} tokens has a {row}")
 
-    def _check_result(self, result: StepResult) -> None:
+    def check_result(self, result: StepResult) -> None:
+        """As `check`."""
+        _require("result.now", result.now, -_SECONDS, _SECONDS)
         rows, counts = result.tokens, result.num_tokens
         if rows.ndim != 2 and rows.size:
             raise RecordingError("result.tokens is no table")

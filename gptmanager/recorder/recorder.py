@@ -152,10 +152,11 @@ class Recorder:
             self._turn.schedule = schedule
 
     def record_result(self, iteration: int, result: StepResult) -> None:
-        if self._turn is not None:
-            self._turn.result_of = iteration
+        turn = self._turn
+        if turn is not None:
+            turn.recalled = turn.results
             is_plain = result.extras is None and not result.failures
-            self._turn.result = result if is_plain else kept_result(result)
+            turn.result_of, turn.result = iteration, result if is_plain else kept_result(result)
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:
         turn = self._turn

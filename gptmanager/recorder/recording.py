@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from typing import IO, Any, NamedTuple
 
 import orjson
@@ -27,7 +27,8 @@ from gptmanager.recorder.values import Decoder, field_names, legible, to_json
 from gptmanager.step import Intake, Schedule, StepResult
 
 FORMAT = "gptmanager.recording"
-VERSION = 3
+VERSION = 4
+_ONE_PENDING = 3  # as 4, but a state has one schedule that is pending, or null
 
 _LONGEST_LINE = 1 << 30  # bytes
 _UNFOLDED_PER_BYTE = 16  # numbers that the bytes of the file may stand for, beside a first stock
@@ -71,10 +72,11 @@ class Iteration:
 
     `index` counts them from the start of the run. `num_active`: before the intake was taken in.
     `schedule` None: nobody ran, or, with `kept` False, it was not kept. `result` belongs to the
-    schedule with the iteration number `result_of`: under run-ahead that of an earlier turn. `ends`
-    None: not recorded, as in a black box. `idle_turns`: turns without work since the iteration
-    before; None: not recorded. `recovered`: the state after an iteration that raised; None: it did
-    not raise.
+    schedule with the iteration number `result_of`: under run-ahead that of an earlier turn.
+    `recalled`: what was taken before it, if that was more than one: such a number with its result,
+    each. `ends` None: not recorded, as in a black box. `idle_turns`: turns without work since the
+    iteration before; None: not recorded. `recovered`: the state after an iteration that raised;
+    None: it did not raise.
     """
 
     index: int
@@ -87,6 +89,14 @@ class Iteration:
     ends: tuple[End, ...] | None = None
     idle_turns: int | None = None
     recovered: LoopState | None = None
+    recalled: tuple[tuple[int, StepResult], ...] = ()
+
+    @property
+    def results(self) -> tuple[tuple[int, StepResult], ...]:
+        """All of them in order, each with the number of its schedule."""
+        if self.result is None or self.result_of is None:
+            return self.recalled
+        return *self.recalled, (self.result_of, self.result)
 
     @property
     def is_empty(self) -> bool:
@@ -113,7 +123,7 @@ class Recording:
     @property
     def duration_s(self) -> float:
         """From the first intake to the last result."""
-        results = [turn.result.now for turn in self.iterations if turn.result is not None]
+        results = [result.now for turn in self.iterations for _, result in turn.results]
         return results[-1] - self.iterations[0].intake.now if results else 0.0
 
 
@@ -171,8 +181,11 @@ def read_lines(lines: Iterable[bytes], name: str = "recording") -> Recording:
             if end is not None:
                 raise RecordingError("the recording had ended before")
             if kind == "iteration":
+                value["recovered"] = _upgraded(value.get("recovered"), header)
                 iteration = decoder.decode(Iteration, value)
-                bounds.check(iteration.intake, iteration.schedule, iteration.result)
+                bounds.check(iteration.intake, iteration.schedule)
+                for _, result in iteration.results:
+                    bounds.check_result(result)
                 if iteration.index <= (iterations[-1].index if iterations else -1):
                     raise RecordingError(f"iteration {iteration.index} comes too late")
                 iterations.append(iteration)
@@ -238,10 +251,11 @@ def _values(
 def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header, Decoder, Bounds]:
     if value.get("format") != FORMAT:
         raise RecordingError(f"it is no recording: its first line is not a {FORMAT} header")
-    if value.get("version") != VERSION:
+    version = value.get("version")
+    if version not in (_ONE_PENDING, VERSION):
         raise RecordingError(
-            f"it has format version {reprlib.repr(value.get('version'))}, this library "
-            f"({_library_version()}) reads version {VERSION}: look at it with the library that "
+            f"it has format version {reprlib.repr(version)}, this library ({_library_version()}) "
+            f"reads versions {_ONE_PENDING} and {VERSION}: look at it with the library that "
             f"wrote it ({reprlib.repr(value.get('library'))}), or record the run again"
         )
     names = Decoder({}).decode(dict[str, list[str]], value.get("fields"))
@@ -249,15 +263,24 @@ def _read_header(value: Mapping[str, Any], allowance: Allowance) -> tuple[Header
     blueprint = checked_blueprint(decoder.decode(Blueprint, value.get("blueprint")))
     header = Header(
         blueprint=blueprint,
+        version=version,
         library=decoder.decode(str, value.get("library", "")),
         fields=names,
-        state=decoder.decode(LoopState | None, value.get("state")),
     )
-    return header, decoder, Bounds(blueprint)
+    state = decoder.decode(LoopState | None, _upgraded(value.get("state"), header))
+    return replace(header, state=state), decoder, Bounds(blueprint)
+
+
+def _upgraded(state: Any, header: Header) -> Any:
+    """A state's JSON value as it is written today."""
+    if state is not None and header.version == _ONE_PENDING:
+        index = header.fields["LoopState"].index("pending")
+        state[index] = [] if state[index] is None else [state[index]]
+    return state
 
 
 def _library_version() -> str:
     try:
-        return version("gptmanager")
-    except PackageNotFoundError:
+        return metadata.version("gptmanager")
+    except metadata.PackageNotFoundError:
         return "unknown"

@@ -150,7 +150,7 @@ class _Replay:
         if self._wrap is not None:
             loop.scheduler = self._wrap(loop.scheduler)
         if state is not None:
-            loop.restore(state, None if state.pending is None else _Step(state.pending))
+            loop.restore(state, map(_Step, state.pending))
         return loop
 
     def step(self, iteration: Iteration) -> Divergence | None:
@@ -168,7 +168,7 @@ class _Replay:
         except Exception as error:  # whatever broke the recorded run may break this one
             return self._broken(iteration, response_text(error))
         found = _schedule_difference(iteration, world.schedule)
-        if found is None and iteration.result is not None and not world.took_result:
+        if found is None and world.num_taken < len(iteration.results):
             found = ("result", "the tokens of a step", "no step was under way")
         if found is None and iteration.ends is not None:
             ends = [end._replace(error=_class(end.error)) for end in iteration.ends]
@@ -241,7 +241,7 @@ class _RecordedWorld:
         self._iteration = iteration
         self.schedule: Schedule | None = None
         self.ends: list[End] = []
-        self.took_result = False
+        self.num_taken = 0  # results
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
         assert self._iteration is not None  # begin() came first
@@ -283,12 +283,13 @@ class _RecordedWorld:
 
     def result(self, step: _Step) -> StepResult:
         iteration = self._iteration
-        if iteration is None or iteration.result is None:
+        if iteration is None or self.num_taken == len(iteration.results):
             raise _EndOfRecording
-        if iteration.result_of != step.schedule.iteration:
+        number, result = iteration.results[self.num_taken]
+        if number != step.schedule.iteration:
             raise _EndOfRecording
-        self.took_result = True
-        return iteration.result
+        self.num_taken += 1
+        return result
 
 
 def _schedule_difference(

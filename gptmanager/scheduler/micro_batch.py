@@ -55,7 +55,9 @@ class MicroBatchScheduler:
     take ("reserve"), or with the number that is kept ("kept"). `reuse_credit_rule`: the
     `estimated_reusable_tokens` of a first chunk make its beginning free ("prefix"), or move the
     chunk on, so that only one which ends the context costs less ("shift"). `mixed_beam_widths`
-    lets generating requests of several beam widths into one step.
+    lets generating requests of several beam widths into one step. `num_shares` steps are to run at
+    the same time, on stages of a pipeline: none takes more than its share of the requests, so that
+    all have some.
     """
 
     # a request is schedulable if no_schedule_until_state <= state < no_schedule_after_state
@@ -73,6 +75,7 @@ class MicroBatchScheduler:
         draft_rule: Literal["reserve", "kept"] = "reserve",
         reuse_credit_rule: Literal["prefix", "shift"] = "prefix",
         mixed_beam_widths: bool = False,
+        num_shares: int = 1,
     ) -> None:
         if draft_rule not in ("reserve", "kept"):
             raise ConfigError(f"draft_rule = {draft_rule!r} must be 'reserve' or 'kept'")
@@ -87,6 +90,7 @@ class MicroBatchScheduler:
         self.draft_rule = draft_rule
         self.reuse_credit_rule = reuse_credit_rule
         self.mixed_beam_widths = flag("mixed_beam_widths", mixed_beam_widths)
+        self.num_shares = at_least(1, "num_shares", num_shares)
         if context_chunking_policy is not None:
             check_policy(context_chunking_policy, chunk_unit, max_context_length)
 
@@ -98,11 +102,12 @@ class MicroBatchScheduler:
         Both ascend by LoRA task id, none first, and otherwise keep the list's order. If chunking
         had to cut, contexts that it leaves unfinished stand before the others.
         """
+        most = self._most(fitting_requests)
         if inflight_request_ids:
             fitting_requests = [
                 r for r in fitting_requests if r.request_id not in inflight_request_ids
             ]
-        scan = self._scan(fitting_requests)
+        scan = self._scan(fitting_requests, most)
         context, generation = scan.whole, scan.generation
         policy, cut = self.context_chunking_policy, False
         if scan.chunked and policy is not None:
@@ -126,14 +131,15 @@ class MicroBatchScheduler:
         if (type(self).schedule, type(self).set_chunk_sizes) != (own.schedule, own.set_chunk_sizes):
             return None
         waits = Waits()
+        most = self._most(fitting_requests)
+        context, generation = self.schedule(fitting_requests, inflight_request_ids)
         requests = [r for r in fitting_requests if r.request_id not in inflight_request_ids]
-        context, generation = self.schedule(requests, frozenset())
-        scan = self._scan(requests)
+        scan = self._scan(requests, most)
         taken = [*scan.whole, *scan.chunked, *scan.generation]
         ids = {request.request_id for request in taken}
         misfit = next((r for r in requests if r.request_id not in ids), None)
-        if len(taken) >= self.max_batch_size:
-            waits.all_but(taken, requests, full(taken, self.max_batch_size))
+        if len(taken) >= most:
+            waits.all_but(taken, requests, full(taken, most))
         elif misfit is not None:
             limit = self.max_num_tokens or 0
             is_context = misfit.state in (_CONTEXT_INIT, _ENCODER_INIT)
@@ -194,17 +200,22 @@ class MicroBatchScheduler:
             serve_in_order(requests, room, unit, longest, prefix)
         trim_drafts(requests, room, unit, longest, self.draft_rule == "reserve")
 
-    def _scan(self, requests: RequestList) -> _Scan:
+    def _most(self, fitting_requests: RequestList) -> int:
+        """How many requests a step may have, of these that are in flight or not."""
+        return min(self.max_batch_size, -(-len(fitting_requests) // self.num_shares))
+
+    def _scan(self, requests: RequestList, most: int) -> _Scan:
+        """Take up to `most` requests, from the front."""
         encoder_init, context_init, in_progress, to_complete = self._open_states()
         limit = UNLIMITED if self.max_num_tokens is None else self.max_num_tokens
         chunking = self.context_chunking_policy is not None
-        if chunking and context_init and len(requests) <= self.max_batch_size:
+        if chunking and context_init and len(requests) <= most:
             # contexts that may be cut are charged later: what is left to look at one by one?
             contexts = [request for request in requests if request.state is context_init]
             if len(contexts) == len(requests):
                 has_adapters = any([r.lora_task_id is not None for r in contexts])
                 return _Scan([], contexts, [], 0, has_adapters)
-        slots_left, has_adapters = self.max_batch_size, False
+        slots_left, has_adapters = most, False
         num_tokens = batch_beam_width = 0
         whole: RequestList = []
         chunked: RequestList = []

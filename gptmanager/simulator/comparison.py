@@ -14,6 +14,7 @@ from gptmanager.config import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
+    ParallelConfig,
     SchedulerConfig,
 )
 from gptmanager.simulator.load import VOCAB_SIZE
@@ -36,6 +37,7 @@ class Machine:
     tokens_per_block: int | None = None
     chunked_context: bool | None = None
     run_ahead: int | None = None
+    pipeline_parallel_size: int | None = None
 
 
 def hypothetical(machine: Machine, max_seq_len: int) -> Blueprint:
@@ -96,6 +98,9 @@ def _sized(
 ) -> Blueprint:
     given = {name: n for name, n in dataclasses.asdict(machine).items() if n is not None}
     given = {"max_seq_len": max_seq_len} | {_PARAMS.get(name, name): given[name] for name in given}
+    stages = given.pop("pipeline_parallel_size", None)
+    if stages is not None:
+        given["parallel_config"] = ParallelConfig(pipeline_parallel_size=stages)
     of_cache = {name: given.pop(name) for name in _OF_CACHE if name in given}
     kv_cache = dataclasses.replace(params.kv_cache_config, **of_cache)
     params = dataclasses.replace(params, kv_cache_config=kv_cache, **given)

@@ -23,11 +23,12 @@ _position = itemgetter(Row._fields.index("position"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of a step: `fixed`, and for each unit of what it runs.
+    """Seconds of a step on one stage that has all layers: `fixed`, and for each unit that it runs.
 
     `context_token`: a token of a context. `context_pair`: a (token, earlier token) pair that a
     context's attention looks at. `generation_row`: a sequence in generation. `kv_token`: a cached
-    token that generation reads. The defaults are those of no machine in particular.
+    token that generation reads. `transfer`: from one stage of a pipeline to the next. The defaults
+    are those of no machine in particular.
     """
 
     fixed: float = 5e-3
@@ -35,6 +36,7 @@ class CostModel:
     generation_row: float = 2e-5
     kv_token: float = 1e-8
     context_pair: float = 0.0
+    transfer: float = 2e-4
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -119,7 +121,7 @@ def _timed_steps(recording: Recording) -> Iterator[tuple[Schedule, float]]:
     for turn, following in zip(turns, turns[1:], strict=False):
         if turn is None or turn.schedule is None:
             continue
-        end = turn.result.now if turn.result is not None else None
+        end = turn.results[-1][1].now if turn.results else None
         if following is not None and following.num_active:
             end = following.intake.now
         if end is not None and end > turn.intake.now:

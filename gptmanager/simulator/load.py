@@ -197,14 +197,14 @@ class RecordedLoad:
                 schedules[iteration.schedule.iteration] = iteration.schedule
                 steps = TURN_STEPS + request_steps(iteration.schedule)
                 self.max_request_steps += _STEPS_PER_STEP * steps
-            if iteration.result is not None and iteration.result_of is not None:
-                schedule = schedules.pop(iteration.result_of, None)
+            for number, result in iteration.results:
+                schedule = schedules.pop(number, None)
                 if schedule is None:
                     raise RecordingError(
                         f"iteration {iteration.index} has the result of a schedule that is not "
                         "recorded: a load needs a recording from the start of a run"
                     )
-                self._take_tokens(schedule, iteration.result, live)
+                self._take_tokens(schedule, result, live)
         self.arrivals = np.array(times if self.queue is None else self.queue.arrivals)
         self.stops: Sequence[Stop] = stops
         self.clears: Sequence[float] = clears

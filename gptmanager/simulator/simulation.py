@@ -31,6 +31,7 @@ from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.known_outputs import KnownOutputs
 from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps
+from gptmanager.simulator.stages import Stages
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
@@ -53,7 +54,8 @@ def simulate(
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
-    world = World(load, cost, blueprint.params.max_batch_size, fused=fused, max_steps=most)
+    stages = Stages(blueprint.num_stages, cost.transfer)
+    world = World(load, cost, blueprint.params.max_batch_size, stages, fused=fused, max_steps=most)
     phase_times = PhaseTimes(lambda: 0)
     final = world.final if recorder is None else world.recorded_final
     if recorder is None:
@@ -63,7 +65,7 @@ def simulate(
             blueprint, world, world, recorder, phase_times=phase_times, final=final
         )
     reported = 0
-    while loop.active or loop.pending is not None or world.has_more:
+    while loop.active or loop.pending or world.has_more:
         loop.iterate()
         if world.tally.num_ended - reported >= 256:
             on_progress(world.tally.num_ended - reported)
@@ -91,6 +93,7 @@ class World:
         load: Load,
         cost: CostModel,
         max_batch_size: int,
+        stages: Stages,
         *,
         fused: bool = True,
         max_steps: int | None = None,
@@ -109,7 +112,7 @@ class World:
         self._was_idle = False  # Get has been asked in vain
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
-        self._device_free_at = 0.0
+        self._stages = stages
         self._known = KnownOutputs(load, 2 * max_batch_size)
         self._ready: list[int] = []
         self._loaded: list[AdapterDone] = []
@@ -249,8 +252,8 @@ class World:
         if self._steps_left is not None:
             self._spend(request_steps(schedule))
         self.tally.scheduled(schedule)
-        begin = max(self.now, self._device_free_at)
-        end = self._device_free_at = begin + self._cost.seconds(schedule, fused=self._fused)
+        seconds = self._cost.seconds(schedule, fused=self._fused)
+        end = self._stages.run(schedule, self.now, seconds)
         return _Step(schedule, end, *self._known.tokens(schedule))
 
     def sample(self, step: _Step) -> None:

@@ -139,7 +139,7 @@ class _Run:
         self._idle = 0
 
     def is_done(self) -> bool:
-        return not (self.host.has_more or self.loop.active or self.loop.pending is not None)
+        return not (self.host.has_more or self.loop.active or self.loop.pending)
 
     def iterate(self) -> None:
         was_pending, launched = self.loop.pending, len(self.executor.schedules)
@@ -158,7 +158,7 @@ class _Run:
             if num_tokens > self.scenario.max_num_tokens:
                 text = f"{num_tokens} tokens ran, max_num_tokens = {self.scenario.max_num_tokens}"
                 raise Breach("token-budget", None, text)
-        is_idle = was_pending is None and launched == len(self.executor.schedules)
+        is_idle = not was_pending and launched == len(self.executor.schedules)
         self._idle = self._idle + 1 if is_idle and self.loop.active else 0
         if self._idle >= MAX_IDLE:
             self._complain_of_idleness()

@@ -1,0 +1,42 @@
+"""`Stages`: who of a pipeline works on which step when."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gptmanager.step import Schedule
+
+
+class Work(NamedTuple):
+    """A step on one stage, in virtual seconds."""
+
+    stage: int
+    iteration: int
+    micro_batch_id: int
+    begin: float
+    end: float
+
+
+class Stages:
+    """Each has an equal part of the layers, and works on one step at a time, in their order.
+
+    `transfer`: seconds from one stage to the next. `work`: what was done; None: it is not kept.
+    """
+
+    def __init__(self, count: int, transfer: float, work: list[Work] | None = None) -> None:
+        self.busy_s = 0.0  # of all stages together
+        self.work = work
+        self._free_at = [0.0] * count
+        self._transfer = transfer
+
+    def run(self, schedule: Schedule, now: float, seconds: float) -> float:
+        """When the last stage is done with a step that takes `seconds` of one stage alone."""
+        own = seconds / len(self._free_at)
+        for stage, free_at in enumerate(self._free_at):
+            begin = max(now + self._transfer if stage else now, free_at)
+            now = self._free_at[stage] = begin + own
+            if self.work is not None:
+                step = schedule.iteration, schedule.micro_batch_id
+                self.work.append(Work(stage, *step, begin, now))
+        self.busy_s += seconds
+        return now
