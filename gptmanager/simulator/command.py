@@ -111,6 +111,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-tokens", type=positive, metavar="N", help="(default 262144)")
     group.add_argument("--chunked-context", action=argparse.BooleanOptionalAction)
     group.add_argument("--run-ahead", type=int, choices=(0, 1))
+    group.add_argument("--pipeline-parallel-size", type=positive, metavar="N", help="stages")
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -55,7 +55,8 @@ def simulate(
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
     stages = Stages(blueprint.num_stages, cost.transfer)
-    world = World(load, cost, blueprint.params.max_batch_size, stages, fused=fused, max_steps=most)
+    batch = blueprint.params.max_batch_size
+    world = World(load, cost, batch, fused=fused, max_steps=most, stages=stages)
     phase_times = PhaseTimes(lambda: 0)
     final = world.final if recorder is None else world.recorded_final
     if recorder is None:
@@ -93,10 +94,10 @@ class World:
         load: Load,
         cost: CostModel,
         max_batch_size: int,
-        stages: Stages,
         *,
         fused: bool = True,
         max_steps: int | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.now = 0.0
         self.tally = Tally()
@@ -112,7 +113,7 @@ class World:
         self._was_idle = False  # Get has been asked in vain
         self._stalls = 0  # turns since the last launch
         self._in_flight = 0  # steps launched whose result is not taken
-        self._stages = stages
+        self._stages = stages or Stages(1, 0.0)
         self._known = KnownOutputs(load, 2 * max_batch_size)
         self._ready: list[int] = []
         self._loaded: list[AdapterDone] = []
