@@ -199,7 +199,7 @@ class TokenLoop:
     def allocate(
         self, decision: SchedulerOutput | None, now: float, pending: tuple[Any, ...]
     ) -> Schedule | None:
-        """Give out memory; None: nobody runs. `pending`: the steps in flight when it was decided."""
+        """Give out memory; None: nobody runs. `pending`: the steps in flight at the decision."""
         if decision is None:
             return None
         micro_batch_id = 0
