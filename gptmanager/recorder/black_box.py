@@ -151,7 +151,9 @@ def turn_bytes(turn: Iteration) -> int:
     size = 4 * OBJECT
     if intake.requests or intake.stops or intake.failures or intake.ready:
         size += value_bytes((intake.requests, *intake.stops, intake.failures, intake.ready))
-    for _, result in turn.results:
+    for result in [turn.result, *(result for _, result in turn.recalled)]:
+        if result is None:
+            continue
         size += result.tokens.nbytes
         if result.num_tokens is not None or result.beams or result.failures:
             size += value_bytes((result.num_tokens, result.beams, result.failures))

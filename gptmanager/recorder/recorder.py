@@ -154,7 +154,8 @@ class Recorder:
     def record_result(self, iteration: int, result: StepResult) -> None:
         turn = self._turn
         if turn is not None:
-            turn.recalled = turn.results
+            if turn.result is not None:
+                turn.recalled = turn.results
             is_plain = result.extras is None and not result.failures
             turn.result_of, turn.result = iteration, result if is_plain else kept_result(result)
 
