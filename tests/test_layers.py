@@ -184,11 +184,15 @@ executor/                 one step on a device: input arrays, the network, the c
     step_in_flight        a step under way: what belongs to which row
     runner                packed rows to logits, on the CPU
     device_runner         the same, enqueued on a device
+    result_message        what a step yielded, as a message to other ranks
+    forward_thread        forwards that run beside the loop
     out_of_memory         a batch that does not fit, in parts
     drawn_drafts          drafts that a host has drawn, accepted or replaced
     token_chooser         from the logits of a step to its tokens
     device_chooser        the same choice, enqueued on a device
     torch_executor        one step, in torch
+    staged_executor       a stage of a pipeline, whose forwards run beside the loop
+    rank_executor         the executor of a rank: who chooses, and how the others hear of it
 loop/                     `iterate()`, and the requests that it iterates over
     request_times         when what happened to a request (no torch)
     active_request        a request from its admission to its final response

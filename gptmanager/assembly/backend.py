@@ -30,9 +30,11 @@ from gptmanager.decoding.sampling import Sampler
 from gptmanager.errors import ConfigError
 from gptmanager.executor.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.rank_executor import RankExecutor, RankPlace
 from gptmanager.executor.runner import Runner
 from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
-from gptmanager.executor.token_chooser import TokenChooser
+from gptmanager.executor.staged_executor import NoChooser, StagedExecutor
+from gptmanager.executor.token_chooser import Chooser, TokenChooser
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.dtypes import DTYPES
@@ -67,7 +69,7 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """How steps run. `fused`: as of `TorchExecutor`; `processing` None: no post-processors;
-    `adapters` None: no rows with adapters.
+    `adapters` None: no rows with adapters. `rank` None: there is one.
     """
 
     lines: Lines
@@ -75,6 +77,7 @@ class StepOptions:
     fused: bool = True
     processing: PostProcessing | None = None
     adapters: AdapterSizes | None = None
+    rank: RankPlace | None = None
 
 
 class Backend(ABC):
@@ -131,7 +134,9 @@ class Backend(ABC):
         """Memory for the KV cache, beside the model and what its largest step needs."""
 
     @abstractmethod
-    def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
+    def executor(
+        self, model: Model, sizes: Sizes, options: StepOptions
+    ) -> TorchExecutor | RankExecutor:
         """With a KV cache of these sizes."""
 
 
@@ -145,7 +150,9 @@ class CpuBackend(Backend):
     def room(self, model: Model, params: OptionalParams, max_beam_width: int) -> Room:
         return Room(free_memory_bytes(), self._dtype(model))
 
-    def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
+    def executor(
+        self, model: Model, sizes: Sizes, options: StepOptions
+    ) -> TorchExecutor | RankExecutor:
         pool = KvPool(
             *_shape(model.spec, sizes),
             num_host_blocks=sizes.num_host_blocks,
@@ -154,14 +161,30 @@ class CpuBackend(Backend):
         )
         lines = options.lines
         tables = SequenceTables(lines.count, sizes.max_seq_len, sizes.blocks_per_sequence)
-        sampler = Sampler(lines.count, model.spec.vocab_size, tables.tokens)
         processing = options.processing or PostProcessing(lines)
-        executor = TorchExecutor(
-            Runner(model, pool, tables, self._adapter_pool(options)),
-            TokenChooser(lines, tables, sampler, processing),
-            attention_window=sizes.window,
-            fused=options.fused,
-        )
+        runner = Runner(model, pool, tables, self._adapter_pool(options))
+
+        def stepping(chooser: Chooser) -> TorchExecutor:
+            return _stepping(runner, chooser, sizes, options)
+
+        def chooser(own: SequenceTables) -> TokenChooser:
+            sampler = Sampler(lines.count, model.spec.vocab_size, own.tokens)
+            return TokenChooser(lines, own, sampler, processing)
+
+        executor: TorchExecutor | RankExecutor
+        rank = options.rank
+        if rank is None:
+            executor = stepping(chooser(tables))
+        elif rank.layout.pipeline_parallel_size == 1:
+            executor = rank.executor(
+                stepping(chooser(tables) if rank.chooses else NoChooser(lines))
+            )
+        elif rank.chooses:
+            own = SequenceTables(lines.count, sizes.max_seq_len, 0)
+            staged = StagedExecutor(stepping(NoChooser(lines)), chooser(own), own)
+            executor = rank.executor(staged)
+        else:
+            executor = rank.executor(StagedExecutor(stepping(NoChooser(lines))))
         _reserve(model, sizes.max_seq_len)  # last: it is filled, and the others may not fit
         return executor
 
@@ -210,13 +233,19 @@ class DeviceBackend(Backend):
         free = self.stream.free_bytes() - peak - beside
         return Room(free, self._dtype(model), shared=self.device.type == "cpu")
 
-    def executor(self, model: Model, sizes: Sizes, options: StepOptions) -> TorchExecutor:
+    def executor(
+        self, model: Model, sizes: Sizes, options: StepOptions
+    ) -> TorchExecutor | RankExecutor:
         self._reserve(model, sizes.max_seq_len)
         rows = options.max_batch_size * options.lines.max_beam_width
         runner, chooser = self._parts(
             model, sizes, options, ladder(rows) if self._cuda_graphs else ()
         )
-        return TorchExecutor(runner, chooser, attention_window=sizes.window, fused=options.fused)
+        rank = options.rank
+        if rank is None:
+            return _stepping(runner, chooser, sizes, options)
+        own = chooser if rank.chooses else NoChooser(options.lines)
+        return rank.executor(_stepping(runner, own, sizes, options))
 
     def _parts(
         self, model: Model, sizes: Sizes, options: StepOptions, graph_sizes: Sequence[int]
@@ -279,6 +308,17 @@ class DeviceBackend(Backend):
     def _dtype(self, model: Model) -> torch.dtype:
         own = getattr(model.spec, "dtype", torch.float32)
         return getattr(model.spec, "kv_cache_dtype", None) or own
+
+
+def _stepping(
+    runner: Runner, chooser: Chooser, sizes: Sizes, options: StepOptions
+) -> TorchExecutor:
+    return TorchExecutor(
+        *(runner, chooser),
+        attention_window=sizes.window,
+        fused=options.fused,
+        cuts=options.rank is None,  # the others would run other batches
+    )
 
 
 def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:

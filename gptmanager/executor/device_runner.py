@@ -182,7 +182,7 @@ class DeviceRunner(Runner):
         token_ids = self.tables.token_cells.index_select(0, cells).long()
         return super()._batch((token_ids, *others), num_context_rows)
 
-    def _upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
+    def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
         return self._uploads.upload(arrays)
 
     def _plan(self, rows: PackedRows, fixed: bool = False) -> tuple[Array, ...]:

@@ -104,10 +104,10 @@ class Runner:
         return slots if slots.max() >= 0 else None
 
     def _launch(self, rows: PackedRows) -> Tensor:
-        batch = self._batch(self._upload(self._arrays(rows)), rows.num_context_rows)
+        batch = self._batch(self.upload(self._arrays(rows)), rows.num_context_rows)
         slots = self._adapters_of(rows)
         if slots is not None and self.adapter_pool is not None:
-            own = self.adapter_pool.step(self._upload((slots,))[0], slots)
+            own = self.adapter_pool.step(self.upload((slots,))[0], slots)
             batch = replace(batch, adapters=own)
         if self._prompt_tables:
             batch = self._embed(batch, rows)
@@ -130,7 +130,7 @@ class Runner:
         token_ids: Array = self.tables.tokens[rows.token_lines, rows.positions].astype(np.int64)
         return token_ids
 
-    def _upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
+    def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
@@ -156,6 +156,6 @@ class Runner:
         embeddings = np.empty((len(index), parts[0][1].shape[1]), dtype=np.float32)
         for own, table in parts:
             embeddings[own] = table[numbers[own]]
-        where, embedded = self._upload((index, embeddings))
+        where, embedded = self.upload((index, embeddings))
         batch.token_ids.index_fill_(0, where, 0)
         return replace(batch, prompt_index=where, prompt_embeddings=embedded)

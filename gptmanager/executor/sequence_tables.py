@@ -33,6 +33,10 @@ class SequenceTables:
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
         self.tokens[line, first : first + len(tokens)] = tokens
 
+    def write_cells(self, lines: Ints, positions: Ints, tokens: npt.NDArray[Any]) -> None:
+        """A token each; `tokens` int32."""
+        self.tokens[lines, positions] = tokens
+
     def write_blocks(self, line: int, first: int, block_ids: Sequence[int]) -> None:
         self.blocks[line, first : first + len(block_ids)] = block_ids
 
@@ -64,6 +68,7 @@ class DeviceTables(SequenceTables):
         self.block_tensor = torch.zeros(self.blocks.shape, dtype=torch.int32, device=device)
         self._written_tokens: list[Written] = []
         self._written_blocks: list[Written] = []
+        self._may_repeat = False  # a cell in what was written: another sequence took the line
         self._forks: list[Written] = []  # lines, and those that they go on from
 
     def write_tokens(self, line: int, first: int, tokens: Sequence[int]) -> None:
@@ -71,6 +76,11 @@ class DeviceTables(SequenceTables):
         cell = line * self.tokens.shape[1] + first
         cells = np.arange(cell, cell + len(tokens))
         self._written_tokens.append((cells, np.array(tokens, dtype=np.int32)))
+
+    def write_cells(self, lines: Ints, positions: Ints, tokens: npt.NDArray[Any]) -> None:
+        super().write_cells(lines, positions, tokens)
+        self._written_tokens.append((self.cells(lines, positions), tokens))
+        self._may_repeat = True
 
     def write_blocks(self, line: int, first: int, block_ids: Sequence[int]) -> None:
         super().write_blocks(line, first, block_ids)
@@ -94,6 +104,8 @@ class DeviceTables(SequenceTables):
             return
         lines, sources = _joined(self._forks)
         token_cells, tokens = _joined(self._written_tokens)
+        if self._may_repeat:
+            token_cells, tokens = _last(token_cells, tokens)
         block_cells, blocks = _joined(self._written_blocks)
         sent = upload((lines, sources, token_cells, tokens, block_cells, blocks))
         if len(lines):
@@ -104,6 +116,7 @@ class DeviceTables(SequenceTables):
             self.block_tensor.view(-1).index_copy_(0, sent[4], sent[5])
         # not before: a step that was short of memory here tries again in parts
         self._forks, self._written_tokens, self._written_blocks = [], [], []
+        self._may_repeat = False
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -115,3 +128,9 @@ def _joined(written: Sequence[Written]) -> Written:
         return _NOTHING, _NOTHING
     cells, values = zip(*written, strict=True)
     return np.concatenate(cells), np.concatenate(values)
+
+
+def _last(cells: Ints, values: npt.NDArray[Any]) -> Written:
+    """Each cell once, with what was written to it last."""
+    found, index = np.unique(cells[::-1], return_index=True)
+    return found, values[::-1][index]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +33,19 @@ from gptmanager.executor.step_in_flight import (
 from gptmanager.step import NOT_FINITE, BeamCandidates, SequenceStart
 
 _Beams = tuple[BeamCandidates, ...]
+
+
+class Chooser(Protocol):
+    """What an executor has tokens chosen by. `gathered`: what sequences want of the logits."""
+
+    lines: Lines
+    gathered: GatheredLogits
+
+    def load(self, start: SequenceStart) -> None:
+        """A sequence starts."""
+
+    def choose(self, step: StepInFlight) -> PendingTokens:
+        """Tokens of each row, and what else its request wants."""
 
 
 class TokenChooser:

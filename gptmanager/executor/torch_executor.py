@@ -11,13 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from gptmanager.decoding.lines import Lines
 from gptmanager.errors import response_text
 from gptmanager.executor.gathered_logits import split_context, with_context
 from gptmanager.executor.out_of_memory import Cuts, failures, joined
 from gptmanager.executor.packed_rows import PackedRows, offsets
 from gptmanager.executor.runner import Computed, Runner
+from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
-from gptmanager.executor.token_chooser import TokenChooser
+from gptmanager.executor.token_chooser import Chooser
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.statistics import Memory
@@ -29,7 +31,8 @@ Rows = tuple[Row, ...]
 class TorchExecutor:
     """Runs schedules on a torch model: `runner` computes, `chooser` chooses, over the same tables.
 
-    `fused`: context and generation rows run in one pass of the model, otherwise in two. On the CPU
+    `fused`: context and generation rows run in one pass of the model, otherwise in two. `cuts`: a
+    batch that does not fit into memory runs in parts, otherwise it raises. On the CPU
     every call has finished when it returns; on a device nothing waits before `result`, but where
     the chooser says so.
     """
@@ -37,30 +40,29 @@ class TorchExecutor:
     def __init__(
         self,
         runner: Runner,
-        chooser: TokenChooser,
+        chooser: Chooser,
         *,
         attention_window: AttentionWindow | None = None,
         fused: bool = True,
+        cuts: bool = True,
     ) -> None:
         self.runner = runner
         self.fused = fused
-        self._lines = chooser.lines
+        self.lines = chooser.lines
         self._tables = runner.tables
         self._chooser = chooser
         self._gathered = chooser.gathered
         self._window = attention_window
-        self._cuts = Cuts(runner.model.spec.vocab_size, runner.kv_pool.keys.device)
+        self._cuts: Cuts | None = None
+        if cuts:
+            self._cuts = Cuts(runner.model.spec.vocab_size, runner.kv_pool.keys.device)
         self._stalled_ns = 0
 
     def forward(self, schedule: Schedule) -> StepInFlight:
         """Compute the logits of the schedule's rows."""
         before = _off_cpu_ns()
         with self.runner.stream:
-            self._load(schedule)
-            if schedule.block_copies:
-                self.runner.kv_pool.copy(schedule.block_copies)
-            with torch.inference_mode():
-                step = self._compute(schedule)
+            step = self._run_schedule(schedule)
         self._stalled_ns += max(0, _off_cpu_ns() - before)
         return step
 
@@ -113,22 +115,24 @@ class TorchExecutor:
         """Bytes of the tensors that it holds, the weights among them."""
         return self.runner.memory
 
+    def _run_schedule(self, schedule: Schedule) -> StepInFlight:
+        self._load(schedule)
+        for start in schedule.starts:
+            self._chooser.load(start)
+        if schedule.block_copies:
+            self.runner.kv_pool.copy(schedule.block_copies)
+        with torch.inference_mode():
+            return self._compute(schedule)
+
     def _load(self, schedule: Schedule) -> None:
         """Bring the tables up to date."""
-        lines, tables = self._lines, self._tables
+        lines, tables = self.lines, self._tables
         for start in schedule.starts:
             line = lines.of(start.slot)
-            tables.write_tokens(line, 0, start.tokens)
-            self._chooser.load(start)
             self.runner.load(line, start.prompt_table, start.adapter_slot, start.beam_width)
         if schedule.starts:
             self._gathered.load(schedule.starts)
-        for fork in schedule.beam_forks:
-            tables.fork(lines.of(fork.slot), fork.parents, fork.position)
-            for beam, token in enumerate(fork.tokens):
-                tables.write_tokens(lines.of(fork.slot, beam), fork.position, (token,))
-        for drafts in schedule.drafts:
-            tables.write_tokens(lines.of(drafts.slot), drafts.position, drafts.tokens)
+        load_tokens(schedule, lines, tables)
         for append in schedule.block_appends:
             line = lines.of(append.slot, append.beam)
             tables.write_blocks(line, append.first, append.block_ids)
@@ -155,7 +159,7 @@ class TorchExecutor:
             whole = joined(results)
             lines, positions = map(np.concatenate, zip(*sampled, strict=True))
         choices = _sampling_rows(schedule, lines, positions)
-        lost = failures(self._lines, schedule, whole) if whole.lost else ()
+        lost = failures(self.lines, schedule, whole) if whole.lost else ()
         return StepInFlight(schedule, choices, whole.logits, context_logits, whole.inputs, lost)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
@@ -176,6 +180,8 @@ class TorchExecutor:
         try:
             return self.runner.run(rows)
         except (torch.OutOfMemoryError, MemoryError) as error:
+            if self._cuts is None:
+                raise
             reason = response_text(error)
         # here the error is gone, and with it the tensors that its frames held
         self.runner.relieve()
@@ -189,9 +195,9 @@ class TorchExecutor:
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
         drafts = [row.num_drafts for row in rows]
         widths: np.ndarray | int = 1
-        if self._lines.max_beam_width > 1:
+        if self.lines.max_beam_width > 1:
             widths = np.array([1] * len(context) + [row.beam_width for row in generation])
-            lines = self._lines.of(lines.repeat(widths), offsets(widths))
+            lines = self.lines.of(lines.repeat(widths), offsets(widths))
             starts, counts = starts.repeat(widths), counts.repeat(widths)
         ends = np.cumsum(counts)
         row_starts = np.zeros(len(lines) + 1, dtype=np.int32)
@@ -210,6 +216,18 @@ class TorchExecutor:
             *(lines, row_starts, (starts + counts).astype(np.int32), positions, token_lines),
             *(sample_index, sample_rows, len(context)),
         )
+
+
+def load_tokens(schedule: Schedule, lines: Lines, tables: SequenceTables) -> None:
+    """Write the tokens that a schedule brings."""
+    for start in schedule.starts:
+        tables.write_tokens(lines.of(start.slot), 0, start.tokens)
+    for fork in schedule.beam_forks:
+        tables.fork(lines.of(fork.slot), fork.parents, fork.position)
+        for beam, token in enumerate(fork.tokens):
+            tables.write_tokens(lines.of(fork.slot, beam), fork.position, (token,))
+    for drafts in schedule.drafts:
+        tables.write_tokens(lines.of(drafts.slot), drafts.position, drafts.tokens)
 
 
 def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray) -> SamplingRows:

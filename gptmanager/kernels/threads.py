@@ -73,6 +73,13 @@ def end_threads_of_caller() -> None:
         pause(soft)
 
 
+def compute_alone() -> None:
+    """From now on the calling thread computes on one core; other threads as before."""
+    set_number = getattr(ctypes.PyDLL(torch._C.__file__), "omp_set_num_threads", None)
+    if set_number is not None:
+        set_number(1)
+
+
 class Team:
     """Torch's threads; one thread, the caller's, where that runtime has no GNU entry point."""
 

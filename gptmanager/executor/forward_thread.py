@@ -1,0 +1,56 @@
+"""`ForwardThread`: runs the forwards of a stage one after the other, beside the loop's thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+from gptmanager.executor.step_in_flight import StepInFlight
+from gptmanager.kernels.threads import compute_alone, end_threads_of_caller
+from gptmanager.step import Schedule
+
+Forward = Callable[[Schedule], StepInFlight]
+_Queue = SimpleQueue[tuple[Schedule, Future[StepInFlight]] | None]
+
+
+class ForwardThread:
+    """Calls `forward`, which may wait for other ranks, in the order of `submit`.
+
+    The thread ends when this object is gone, or closed; a call that hangs never ends it, and does
+    not keep the process alive.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        # the cores are for this thread: the loop's chooses tokens, and takes one
+        end_threads_of_caller()
+        compute_alone()
+        self._queue: _Queue = SimpleQueue()
+        name, arguments = "gptmanager-forward", (self._queue, forward)
+        self._thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, schedule: Schedule) -> Callable[[], StepInFlight]:
+        """Waits for the step when it is called; raises what `forward` raised."""
+        future: Future[StepInFlight] = Future()
+        self._queue.put((schedule, future))
+        return future.result
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread when all that was submitted has run; False: it has not ended in time."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+
+def _run(queue: _Queue, forward: Forward) -> None:
+    while (item := queue.get()) is not None:
+        schedule, future = item
+        try:
+            future.set_result(forward(schedule))
+        except BaseException as error:  # noqa: B036 - raised where the result is waited for
+            future.set_exception(error)
+        del item, schedule, future

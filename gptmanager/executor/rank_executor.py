@@ -1,0 +1,292 @@
+"""The executor of a rank: every rank runs every schedule, rank 0 chooses the tokens, all get them.
+
+Decides when a result travels, and which of its tokens are still wanted. How it travels is a
+`ResultLink`'s affair; what ranks exchange in the middle of a step is the model's.
+
+| stages | device | rank 0 chooses | others have the tokens |
+| --- | --- | --- | --- |
+| 1 | CPU | in `sample` | in `sample`, of the message |
+| 1 | any other | in `sample`, enqueued | in `sample` on the device; here in `result` |
+| more | CPU | in `result` | in `result`, of the message |
+| more | any other | in `sample`, enqueued | in `result`, of the message |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptmanager.errors import RankError
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.result_message import pack, unpack
+from gptmanager.executor.runner import Runner
+from gptmanager.executor.sequence_tables import DeviceTables, SequenceTables
+from gptmanager.executor.staged_executor import StagedExecutor, StagedStep
+from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
+from gptmanager.executor.torch_executor import TorchExecutor
+from gptmanager.ranks.layout import RankLayout
+from gptmanager.statistics import Memory
+from gptmanager.step import Schedule, StepResult
+
+Share = Callable[[Tensor], None]  # fills a tensor with what it is on part 0 of the stage
+
+
+class ResultLink(Protocol):
+    """From rank 0 to each other rank, in order."""
+
+    def send(self, message: bytes) -> None:
+        """Rank 0. RankError when a rank has failed."""
+
+    def receive(self) -> bytes:
+        """The others. RankError when a rank has failed."""
+
+
+@dataclass(slots=True, eq=False)
+class RankStep:
+    """`inner`: the step of the executor that runs it. `num_starts`: by sampling row, how often its
+    slot had been taken. `result`: once it is known here.
+    """
+
+    schedule: Schedule
+    inner: StepInFlight | StagedStep
+    num_starts: np.ndarray
+    result: StepResult | None = None
+
+    def computed(self) -> StepInFlight:
+        """Waits for the forward where another thread runs it."""
+        return self.inner if isinstance(self.inner, StepInFlight) else self.inner.computed()
+
+
+class RankExecutor:
+    """What rank 0 and the others do alike. `share`: of a stage whose next forward may be enqueued
+    before its tokens are known on the CPU; None: there is no such.
+    """
+
+    def __init__(
+        self,
+        executor: TorchExecutor | StagedExecutor,
+        link: ResultLink,
+        *,
+        share: Share | None = None,
+    ) -> None:
+        self._executor = executor
+        self._link = link
+        self._share = share
+        tables = executor.runner.tables
+        self._tables: SequenceTables = tables
+        self._is_staged = isinstance(executor, StagedExecutor)
+        self._on_device = isinstance(executor.runner, DeviceRunner)
+        lines = (executor.executor if isinstance(executor, StagedExecutor) else executor).lines
+        self._starts = np.zeros(lines.num_slots, dtype=np.int64)  # by slot, ever
+
+    @property
+    def runner(self) -> Runner:
+        return self._executor.runner
+
+    @property
+    def memory(self) -> Memory:
+        return self._executor.memory
+
+    def take_gil_wait_us(self) -> int:
+        return self._executor.take_gil_wait_us()
+
+    def close(self, timeout_s: float) -> bool:
+        """End what runs beside the loop; False: it has not ended in time."""
+        own = self._executor
+        return own.close(timeout_s) if isinstance(own, StagedExecutor) else True
+
+    def forward(self, schedule: Schedule) -> RankStep:
+        for start in schedule.starts:
+            self._starts[start.slot] += 1
+        slots = [row.slot for row in schedule.sampling_rows]
+        return RankStep(schedule, self._executor.forward(schedule), self._starts[slots])
+
+    def sample(self, step: RankStep) -> None:
+        raise NotImplementedError
+
+    def result(self, step: RankStep) -> StepResult:
+        raise NotImplementedError
+
+    def _write(self, step: RankStep, result: StepResult) -> None:
+        """The tokens of a result are their sequences' next inputs.
+
+        Not those of a sequence that has ended while its step was under way, and whose slot another
+        one has taken: that one's tokens stand there. Those of several beams come with the forks of
+        the next schedule. What is written behind a wrong draft is overwritten before it is read.
+        """
+        rows = step.computed().rows
+        wanted = step.num_starts == self._starts[rows.slots]
+        if self._tables.tokens.shape[0] > len(self._starts):
+            wanted &= np.array([row.beam_width == 1 for row in rows.rows], dtype=np.bool_)
+        lines, positions, tokens = _cells(rows, result)
+        width = result.tokens.shape[1]
+        fits = wanted.repeat(width) & (positions < self._tables.tokens.shape[1])
+        written = lines[fits], positions[fits], np.maximum(tokens[fits], 0)
+        if self._share is None:
+            self._tables.write_cells(*written)
+        else:  # the device has them
+            SequenceTables.write_cells(self._tables, *written)
+
+    def _shared_cells(self, step: StepInFlight) -> Tensor | None:
+        """Where on the device the tokens are chosen that the next forward may read."""
+        rows, tables = step.rows, self._tables
+        assert isinstance(tables, DeviceTables) and isinstance(self.runner, DeviceRunner)
+        cells = tables.cells(rows.lines, rows.positions)
+        if tables.tokens.shape[0] > len(self._starts):
+            widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
+            cells = cells[widths.repeat(np.diff(rows.firsts)) == 1]
+        if not cells.size:
+            return None
+        return self.runner.upload((cells,))[0]
+
+
+def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all tokens of a result: their lines and positions, int64, and themselves."""
+    heads, width = rows.firsts[:-1], result.tokens.shape[1]
+    positions = (rows.positions[heads][:, None] + np.arange(width)).ravel()
+    return rows.lines[heads].repeat(width), positions, result.tokens.ravel()
+
+
+class LeadingExecutor(RankExecutor):
+    """Rank 0's: chooses, and sends what it chose. `sends_extras`: log probabilities and logits,
+    too, for ranks that answer their hosts.
+    """
+
+    def __init__(
+        self,
+        executor: TorchExecutor | StagedExecutor,
+        link: ResultLink,
+        *,
+        share: Share | None = None,
+        sends_extras: bool = False,
+    ) -> None:
+        super().__init__(executor, link, share=share)
+        self._sends_extras = sends_extras
+
+    def sample(self, step: RankStep) -> None:
+        executor = self._executor
+        if isinstance(executor, StagedExecutor):
+            return
+        inner = step.computed()
+        executor.sample(inner)
+        if self._share is not None:
+            self._share_choice(inner, self._share)
+        if not self._on_device:
+            self._settle(step)
+
+    def result(self, step: RankStep) -> StepResult:
+        return step.result or self._settle(step)
+
+    def _settle(self, step: RankStep) -> StepResult:
+        result = self._executor.result(step.inner)  # type: ignore[arg-type]
+        self._link.send(pack(step.schedule.iteration, result, with_extras=self._sends_extras))
+        if self._is_staged:
+            self._write(step, result)
+        step.result = result
+        return result
+
+    def _share_choice(self, step: StepInFlight, share: Share) -> None:
+        assert isinstance(self._tables, DeviceTables)
+        with self.runner.stream, torch.inference_mode():
+            cells = self._shared_cells(step)
+            if cells is not None:
+                share(self._tables.token_cells.index_select(0, cells))
+
+
+class FollowingExecutor(RankExecutor):
+    """Every other rank's: runs the same schedules, and receives what was chosen.
+
+    `chooses`: it also chooses by itself, and must come to the same.
+    """
+
+    def __init__(
+        self,
+        executor: TorchExecutor | StagedExecutor,
+        link: ResultLink,
+        *,
+        share: Share | None = None,
+        chooses: bool = False,
+    ) -> None:
+        super().__init__(executor, link, share=share)
+        self._chooses = chooses
+
+    def sample(self, step: RankStep) -> None:
+        if self._chooses and isinstance(self._executor, TorchExecutor):
+            self._executor.sample(step.computed())
+        if self._share is not None:
+            self._take_choice(step.computed(), self._share)
+        if not (self._is_staged or self._on_device):
+            self._settle(step)
+
+    def result(self, step: RankStep) -> StepResult:
+        return step.result or self._settle(step)
+
+    def _settle(self, step: RankStep) -> StepResult:
+        num_rows = len(step.computed().rows.rows)
+        own = self._executor.result(step.inner) if self._chooses else None  # type: ignore[arg-type]
+        result = unpack(self._link.receive(), step.schedule.iteration, num_rows)
+        if own is not None:
+            _check_alike(step, own, result)
+        self._write(step, result)
+        step.result = result
+        return result
+
+    def _take_choice(self, step: StepInFlight, share: Share) -> None:
+        assert isinstance(self._tables, DeviceTables)
+        with self.runner.stream, torch.inference_mode():
+            cells = self._shared_cells(step)
+            if cells is not None:
+                tokens = torch.empty(len(cells), dtype=torch.int32, device=cells.device)
+                share(tokens)
+                self._tables.token_cells.index_copy_(0, cells, tokens)
+
+
+def _check_alike(step: RankStep, own: StepResult, leading: StepResult) -> None:
+    """What was chosen here and on rank 0, but for rows whose sequence has ended meanwhile."""
+    rows = step.computed().rows.rows
+    for row, here, there in zip(rows, _chosen(own), _chosen(leading), strict=True):
+        if here != there and row.beam_width == 1:
+            raise RankError(
+                f"request {row.request_id}: this rank's logits post-processor led to the tokens "
+                f"{here}, that of rank 0 to {there}"
+            )
+
+
+def _chosen(result: StepResult) -> list[list[int]]:
+    """The tokens of each row that count."""
+    tokens = result.tokens.tolist()
+    if result.num_tokens is None:
+        return tokens  # type: ignore[no-any-return]
+    return [row[:count] for row, count in zip(tokens, result.num_tokens.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """What makes an executor that of a rank. `share`: of its stage, where ranks are on devices.
+
+    `replicates`: each rank that has logits calls its own host's post-processors, and chooses.
+    """
+
+    layout: RankLayout
+    link: ResultLink
+    share: Share | None = None
+    sends_extras: bool = False
+    replicates: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        return self.layout.rank == 0 or (self.replicates and self.layout.is_last_stage)
+
+    def executor(self, executor: TorchExecutor | StagedExecutor) -> RankExecutor:
+        """`executor` chooses if this rank does."""
+        one_stage = self.layout.pipeline_parallel_size == 1
+        is_device = isinstance(executor.runner, DeviceRunner)
+        share = self.share if one_stage and is_device and not self.replicates else None
+        if self.layout.rank == 0:
+            return LeadingExecutor(executor, self.link, share=share, sends_extras=self.sends_extras)
+        return FollowingExecutor(executor, self.link, share=share, chooses=self.chooses)

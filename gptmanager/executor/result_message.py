@@ -1,0 +1,183 @@
+"""A `StepResult` as bytes, from the rank that chooses to the others: data only.
+
+A header of fixed size, the arrays as they lie in memory, and JSON for what few steps have.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+
+from gptmanager import errors
+from gptmanager.errors import GptManagerError, RankError, response_text
+from gptmanager.step import BeamCandidates, ContextLogits, Extras, Failure, StepResult
+
+# number of the schedule, clock, rows and columns of tokens, flags, bytes of JSON
+_HEADER = struct.Struct("<qdIIBI")
+_COUNTED, _STALE = 1, 2
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, GptManagerError)
+}
+
+
+def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> bytes:
+    """Of the schedule with this number. `with_extras`: of log probabilities and logits, too."""
+    rows, columns = result.tokens.shape
+    flags = _STALE if result.stale else 0
+    arrays = [_bytes(result.tokens, _INT32)]
+    if result.num_tokens is not None:
+        flags |= _COUNTED
+        arrays.append(_bytes(result.num_tokens, _INT32))
+    rest = b""
+    extras = result.extras if with_extras else None
+    if result.beams or result.failures or extras is not None:
+        rest, more = _rest(result, extras)
+        arrays += more
+    header = _HEADER.pack(iteration, result.now, rows, columns, flags, len(rest))
+    return b"".join((header, rest, *arrays))
+
+
+def unpack(message: bytes, iteration: int, num_rows: int) -> StepResult:
+    """RankError if it is not that of the schedule with this number, or no such message."""
+    try:
+        number, now, rows, columns, flags, num_bytes = _HEADER.unpack_from(message)
+        if (number, rows) != (iteration, num_rows):
+            raise RankError(
+                f"rank 0 sent the result of step {number} with {rows} rows, expected that of step "
+                f"{iteration} with {num_rows}: the ranks have drifted apart"
+            )
+        rest: dict[str, Any] = {}
+        reader = _Reader(message, _HEADER.size + num_bytes)
+        if num_bytes:
+            rest = orjson.loads(reader.before(num_bytes))
+        tokens = reader.array(_INT32, rows, columns)
+        counts = reader.array(_INT32, rows) if flags & _COUNTED else None
+        if counts is not None and counts.size and not 0 <= counts.min() <= counts.max() <= columns:
+            raise ValueError(f"counts of tokens are not within 0..{columns}")
+        beams = tuple(_read_beams(reader, lengths) for lengths in rest.get("beams", ()))
+        extras = _read_extras(reader, rest["extras"], tokens.shape) if "extras" in rest else None
+        failures = tuple(Failure(id_, _error(*text)) for id_, *text in rest.get("failures", ()))
+        reader.end()
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        text = f"the result of step {iteration} cannot be read: {response_text(error)}"
+        raise RankError(text) from error
+    return StepResult(tokens, now, counts, beams, failures, bool(flags & _STALE), extras)
+
+
+class _Reader:
+    """The arrays of a message, from `start` on, one after the other."""
+
+    def __init__(self, message: bytes, start: int) -> None:
+        self._message = message
+        self._at = start
+
+    def before(self, num_bytes: int) -> memoryview:
+        """What stands before the next array."""
+        if self._at > len(self._message):
+            raise ValueError("it is cut off")
+        return memoryview(self._message)[self._at - num_bytes : self._at]
+
+    def array(self, dtype: np.dtype[Any], *shape: int) -> np.ndarray:
+        """A copy: whoever gets it may write to it."""
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"no array has the shape {shape}")
+        count = 1
+        for size in shape:
+            count *= size
+        end = self._at + count * dtype.itemsize
+        if end > len(self._message):
+            raise ValueError("it is cut off")
+        found = np.frombuffer(self._message, dtype, count, self._at).reshape(shape).copy()
+        self._at = end
+        return found
+
+    def end(self) -> None:
+        if self._at != len(self._message):
+            raise ValueError(f"{len(self._message) - self._at} bytes too many")
+
+
+def _bytes(array: np.ndarray, dtype: np.dtype[Any]) -> bytes:
+    return np.ascontiguousarray(array, dtype=dtype).tobytes()
+
+
+def _rest(result: StepResult, extras: Extras | None) -> tuple[bytes, list[bytes]]:
+    """JSON, and the arrays that it tells of."""
+    arrays: list[bytes] = []
+    rest: dict[str, Any] = {}
+    if result.beams:
+        rest["beams"] = [[len(own) for own in beam.tokens] for beam in result.beams]
+        for beam in result.beams:
+            arrays.append(_bytes(np.array([t for own in beam.tokens for t in own]), _INT32))
+            arrays.append(_bytes(np.array([p for own in beam.log_probs for p in own]), _FLOAT32))
+    if extras is not None:
+        rest["extras"], more = _of_extras(extras)
+        arrays += more
+    if result.failures:
+        rest["failures"] = [
+            [failure.request_id, type(failure.error).__name__, _legible(failure.error)]
+            for failure in result.failures
+        ]
+    return orjson.dumps(rest), arrays
+
+
+def _legible(error: BaseException) -> str:
+    """Its text as UTF-8 can hold it, without the name of its class."""
+    text = response_text(error).removeprefix(f"{type(error).__name__}: ")
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _error(name: str, text: str) -> BaseException:
+    """One that says the same; a class that is not known here is none but by its name."""
+    known = _CLASSES.get(name)
+    if known is None:
+        known = type(name if name.isidentifier() else "Error", (GptManagerError,), {})
+    return known(text)
+
+
+def _read_beams(reader: _Reader, lengths: list[int]) -> BeamCandidates:
+    count = sum(lengths)
+    tokens = reader.array(_INT32, count).tolist()
+    log_probs = reader.array(_FLOAT32, count).tolist()
+    ends = np.cumsum(lengths).tolist()
+    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return BeamCandidates(
+        tuple(tuple(tokens[part]) for part in parts),
+        tuple(tuple(log_probs[part]) for part in parts),
+    )
+
+
+def _of_extras(extras: Extras) -> tuple[dict[str, Any], list[bytes]]:
+    arrays: list[bytes] = []
+    if extras.log_probs is not None:
+        arrays.append(_bytes(extras.log_probs, _FLOAT32))
+    generation = [(row, *logits.shape) for row, logits in extras.generation_logits]
+    context = [
+        (part.request_id, part.epoch, part.position, *part.logits.shape)
+        for part in extras.context_logits
+    ]
+    tensors = [logits for _, logits in extras.generation_logits]
+    tensors += [part.logits for part in extras.context_logits]
+    arrays += [_bytes(tensor.numpy(), _FLOAT32) for tensor in tensors]
+    has_log_probs = extras.log_probs is not None
+    return {"log_probs": has_log_probs, "generation": generation, "context": context}, arrays
+
+
+def _read_extras(reader: _Reader, told: dict[str, Any], shape: tuple[int, ...]) -> Extras:
+    def tensor(*sizes: int) -> Tensor:
+        return torch.from_numpy(reader.array(_FLOAT32, *sizes))
+
+    log_probs = reader.array(_FLOAT32, *shape) if told["log_probs"] else None
+    generation = tuple((row, tensor(*sizes)) for row, *sizes in told["generation"])
+    context = tuple(
+        ContextLogits(request_id, epoch, position, tensor(*sizes))
+        for request_id, epoch, position, *sizes in told["context"]
+    )
+    return Extras(log_probs, generation, context)
