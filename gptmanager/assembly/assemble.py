@@ -18,6 +18,7 @@ from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.errors import ConfigError, response_text
+from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.models.model import Dimensions, Model
@@ -34,7 +35,7 @@ class Assembly:
     """What a loop stands on. `device`: its name. `weights_version` changes with the weights."""
 
     blueprint: Blueprint
-    executor: TorchExecutor
+    executor: TorchExecutor | RankExecutor
     device: str
     weights_version: Callable[[], int]
     ranks: Ranks | None = None
