@@ -18,6 +18,7 @@ from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.drawing import draw
 from gptmanager.picture.observer import observe
+from gptmanager.picture.stages import draw_stages
 from gptmanager.picture.svg import STYLE, element, label, path, rect
 from gptmanager.picture.trace import Trace
 from gptmanager.request.inference_request import NamedTensor
@@ -29,6 +30,11 @@ from gptmanager.scheduler import (
     SimpleScheduler,
     StaticBatchScheduler,
 )
+from gptmanager.simulator import comparison as simulator
+from gptmanager.simulator import simulate
+from gptmanager.simulator.cost_model import CostModel
+from gptmanager.simulator.load import SyntheticLoad
+from gptmanager.simulator.stages import Work
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Intake
 from gptmanager.testing import ScriptedExecutor
@@ -266,6 +272,17 @@ def square(column: int, y: float, kind: str) -> str:
     return rect(LEFT + column * SQUARE, y, SQUARE - 2, SQUARE - 2, kind or "grid", round_=3)
 
 
+def pipeline() -> str:
+    """Twelve requests on two stages."""
+    options = simulator.Machine(max_batch_size=8, pipeline_parallel_size=2)
+    load = SyntheticLoad(12, (20, 200), (4, 9))
+    work: list[Work] = []
+    simulate(simulator.hypothetical(options, 256), load, CostModel(), work=work)
+    return draw_stages(
+        work, "Two stages, two micro batches: A and B, with the numbers of their steps"
+    )
+
+
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     no_evict, static = outputs_of_512(GUARANTEED_NO_EVICT), outputs_of_512(STATIC_BATCH)
@@ -285,6 +302,7 @@ def pictures() -> dict[str, str]:
             max_utilization.window(508, 524), "MAX_UTILIZATION, requests that resume"
         ),
         "three_maxima.svg": three_maxima(),
+        "pipeline.svg": pipeline(),
     }
 
 

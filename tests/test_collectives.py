@@ -98,3 +98,14 @@ def test_a_sender_does_not_wait_for_the_next_stage():
 
     World(1, 2).run(body)
     assert (received == 1).all()
+
+
+def test_what_part_0_has_is_shared_in_the_stage():
+    def body(collectives):
+        tensor = torch.full((3,), collectives.layout.rank, dtype=torch.int32)
+        collectives.share(tensor)
+        collectives.share(tensor[:0])
+        return tensor.tolist()
+
+    assert World(2, 2).run(body) == [[0] * 3, [0] * 3, [2] * 3, [2] * 3]
+    assert World(1, 2).run(body) == [[0] * 3, [1] * 3]

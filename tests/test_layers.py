@@ -299,6 +299,7 @@ picture/                  a schedule, drawn: SVG, a page to zoom into, a Perfett
     rows                  a row for each request
     load                  batch, tokens and memory below
     drawing               a schedule, seen
+    stages                who of a pipeline works on which micro batch when
     page                  the picture as a page to zoom into
     chrome_trace          the same for Perfetto
     command               picture, on the command line

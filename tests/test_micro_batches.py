@@ -39,6 +39,8 @@ from gptmanager.simulator import simulate
 from gptmanager.simulator.comparison import Machine, hypothetical, variant
 from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
+from gptmanager.simulator.stages import Stages, Work
+from gptmanager.step import Schedule
 
 each_number = pytest.mark.parametrize("num_stages", [2, 3, 4])
 
@@ -315,3 +317,34 @@ def test_there_are_as_many_as_stages(options, count):
     blueprint = Blueprint(params, *[None] * 3)
     assert blueprint.num_micro_batches == count
     assert blueprint.max_num_requests == 5 * count
+
+
+# Stages under a virtual clock -----------------------------------------------------------------
+
+
+def test_a_stage_begins_when_it_is_free_and_has_been_sent_the_step():
+    work = []
+    stages = Stages(2, 0.5, work)
+    ends = [stages.run(Schedule(number, micro_batch_id=number % 2), 0.0, 4.0) for number in (0, 1)]
+    assert ends == [4.5, 6.5]
+    assert work == [
+        Work(0, 0, 0, 0.0, 2.0),
+        Work(1, 0, 0, 2.5, 4.5),
+        Work(0, 1, 1, 2.0, 4.0),
+        Work(1, 1, 1, 4.5, 6.5),
+    ]
+    assert Stages(1, 0.5).run(Schedule(0), 3.0, 4.0) == 7.0
+
+
+def test_two_stages_do_more_than_one_and_six_tenths():
+    load = SyntheticLoad(600, (64, 512), (16, 256))
+    figures = [
+        simulate(
+            hypothetical(Machine(max_batch_size=32, pipeline_parallel_size=count), 768),
+            load,
+            CostModel(),
+        )
+        for count in (1, 2)
+    ]
+    one, two = (column.output_tokens_per_s for column in figures)
+    assert two > 1.6 * one and not figures[1].failed

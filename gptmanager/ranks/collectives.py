@@ -42,6 +42,10 @@ class Collectives(Protocol):
         """
         ...
 
+    def share(self, tensor: Tensor) -> None:
+        """Fill it with what it is on part 0 of the stage."""
+        ...
+
     def send(self, hidden: Tensor) -> None:
         """To the next stage, which receives it; nobody may write to it any more."""
         ...
@@ -104,6 +108,10 @@ class GroupCollectives:
             return torch.cat(own, dim=1)
         has_result = self._replicates or self.layout.part == 0
         return columns.new_empty(len(columns), sum(widths) if has_result else 0)
+
+    def share(self, tensor: Tensor) -> None:
+        if self.layout.tensor_parallel_size > 1 and tensor.numel():
+            self._wait(self._stage.broadcast([tensor]))
 
     def send(self, hidden: Tensor) -> None:
         if not hidden.numel():

@@ -31,7 +31,7 @@ from gptmanager.simulator.cost_model import CostModel
 from gptmanager.simulator.figures import Figures, Tally
 from gptmanager.simulator.known_outputs import KnownOutputs
 from gptmanager.simulator.load import TURN_STEPS, Load, RecordedLoad, request_steps
-from gptmanager.simulator.stages import Stages
+from gptmanager.simulator.stages import Stages, Work
 from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule, StepResult
 
@@ -45,16 +45,18 @@ def simulate(
     cost: CostModel,
     *,
     recorder: Recorder | None = None,
+    work: list[Work] | None = None,
     on_progress: Callable[[int], object] = lambda finished: None,
 ) -> Figures:
-    """Run `load` to its end. `on_progress` is told how many more requests have finished.
+    """Run `load` to its end. `on_progress` is told how many more requests have finished. `work` is
+    filled with what each stage did.
 
     Raises SchedulerError when the scheduler never lets anybody run again, and RecordingError when
     a recorded load takes far more steps than were recorded.
     """
     fused = blueprint.model_type is not ModelType.INFLIGHT_BATCHING
     most = load.max_request_steps if isinstance(load, RecordedLoad) else None
-    stages = Stages(blueprint.num_stages, cost.transfer)
+    stages = Stages(blueprint.num_stages, cost.transfer, work)
     batch = blueprint.params.max_batch_size
     world = World(load, cost, batch, fused=fused, max_steps=most, stages=stages)
     phase_times = PhaseTimes(lambda: 0)
