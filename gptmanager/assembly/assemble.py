@@ -104,7 +104,8 @@ def _assemble(
             stream=backend.stream,
         )
         fused = model_type is not ModelType.INFLIGHT_BATCHING
-        options = StepOptions(lines, params.max_batch_size, fused, processing, adapters)
+        own = None if ranks is None else ranks.place(params)
+        options = StepOptions(lines, params.max_batch_size, fused, processing, adapters, own)
         executor = backend.executor(model, sizes, options)
     except (RuntimeError, MemoryError, ValueError) as error:
         is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))

@@ -53,9 +53,6 @@ def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
     `local_rank`: of several ranks on this machine, each of which has a CUDA device of its own
     unless the option names one.
     """
-    config = params.parallel_config
-    if config is not None and config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        raise ConfigError("OptionalParams.parallel_config: its support has not landed yet")
     kind = (params.device or "cpu").partition(":")[0]
     if kind == "cpu":
         return CpuBackend(params.deterministic)

@@ -22,10 +22,11 @@ import torch
 from gptmanager.assembly.sizing import Room, Sizes
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ConfigError, RankError, response_text
+from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
 from gptmanager.ranks.collectives import Collectives, GroupCollectives
-from gptmanager.ranks.links import Links
+from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.world import BOOT_S, World, new_group
 
 # what may differ: where a rank writes, what it shows, which device is its own
@@ -49,6 +50,18 @@ class Ranks(NamedTuple):
         self.links.fail(error, response_text(error))
         keep = threading.Thread(target=_keep, args=(self.collectives,), daemon=True)
         keep.start()
+
+    def place(self, params: OptionalParams) -> RankPlace:
+        """What its executor must know."""
+        config = params.parallel_config
+        assert config is not None
+        return RankPlace(
+            self.collectives.layout,
+            Results(self.links),
+            self.collectives.share,
+            sends_extras=config.respond_on_all_ranks,
+            replicates=config.replicate_logits_post_processors,
+        )
 
     def share(self, room: Room) -> Room:
         """What each rank has for its KV cache, so that all come to the same sizes."""
@@ -126,6 +139,22 @@ def connect(
 
 def _keep(collectives: Collectives) -> None:
     Latch().wait()
+
+
+class Results:
+    """What steps yielded, from rank 0 to the others: a `ResultLink`."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def send(self, message: bytes) -> None:
+        self._links.send(Message.RESULT, message)
+
+    def receive(self) -> bytes:
+        frame = self._links.receive()
+        if frame is None or frame.kind != Message.RESULT:
+            raise RankError(f"rank 0 sent message {frame and frame.kind} where a result was due")
+        return frame.payload
 
 
 class _Groups:

@@ -16,6 +16,7 @@ from gptmanager.assembly.assemble import Assembly
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.config import OptionalParams, ParallelConfig
 from gptmanager.errors import RankError, response_text
+from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.callback_host import CallbackHost, Fetched
 from gptmanager.host.rank_messages import (
@@ -59,8 +60,9 @@ class RankedHost(CallbackHost):
         assert assembly.ranks is not None
         self._ranks = assembly.ranks
         self.links = assembly.ranks.links
-        # set by the executor of a rank
-        self._last_schedule = lambda: getattr(assembly.executor, "last_schedule", None)
+        executor = assembly.executor
+        assert isinstance(executor, RankExecutor)
+        self._last_schedule = lambda: executor.last_schedule
 
     def tell_failure(self, error: BaseException) -> None:
         if hasattr(self, "links"):  # else the others were told while it was assembled
