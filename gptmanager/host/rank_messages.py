@@ -16,7 +16,7 @@ import orjson
 import torch
 
 from gptmanager import errors
-from gptmanager.errors import GptManagerError, RankError, RecordingError
+from gptmanager.errors import GptManagerError, RankError, response_text
 from gptmanager.recorder.requests import (
     Allowance,
     RecordedError,
@@ -25,17 +25,22 @@ from gptmanager.recorder.requests import (
 )
 from gptmanager.recorder.values import Decoder, field_names, to_json
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
+from gptmanager.request.read_tensors import is_too_large
 from gptmanager.step import Failure, Intake, Schedule
 
 _SMALL_BYTES = 256  # of a tensor that is written as JSON
+_MOST_VIEW_BYTES = 1 << 28  # of weights of which some are views of others
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     )
 }
 _LENGTH = struct.Struct("<I")
+_BARE = struct.Struct("<IdIIq??")  # no JSON, the time, the rest of a turn, whether caches are stale
 
 
 class Turn(NamedTuple):
@@ -53,7 +58,12 @@ class Turn(NamedTuple):
 
 
 def pack(turn: Turn) -> bytes:
-    """As one message: the length of its JSON, the JSON, then large tensors one after another."""
+    """As one message: the length of its JSON, the JSON, then large tensors one after another.
+
+    Of an intake that has nothing but its time, as most of them: no JSON, and numbers.
+    """
+    if turn.intake == Intake(turn.intake.now, clears_cache=turn.intake.clears_cache):
+        return _BARE.pack(0, turn.intake.now, *turn[1:], turn.intake.clears_cache)
     raw: list[bytes] = []
     requests = [_plain(request, raw) for request in turn.intake.requests]
     head = to_json(
@@ -84,6 +94,9 @@ class Unpacker:
     def __call__(self, data: bytes) -> Turn:
         try:
             (size,) = _LENGTH.unpack_from(data)
+            if size == 0:
+                _, now, *rest, clears_cache = _BARE.unpack(data)
+                return Turn(Intake(now, clears_cache=clears_cache), *rest)
             start = _LENGTH.size
             head = orjson.loads(memoryview(data)[start : start + size])
             intake = self._decoder.decode(Intake, head["intake"])
@@ -105,8 +118,9 @@ class Unpacker:
                 intake.forgotten_adapters,
             )
             return Turn(whole, own, stops, schedule, bool(head["is_empty"]))
-        except (RecordingError, KeyError, TypeError, ValueError, struct.error) as error:
-            raise RankError(f"a message of rank 0 cannot be read: {error}") from error
+        except Exception as error:  # whatever it is, it is none of rank 0's
+            text = response_text(error)
+            raise RankError(f"a message of rank 0 cannot be read: {text}") from error
 
 
 def pack_requests(requests: Iterable[InferenceRequest]) -> bytes:
@@ -122,8 +136,8 @@ def unpack_requests(data: bytes) -> list[InferenceRequest]:
         (size,) = _LENGTH.unpack_from(data)
         start = _LENGTH.size + size
         return _requests(orjson.loads(data[_LENGTH.size : start]), memoryview(data)[start:])
-    except (RecordingError, KeyError, TypeError, ValueError, struct.error) as error:
-        raise RankError(f"requests of rank 0 cannot be read: {error}") from error
+    except Exception as error:  # whatever it is, it is none of rank 0's
+        raise RankError(f"requests of rank 0 cannot be read: {response_text(error)}") from error
 
 
 def requests_digest(requests: Iterable[InferenceRequest]) -> int:
@@ -155,6 +169,7 @@ def schedule_digest(schedule: Schedule | None) -> int:
             schedule.beam_forks,
             schedule.drafts,
             schedule.paused,
+            schedule.micro_batch_id,
         )
     )
 
@@ -169,8 +184,8 @@ def _plain(
         if array is None:
             small[name] = value
             continue
-        kind, dtype, data = array
-        large.append((name, kind, dtype, list(value.shape), len(data)))
+        kind, dtype, shape, data = array
+        large.append((name, kind, dtype, shape, len(data)))
         raw.append(data)
     keywords = {name: getattr(request, name) for name in KEYWORDS}
     if not with_processor:
@@ -180,21 +195,28 @@ def _plain(
     return plain
 
 
-def _dense(name: str, value: Any) -> tuple[str, str, bytes] | None:
-    """Kind, dtype and bytes of a tensor that is large enough to go as it is."""
+def _dense(name: str, value: Any) -> tuple[str, str, list[int], bytes] | None:
+    """Kind, dtype, shape and bytes of a tensor that is large enough to go as it is."""
     try:
         if isinstance(value, torch.Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            if value.layout is not torch.strided or value.is_meta or dtype not in _DTYPES:
+            is_plain = value.layout is torch.strided and not (value.is_meta or value.is_nested)
+            if not is_plain or dtype not in _DTYPES or _claims_too_much(name, value):
                 return None
             if value.nbytes <= _SMALL_BYTES and name != "lora_weights":
                 return None
             dense = value.detach().cpu().contiguous()
-            return "torch", dtype, dense.view(-1).view(torch.uint8).numpy().tobytes()
-        if isinstance(value, np.ndarray) and value.dtype.name in _DTYPES:
-            if value.nbytes > _SMALL_BYTES or name == "lora_weights":
-                return "numpy", value.dtype.name, np.ascontiguousarray(value).tobytes()
-    except (RuntimeError, ValueError, TypeError):  # admission tells what is wrong with it
+            flat = dense.as_strided((dense.numel(),), (1,))  # strides of what is 1 long may be any
+            data = flat.view(torch.uint8).numpy().tobytes()
+            return "torch", dtype, list(value.shape), data
+        if isinstance(value, (list, tuple)) and name == "lora_weights":
+            value = np.asarray(value)  # as admission does
+        if isinstance(value, np.ndarray) and _is_number(value.dtype):
+            is_large = value.nbytes > _SMALL_BYTES or name == "lora_weights"
+            if is_large and not _claims_too_much(name, value):
+                data = np.ascontiguousarray(value).tobytes()
+                return "numpy", value.dtype.str, list(value.shape), data
+    except BaseException:  # noqa: B036 - a host's object; admission tells what is wrong with it
         return None
     return None
 
@@ -207,15 +229,40 @@ def _requests(plain: Iterable[dict[str, Any]], raw: memoryview) -> list[Inferenc
     return requests
 
 
+def _claims_too_much(name: str, value: Any) -> bool:
+    """Admission refuses it, whatever it holds: nothing is made of it before."""
+    if name == "lora_weights":
+        strides = value.stride() if isinstance(value, torch.Tensor) else value.strides
+        return 0 in strides and value.nbytes > _MOST_VIEW_BYTES
+    return is_too_large(name, value)
+
+
 def _request(plain: dict[str, Any], raw: memoryview, end: int) -> tuple[InferenceRequest, int]:
     request = request_from_plain(plain, Allowance())
     for name, kind, dtype, shape, size in plain["large"]:
         data, end = bytearray(raw[end : end + size]), end + size
         if len(data) != size:
             raise ValueError(f"tensor {name} is cut off")
-        tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)
-        request.tensors[name] = tensor.numpy() if kind == "numpy" else tensor
+        read = _array if kind == "numpy" else _tensor
+        request.tensors[name] = read(data, dtype, shape)
     return request, end
+
+
+def _array(data: bytearray, dtype: str, shape: list[int]) -> np.ndarray:
+    if not _is_number(np.dtype(dtype)):
+        raise ValueError(f"dtype {dtype}")
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _tensor(data: bytearray, dtype: str, shape: list[int]) -> torch.Tensor:
+    known = _DTYPES[dtype]
+    if not data:  # of which torch makes no tensor
+        return torch.empty(shape, dtype=known) if 0 in shape else torch.empty(0).reshape(shape)
+    return torch.frombuffer(data, dtype=known).reshape(shape)
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biuf"
 
 
 def _error(error: BaseException) -> BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -113,11 +114,12 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
     for name in KEYWORDS:
         value, default = getattr(request, name), getattr(_DEFAULT, name)
         if type(value) is not type(default) or value != default:
-            plain[name] = _plain_value(value)
-    processor = request.logits_post_processor
-    if is_post_processor(processor):
-        named = RequestProcessor(processor)
-        plain["logits_post_processor"] = {"processor": named.name, "prepares": named.prepares}
+            plain[name] = _value_or_opaque(value)
+    with suppress(BaseException):  # a host's object: it stays opaque
+        processor = request.logits_post_processor
+        if is_post_processor(processor):
+            named = RequestProcessor(processor)
+            plain["logits_post_processor"] = {"processor": named.name, "prepares": named.prepares}
     return plain
 
 
@@ -147,6 +149,13 @@ def _plain_or_opaque(name: str, value: Any) -> Any:
         return _opaque(value)
 
 
+def _value_or_opaque(value: Any) -> Any:
+    try:
+        return _plain_value(value)
+    except BaseException:  # noqa: B036 - a host's object
+        return _opaque(value)
+
+
 def plain_tensor(value: Any) -> Any:
     """`{"torch" | "numpy": dtype, "shape": [...], "data": [...]}`, or a plain value.
 
@@ -164,6 +173,7 @@ def plain_tensor(value: Any) -> Any:
         if dtype not in _DTYPES[kind]:  # 8-bit floats, or unsigned integers
             kind, dtype = "numpy", array.dtype.name
     elif isinstance(value, np.ndarray):
+        value = np.asarray(value)  # no matrix, and nothing masked
         array = value.astype(np.float64) if value.dtype == np.longdouble else value
         kind, dtype = "numpy", array.dtype.name
     else:
