@@ -133,6 +133,7 @@ ranks/                    one process a rank: who has which part, and what they 
     layout                which part of the model a rank has (no torch)
     frames                messages on a socket (no torch)
     watch                 which rank has failed (no torch)
+    meeting               how ranks find each other (no torch)
     links                 what the managers of all ranks tell each other (no torch)
     world                 which rank this is, and where the others are
     collectives           what the networks of several ranks do together

@@ -5,12 +5,15 @@ all of them have room for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import platform
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, TimeoutError
+from datetime import timedelta
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +32,7 @@ from gptmanager.ranks.collectives import Collectives, GroupCollectives
 from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.world import BOOT_S, World, new_group
 
+_GROUP_GRACE_S = 5.0  # groups of torch time out later than links, which know whose fault it is
 # what may differ: where a rank writes, what it shows, which device is its own
 _OWN = ("black_box_path", "recording_path", "on_progress", "device")
 
@@ -44,11 +48,12 @@ class Ranks(NamedTuple):
     local_rank: int
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends by `error`. A group with work under way would wait for it where it is
-        freed, and the rank that is waited for may hang: it is left to the end of the process.
+        """This rank ends by `error`. A group with work under way waits for it where it is freed,
+        and the rank that is waited for may hang: it is freed when its work has timed out.
         """
         self.links.fail(error, response_text(error))
-        keep = threading.Thread(target=_keep, args=(self.collectives,), daemon=True)
+        keep_s = self.links.timeout_s + _GROUP_GRACE_S
+        keep = threading.Thread(target=_keep, args=(self.collectives, keep_s), daemon=True)
         keep.start()
 
     def place(self, params: OptionalParams) -> RankPlace:
@@ -137,8 +142,8 @@ def connect(
         raise
 
 
-def _keep(collectives: Collectives) -> None:
-    Latch().wait()
+def _keep(collectives: Collectives, seconds: float) -> None:
+    Latch().wait(min(seconds, threading.TIMEOUT_MAX))
 
 
 class Results:
@@ -168,15 +173,11 @@ class _Groups:
         layout, config = world.layout, params.parallel_config
         assert config is not None
         stage, part, parts = layout.stage, layout.part, layout.tensor_parallel_size
-        try:
-            # in the order of stages, so that no two wait for each other
-            before = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
-            behind = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
-            within = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
-        except RuntimeError as error:
-            self._links.check()
-            raise RankError(f"rank {layout.rank} cannot join its group: {error}") from error
-        wait = self._links.wait
+        # in the order of stages, so that no two wait for each other
+        before = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
+        behind = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
+        within = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
+        wait: Callable[[Any], None] = self._links.wait
         if self._backend == "nccl":
             wait = _enqueue
         return GroupCollectives(
@@ -186,7 +187,41 @@ class _Groups:
         )
 
     def _new(self, name: str, rank: int, size: int) -> Any:
-        return new_group(self._store, name, rank, size, self._timeout_s, self._backend)
+        timeout_s = self._timeout_s + _GROUP_GRACE_S
+        make = functools.partial(
+            new_group, *(self._store, name, rank, size, timeout_s, self._backend)
+        )
+        joining = _Joining(make)
+        self._links.wait(joining, f"its process group {name}")
+        return joining.group
+
+
+class _Joining:
+    """A process group that is joined in a thread, as a work that links can wait for: torch itself
+    would not see that another rank has died.
+    """
+
+    group: Any
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._made: Future[Any] = Future()
+        threading.Thread(target=self._join, args=(make,), daemon=True).start()
+
+    def is_completed(self) -> bool:
+        return self._made.done()
+
+    def wait(self, timeout: timedelta) -> None:
+        """RuntimeError: not yet, or it cannot be."""
+        try:
+            self.group = self._made.result(timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("it takes longer") from error
+
+    def _join(self, make: Callable[[], Any]) -> None:
+        try:
+            self._made.set_result(make())
+        except Exception as error:
+            self._made.set_exception(error)
 
 
 def _enqueue(work: Any) -> None:

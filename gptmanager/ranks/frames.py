@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from gptmanager.errors import RankError
 
-_HEAD = struct.Struct("<IB")  # bytes that follow, kind
-_MOST_BYTES = 1 << 30  # of a message: weights of an adapter
+_HEAD = struct.Struct("<QB")  # bytes that follow, kind
+_MOST_BYTES = 1 << 36  # of a message: weights of adapters; what has not come takes no memory
 _AT_ONCE = 1 << 16
 _SMALL = 1 << 12
+_LARGE = 1 << 20
 
 
 class Frame(NamedTuple):
@@ -96,7 +97,7 @@ class Frames:
             if frame is not None:
                 return frame
             try:
-                piece = self._connection.recv(max(_SMALL, self._missing()))
+                piece = self._connection.recv(min(max(_SMALL, self._missing()), _LARGE))
             except BlockingIOError:
                 if self._rest(self._wait_in) and returns_when_rung:
                     return None

@@ -6,29 +6,24 @@ watch's. Every wait ends: with what was waited for, or with a RankError that nam
 
 from __future__ import annotations
 
-import secrets
-import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-from gptmanager.errors import RankError
+from gptmanager.errors import RankError, response_text
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.ranks.frames import Frame, Frames, Wakener
+from gptmanager.ranks.meeting import Blame, Channel, Store, call, meet
 from gptmanager.ranks.watch import Watch
 
-_GRACE_S = 0.5  # the watch notices first what it can notice
+_GRACE_S = 0.3  # the watch notices first what it can notice
 _VERDICT_S = 1.2  # how long a rank that has lost another waits to be told which one failed
 _SEND_S = 0.2  # how long the watch waits for room
-_PAUSE_S = 0.25  # how often a wait for a collective looks up
-_TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB")  # token, rank, channel
-_LOOP, _WATCH = 0, 1  # channels
+_PAUSE_S = 0.1  # how often a wait for a collective looks up
 
 
 class Message(IntEnum):
@@ -42,16 +37,8 @@ class Message(IntEnum):
     END = 6  # rank 0 has answered all
 
 
-class Store(Protocol):
-    """Of torch.distributed, or like it."""
-
-    def set(self, key: str, value: Any) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-
 class Links:
-    """Of `rank`, of `size`, in a world whose `store` all share. `host`: where rank 0 listens.
+    """Of `rank`, of `size`, in a world whose `store` all share. `host`: where rank 0 is found.
 
     `timeout_s`: how long a rank may be silent, or keep others waiting. The constructor returns when
     all have come, or raises RankError after `boot_s`. `on_failure` is called, in another thread,
@@ -77,14 +64,26 @@ class Links:
         self._deadline: float | None = None
         self._what = ""
         self._loops: dict[int, Frames] = {}
-        connect = self._listen if rank == 0 else self._call
         watched: dict[int, Frames] = {}
-        for other, channel, connection in connect(store, host, boot_s):
-            if channel == _WATCH:
-                watched[other] = Frames(connection, None, _give_up, _SEND_S)
+        blame: Blame | None = None
+        try:
+            if rank == 0:
+                found, blame = meet(store, host, size, boot_s)
             else:
-                self._loops[other] = Frames(connection, self._wakener, self._between, _PAUSE_S)
-        self._watch.start(watched)
+                found = call(store, host, rank, boot_s)
+            for (other, channel), connection in found.items():
+                if channel is Channel.WATCH:
+                    watched[other] = Frames(connection, None, _give_up, _SEND_S)
+                else:
+                    self._loops[other] = Frames(connection, self._wakener, self._between, _PAUSE_S)
+            self._watch.start(watched)
+            if blame is not None:
+                self._watch.tell_blame(*blame)
+                self._watch.failed.wait(_VERDICT_S)
+                self.check()
+        except BaseException as error:
+            self.fail(error, response_text(error))
+            raise
 
     # From any thread -------------------------------------------------------------------------
 
@@ -137,16 +136,17 @@ class Links:
         self.send(kind, _joined(parts))
         return parts
 
-    def wait(self, work: Any) -> None:
-        """For a collective, a `torch.distributed.Work`. RankError when a rank has failed."""
-        self._begin("a collective")
+    def wait(self, work: Any, what: str = "a collective") -> None:
+        """For a `torch.distributed.Work`, or its like. RankError when a rank has failed."""
+        self._begin(what)
         try:
             while True:
+                is_over = work.is_completed()
                 try:
                     work.wait(timedelta(seconds=_PAUSE_S))
                     return
-                except RuntimeError as error:
-                    if work.is_completed():
+                except RuntimeError as error:  # it failed, or takes longer
+                    if is_over:
                         raise self._lost(error) from error
                 self._between()
         finally:
@@ -218,72 +218,10 @@ class Links:
         self._wakener.ring()
         self._host_failure()
 
-    # How they find each other ----------------------------------------------------------------
-
-    def _listen(
-        self, store: Store, host: str, boot_s: float
-    ) -> list[tuple[int, int, socket.socket]]:
-        """Rank 0: the connections of all others."""
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        found: dict[tuple[int, int], socket.socket] = {}
-        deadline = monotonic() + boot_s
-        with _listener(host) as listener:
-            port = listener.getsockname()[1]
-            store.set("links", f"{port}:{token.hex()}".encode())
-            while len(found) < 2 * (self.size - 1):
-                missing = {rank for rank in range(1, self.size) if (rank, _WATCH) not in found}
-                left = deadline - monotonic()
-                listener.settimeout(max(0.01, left))
-                try:
-                    if left <= 0:
-                        raise TimeoutError
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    late = min(missing, default=1)
-                    raise RankError(f"rank {late} has not come within {boot_s:g} s") from None
-                hello = _read_hello(connection, min(5.0, max(0.01, left)))
-                if hello is None or hello[0] != token or not 0 < hello[1] < self.size:
-                    connection.close()  # a stranger
-                    continue
-                found[hello[1], hello[2]] = connection
-        return [(rank, channel, it) for (rank, channel), it in found.items()]
-
-    def _call(self, store: Store, host: str, boot_s: float) -> list[tuple[int, int, socket.socket]]:
-        """Another rank: its connections to rank 0."""
-        try:
-            port, _, token = store.get("links").decode().partition(":")
-            found = []
-            for channel in (_LOOP, _WATCH):
-                connection = socket.create_connection((host, int(port)), timeout=boot_s)
-                connection.sendall(_HELLO.pack(bytes.fromhex(token), self.rank, channel))
-                found.append((0, channel, connection))
-            return found
-        except (OSError, RuntimeError, ValueError) as error:
-            raise RankError(f"rank 0 cannot be reached at {host}: {error}") from error
-
 
 def _give_up() -> None:
     """The watch waits for nobody: what does not take a few bytes hangs."""
     raise EOFError("it takes no message")
-
-
-def _listener(host: str) -> socket.socket:
-    """At that address if it is one of this machine, else at all of its addresses."""
-    with suppress(OSError):
-        return socket.create_server((host, 0), backlog=128)
-    return socket.create_server(("", 0), backlog=128)
-
-
-def _read_hello(connection: socket.socket, timeout_s: float) -> tuple[bytes, int, int] | None:
-    connection.settimeout(timeout_s)
-    data = b""
-    with suppress(OSError):
-        while len(data) < _HELLO.size:
-            piece = connection.recv(_HELLO.size - len(data))
-            if not piece:
-                return None
-            data += piece
-    return _HELLO.unpack(data) if len(data) == _HELLO.size else None
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:

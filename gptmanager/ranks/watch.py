@@ -63,6 +63,10 @@ class Watch:
         """This rank has failed: the others are told why. `decided`: what rank 0 is to `explain`."""
         self._post({"failed": text, "decided": decided})
 
+    def tell_blame(self, rank: int, why: str) -> None:
+        """Rank 0: another one has failed, which no watch can see."""
+        self._post({"blames": [rank, why]})
+
     def tell_expired(self, what: str) -> None:
         """This rank has waited too long for `what`: rank 0 finds out who is to blame."""
         self._post({"expired": what})
@@ -71,7 +75,9 @@ class Watch:
         """This rank leaves, and nobody is to blame. What was posted is sent before."""
         self._is_closing = True
         self._wakener.ring()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread.ident is None:
+            self._wakener.close()
+        elif self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def _post(self, message: dict[str, Any]) -> None:
@@ -83,8 +89,9 @@ class Watch:
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception:
+        except Exception as error:
             logger.exception("the watch over ranks ends")
+            self._fail(self._rank, f"can watch no other: {response_text(error)}")
         finally:
             for connection in self._connections.values():
                 connection.close()
@@ -138,7 +145,10 @@ class Watch:
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "verdict" in message:
             number, why = message["verdict"]
-            self._fail(int(number), str(why))
+            if self._rank:
+                self._fail(int(number), str(why))
+            else:
+                self._blame(int(number), str(why))
         elif "failed" in message:
             self._blame(rank, self._told(rank, message))
         elif "expired" in message:
@@ -160,6 +170,8 @@ class Watch:
         """What this rank's other threads have posted."""
         if self._rank:
             self._send(0, message)
+        elif "blames" in message:
+            self._blame(*message["blames"])
         elif "failed" in message:
             self._send_all({"verdict": [0, f"failed: {message['failed']}"]})
         elif "expired" in message:
@@ -176,10 +188,10 @@ class Watch:
         for rank, heard in list(self._heard.items()):
             if now - heard > self._timeout_s:
                 self._blame(rank, f"has not been heard of for {self._timeout_s:g} s")
-        if not self._expired_at or now < self._expired_at:
+        silent = [rank for rank in self._heard if rank not in self._answers]
+        if not self._expired_at or (silent and now < self._expired_at):
             return
         self._expired_at = 0.0
-        silent = [rank for rank in self._heard if rank not in self._answers]
         busy = [rank for rank, waits in sorted(self._answers.items()) if not waits]
         after = f"for {self._timeout_s:g} s ({self._expired})"
         if silent:
@@ -188,9 +200,9 @@ class Watch:
             self._blame(busy[0], f"has kept the others waiting {after}")
 
     def _blame(self, rank: int, why: str) -> None:
+        """Who is blamed is told, too: it may only have been stopped, and go on later."""
         if self.failure is None and not self._is_closing:
-            if not self._rank:
-                self._send_all({"verdict": [rank, why]})
+            self._send_all({"verdict": [rank, why]})
             self._fail(rank, why)
 
     def _fail(self, rank: int, why: str) -> None:

@@ -30,7 +30,7 @@ class World(NamedTuple):
     """`group`: the process group that was there already; None: there was none."""
 
     layout: RankLayout
-    host: str = ""  # of rank 0
+    host: str = ""  # of rank 0; "": not known
     group: Any = None
 
     def store(self, timeout_s: float) -> Any:
@@ -60,7 +60,7 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         _check_size(parts, stages, size, "the process group")
-        host = environment.get("MASTER_ADDR", "localhost")
+        host = environment.get("MASTER_ADDR", "")
         return World(RankLayout(rank, parts, stages), host, dist.group.WORLD)
     if parts * stages == 1 and not any(name in environment for name in _SIZE):
         return World(RankLayout())

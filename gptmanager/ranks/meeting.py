@@ -1,0 +1,163 @@
+"""How ranks find each other: rank 0 listens, each of the others calls twice.
+
+Where it listens, and by which token ranks know each other from strangers, a store tells that all
+share.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import struct
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, Protocol
+
+from gptmanager.errors import RankError
+from gptmanager.lifecycle.clock import monotonic
+
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB")  # token, rank, channel
+_HELLO_S = 10.0  # how long one may take to say who it is
+_BACKLOG = 512
+_LOOPBACK = ("localhost", "::1", "127.")
+
+
+class Store(Protocol):
+    """Of torch.distributed, or like it."""
+
+    def set(self, key: str, value: Any) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class Channel(IntEnum):
+    """What a connection is for."""
+
+    LOOP = 0
+    WATCH = 1
+
+
+Found = dict[tuple[int, Channel], socket.socket]  # by the rank at the other end
+Blame = tuple[int, str]  # the rank that has failed, and what it has done
+
+
+def meet(store: Store, host: str, size: int, boot_s: float) -> tuple[Found, Blame | None]:
+    """Rank 0: the connections of all `size` - 1 others. If not all came within `boot_s` seconds,
+    who is to blame: those that did come are to be told.
+    """
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with _listener(host) as listener, _Hall(listener, token, size) as hall:
+        port = listener.getsockname()[1]
+        try:
+            store.set("links", f"{port}:{token.hex()}:{socket.gethostname()}".encode())
+        except (OSError, RuntimeError) as error:
+            raise RankError(f"rank 0 cannot say where it is: {error}") from error
+        deadline = monotonic() + boot_s
+        while hall.blame is None and len(hall.found) < 2 * (size - 1):
+            left = deadline - monotonic()
+            if left > 0:
+                hall.let_in(left)
+                continue
+            known = [rank for rank in range(1, size) if (rank, Channel.WATCH) in hall.found]
+            late = min(set(range(1, size)).difference(known), default=1)
+            hall.blame = late, f"has not come within {boot_s:g} s"
+        return hall.found, hall.blame
+
+
+def call(store: Store, host: str, rank: int, boot_s: float) -> Found:
+    """Another rank: its connections to rank 0. RankError when there is no way to it.
+
+    `host` "": rank 0's machine is called what it says itself.
+    """
+    found: Found = {}
+    try:
+        port, token, name = store.get("links").decode().split(":", 2)
+        host = host or ("localhost" if name == socket.gethostname() else name)
+        for channel in Channel:
+            connection = socket.create_connection((host, int(port)), timeout=boot_s)
+            found[0, channel] = connection
+            connection.sendall(_HELLO.pack(bytes.fromhex(token), rank, channel))
+        return found
+    except (OSError, RuntimeError, ValueError) as error:
+        for connection in found.values():
+            connection.close()
+        raise RankError(f"rank 0 cannot be reached at {host}: {error}") from error
+
+
+class _Hall:
+    """Where those wait that have connected and not said who they are: strangers hold nobody up."""
+
+    def __init__(self, listener: socket.socket, token: bytes, size: int) -> None:
+        self.found: Found = {}
+        self.blame: Blame | None = None
+        self._listener, self._token, self._size = listener, token, size
+        self._waiting: dict[int, tuple[socket.socket, bytearray, float]] = {}
+        listener.setblocking(False)
+
+    def __enter__(self) -> _Hall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection, _hello, _until in self._waiting.values():
+            connection.close()
+
+    def let_in(self, seconds: float) -> None:
+        """Wait for somebody to come, or to say more, at most so long."""
+        waits = select.poll()
+        for number in (self._listener.fileno(), *self._waiting):
+            waits.register(number, select.POLLIN)
+        for number, _ in waits.poll(max(1, int(min(seconds, 1.0) * 1000))):
+            if number in self._waiting:
+                self._read(number)
+            else:
+                self._accept()
+        now = monotonic()
+        for number, (connection, _hello, until) in list(self._waiting.items()):
+            if now > until:
+                self._waiting.pop(number)
+                connection.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it has gone again
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            until = monotonic() + _HELLO_S
+            self._waiting[connection.fileno()] = connection, bytearray(), until
+
+    def _read(self, number: int) -> None:
+        connection, hello, _ = self._waiting[number]
+        piece = b""
+        with suppress(OSError):
+            piece = connection.recv(_HELLO.size - len(hello))
+        hello += piece
+        if piece and len(hello) < _HELLO.size:
+            return
+        del self._waiting[number]
+        if len(hello) < _HELLO.size or not self._is_known(connection, *_HELLO.unpack(hello)):
+            connection.close()
+
+    def _is_known(self, connection: socket.socket, token: bytes, rank: int, channel: int) -> bool:
+        known = secrets.compare_digest(token, self._token)
+        if not known or not 0 < rank < self._size or channel not in list(Channel):
+            return False
+        if (rank, channel) in self.found:
+            self.blame = rank, "has come twice: two processes have its number"
+            return False
+        self.found[rank, Channel(channel)] = connection
+        return True
+
+
+def _listener(host: str) -> socket.socket:
+    """For this machine alone where the others look for it there, else at all of its addresses."""
+    if host.startswith(_LOOPBACK):
+        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError):
+                return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+            )
+    return socket.create_server(("", 0), backlog=_BACKLOG)
