@@ -189,7 +189,8 @@ class _Groups:
     def _new(self, name: str, rank: int, size: int) -> Any:
         timeout_s = self._timeout_s + _GROUP_GRACE_S
         make = functools.partial(
-            new_group, *(self._store, name, rank, size, timeout_s, self._backend)
+            new_group,
+            *(self._store, name, rank, size, timeout_s, self._backend, self._links.address),
         )
         joining = _Joining(make)
         self._links.wait(joining, f"its process group {name}")

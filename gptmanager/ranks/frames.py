@@ -127,6 +127,11 @@ class Frames:
     def fileno(self) -> int:
         return self._connection.fileno()
 
+    @property
+    def address(self) -> str:
+        """This end's, by which the other end's machine can reach it."""
+        return str(self._connection.getsockname()[0]).removeprefix("::ffff:")  # IPv4 in IPv6
+
     def close(self) -> None:
         self._connection.close()
 

@@ -6,7 +6,9 @@ watch's. Every wait ends: with what was waited for, or with a RankError that nam
 
 from __future__ import annotations
 
+import math
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
@@ -17,7 +19,7 @@ import orjson
 from gptmanager.errors import RankError, response_text
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.ranks.frames import Frame, Frames, Wakener
-from gptmanager.ranks.meeting import Blame, Channel, Store, call, meet
+from gptmanager.ranks.meeting import Blame, Channel, Store, call, is_loopback, meet
 from gptmanager.ranks.watch import Watch
 
 _GRACE_S = 0.3  # the watch notices first what it can notice
@@ -35,6 +37,13 @@ class Message(IntEnum):
     RESULT = 4  # what a step yielded
     ABORT = 5  # rank 0 ends its requests with an error
     END = 6  # rank 0 has answered all
+
+
+class _Wait(threading.local):
+    """What a thread waits for, and until when."""
+
+    what = ""
+    deadline = math.inf
 
 
 class Links:
@@ -61,8 +70,7 @@ class Links:
         self._host_failure = on_failure
         self._wakener = Wakener()
         self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
-        self._deadline: float | None = None
-        self._what = ""
+        self._wait = _Wait()
         self._loops: dict[int, Frames] = {}
         watched: dict[int, Frames] = {}
         blame: Blame | None = None
@@ -92,11 +100,17 @@ class Links:
         """The first rank that failed; None: none has."""
         return self._watch.failure
 
+    @property
+    def address(self) -> str:
+        """Where the others reach this rank; no loopback if some are on other machines."""
+        known = sorted((it.address for it in self._loops.values()), key=is_loopback)
+        return known[0]
+
     def wake(self) -> None:
         """End a `receive` that may be woken."""
         self._wakener.ring()
 
-    # On the loop's thread --------------------------------------------------------------------
+    # On the loop's thread; `wait` on that of its forwards, too -------------------------------
 
     def check(self) -> None:
         """Raises RankError when a rank has failed."""
@@ -105,6 +119,7 @@ class Links:
 
     def send(self, kind: Message, payload: bytes = b"") -> None:
         """To rank 0, or from it to all. RankError when a rank has failed."""
+        self.check()
         self._begin(f"room for a message ({kind.name})")
         try:
             for connection in self._loops.values():
@@ -118,6 +133,7 @@ class Links:
         """The next message. None: `wake` was called, and `may_be_woken`; then it may take any time,
         else RankError says whose fault it is that none came within `timeout_s`.
         """
+        self.check()
         self._begin(f"a message of rank {from_rank}", bounded=not may_be_woken)
         try:
             return self._loops[from_rank].receive(returns_when_rung=may_be_woken)
@@ -183,28 +199,30 @@ class Links:
     # How they wait ---------------------------------------------------------------------------
 
     def _begin(self, what: str, bounded: bool = True) -> None:
-        self._what = what
-        self._deadline = monotonic() + self.timeout_s + _GRACE_S if bounded else None
-        self._watch.waits = True
+        self._wait.what = what
+        self._wait.deadline = monotonic() + self.timeout_s + _GRACE_S if bounded else math.inf
+        self._watch.waiting.add(threading.get_ident())
 
     def _end(self) -> None:
-        self._watch.waits = False
+        self._watch.waiting.discard(threading.get_ident())
 
     def _between(self) -> None:
         self.check()
-        if self._deadline is not None and monotonic() > self._deadline:
-            self._watch.tell_expired(self._what)
+        if monotonic() > self._wait.deadline:
+            self._watch.tell_expired(self._wait.what)
             self._watch.failed.wait(_VERDICT_S)
             self.check()
             raise RankError(
-                f"rank {self.rank} has waited {self.timeout_s:g} s for {self._what}, and all ranks "
-                "wait for each other"
+                f"rank {self.rank} has waited {self.timeout_s:g} s for {self._wait.what}, and all "
+                "ranks wait for each other"
             )
 
     def _lost(self, error: BaseException) -> RankError:
         """Who is to blame for a connection, or a collective, that broke."""
         self._watch.failed.wait(_VERDICT_S)
-        return self._watch.failure or RankError(f"rank {self.rank} has lost {self._what}: {error}")
+        return self._watch.failure or RankError(
+            f"rank {self.rank} has lost {self._wait.what}: {error}"
+        )
 
     def _received(self, rank: int, kind: Message) -> bytes:
         frame = None

@@ -149,9 +149,14 @@ class _Hall:
         return True
 
 
+def is_loopback(host: str) -> bool:
+    """An address, or a name, of this machine alone."""
+    return host.startswith(_LOOPBACK)
+
+
 def _listener(host: str) -> socket.socket:
     """For this machine alone where the others look for it there, else at all of its addresses."""
-    if host.startswith(_LOOPBACK):
+    if is_loopback(host):
         for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with suppress(OSError):
                 return socket.create_server(address[:2], family=family, backlog=_BACKLOG)

@@ -28,8 +28,9 @@ _KIND = 0
 class Watch:
     """`connections`: those of this rank, by rank. `timeout_s`: how long one may be silent.
 
-    `failure`: what has become of the first rank that failed, the same text on each rank. `waits`:
-    whether this rank's loop waits for another now. `on_failure` is called in the watch's thread.
+    `failure`: what has become of the first rank that failed, the same text on each rank.
+    `waiting`: this rank's threads that wait for another now. `on_failure` is called in the watch's
+    thread.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Watch:
     ) -> None:
         self.failure: RankError | None = None
         self.failed = Latch()
-        self.waits = False
+        self.waiting: set[int] = set()  # its threads that wait for another rank
         self.explain: Callable[[int, Any], str] = lambda rank, decided: ""
         self._rank = rank
         self._timeout_s = timeout_s
@@ -154,7 +155,7 @@ class Watch:
         elif "expired" in message:
             self._ask(f"rank {rank} waits for {message['expired']}")
         elif "ask" in message:
-            self._send(rank, {"answer": self.waits})
+            self._send(rank, {"answer": bool(self.waiting)})
         elif "answer" in message:
             self._answers[rank] = bool(message["answer"])
 
@@ -181,7 +182,7 @@ class Watch:
         """Who does not wait for another?"""
         if not self._expired_at:
             self._expired, self._expired_at = what, monotonic() + _ANSWER_S
-            self._answers = {0: self.waits}
+            self._answers = {0: bool(self.waiting)}
             self._send_all({"ask": True})
 
     def _judge(self, now: float) -> None:

@@ -98,14 +98,23 @@ def _check_size(parts: int, stages: int, size: int, where: str) -> None:
         )
 
 
-def new_group(store: Any, name: str, rank: int, size: int, timeout_s: float, backend: str) -> Any:
+def new_group(
+    store: Any, name: str, rank: int, size: int, timeout_s: float, backend: str, address: str
+) -> Any:
     """A process group of its own, of `size` ranks of which this one is number `rank`.
 
-    `backend`: "gloo" or "nccl".
+    `backend`: "gloo" or "nccl". `address`: where the others can reach this rank; gloo would take
+    that of the host's name, which may be known on this machine alone. GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME name an interface instead.
     """
     own, timeout = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
     if backend == "gloo":
-        return dist.ProcessGroupGloo(own, rank, size, timeout)
+        if "GLOO_SOCKET_IFNAME" in os.environ:
+            return dist.ProcessGroupGloo(own, rank, size, timeout)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        return dist.ProcessGroupGloo(own, rank, size, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(own, rank, size, options)
