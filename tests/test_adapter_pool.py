@@ -43,7 +43,7 @@ def test_rows_come_to_their_places_and_the_table_says_where(dtype):
     pool.put((3, 0), ROWS, packing, weights(1, dtype))
     pool.copy([PageCopy(3, 2, packing.lengths[0]), PageCopy(0, 1, packing.lengths[1])])
 
-    table = adapter_table(ROWS, packing, (2, 1), SIZES.page_size, 2, {1: 0, 4: 1, 5: 2})
+    table = adapter_table(ROWS, packing, (2, 1), SIZES.page_size, range(2), {1: 0, 4: 1, 5: 2})
     assert table.dtype == torch.int64
     assert table.tolist() == [
         [[64 + 40, 2], [0, 0], [2 * 64, 4]],

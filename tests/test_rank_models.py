@@ -12,10 +12,16 @@ import torch
 from checkpoints import CONFIGS, PagedDriver, checkpoint, random_model, save_large
 from rank_threads import World
 
-from gptmanager.errors import ConfigError
+from gptmanager.assembly.adapter_sizing import adapter_sizes
+from gptmanager.config import PeftCacheManagerConfig
+from gptmanager.errors import AdapterError, ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.memory import AdapterPool
 from gptmanager.models import load_model
+from gptmanager.peft_cache import AdapterRow, PageCopy
+from gptmanager.peft_cache.layout import pack
 from gptmanager.ranks.layout import RankLayout
+from gptmanager.request.adapter import AdapterTensors
 
 # (family, ranks of a stage, stages)
 EVERY = [
@@ -290,3 +296,94 @@ def test_a_rank_needs_memory_for_its_own_share_and_a_fifth_of_it(tmp_path):
     shares = [float(line) for line in process.stdout.split()]
     assert len(shares) == 4
     assert all(1.0 < share < 1.2 for share in shares), shares
+
+
+# Adapters ----------------------------------------------------------------------------------
+
+
+def adapter_limits(model):
+    config = PeftCacheManagerConfig(
+        optimal_adapter_size=4, max_adapter_size=8, host_cache_size=1 << 20
+    )
+    return adapter_sizes(config, model, 1 << 24)
+
+
+def adapter_of(model, sizes, module_ids, rank):
+    """A random one for these modules of each layer; a layer has a rank of its own."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = [
+        (module_id, layer, rank + layer)
+        for layer in range(model.whole_spec.num_layers)
+        for module_id in module_ids
+    ]
+    width = (rank + 2) * max(it.width for it in sizes.limits.modules.values())
+    weights = torch.randn(len(rows), width, generator=generator) / 4
+    return AdapterTensors(weights, torch.tensor(rows), sizes.limits)
+
+
+def run_adapted(model, all_module_ids):
+    """Logits of rows with adapters, and what a loop's accounts know of these."""
+    sizes = adapter_limits(model)
+    pool = AdapterPool(
+        *(sizes.cache, 8, sizes.torch_dtype),
+        modules=dict(sizes.modules),
+        num_layers=sizes.num_layers,
+        share=model.adapter_share,
+    )
+    known, page = [], 0
+    for slot, module_ids in enumerate(all_module_ids):
+        tensors = adapter_of(model, sizes, module_ids, rank=1 + 2 * slot)
+        rows = [AdapterRow(*row) for row in tensors.row_sizes()]
+        packing, adapter = pack(rows, sizes.cache.page_size), tensors.read()
+        pages = range(page, page := page + len(packing.lengths))
+        pool.put(pages, rows, packing, pool.kept(adapter))
+        copies = zip(pages, pages, packing.lengths, strict=True)
+        pool.copy(PageCopy(*copy) for copy in copies)
+        pool.place(pages[0], rows, packing, pages)
+        known.append((pages[0], rows, packing, adapter.digest))
+    driver = PagedDriver(model, num_slots=3)
+    slots = [known[0][0], -1, known[1][0]]
+    driver.adapters = pool.step(torch.tensor(slots, dtype=torch.int32))
+    logits = [driver.forward(rows, sample) for rows, sample in STEPS]
+    return logits, (sizes, known)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("family", "module_ids"),
+    [("llama", ((0, 4, 5, 6, 7), (1, 2, 3, 6))), ("gpt2", ((1, 2, 3, 4, 5, 6), (0, 5)))],
+)
+def test_adapters_are_shared_out_as_their_matrices(family, module_ids, tensor, pipeline):
+    given = source(family)
+
+    def body(collectives):
+        model = load_model(given, collectives=collectives)
+        return run_adapted(model, module_ids)
+
+    expected, (_, alone) = run_adapted(load_model(given), module_ids)
+    ranks = World(tensor, pipeline).run(body)
+    for own, right in zip(ranks[0][0], expected, strict=True):
+        torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-5)
+    plain = run(load_model(given))
+    assert not torch.allclose(plain[0][:5], expected[0][:5], atol=0.1)
+    # what loops decide by is equal on all ranks, and what adapters are called that on one
+    assert all(known == ranks[0][1] for _, known in ranks)
+    assert [it[3] for it in ranks[0][1][1]] == [it[3] for it in alone]
+    assert sum(it.num_elements for it in ranks[0][1][1][0][1]) < sum(
+        it.num_elements for it in alone[0][1]
+    )
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_the_same_words_on_each_rank():
+    def words(model):
+        limits = adapter_limits(model).limits
+        config = torch.tensor([[4, 2, 8]])  # the last layer's attention output
+        with pytest.raises(AdapterError) as caught:
+            AdapterTensors(torch.zeros(1, 511), config, limits)
+        return str(caught.value)
+
+    given = source("llama")
+    alone = words(load_model(given))
+    assert "needs at least 8 * 32 + 32 * 8 = 512" in alone
+    for rank in range(4):
+        assert words(load_model(given, collectives=Reader(rank, 2, 2))) == alone

@@ -11,7 +11,7 @@ import torch
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import ConfigError
 from gptmanager.peft_cache import CacheSizes, cache_sizes
-from gptmanager.request.adapter import AdapterLimits, LoraModule
+from gptmanager.request.adapter import AdapterLimits, AdapterShare, LoraModule
 
 logger = logging.getLogger("gptmanager")
 
@@ -20,13 +20,16 @@ _DEFAULT = PeftCacheManagerConfig()
 
 
 class AdapterSizes(NamedTuple):
-    """`modules`: by id, in ascending order. `dtype`: of the pages, by name."""
+    """`modules`: by id, in ascending order. `dtype`: of the pages, by name. `widths`: by id, where
+    ranks share modules, of what each of them keeps.
+    """
 
     cache: CacheSizes
     modules: tuple[tuple[int, LoraModule], ...]
     num_layers: int
     dtype: str
     pages_per_host_block: int = _DEFAULT.max_pages_per_block_host
+    widths: tuple[tuple[int, int], ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -36,8 +39,9 @@ class AdapterSizes(NamedTuple):
     @property
     def limits(self) -> AdapterLimits:
         """What a request's adapter may be."""
-        highest = self.cache.max_adapter_size
-        return AdapterLimits(dict(self.modules), self.num_layers, self.torch_dtype, highest)
+        modules, highest = dict(self.modules), self.cache.max_adapter_size
+        widths = dict(self.widths)
+        return AdapterLimits(modules, self.num_layers, self.torch_dtype, highest, widths)
 
     @property
     def device_bytes(self) -> int:
@@ -51,13 +55,19 @@ def adapter_sizes(
     adapters are refused.
 
     ConfigError for a size that was asked for, and that holds no page. `free_bytes`: of the device.
+    Ranks that share a model come to the same sizes if they have the same `free_bytes`.
     """
     modules: Mapping[int, LoraModule] | None = getattr(model, "adapter_modules", None)
     if not modules:
         return None
     dtype: torch.dtype = model.spec.dtype
     widths = {module_id: module.width for module_id, module in modules.items()}
-    sizes = cache_sizes(config, widths, model.spec.num_layers, dtype.itemsize, int(free_bytes))
+    num_layers, kept = model.spec.num_layers, {}
+    share: AdapterShare | None = getattr(model, "adapter_share", None)
+    if share is not None:
+        kept = {module_id: cut.width for module_id, cut in share.cuts.items()}
+        num_layers = share.num_layers  # in each stage, so that all count the same pages
+    sizes = cache_sizes(config, widths | kept, num_layers, dtype.itemsize, int(free_bytes))
     sizes = sizes._replace(
         num_host_pages=min(sizes.num_host_pages, MAX_PAGES),
         num_device_pages=min(sizes.num_device_pages, MAX_PAGES),
@@ -83,7 +93,8 @@ def adapter_sizes(
     return AdapterSizes(
         sizes,
         tuple(sorted(modules.items())),
-        model.spec.num_layers,
+        num_layers,
         str(dtype).removeprefix("torch."),
         config.max_pages_per_block_host,
+        tuple(sorted(kept.items())),
     )

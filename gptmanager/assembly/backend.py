@@ -115,7 +115,7 @@ class Backend(ABC):
             "(config dict, state dict)"
         )
 
-    def _adapter_pool(self, options: StepOptions) -> AdapterPool | None:
+    def _adapter_pool(self, model: Model, options: StepOptions) -> AdapterPool | None:
         sizes = options.adapters
         if sizes is None:
             return None
@@ -124,6 +124,7 @@ class Backend(ABC):
             *(sizes.cache, sizes.pages_per_host_block, sizes.torch_dtype, self.device),
             modules=dict(sizes.modules),
             num_layers=sizes.num_layers,
+            share=getattr(model, "adapter_share", None),
         )
 
     @abstractmethod
@@ -159,7 +160,7 @@ class CpuBackend(Backend):
         lines = options.lines
         tables = SequenceTables(lines.count, sizes.max_seq_len, sizes.blocks_per_sequence)
         processing = options.processing or PostProcessing(lines)
-        runner = Runner(model, pool, tables, self._adapter_pool(options))
+        runner = Runner(model, pool, tables, self._adapter_pool(model, options))
 
         def stepping(chooser: Chooser) -> TorchExecutor:
             return _stepping(runner, chooser, sizes, options)
@@ -274,7 +275,7 @@ class DeviceBackend(Backend):
             )
             runner = DeviceRunner(
                 *(model, pool, tables, stream, uploads, downloads),
-                adapter_pool=self._adapter_pool(options),
+                adapter_pool=self._adapter_pool(model, options),
                 graph_sizes=graph_sizes,
                 has_beams=lines.max_beam_width > 1,
                 on_progress=self._on_progress,

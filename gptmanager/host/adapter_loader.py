@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import AdapterError, ManagerDeadError, RequestError, response_text
@@ -30,7 +31,6 @@ from gptmanager.peft_cache.work import (
     ReadAdapter,
     WriteAdapter,
 )
-from gptmanager.request.adapter import Adapter
 
 # A thread works for so long without a rest, and rests so many times as long, while the last step
 # ended not longer ago.
@@ -83,7 +83,7 @@ class AdapterLoader:
         self._ensuring: ThreadPoolExecutor | None = None
         self._streams: deque[Any] = deque()  # those that nobody copies on
         self._streams_left = threading.Semaphore(0)
-        self._read: dict[int, Adapter | None] = {}  # by job; None: not yet
+        self._read: dict[int, list[Tensor] | None] = {}  # what is kept, by job; None: not yet
         self._lock = threading.Lock()  # of `_read`
 
     def attach(self, pool: AdapterPool | None, config: PeftCacheManagerConfig) -> None:
@@ -122,7 +122,7 @@ class AdapterLoader:
         if isinstance(work, ReadAdapter):
             with self._lock:
                 self._read[work.job] = None
-            self._putting.submit(self._do, self._read_adapter, work)
+            self._putting.submit(self._do, self._read_adapter, work, pool)
         elif isinstance(work, WriteAdapter):
             self._putting.submit(self._do, self._write_adapter, work, pool)
         elif isinstance(work, CopyAdapter):
@@ -158,18 +158,18 @@ class AdapterLoader:
         with suppress(ManagerDeadError):
             self._wake()
 
-    def _read_adapter(self, work: ReadAdapter) -> str:
+    def _read_adapter(self, work: ReadAdapter, pool: AdapterPool) -> str:
         adapter = work.tensors.read(Pace(self).rest)
+        weights = pool.kept(adapter)
         with self._lock:
             if work.job in self._read:  # else nobody wants it any more
-                self._read[work.job] = adapter
+                self._read[work.job] = weights
         return adapter.digest
 
     def _write_adapter(self, work: WriteAdapter, pool: AdapterPool) -> str:
         with self._lock:
-            adapter = self._read.pop(work.source)
-        assert adapter is not None  # the loop was told its digest
-        weights = [row.values for row in adapter.rows.values()]
+            weights = self._read.pop(work.source)
+        assert weights is not None  # the loop was told its digest
         pool.put(work.host_pages, work.rows, work.packing, weights, Pace(self).rest)
         return ""
 

@@ -18,7 +18,7 @@ from gptmanager.errors import AdapterError
 from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter import Adapter, AdapterShare, LoraModule
 from gptmanager.request.read_tensors import PIECE
 
 Layout = dict[str, tuple[AdapterModule, ...]]
@@ -28,7 +28,7 @@ class AdapterPool:
     """`pages [num_device_pages * page_size]`: those on the device, in one tensor, which stays where
     it is, as recorded steps need it. On a CPU memory is taken as pages are written. Where in it
     adapters lie stands in a table for kernels, which has a slot for each page. `modules`: those of
-    a layer of the model, by id.
+    a layer of the model, by id. `share`: what is kept of an adapter; None: all.
 
     Host pages lie in blocks of `pages_per_block`, which are allocated as their first page is
     written, and given back as their last is released; they are pinned if the device is no CPU.
@@ -44,6 +44,7 @@ class AdapterPool:
         *,
         modules: Mapping[int, LoraModule] = MappingProxyType({}),
         num_layers: int = 0,
+        share: AdapterShare | None = None,
     ) -> None:
         assert dtype.itemsize == sizes.itemsize  # both are the model's
         self.sizes = sizes
@@ -52,14 +53,26 @@ class AdapterPool:
         self._pages_per_block = pages_per_block
         self._pinned = self.pages.device.type != "cpu"
         self._modules = {module_id: number for number, module_id in enumerate(modules)}
-        self._layout = _layout(modules)
+        self._share = share
+        self._layers = range(num_layers) if share is None else share.layers
+        self._layout = _layout(modules if share is None else share.modules)
         self._layouts: dict[bytes, Layout] = {}  # of the modules that a step has
         self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)  # by slot
-        shape = sizes.num_device_pages, num_layers, len(modules), 2
+        shape = sizes.num_device_pages, len(self._layers), len(modules), 2
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._blocks: dict[int, Tensor] = {}
         self._written: set[int] = set()  # host pages
         self._lock = Lock()  # of the two above
+
+    def kept(self, adapter: Adapter) -> list[Tensor]:
+        """Of each of its rows what `put` writes; of a layer that is not kept, no element."""
+        rows, share = adapter.rows.values(), self._share
+        if share is None:
+            return [row.values for row in rows]
+        return [
+            share.cuts[row.module_id].of(row) if row.layer in share.layers else row.values[:0]
+            for row in rows
+        ]
 
     def put(
         self,
@@ -71,16 +84,18 @@ class AdapterPool:
     ) -> None:
         """Write an adapter to its host pages. `rest` is called after each PIECE of it.
 
-        `weights[i]`: A, then B of `rows[i]`, flattened, of the pool's dtype. AdapterError, before
-        anything is written, where one is not.
+        `weights[i]`: what is `kept` of `rows[i]`: A, then B, flattened, of the pool's dtype.
+        AdapterError, before anything is written, where one is not.
         """
         if len(weights) != len(rows):
             raise AdapterError(f"{len(weights)} tensors are not the {len(rows)} rows of an adapter")
         for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
-            if weight.shape != (row.num_elements,) or weight.dtype != self.pages.dtype:
+            is_kept = self._share is None or row.layer in self._share.layers
+            size = row.num_elements if is_kept else 0
+            if weight.shape != (size,) or weight.dtype != self.pages.dtype:
                 raise AdapterError(
                     f"row {index} of an adapter is {weight.dtype} {[*weight.shape]}, "
-                    f"not {self.pages.dtype} [{row.num_elements}]"
+                    f"not {self.pages.dtype} [{size}]"
                 )
         pages = self._allocate(host_pages)
         for weight, (page, offset) in zip(weights, packing.places, strict=True):
@@ -104,8 +119,8 @@ class AdapterPool:
         device_pages: Sequence[int],
     ) -> None:
         """From now on kernels find this adapter in `slot`; as `copy` does it."""
-        size, num_layers = self.sizes.page_size, self._table.shape[1]
-        table = adapter_table(rows, packing, device_pages, size, num_layers, self._modules)
+        size = self.sizes.page_size
+        table = adapter_table(rows, packing, device_pages, size, self._layers, self._modules)
         self._table[slot].copy_(table)
         self._has_modules[slot] = table[..., 1].any(0).numpy()
 
@@ -187,7 +202,7 @@ def adapter_table(
     packing: Packing,
     device_pages: Sequence[int],
     page_size: int,
-    num_layers: int,
+    layers: range,
     modules: Mapping[int, int],
 ) -> Tensor:
     """Where kernels find an adapter: int64 `[layers, modules, 2]`, on the CPU.
@@ -195,9 +210,10 @@ def adapter_table(
     Of each layer and module the element of `AdapterPool.pages` at which A begins, and the rank;
     rank 0: the adapter has none. `modules`: module id -> its index.
     """
-    table = torch.zeros((num_layers, len(modules), 2), dtype=torch.int64)
+    table = torch.zeros((len(layers), len(modules), 2), dtype=torch.int64)
     found = table.numpy()
     for row, (page, offset) in zip(rows, packing.places, strict=True):
-        start = device_pages[page] * page_size + offset
-        found[row.layer, modules[row.module_id]] = start, row.rank
+        if row.layer in layers:
+            start = device_pages[page] * page_size + offset
+            found[row.layer - layers.start, modules[row.module_id]] = start, row.rank
     return table

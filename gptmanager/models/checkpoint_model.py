@@ -20,13 +20,13 @@ from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.lora_modules import adapter_share, lora_modules
 from gptmanager.models.rope import rope_table
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter import AdapterShare, LoraModule
 
 
 class Affine(NamedTuple):
@@ -40,7 +40,10 @@ class Norm(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """One layer's tensors, resolved once; `next_norm` is the one that follows the layer."""
+    """One layer's tensors, resolved once; `next_norm` is the one that follows the layer.
+
+    `number`: among those of this rank.
+    """
 
     number: int
     qkv: Affine
@@ -122,7 +125,14 @@ class CheckpointModel:
     @property
     def adapter_modules(self) -> dict[int, LoraModule]:
         """What adapters may change in each layer, by module id; see `lora_modules`."""
-        return lora_modules(self.spec)
+        return lora_modules(self.whole_spec)
+
+    @property
+    def adapter_share(self) -> AdapterShare | None:
+        """What this rank keeps of adapters; None: all."""
+        if self._collectives is None:
+            return None
+        return adapter_share(self.whole_spec, self._collectives.layout)
 
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
@@ -285,7 +295,7 @@ def _resolve_layer(spec: ModelSpec, weights: Weights, index: int, num_layers: in
     is_last = index == num_layers - 1
     next_norm = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     return _Layer(
-        number=index,
+        number=index - spec.first_layer,
         qkv=_affine(weights, f"{prefix}.qkv"),
         q_norm=weights.tensor(f"{prefix}.q_norm.weight") if spec.qk_norm else None,
         k_norm=weights.tensor(f"{prefix}.k_norm.weight") if spec.qk_norm else None,

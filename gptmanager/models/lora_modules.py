@@ -6,7 +6,9 @@ Knows nothing of adapters, nor of what a checkpoint calls its modules.
 from __future__ import annotations
 
 from gptmanager.models.spec import ModelSpec
-from gptmanager.request.adapter import LORA_MODULE_IDS, LoraModule
+from gptmanager.models.splits import SPLITS, Shares, rank_spec
+from gptmanager.ranks.layout import RankLayout
+from gptmanager.request.adapter import LORA_MODULE_IDS, AdapterShare, LoraCut, LoraModule
 
 
 def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
@@ -31,3 +33,22 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     if spec.activation == "silu":
         modules["mlp_gate"] = LoraModule("up", width, width, hidden)
     return {LORA_MODULE_IDS[name]: module for name, module in modules.items()}
+
+
+def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
+    """What a rank has of the modules of this network: what it has of the matrices they add to."""
+    shares = Shares(spec, layout)
+    cuts = {module_id: _cut(module, shares) for module_id, module in lora_modules(spec).items()}
+    own = lora_modules(rank_spec(spec, layout))
+    return AdapterShare(own, cuts, shares.layers, spec.num_layers)
+
+
+def _cut(module: LoraModule, shares: Shares) -> LoraCut:
+    split, first = SPLITS[module.matrix], module.first_column
+    if split.columns:  # of its input: what all ranks add is the whole
+        return LoraCut(shares.columns(split), (range(module.num_columns),))
+    kept = (
+        range(max(rows.start - first, 0), min(rows.stop - first, module.num_columns))
+        for rows in shares.rows(split)
+    )
+    return LoraCut(range(module.input_width), tuple(filter(None, kept)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +52,50 @@ class LoraModule(NamedTuple):
         return self.input_width + self.num_columns
 
 
+class LoraCut(NamedTuple):
+    """What one of several processes keeps of a module: of its input, and of its columns, ranges
+    one behind the other.
+    """
+
+    inputs: range
+    columns: tuple[range, ...]
+
+    @property
+    def width(self) -> int:
+        """As `LoraModule.width`, of what is kept."""
+        return len(self.inputs) + sum(map(len, self.columns))
+
+    def of(self, row: AdapterRow) -> Tensor:
+        """What is kept of its values, a copy: A and then B, flattened."""
+        a = row.a[:, self.inputs.start : self.inputs.stop]
+        parts = [row.b[own.start : own.stop] for own in self.columns]
+        return torch.cat([part.reshape(-1) for part in (a, *parts)])
+
+
+class AdapterShare(NamedTuple):
+    """What one of several processes has of a model that takes adapters, and keeps of these.
+
+    `modules`: as it computes them; `cuts`: of which parts of the whole ones; both by id. `layers`:
+    which of the `num_layers` of the whole model.
+    """
+
+    modules: Mapping[int, LoraModule]
+    cuts: Mapping[int, LoraCut]
+    layers: range
+    num_layers: int
+
+
 class AdapterLimits(NamedTuple):
-    """What a model takes: `modules` by id, the same in each layer; ranks up to max_adapter_size."""
+    """What a model takes: `modules` by id, the same in each layer; ranks up to max_adapter_size.
+
+    `widths`: of those of which less than the whole is kept.
+    """
 
     modules: Mapping[int, LoraModule]
     num_layers: int
     dtype: torch.dtype
     max_adapter_size: int
+    widths: Mapping[int, int] = MappingProxyType({})
 
 
 class AdapterRow(NamedTuple):
@@ -112,13 +150,15 @@ class AdapterTensors:
     The first is cheap to find out. `read` takes as long as a copy does, and may run on any thread.
     """
 
-    __slots__ = ("_dtype", "_modules", "_rows", "_weights")
+    __slots__ = ("_dtype", "_modules", "_rows", "_weights", "_widths")
 
     def __init__(self, weights: Any, config: Any, limits: AdapterLimits) -> None:
         """InvalidRequestError for what is no adapter, AdapterError for one of another model."""
         self._rows = _read_config(config, limits)
         self._weights = as_float_rows("lora_weights", weights)
         self._dtype, self._modules = limits.dtype, limits.modules
+        whole = {module_id: module.width for module_id, module in limits.modules.items()}
+        self._widths = {**whole, **limits.widths}
         count, width = self._weights.shape
         if count != len(self._rows):
             raise InvalidRequestError(
@@ -135,9 +175,12 @@ class AdapterTensors:
                 )
 
     def row_sizes(self) -> list[tuple[int, int, int, int]]:
-        """Layer, module id, rank and number of elements of each row of `Adapter`, in its order."""
+        """Layer, module id, rank and number of elements of each row of `Adapter`, in its order.
+
+        The number is that of what is kept.
+        """
         return sorted(
-            (layer, module_id, rank, rank * self._modules[module_id].width)
+            (layer, module_id, rank, rank * self._widths[module_id])
             for module_id, layer, rank in self._rows
         )
 

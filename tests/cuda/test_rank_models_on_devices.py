@@ -1,0 +1,78 @@
+"""A model split over ranks with kernels for devices, on the emulator: collectives in recordings."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from devices import LLAMA, checkpoint
+from rank_threads import World
+
+from gptmanager.cuda.downloads import Downloads
+from gptmanager.cuda.graphs import GenerationGraphs
+from gptmanager.cuda.kernels import CudaKernels
+from gptmanager.cuda.streams import EmulatedStream
+from gptmanager.cuda.uploads import Uploads
+from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.packed_rows import PackedRows
+from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.memory.kv_pool import KvPool
+from gptmanager.models.model import load_model
+
+PROMPTS = ([1, 2, 3, 70, 90], [4, 95, 6])
+
+
+def rows_of(starts, ends):
+    """Of each line the tokens from its start to its end; the last one's logits are wanted."""
+    counts = np.subtract(ends, starts)
+    lines, bounds = np.arange(len(starts)), np.concatenate(([0], np.cumsum(counts)))
+    return PackedRows(
+        lines=lines,
+        row_starts=bounds.astype(np.int32),
+        kv_lengths=np.array(ends, dtype=np.int32),
+        positions=np.concatenate([np.arange(*it) for it in zip(starts, ends, strict=True)]),
+        token_lines=np.repeat(lines, counts),
+        sample_index=bounds[1:] - 1,
+        sample_rows=lines,
+        num_context_rows=int((counts > 1).sum()),
+    )
+
+
+def logits_of(collectives):
+    """Of the prompts, and of two steps after them, which are recorded."""
+    stream = EmulatedStream()
+    model = load_model(
+        (LLAMA, checkpoint(tuple(sorted(LLAMA.items(), key=str)))),
+        kernels=CudaKernels(stream.launcher),
+        device=stream.device,
+        collectives=collectives,
+    )
+    spec, tables = model.spec, DeviceTables(2, 64, 4, stream.device)
+    pool = KvPool(spec.num_layers, 8, 16, spec.num_kv_heads, spec.head_dim, token_major=True)
+    copies = Uploads(stream), Downloads(stream, 16)
+    runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
+    for line, prompt in enumerate(PROMPTS):
+        tables.write_blocks(line, 0, range(4 * line, 4 * line + 4))
+        tables.write_tokens(line, 0, [*prompt, 7 + line, 90 - line])
+    ends = [len(prompt) for prompt in PROMPTS]
+    found = [runner.run(rows_of([0, 0], ends)).logits.clone()]
+    for _ in range(2):
+        starts, ends = ends, [end + 1 for end in ends]
+        found.append(runner.run(rows_of(starts, ends)).logits.clone())
+    return torch.stack(found)
+
+
+def test_recorded_steps_of_ranks_give_the_logits_of_one(toolchain, monkeypatch):
+    run, replayed = GenerationGraphs.run, []
+
+    def spy(self, size, arrays):
+        replayed.append(size)
+        return run(self, size, arrays)
+
+    monkeypatch.setattr(GenerationGraphs, "run", spy)
+    with torch.inference_mode():
+        expected = logits_of(None)
+    assert replayed == [2, 2]
+    first, *others = World(2, 2).run(torch.inference_mode()(logits_of))
+    assert replayed == [2] * 10
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
+    assert {it.shape for it in others} == {(3, 2, 0)}
