@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from ranks_by_hand import free_port, outputs, start_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,8 +39,7 @@ def test_a_file_of_requests_runs_on_ranks_as_on_one(tmp_path):
 
 
 def test_the_host_of_the_page_runs_under_torchrun(tmp_path):
-    (host,) = re.findall(r"```python\n(# host.py\n.*?)```", page(), re.DOTALL)
-    (tmp_path / "host.py").write_text(host)
+    (tmp_path / "host.py").write_text(host_of_the_page())
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     port = ["--master-port", str(free_port())]
     told = subprocess.run(
@@ -53,6 +54,52 @@ def test_the_host_of_the_page_runs_under_torchrun(tmp_path):
         "rank 0 sent 4 responses",
         "rank 1 sent 0 responses",
     ]
+
+
+MACHINES = """
+set -e
+for n in a b; do ip netns add gptm-$n-{pid}; done
+ip link add gptm-a type veth peer name gptm-b
+for n in a b; do ip link set gptm-$n netns gptm-$n-{pid}; done
+for n in a b; do for d in lo gptm-$n; do ip -n gptm-$n-{pid} link set $d up; done; done
+ip -n gptm-a-{pid} addr add 10.77.0.1/24 dev gptm-a
+ip -n gptm-b-{pid} addr add 10.77.0.2/24 dev gptm-b
+"""
+
+
+def test_ranks_on_two_machines_find_each_other(tmp_path):
+    names = [f"gptm-{letter}-{os.getpid()}" for letter in "ab"]
+    made = subprocess.run(["sh", "-c", MACHINES.format(pid=os.getpid())], capture_output=True)
+    try:
+        if made.returncode:
+            pytest.skip("needs the right to make network namespaces, which stand for machines")
+        host = tmp_path / "host.py"
+        host.write_text(host_of_the_page())
+        where = ["--master-addr", "10.77.0.1", "--master-port", "29500", str(host)]
+        each = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        ranks = [
+            subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", name, sys.executable, *each),
+                    *("--node-rank", str(number), *where),
+                ],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number, name in enumerate(names)
+        ]
+        told = outputs(ranks)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    assert told == ["rank 0 sent 4 responses\n", "rank 1 sent 0 responses\n"]
+
+
+def host_of_the_page():
+    (host,) = re.findall(r"```python\n(# host.py\n.*?)```", page(), re.DOTALL)
+    return host
 
 
 def page():

@@ -134,6 +134,7 @@ def connect(
         _compare([answer["own"] for answer in answers])
         is_cuda = (params.device or "").startswith("cuda")
         make = _Groups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
+        links.abort_collectives = make.abort
         collectives = make.collectives(world, params)
         local = [rank for rank, it in enumerate(answers) if it["host"] == given["host"]]
         return Ranks(links, collectives, len(local), local.index(layout.rank))
@@ -167,6 +168,7 @@ class _Groups:
 
     def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
         self._store, self._links = store, links
+        self._made: list[Any] = []
         self._timeout_s, self._backend = timeout_s, backend
 
     def collectives(self, world: World, params: OptionalParams) -> Collectives:
@@ -194,7 +196,14 @@ class _Groups:
         )
         joining = _Joining(make)
         self._links.wait(joining, f"its process group {name}")
+        self._made.append(joining.group)
         return joining.group
+
+    def abort(self) -> None:
+        """A rank has failed: what streams wait for ends. On a CPU the threads that wait look up."""
+        if self._backend == "nccl":
+            for group in self._made:
+                group.abort()
 
 
 class _Joining:

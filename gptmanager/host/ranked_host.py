@@ -40,6 +40,7 @@ from gptmanager.statistics import Counts, PhaseTimes
 from gptmanager.step import Failure, Intake, Schedule
 
 _KEPT = 4  # schedules of rank 0: the others are not farther behind
+_CLOSE_S = 0.5  # a forward that hangs is not waited for longer
 _POLL_S = 0.002  # how often a wait for work of this rank's own threads looks up
 
 
@@ -54,6 +55,7 @@ class RankedHost(CallbackHost):
         self._config = config
         self._broadcasts = isinstance(self._get, Broadcast)
         self._last_schedule: Callable[[], Schedule | None] = lambda: None
+        self._close_executor: Callable[[float], bool] = lambda _: True
 
     def attach(self, assembly: Assembly) -> None:
         super().attach(assembly)
@@ -63,6 +65,7 @@ class RankedHost(CallbackHost):
         executor = assembly.executor
         assert isinstance(executor, RankExecutor)
         self._last_schedule = lambda: executor.last_schedule
+        self._close_executor = executor.close
 
     def tell_failure(self, error: BaseException) -> None:
         if hasattr(self, "links"):  # else the others were told while it was assembled
@@ -72,6 +75,8 @@ class RankedHost(CallbackHost):
         super().release()
         self._last_schedule = lambda: None
         if hasattr(self, "links"):
+            self._close_executor(_CLOSE_S)
+            self._close_executor = lambda _: True
             self.links.close()
 
 

@@ -68,6 +68,7 @@ class Links:
         self.rank, self.size = rank, size
         self.timeout_s = timeout_s
         self._host_failure = on_failure
+        self.abort_collectives: Callable[[], None] = lambda: None  # where nobody waits on the CPU
         self._wakener = Wakener()
         self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
         self._wait = _Wait()
@@ -233,6 +234,7 @@ class Links:
         return frame.payload
 
     def _on_failure(self) -> None:
+        self.abort_collectives()
         self._wakener.ring()
         self._host_failure()
 
