@@ -26,7 +26,7 @@ from gptmanager.request.adapter import AdapterTensors
 # (family, ranks of a stage, stages)
 EVERY = [
     *((family, 2, 2) for family in CONFIGS),
-    *(("llama", *layout) for layout in ((1, 3), (4, 1), (4, 2))),
+    *(("llama", *layout) for layout in ((1, 3), (4, 2))),
     ("gpt2", 2, 1),
 ]
 ODD_VOCABULARY = {"vocab_size": 95}
@@ -75,6 +75,7 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
     ("family", "options", "tolerance"),
     [
         ("qwen3", {}, 1e-5),
+        ("qwen3", {"dtype": "float64"}, 1e-12),
         ("qwen3", {"dtype": "bfloat16"}, 0.1),
         ("qwen3", {"weights_dtype": "int8"}, 1e-5),
         ("gpt2_odd", {"weights_dtype": "int8"}, 1e-5),  # of transposed matrices
@@ -271,15 +272,14 @@ def kilobytes(field):
 
 tiny, *folders = sys.argv[1:]
 load_model(tiny, kernels=CpuKernels(), collectives=Reader())
+Reader.layout = RankLayout(3, 2, 2)
 for folder in folders:
-    for layout in ((1, 2, 1), (3, 2, 2)):
-        Reader.layout = RankLayout(*layout)
-        give_back()
-        open("/proc/self/clear_refs", "w").write("5")
-        before = kilobytes("VmHWM")
-        model = load_model(folder, kernels=CpuKernels(), collectives=Reader())
-        print((kilobytes("VmHWM") - before) * 1024 / model.weights.nbytes)
-        del model
+    give_back()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = kilobytes("VmHWM")
+    model = load_model(folder, kernels=CpuKernels(), collectives=Reader())
+    print((kilobytes("VmHWM") - before) * 1024 / model.weights.nbytes)
+    del model
 """
 
 
@@ -294,7 +294,7 @@ def test_a_rank_needs_memory_for_its_own_share_and_a_fifth_of_it(tmp_path):
     command = [sys.executable, "-c", _MEASURE, *folders]
     process = subprocess.run(command, check=True, capture_output=True, text=True)
     shares = [float(line) for line in process.stdout.split()]
-    assert len(shares) == 4
+    assert len(shares) == 2
     assert all(1.0 < share < 1.2 for share in shares), shares
 
 
