@@ -45,7 +45,8 @@ def rank_managers(
     waits for the others.
     """
     stores = HashStore()
-    monkeypatch.setattr(gpt_manager, "find_world", lambda _: _here.world)
+    alone = ThreadWorld(RankLayout(), stores)
+    monkeypatch.setattr(gpt_manager, "find_world", lambda _: getattr(_here, "world", alone))
 
     def start(layout: RankLayout) -> GptManager:
         _here.world = ThreadWorld(layout, stores)

@@ -23,7 +23,6 @@ from gptmanager import (
     KvCacheConfig,
     ModelType,
     OptionalParams,
-    PeftCacheManagerConfig,
     PromptLookup,
     SchedulerConfig,
 )
@@ -89,9 +88,6 @@ def load(count, seed):
 def fill(params, **options):
     params.kv_cache_config = KvCacheConfig(
         max_tokens=168, tokens_per_block=8, enable_block_reuse=True
-    )
-    params.peft_cache_manager_config = PeftCacheManagerConfig(
-        host_cache_size=0, device_cache_percent=0.0
     )
     params.max_batch_size = 6
     params.max_active_requests = None
