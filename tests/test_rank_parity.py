@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from fuzz import FUZZ
 from rank_managers import PATIENCE_S, Host, rank_managers
@@ -26,6 +27,8 @@ from gptmanager import (
     PromptLookup,
     SchedulerConfig,
 )
+from gptmanager.cuda import emulator
+from gptmanager.errors import ConfigError
 
 VOCAB_SIZE = 96
 TIMES = {"Timestamp", "iteration_latency_us", "gil_wait_us", "callback_us"}
@@ -69,6 +72,10 @@ def mixed_request(number, rng):
         options |= {"repetition_penalty": 1.2, "bad_words_list": [[5], [7, 8]]}
     if rng.random() < 0.2:
         options |= {"logits_post_processor": lift}
+    if rng.random() < 0.1:
+        numbers = torch.Generator().manual_seed(number)
+        options |= {"prompt_embedding_table": torch.randn(3, 32, generator=numbers)}
+        prompt = [VOCAB_SIZE, VOCAB_SIZE + 2, VOCAB_SIZE + 1, *prompt]
     if rng.random() < 0.1:
         options |= {"deadline_s": rng.choice((1e-9, 1e6))}
     if rng.random() < 0.3 and "beams" not in kind:
@@ -120,11 +127,11 @@ def run_alone(family, requests, stops, **options):
 
 def run_on_ranks(monkeypatch, family, requests, stops, tensor, stages, **options):
     hosts = [Host(requests, stops) for _ in range(tensor * stages)]
+    config = options.pop("ranks", {})
 
     def make(rank, params):
         return manager(source(family), fill(params, **options), hosts[rank].callbacks(rank))
 
-    config = options.pop("ranks", {})
     with rank_managers(monkeypatch, make, tensor, stages, **config) as managers:
         assert managers[0].wait_idle(PATIENCE_S)
         assert all(one.audit().ok for one in managers)
@@ -148,17 +155,24 @@ def assert_same_answers(hosts, alone, count, exactly):
     for request_id, (tensors, error) in alone.finals.items():
         found, found_error = host.finals[request_id]
         assert found_error == error, request_id
-        if not exactly and [[5]] in (tensors.get("finish_reasons"), found.get("finish_reasons")):
+        if not exactly and {4, 5} & {*reasons(found), *reasons(tensors)}:
             stopped.add(request_id)  # it depends on the schedule how far it came
             continue
         assert found.keys() == tensors.keys()
+        by_step = request_id in alone.streamed and not exactly
         for name, value in tensors.items():
+            if by_step and name != "finish_reasons":
+                continue  # how many of the tokens come with the end, too
             if "log" in name:
                 np.testing.assert_allclose(found[name], value, atol=2e-4, err_msg=str(request_id))
             else:
                 assert found[name] == value, (request_id, name)
         assert host.streamed.get(request_id) == alone.streamed.get(request_id)
     assert len(stopped) < count / 4
+
+
+def reasons(tensors):
+    return tensors.get("finish_reasons", [[]])[0]
 
 
 @pytest.mark.parametrize(
@@ -180,3 +194,59 @@ def test_ranks_answer_as_one(monkeypatch, family, tensor, stages, dtype):
     if stages == 1:
         found, wanted = map(plain, hosts[0].statistics), map(plain, alone.statistics)
         assert list(found) == list(wanted)
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
+def test_every_rank_answers_its_host_where_it_is_to(monkeypatch, tensor, stages):
+    requests, stops = load(12, seed=5)
+    ranks = {"respond_on_all_ranks": True}
+    hosts = run_on_ranks(
+        monkeypatch, "llama", requests, stops, tensor, stages, ranks=ranks, dtype="float64"
+    )
+    first, second = hosts
+    assert first.num_finals == second.num_finals == 12
+    assert first.finals == second.finals and first.streamed == second.streamed
+    assert list(map(plain, first.statistics)) == list(map(plain, second.statistics))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_rank_with_logits_calls_its_own_hosts_processors(monkeypatch, stages):
+    called = set()
+
+    class Named:
+        def __init__(self, rank):
+            self.rank = rank
+
+        def process_batch(self, request_ids, logits, tokens, stream, client_ids):
+            called.add(self.rank)
+            for own, histories in zip(logits, tokens, strict=True):
+                lift(0, own, histories, stream, None)
+
+    requests, stops = load(10, seed=8)
+    for request in requests:
+        request.logits_post_processor = None
+    alone = run_alone("llama", requests, stops, logits_post_processor_batched=Named("alone"))
+    hosts = [Host(requests, stops) for _ in range(2 * stages)]
+
+    def make(rank, params):
+        filled = fill(params, logits_post_processor_batched=Named(rank))
+        return manager(source("llama"), filled, hosts[rank].callbacks(rank))
+
+    replicated = {"replicate_logits_post_processors": True}
+    with rank_managers(monkeypatch, make, 2, stages, **replicated) as managers:
+        assert managers[0].wait_idle(PATIENCE_S)
+    assert [one.exception for one in managers] == [None] * len(managers)
+    assert called == {"alone", 0, 1}  # those of the last stage
+    assert_same_answers(hosts, alone, 10, exactly=stages == 1)
+
+
+def test_ranks_on_the_emulator(monkeypatch):
+    try:
+        emulator.Toolchain().require_headers()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    requests, stops = load(6, seed=3)
+    options = {"device": "emulator", "run_ahead": 1}
+    alone = run_alone("llama", requests, stops, **options)
+    hosts = run_on_ranks(monkeypatch, "llama", requests, stops, 2, 1, **options)
+    assert_same_answers(hosts, alone, 6, exactly=True)
