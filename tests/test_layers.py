@@ -135,8 +135,9 @@ ranks/                    one process a rank: who has which part, and what they 
     watch                 which rank has failed (no torch)
     meeting               how ranks find each other (no torch)
     links                 what the managers of all ranks tell each other (no torch)
-    world                 which rank this is, and where the others are
+    small_tensors         tensors of a few kilobytes, each sent to each
     collectives           what the networks of several ranks do together
+    world                 which rank this is, and where the others are
 memory/                   tensors that outlive a step, and the files that weights come from
     checkpoint_files      files of a checkpoint, which somebody else wrote (no torch)
     cpu_memory            how much memory is free, and what has been freed given back (no torch)

@@ -30,6 +30,7 @@ from gptmanager.lifecycle.latch import Latch
 from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
 from gptmanager.ranks.collectives import Collectives, GroupCollectives
 from gptmanager.ranks.links import Links, Message
+from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, new_group
 
 _GROUP_GRACE_S = 5.0  # groups of torch time out later than links, which know whose fault it is
@@ -180,12 +181,17 @@ class _Groups:
         behind = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
         within = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
         wait: Callable[[Any], None] = self._links.wait
+        small = None
         if self._backend == "nccl":
             wait = _enqueue
+        elif parts > 1:
+            own = self._store, part, parts, self._links, self._timeout_s
+            small = connect_parts(*own, prefix=f"stage-{stage}")
         return GroupCollectives(
             *(layout, within, before, behind, wait),
             replicates=config.replicate_logits_post_processors,
             deterministic=params.deterministic,
+            small_tensors=small,
         )
 
     def _new(self, name: str, rank: int, size: int) -> Any:

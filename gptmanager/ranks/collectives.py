@@ -18,6 +18,7 @@ import torch.distributed  # builds without it have the module, but no groups
 from torch import Tensor
 
 from gptmanager.ranks.layout import RankLayout
+from gptmanager.ranks.small_tensors import MOST_BYTES, SmallTensors
 
 # gloo's ring pays from here on: elements of a sum. Below, one exchange of all parts is faster.
 _MIN_RING = 1 << 16
@@ -63,6 +64,7 @@ class GroupCollectives:
     stream, and raises what is to end the step. `replicates`: `gather` gives its result to each
     rank of the stage. `deterministic`: a sum of several parts has the same bits whatever else is
     in the tensor; a ring adds in an order that depends on the place of an element.
+    `small_tensors`: on a CPU a quicker way for those; None: there is none.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class GroupCollectives:
         *,
         replicates: bool = False,
         deterministic: bool = False,
+        small_tensors: SmallTensors | None = None,
     ) -> None:
         self.layout = layout
+        self._small_tensors = small_tensors
         self._stage, self._from_previous, self._to_next = stage_group, from_previous, to_next
         self._wait = wait
         self._replicates, self._deterministic = replicates, deterministic
@@ -136,6 +140,9 @@ class GroupCollectives:
         self._sent = None
 
     def _of_all(self, tensor: Tensor) -> list[Tensor]:
+        small = self._small_tensors
+        if small is not None and tensor.nbytes <= MOST_BYTES and tensor.device.type == "cpu":
+            return small.of_all(tensor)
         parts = [torch.empty_like(tensor) for _ in self.layout.stage_ranks]
         self._wait(self._stage.allgather([parts], [tensor]))
         return parts

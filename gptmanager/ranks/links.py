@@ -7,9 +7,11 @@ watch's. Every wait ends: with what was waited for, or with a RankError that nam
 from __future__ import annotations
 
 import math
+import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -72,6 +74,7 @@ class Links:
         self._wakener = Wakener()
         self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
         self._wait = _Wait()
+        self._others: list[Frames] = []
         self._loops: dict[int, Frames] = {}
         watched: dict[int, Frames] = {}
         blame: Blame | None = None
@@ -169,6 +172,23 @@ class Links:
         finally:
             self._end()
 
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around what waits on connections that `frames` has made."""
+        self._begin(what)
+        try:
+            yield
+        except EOFError as error:
+            raise self._lost(error) from error
+        finally:
+            self._end()
+
+    def frames(self, connection: socket.socket) -> Frames:
+        """Another connection to a rank; waits on it end when one has failed. `close` closes it."""
+        frames = Frames(connection, None, self._between, _PAUSE_S)
+        self._others.append(frames)
+        return frames
+
     def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
         """Rank 0: `explain(rank, data)` says how what a rank has decided differs. Of any thread."""
         self._watch.explain = explain
@@ -193,7 +213,7 @@ class Links:
     def close(self) -> None:
         """Nothing is sent or received any more. Idempotent."""
         self._watch.close()
-        for connection in self._loops.values():
+        for connection in (*self._loops.values(), *self._others):
             connection.close()
         self._wakener.close()
 

@@ -1,0 +1,84 @@
+"""`SmallTensors`: tensors of a few kilobytes between the ranks of a stage, each sent to each.
+
+In a step of few tokens the time of a sum is the time until others hear of it. Here the thread that
+computes sends and receives itself: a fifth of what gloo takes, whose threads stand between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptmanager.ranks.frames import Frames
+from gptmanager.ranks.links import Links
+from gptmanager.ranks.meeting import Channel, call, meet
+
+MOST_BYTES = 1 << 16  # all of it fits into the buffers of a connection: nobody waits to send
+_KIND = 0
+
+
+class SmallTensors:
+    """Of part number `part`. `others`: a connection to each other part."""
+
+    def __init__(self, part: int, others: Mapping[int, Frames], links: Links) -> None:
+        self._part, self._others, self._links = part, others, links
+
+    def of_all(self, tensor: Tensor) -> list[Tensor]:
+        """Those of all parts, in their order. At most MOST_BYTES, on the CPU, all of one shape and
+        dtype. RankError when a rank has failed.
+        """
+        own = tensor.contiguous()
+        data = own.view(-1).view(torch.uint8).numpy().data
+        parts: dict[int, Tensor] = {self._part: own}
+        with self._links.waiting("a sum"):
+            for frames in self._others.values():
+                frames.send(_KIND, data)
+            for part, frames in self._others.items():
+                frame = frames.receive()
+                assert frame is not None
+                values = torch.frombuffer(bytearray(frame.payload), dtype=own.dtype)
+                parts[part] = values.view(own.shape)
+        return [parts[part] for part in sorted(parts)]
+
+
+def connect_parts(
+    store: Any, part: int, size: int, links: Links, boot_s: float, *, prefix: str
+) -> SmallTensors:
+    """Each part with each other: the lower one listens. Called on all parts of a stage at once.
+
+    `prefix`: of the stage's names in `store`.
+    """
+    others: dict[int, Frames] = {}
+    for first in range(size - 1):
+        own = _Prefixed(store, f"{prefix}/part-{first}/")
+        if part == first:
+            own.set("address", links.address)
+            found, _ = meet(own, links.address, size - first, boot_s)
+            links.check()
+        elif part > first:
+            found = call(own, own.get("address").decode(), part - first, boot_s)
+        else:
+            continue
+        for (number, channel), connection in found.items():
+            if channel is Channel.WATCH:
+                connection.close()
+            else:
+                others[first + number] = links.frames(connection)
+    return SmallTensors(part, others, links)
+
+
+class _Prefixed:
+    """A store in which names have a prefix."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._store.get(self._prefix + key)
+        return found
