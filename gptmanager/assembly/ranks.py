@@ -34,8 +34,12 @@ from gptmanager.ranks.small_tensors import connect_parts
 from gptmanager.ranks.world import BOOT_S, World, new_group
 
 _GROUP_GRACE_S = 5.0  # groups of torch time out later than links, which know whose fault it is
-# what may differ: where a rank writes, what it shows, which device is its own
-_OWN = ("black_box_path", "recording_path", "on_progress", "device")
+# what may differ: where a rank writes, what it tells and when, which device is its own
+_OWN = (
+    *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
+    *("on_progress", "callback_budget_s", "logits_post_processor_budget_s", "idle_poll_s"),
+    "device",
+)
 
 
 class Ranks(NamedTuple):
