@@ -107,8 +107,7 @@ def turns(draw):
         draw(ids),
     )
     crc = st.integers(0, 2**32 - 1)
-    digest = st.integers(-(2**63), 2**63 - 1)
-    return Turn(intake, draw(crc), draw(crc), draw(digest), draw(st.booleans()))
+    return Turn(intake, draw(crc), draw(crc), draw(st.booleans()))
 
 
 def told(value):
@@ -162,7 +161,7 @@ def test_a_turn_comes_as_it_was(turn):
 
 def test_what_has_nothing_to_say_is_short():
     for clears, is_empty in [(False, False), (True, False), (False, True)]:
-        turn = Turn(Intake(1.25, clears_cache=clears), 1, 2, -3, is_empty)
+        turn = Turn(Intake(1.25, clears_cache=clears), 1, 2, is_empty)
         data = pack(turn)
         assert len(data) < 40
         assert Unpacker()(data) == turn
@@ -174,13 +173,13 @@ def test_what_has_nothing_to_say_is_short():
 def test_tensors_of_unusual_dtypes_come_as_they_were(dtype):
     weights = torch.arange(12).reshape(3, 4).to(getattr(torch, dtype))
     request = InferenceRequest(1, {"lora_weights": weights})
-    turn = Turn(Intake(0.0, (request,)), 0, 0, 0, False)
+    turn = Turn(Intake(0.0, (request,)), 0, 0, False)
     assert told(Unpacker()(pack(turn))) == told(turn)
 
 
 def test_weights_in_lists_come_as_an_array():
     request = InferenceRequest(1, {"lora_weights": [[0.5, 1.5], [2.5, 3.5]]})
-    (again,) = Unpacker()(pack(Turn(Intake(0.0, (request,)), 0, 0, 0, False))).intake.requests
+    (again,) = Unpacker()(pack(Turn(Intake(0.0, (request,)), 0, 0, False))).intake.requests
     assert again.lora_weights.tolist() == request.lora_weights
 
 
@@ -190,7 +189,7 @@ def test_weights_of_an_adapter_come_whole(value):
     weights[1] = 2.5
     request = InferenceRequest(1, {"lora_weights": weights, "lora_config": value((0, 3))})
     request.tensors["draft_logits"] = value((0, 4))
-    turn = Turn(Intake(0.0, (request,)), 0, 0, 0, False)
+    turn = Turn(Intake(0.0, (request,)), 0, 0, False)
     assert told(Unpacker()(pack(turn))) == told(turn)
 
 
@@ -206,7 +205,7 @@ def test_what_no_host_should_give_harms_no_other_request():
         keyword = chance.choice(KEYWORDS)
         is_processor = keyword == "logits_post_processor"
         bad.__dict__[keyword] = (processor if is_processor else hostile_values)(chance)
-        turn = Turn(Intake(0.0, (bad, good)), 0, 0, 0, False)
+        turn = Turn(Intake(0.0, (bad, good)), 0, 0, False)
         first, second = unpack(pack(turn)).intake.requests
         assert first.request_id == number
         assert told(second) == told(good)
@@ -217,7 +216,7 @@ def test_masked_and_matrix_are_arrays():
     values = [np.ma.masked_array([1, 2, 3], [0, 1, 0]), np.matrix([1, 2])]
     for value in values:
         request = InferenceRequest(1, {"input_ids": value})
-        turn = Turn(Intake(0.0, (request,)), 0, 0, 0, False)
+        turn = Turn(Intake(0.0, (request,)), 0, 0, False)
         (again,) = Unpacker()(pack(turn)).intake.requests
         assert told(again.input_ids) == told(np.asarray(value))
 
@@ -238,7 +237,6 @@ SAMPLE = pack(
         ),
         1,
         2,
-        3,
         False,
     )
 )
@@ -257,7 +255,7 @@ def read(data):
 def test_a_message_that_is_cut_off_is_a_rank_error():
     assert read(SAMPLE)
     assert not any(read(SAMPLE[:end]) for end in range(len(SAMPLE)))
-    bare = pack(Turn(Intake(0.0), 0, 0, 0, False))
+    bare = pack(Turn(Intake(0.0), 0, 0, False))
     assert not any(read(bare[:end]) for end in range(len(bare)))
     assert not read(bare + b"x")
 
@@ -321,7 +319,7 @@ def test_digests_are_the_same_in_every_process():
 
 
 def test_a_digest_tells_what_differs():
-    found = [schedule_digest(it) for it in (None, SCHEDULE, *OTHERS)]
+    found = [schedule_digest(it) for it in (SCHEDULE, *OTHERS)]
     assert len(set(found)) == len(found)
     request = InferenceRequest.from_tokens(5, list(range(100)), 3)
     others = [

@@ -187,7 +187,7 @@ def test_a_missing_result_is_told_unless_the_run_broke_off_there(run):
 def test_differences_are_named_by_path():
     assert difference([1, (2, 3)], [1, (2, 4)], "x") == ("x[1][1]", 3, 4)
     assert difference((1,), (1, 2), "x") == ("x[1]", "nothing", 2)
-    assert difference({"a": 1}, {"a": 2}, "x") == ("x", {"a": 1}, {"a": 2})
+    assert difference({"a": 1}, {"a": 2}, "x") == ("x.a", 1, 2)
     assert difference(1, 1, "x") is None
 
 

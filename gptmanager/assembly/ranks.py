@@ -88,10 +88,8 @@ class Ranks(NamedTuple):
         given = self.links.exchange(repr(value).encode())
         for rank, own in enumerate(given):
             if own != given[0]:
-                raise RankError(
-                    f"rank {rank} has other {what} than rank 0: {own.decode()}, not "
-                    f"{given[0].decode()}"
-                )
+                why = f"has other {what} than rank 0: {own.decode()}, not {given[0].decode()}"
+                self.links.blame(rank, why)
 
     def _least(self, *numbers: int) -> list[int]:
         """Of each number the least that any rank has given."""
@@ -136,7 +134,7 @@ def connect(
         }
         given = {"host": socket.gethostname(), "own": own}
         answers = [orjson.loads(it) for it in links.exchange(orjson.dumps(given, default=repr))]
-        _compare([answer["own"] for answer in answers])
+        _compare(links, [answer["own"] for answer in answers])
         is_cuda = (params.device or "").startswith("cuda")
         make = _Groups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
         links.abort_collectives = make.abort
@@ -249,15 +247,13 @@ def _enqueue(work: Any) -> None:
     work.wait()
 
 
-def _compare(given: list[dict[str, Any]]) -> None:
+def _compare(links: Links, given: list[dict[str, Any]]) -> None:
     first = given[0]
     for rank, own in enumerate(given):
         for name in dict.fromkeys((*first, *own)):
             here, there = own.get(name, "nothing"), first.get(name, "nothing")
             if here != there:
-                raise RankError(
-                    f"rank {rank} differs from rank 0: {name} = {here!r}, not {there!r}"
-                )
+                links.blame(rank, f"differs from rank 0: {name} = {here!r}, not {there!r}")
 
 
 def _versions(params: OptionalParams) -> dict[str, Any]:

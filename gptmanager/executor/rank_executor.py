@@ -82,7 +82,7 @@ class RankExecutor:
         self._is_staged = isinstance(executor, StagedExecutor)
         self._on_device = isinstance(executor.runner, DeviceRunner)
         lines = (executor.executor if isinstance(executor, StagedExecutor) else executor).lines
-        self.last_schedule: Schedule | None = None
+        self.on_decision: Callable[[Schedule], None] = lambda schedule: None
         self._starts = np.zeros(lines.num_slots, dtype=np.int64)  # by slot, ever
 
     @property
@@ -102,7 +102,7 @@ class RankExecutor:
         return own.close(timeout_s) if isinstance(own, StagedExecutor) else True
 
     def forward(self, schedule: Schedule) -> RankStep:
-        self.last_schedule = schedule
+        self.on_decision(schedule)  # before ranks whose rows differ compute together
         for start in schedule.starts:
             self._starts[start.slot] += 1
         slots = [row.slot for row in schedule.sampling_rows]

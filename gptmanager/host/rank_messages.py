@@ -40,20 +40,19 @@ _DTYPES = {
     )
 }
 _LENGTH = struct.Struct("<I")
-_BARE = struct.Struct("<IdIIq??")  # no JSON, the time, the rest of a turn, whether caches are stale
+_BARE = struct.Struct("<IdII??")  # no JSON, the time, the rest of a turn, whether caches are stale
 
 
 class Turn(NamedTuple):
     """What rank 0 tells the others at the start of an iteration.
 
     `requests`, `stops`: digests, where each rank's own host gives them; then the intake has none.
-    `schedule`: digest of the last one that rank 0 decided. `is_empty`: Get had nothing.
+    `is_empty`: Get had nothing.
     """
 
     intake: Intake
     requests: int
     stops: int
-    schedule: int
     is_empty: bool
 
 
@@ -78,7 +77,7 @@ def pack(turn: Turn) -> bytes:
                 forgotten_adapters=turn.intake.forgotten_adapters,
             ),
             "requests": requests,
-            "digests": [turn.requests, turn.stops, turn.schedule],
+            "digests": [turn.requests, turn.stops],
             "is_empty": turn.is_empty,
         }
     )
@@ -101,7 +100,7 @@ class Unpacker:
             head = orjson.loads(memoryview(data)[start : start + size])
             intake = self._decoder.decode(Intake, head["intake"])
             requests = _requests(head["requests"], memoryview(data)[start + size :])
-            own, stops, schedule = map(int, head["digests"])
+            own, stops = map(int, head["digests"])
             failures = tuple(Failure(it.request_id, _error(it.error)) for it in intake.failures)
             done = tuple(
                 it if it.error is None else it._replace(error=_error(it.error))
@@ -117,7 +116,7 @@ class Unpacker:
                 done,
                 intake.forgotten_adapters,
             )
-            return Turn(whole, own, stops, schedule, bool(head["is_empty"]))
+            return Turn(whole, own, stops, bool(head["is_empty"]))
         except Exception as error:  # whatever it is, it is none of rank 0's
             text = response_text(error)
             raise RankError(f"a message of rank 0 cannot be read: {text}") from error
@@ -151,10 +150,8 @@ def stops_digest(stops: Iterable[int]) -> int:
     return zlib.crc32(to_json(sorted(stops)))
 
 
-def schedule_digest(schedule: Schedule | None) -> int:
+def schedule_digest(schedule: Schedule) -> int:
     """Of all that is decided: integers alone, whose hashes are the same in every process."""
-    if schedule is None:
-        return 0
     starts = tuple(
         (it.slot, len(it.tokens), it.beam_width, it.adapter_slot) for it in schedule.starts
     )

@@ -6,6 +6,7 @@ iterate when it does, with what it has taken in, and say when they decided other
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from gptmanager.step import Failure, Intake, Schedule
 
 _KEPT = 4  # schedules of rank 0: the others are not farther behind
 _CLOSE_S = 0.5  # a forward that hangs is not waited for longer
+_DIGEST = struct.Struct("<q")
 _POLL_S = 0.002  # how often a wait for work of this rank's own threads looks up
 
 
@@ -54,18 +56,16 @@ class RankedHost(CallbackHost):
         super().__init__(*callbacks, **options)
         self._config = config
         self._broadcasts = isinstance(self._get, Broadcast)
-        self._last_schedule: Callable[[], Schedule | None] = lambda: None
-        self._close_executor: Callable[[float], bool] = lambda _: True
+        self._executor: RankExecutor | None = None
 
     def attach(self, assembly: Assembly) -> None:
         super().attach(assembly)
         assert assembly.ranks is not None
         self._ranks = assembly.ranks
         self.links = assembly.ranks.links
-        executor = assembly.executor
-        assert isinstance(executor, RankExecutor)
-        self._last_schedule = lambda: executor.last_schedule
-        self._close_executor = executor.close
+        assert isinstance(assembly.executor, RankExecutor)
+        self._executor = assembly.executor
+        self._executor.on_decision = self._decide
 
     def tell_failure(self, error: BaseException) -> None:
         if hasattr(self, "links"):  # else the others were told while it was assembled
@@ -73,11 +73,15 @@ class RankedHost(CallbackHost):
 
     def release(self) -> None:
         super().release()
-        self._last_schedule = lambda: None
-        if hasattr(self, "links"):
-            self._close_executor(_CLOSE_S)
-            self._close_executor = lambda _: True
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close(_CLOSE_S)
+            executor.on_decision = _forget
             self.links.close()
+
+    def _decide(self, schedule: Schedule) -> None:
+        """A step is about to begin. RankError when the ranks differ in it."""
+        raise NotImplementedError
 
 
 class LeadingHost(RankedHost):
@@ -98,10 +102,7 @@ class LeadingHost(RankedHost):
     def fetch(self, room: int | None, num_active: int) -> Intake:
         self.links.check()
         intake = super().fetch(room, num_active)
-        last = self._last_schedule()
-        if last is not None and (not self._schedules or self._schedules[-1] is not last):
-            self._schedules.append(last)
-        turn = Turn(intake, 0, 0, schedule_digest(last), self.last_fetch.is_empty)
+        turn = Turn(intake, 0, 0, self.last_fetch.is_empty)
         if not self._broadcasts:  # each rank's own host answers, and only tells whether it differs
             own = requests_digest(intake.requests), stops_digest(intake.stops)
             bare = _without_answers(intake)
@@ -117,11 +118,17 @@ class LeadingHost(RankedHost):
             self.links.send(Message.ASK, orjson.dumps(room))
         super()._ask(room)
 
+    def _decide(self, schedule: Schedule) -> None:
+        self._schedules.append(schedule)
+        self.links.send(Message.DECISION, _DIGEST.pack(schedule_digest(schedule)))
+
     def _difference(self, rank: int, data: Any) -> str:
         """Between what a rank has decided and what this one has, for people. Of any thread."""
-        own = next((it for it in self._schedules if it.iteration == data["iteration"]), None)
-        plain = None if own is None else orjson.loads(to_json(own))
-        found = difference(plain, data, "schedule")
+        kept = list(self._schedules)  # the loop's thread goes on
+        own = next((it for it in kept if it.iteration == data["iteration"]), None)
+        if own is None:
+            return "rank 0 had no step"
+        found = difference(orjson.loads(to_json(own)), data, "schedule")
         if found is None:
             return "it has the same schedule"
         where, here, there = found
@@ -137,7 +144,7 @@ class FollowingHost(RankedHost):
         super().__init__(config, *callbacks, **options)
         self._unpack = Unpacker()
         self._turn: Turn | None = None
-        self._is_ended = self._is_aborted = False
+        self._is_ended = self._is_aborted = self._is_woken = False
         self.last_fetch = Fetched(0, is_empty=True, failed=False)
         self._own_ready: set[int] = set()
         self._own_jobs: dict[int, AdapterDone] = {}
@@ -156,17 +163,25 @@ class FollowingHost(RankedHost):
         if aborts:
             raise RankError(f"rank {self.links.rank} was shut down")
         self.links.check()
-        while self._turn is None and not self._is_ended:
+        is_woken, self._is_woken = self._is_woken, False
+        while self._turn is None and not (self._is_ended or is_woken):
             frame = self.links.receive(may_be_woken=not is_active)
             if frame is None:
+                self._is_woken = True  # who rang waits for a turn that begins after it
                 break
             if frame.kind == Message.ASK:
+                self._check_alone()
                 self._ask(orjson.loads(frame.payload))
             elif frame.kind == Message.INTAKE:
                 self._turn = self._unpack(frame.payload)
-                self._compare(self._turn)
             elif frame.kind in (Message.ABORT, Message.END):
+                if frame.kind == Message.END:
+                    self._check_alone()
+                    if is_active:
+                        raise RankError("rank 0 has answered all requests, this rank has not")
                 self._is_ended, self._is_aborted = True, frame.kind == Message.ABORT
+            elif frame.kind == Message.DECISION:
+                raise RankError("rank 0 has a step where this rank has none")
             else:
                 raise RankError(f"rank 0 sent message {frame.kind} between two iterations")
         return self._is_ended, self._is_aborted
@@ -215,14 +230,20 @@ class FollowingHost(RankedHost):
 
     # Is it as on rank 0? ---------------------------------------------------------------------
 
-    def _compare(self, turn: Turn) -> None:
-        last = self._last_schedule()
-        if schedule_digest(last) == turn.schedule:
-            return
-        if last is None:
-            raise RankError("it has decided nothing yet, rank 0 has")
-        text = f"went another way in iteration {last.iteration}"
-        self.links.tell_difference(text, to_json(last))
+    def _decide(self, schedule: Schedule) -> None:
+        frame = self.links.receive()
+        if frame != (Message.DECISION, _DIGEST.pack(schedule_digest(schedule))):
+            text = f"went another way in iteration {schedule.iteration}"
+            self.links.tell_difference(text, to_json(schedule))
+
+    def _check_alone(self) -> None:
+        """An iteration would have come for what Get returned on rank 0, too."""
+        ids = [request.request_id for request in self._receiver.received]
+        if ids:
+            raise RankError(
+                "GetInferenceRequests answered otherwise than on rank 0, where it had nothing: "
+                f"here requests {ids[:8]}"
+            )
 
     def _with_own_answers(self, turn: Turn) -> Intake:
         requests, self._receiver.received = tuple(self._receiver.received), []
@@ -268,6 +289,10 @@ class FollowingHost(RankedHost):
                 raise RankError(
                     f"job {done.job} of adapters came out otherwise than on rank 0: {why}"
                 )
+
+
+def _forget(schedule: Schedule) -> None:
+    """The host is gone."""
 
 
 def _without_answers(intake: Intake) -> Intake:

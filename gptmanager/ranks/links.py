@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -36,9 +36,10 @@ class Message(IntEnum):
     EXCHANGE = 1  # while managers start
     INTAKE = 2  # rank 0's intake: an iteration begins
     ASK = 3  # Get is called on every rank
-    RESULT = 4  # what a step yielded
-    ABORT = 5  # rank 0 ends its requests with an error
-    END = 6  # rank 0 has answered all
+    DECISION = 4  # digest of what rank 0 has decided: a step begins
+    RESULT = 5  # what a step yielded
+    ABORT = 6  # rank 0 ends its requests with an error
+    END = 7  # rank 0 has answered all
 
 
 class _Wait(threading.local):
@@ -192,6 +193,12 @@ class Links:
     def explain_difference(self, explain: Callable[[int, Any], str]) -> None:
         """Rank 0: `explain(rank, data)` says how what a rank has decided differs. Of any thread."""
         self._watch.explain = explain
+
+    def blame(self, rank: int, why: str) -> NoReturn:
+        """RankError: all ranks find by themselves that this one has failed."""
+        self._watch.fail(rank, why)
+        self.check()
+        raise AssertionError
 
     def tell_difference(self, text: str, data: bytes) -> None:
         """This rank has decided otherwise than rank 0, which says how: RankError."""

@@ -92,7 +92,7 @@ class Watch:
             self._watch()
         except Exception as error:
             logger.exception("the watch over ranks ends")
-            self._fail(self._rank, f"can watch no other: {response_text(error)}")
+            self.fail(self._rank, f"can watch no other: {response_text(error)}")
         finally:
             for connection in self._connections.values():
                 connection.close()
@@ -147,7 +147,7 @@ class Watch:
         if "verdict" in message:
             number, why = message["verdict"]
             if self._rank:
-                self._fail(int(number), str(why))
+                self.fail(int(number), str(why))
             else:
                 self._blame(int(number), str(why))
         elif "failed" in message:
@@ -204,9 +204,10 @@ class Watch:
         """Who is blamed is told, too: it may only have been stopped, and go on later."""
         if self.failure is None and not self._is_closing:
             self._send_all({"verdict": [rank, why]})
-            self._fail(rank, why)
+            self.fail(rank, why)
 
-    def _fail(self, rank: int, why: str) -> None:
+    def fail(self, rank: int, why: str) -> None:
+        """This rank knows which one has failed. Of any thread."""
         if self.failure is None:
             self.failure = RankError(f"rank {rank} {why}")
             self.failed.set()

@@ -21,9 +21,12 @@ def difference(recorded: Any, replayed: Any, path: str) -> tuple[str, Any, Any] 
     pairs: list[tuple[str, Any, Any]] = []
     if names is not None and type(recorded) is type(replayed):
         pairs = [(f"{path}.{n}", getattr(recorded, n), getattr(replayed, n)) for n in names]
+    elif isinstance(recorded, dict) and isinstance(replayed, dict):
+        names = dict.fromkeys((*recorded, *replayed))
+        pairs = [(f"{path}.{n}", recorded.get(n), replayed.get(n)) for n in names]
     elif isinstance(recorded, (list, tuple)) and isinstance(replayed, (list, tuple)):
-        both = itertools.zip_longest(recorded, replayed, fillvalue="nothing")
-        pairs = [(f"{path}[{index}]", *items) for index, items in enumerate(both)]
+        items = itertools.zip_longest(recorded, replayed, fillvalue="nothing")
+        pairs = [(f"{path}[{index}]", *both) for index, both in enumerate(items)]
     found = (difference(one, other, inner) for inner, one, other in pairs)
     return next((item for item in found if item is not None), (path, recorded, replayed))
 

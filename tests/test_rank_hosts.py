@@ -1,0 +1,360 @@
+"""Managers of several ranks: one schedule for all, and one end."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rank_hosts import TINY, serving
+from rank_hosts import start as start_all
+from rank_links import at_once
+from safetensors.torch import load_file
+from shorthand import request
+
+from gptmanager import CapacitySchedulerPolicy, KvCacheConfig, ModelType, SchedulerConfig
+from gptmanager.assembly import ranks
+from gptmanager.assembly.backend import CpuBackend
+from gptmanager.errors import ConfigError, RankError
+from gptmanager.lifecycle.state import ManagerState
+from gptmanager.scheduler import RequestScheduler
+from gptmanager.testing import RecordingCallbacks
+
+STOPPED, FAILED = ManagerState.STOPPED, ManagerState.FAILED
+
+
+def serve(it, count=3, first=0):
+    """Requests of rank 0's host, answered without error."""
+    it.host.submit(*(request(i, [1, 2, 3 + i], 6) for i in range(first, first + count)))
+    return [it.host.final(i) for i in range(first, first + count)]
+
+
+def errors(found):
+    """After the end: the text of each rank's failure."""
+    at_once(lambda it: it.wait(30), found)
+    assert [it.state for it in found] == [FAILED] * len(found)
+    return [str(it.exception) for it in found]
+
+
+def new_hosts(*requests):
+    """Of two ranks, each with requests of its own."""
+    given = requests or ((), ())
+    return [RecordingCallbacks([request(*it) for it in own]) for own in given]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_ranks_do_what_rank_0_was_asked(monkeypatch, size):
+    with serving(monkeypatch, size) as it:
+        finals = serve(it)
+        assert [final.error for final in finals] == [""] * 3
+        assert all(not host.responses and not host.rooms for host in it.hosts[1:])
+        assert [manager.audit().ok for manager in it.managers] == [True] * size
+    assert [manager.state for manager in it.managers] == [STOPPED] * size
+
+
+def test_with_the_option_all_ranks_answer_their_hosts(monkeypatch):
+    with serving(monkeypatch, 2, parallel={"respond_on_all_ranks": True}) as it:
+        serve(it)
+        it.managers[1].wait_idle(10)
+        it.host.stop(7)
+        it.host.submit(request(7, [1], 50))
+        it.host.final(7)
+    ours, others = (
+        {i: host.of(i)[0].tensors["output_ids"].tolist() for i in (0, 1, 2, 7)} for host in it.hosts
+    )
+    assert ours == others
+    assert len(it.hosts[1].statistics) == len(it.host.statistics)
+
+
+# Idle followers --------------------------------------------------------------------------------
+
+
+def test_an_idle_rank_answers_its_host(monkeypatch):
+    with serving(monkeypatch, 2) as it:
+        idle = it.managers[1]
+        for _ in range(2):
+            assert idle.wait_idle(10)
+            assert idle.audit(10).ok
+            assert idle.explain(5, 10).text
+            assert idle.would_fit(request(5, [1], 3), 10)
+            idle.notify()
+            idle.clear_cached()
+            idle.forget_adapter(3)
+            assert idle.health().alive
+            serve(it)
+
+
+def test_resting_longer_than_the_timeout_is_no_failure_and_costs_nothing(monkeypatch):
+    with serving(monkeypatch, 2, parallel={"timeout_s": 0.3}) as it:
+        serve(it)
+        before = time.process_time()
+        time.sleep(1.0)
+        used = time.process_time() - before
+        assert [manager.state for manager in it.managers] == [ManagerState.RUNNING] * 2
+        serve(it, first=10)
+    assert used < 0.2  # of two managers; 1 % of a core each would be 0.02: a loop that spins
+
+
+# The end ---------------------------------------------------------------------------------------
+
+
+def test_an_abort_of_rank_0_reaches_all(monkeypatch):
+    with serving(monkeypatch, 2) as it:
+        it.host.submit(*(request(i, [1, 2], 100) for i in range(4)))
+        while not it.host.statistics:
+            time.sleep(0.01)
+        it.managers[0].shutdown(drain=False)
+        assert it.managers[1].wait(10)
+        texts = {it.host.final(i).error[:17] for i in range(4)} - {""}
+    assert texts <= {"ManagerDeadError:"}
+    assert [manager.state for manager in it.managers] == [STOPPED] * 2
+
+
+def test_a_drain_of_rank_0_reaches_all_and_ends_nothing_early(monkeypatch):
+    with serving(monkeypatch, 2) as it:
+        it.host.submit(*(request(i, [1, 2], 20) for i in range(4)))
+        while not it.host.rooms[1:]:
+            time.sleep(0.01)
+        it.managers[0].shutdown()
+        assert it.managers[1].wait(10)
+        assert [it.host.final(i).error for i in range(4)] == [""] * 4
+
+
+def test_another_rank_waits_with_a_drain_and_ends_all_with_an_abort(monkeypatch):
+    with serving(monkeypatch, 2) as it:
+        waiting = threading.Thread(target=it.managers[1].shutdown)
+        waiting.start()
+        assert [final.error for final in serve(it)] == [""] * 3
+        assert waiting.is_alive()
+        it.host.submit(request(50, [1], 100))
+        it.managers[1].shutdown(drain=False)
+        waiting.join(10)
+        first, second = errors(it.managers)
+        assert second == "rank 1 was shut down"
+        assert first == "rank 1 failed: RankError: rank 1 was shut down"
+        assert it.host.final(50).error.startswith("RankError: rank 1 failed")
+
+
+def test_what_ends_one_rank_ends_all(monkeypatch):
+    with serving(monkeypatch, 2) as it:
+        serve(it)
+        executor = it.managers[1]._worker.loop.executor
+
+        def forward(schedule):
+            raise ValueError("no such step")
+
+        monkeypatch.setattr(executor, "forward", forward, raising=False)
+        it.host.submit(*(request(i, [1], 50) for i in range(20, 24)))
+        finals = [it.host.final(i).error for i in range(20, 24)]
+        assert len(it.host.responses) == 7
+        first, second = errors(it.managers)
+    assert second == "no such step"
+    assert first == "rank 1 failed: ValueError: no such step"
+    assert set(finals) == {"RankError: rank 1 failed: ValueError: no such step"}
+
+
+class Lazy(RequestScheduler):
+    """Runs only the first of all requests, from its 4th call on."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, 0
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        self.calls += 1
+        some = active_requests if self.calls < 4 else active_requests[:1]
+        return self.inner.schedule_request(some, inflight_request_ids)
+
+
+def test_a_rank_that_decides_otherwise_is_told_with_the_first_difference(monkeypatch):
+    """It names the iteration; nobody goes on with other requests' tokens."""
+    with serving(monkeypatch, 2) as it:
+        loop = it.managers[1]._worker.loop
+        loop.scheduler = Lazy(loop.scheduler)
+        it.host.submit(*(request(i, [1, 2, 3], 30) for i in range(3)))
+        first, second = errors(it.managers)
+        assert {it.host.final(i).error for i in range(3)} == {f"RankError: {first}"}
+    assert first == second
+    text = "rank 1 went another way in iteration 3: schedule.generation_rows[1] is 'nothing', on"
+    assert first.startswith(f"{text} rank 0 [1, ")
+
+
+# Own means -------------------------------------------------------------------------------------
+
+
+def test_hosts_that_bring_the_requests_themselves(monkeypatch):
+    given = [(i, [1, 2, 3 + i], 6) for i in range(6)]
+    hosts = new_hosts(given, given)
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
+        assert [it.host.final(i).error for i in range(6)] == [""] * 6
+        it.host.manager.wait_idle(10)
+        assert not it.hosts[1].responses
+        assert it.hosts[1].rooms[:1] == it.host.rooms[:1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [(0, [1, 2, 4], 6)],  # another prompt
+        [(1, [1, 2, 3], 6)],
+        [],
+        [(0, [1, 2, 3], 6), (1, [1], 3)],
+    ],
+)
+def test_answers_of_get_that_differ_end_all(monkeypatch, given):
+    hosts = new_hosts([(0, [1, 2, 3], 6)], given)
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
+        first, second = errors(it.managers)
+        assert it.host.final(0).error == f"RankError: {first}"
+    ids = [number for number, *_ in given]
+    text = f"GetInferenceRequests answered otherwise than on rank 0: here requests {ids}"
+    assert second == text
+    assert first == f"rank 1 failed: RankError: {text}"
+
+
+def test_a_request_that_only_another_rank_gets_ends_all(monkeypatch):
+    with serving(monkeypatch, 2, own_means=True) as it:
+        it.hosts[1].submit(request(4, [1], 3))
+        first, _ = errors(it.managers)
+    assert "where it had nothing: here requests [4]" in first
+
+
+def test_stops_that_differ_end_all(monkeypatch):
+    hosts = new_hosts([(3, [1], 100)], [(3, [1], 100)])
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
+        hosts[1].stop(3)
+        first, _ = errors(it.managers)
+        assert it.host.final(3).error == f"RankError: {first}"
+    assert "PollStopSignal answered otherwise than on rank 0: here [3]" in first
+
+
+# The handshake ---------------------------------------------------------------------------------
+
+
+GREEDY = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION)
+
+
+def tiny():
+    """The checkpoint as a pair, which a test may change."""
+    config = json.loads((Path(TINY) / "config.json").read_text())
+    return config, load_file(Path(TINY) / "model.safetensors")
+
+
+def without_a_tensor():
+    config, tensors = tiny()
+    tensors["extra"] = torch.zeros(1)
+    return config, tensors
+
+
+def with_another_value():
+    config, tensors = tiny()
+    return {**config, "rms_norm_eps": 1e-5}, tensors
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"max_batch_size": 3}, "OptionalParams.max_batch_size = 3, not 4"),
+        ({"seed": 1}, "OptionalParams.seed = 1, not 0"),
+        ({"deterministic": True}, "OptionalParams.deterministic = True, not False"),
+        (
+            {"kv_cache_config": KvCacheConfig(max_tokens=512, tokens_per_block=16)},
+            "KvCacheConfig.tokens_per_block = 16, not 8",
+        ),
+        ({"max_beam_width": 2}, "max_beam_width = 2, not 1"),
+        (
+            {"model_type": ModelType.INFLIGHT_BATCHING},
+            "model_type = 'INFLIGHT_BATCHING', not 'INFLIGHT_FUSED_BATCHING'",
+        ),
+        (
+            {"scheduler_config": GREEDY},
+            "SchedulerConfig.capacity_scheduler_policy = 'MAX_UTILIZATION', not ",
+        ),
+        (
+            {"get_inference_requests_cb": lambda room: []},
+            "callbacks.broadcast is used = False, not True",
+        ),
+        ({"model_path": with_another_value}, "digest of config.json = "),
+        ({"model_path": without_a_tensor}, "digest of the checkpoint's tensor headers = "),
+    ],
+)
+def test_ranks_that_differ_end_with_the_same_sentence(monkeypatch, own, text):
+    own = dict(own)
+    own_path = own.get("model_path")
+    if callable(own_path):
+        own["model_path"] = own_path()
+    path = tiny() if callable(own_path) else TINY
+    found = start_all(monkeypatch, 2, new_hosts(), by_rank={0: {"model_path": path}, 1: own})
+    assert [type(it) for it in found] == [RankError] * 2
+    first, second = map(str, found)
+    assert first == second
+    assert first.startswith(f"rank 1 differs from rank 0: {text}")
+
+
+def test_another_version_is_a_difference(monkeypatch):
+    names = iter(["1.0", "1.1"])
+    monkeypatch.setattr(ranks.metadata, "version", lambda name: next(names))
+    first, second = start_all(monkeypatch, 2, new_hosts())
+    assert str(first) == str(second)
+    assert "rank 1 differs from rank 0: version of gptmanager = '1." in str(first)
+
+
+def test_hosts_of_own_means_must_all_poll_or_none(monkeypatch):
+    by_rank = {1: {"poll_stop_signal_cb": None}}
+    found = start_all(monkeypatch, 2, new_hosts(), own_means=True, by_rank=by_rank)
+    text = "rank 1 differs from rank 0: poll_stop_signal_cb is given = False, not True"
+    assert [str(it) for it in found] == [text] * 2
+
+
+def test_what_a_rank_alone_has_may_differ(monkeypatch, tmp_path):
+    by_rank = {1: {"black_box_path": tmp_path / "box"}, 0: {"recording_path": tmp_path / "r.jsonl"}}
+    found = start_all(monkeypatch, 2, new_hosts(), by_rank=by_rank)
+    at_once(lambda it: it.shutdown(), found)
+    assert [it.state for it in found] == [STOPPED] * 2
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_whose_checkpoint_does_not_load_ends_the_others_with_its_text(
+    monkeypatch, tmp_path, broken
+):
+    """It has the right headers, and fewer bytes than they say."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    (folder / "config.json").write_text("{")
+    found = start_all(monkeypatch, 2, new_hosts(), by_rank={broken: {"model_path": folder}})
+    assert all(isinstance(it, (ConfigError, RankError)) for it in found)
+
+
+def test_a_rank_that_cannot_be_built_ends_the_others_with_its_text(monkeypatch):
+    real = CpuBackend.load
+
+    def load(self, source, params, collectives=None):
+        if collectives.layout.rank == 1:
+            raise ConfigError("the disk is gone")
+        return real(self, source, params, collectives)
+
+    monkeypatch.setattr(CpuBackend, "load", load)
+    first, second = start_all(monkeypatch, 2, new_hosts())
+    assert (type(first), str(first)) == (RankError, "rank 1 failed: ConfigError: the disk is gone")
+    assert (type(second), str(second)) == (ConfigError, "the disk is gone")
+
+
+def test_starts_and_ends_leave_nothing_open(monkeypatch):
+    def lives():
+        with serving(monkeypatch, 2) as it:
+            serve(it)
+        start_all(monkeypatch, 2, new_hosts(), by_rank={1: {"seed": 1}})
+
+    lives()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        lives()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert not [it.name for it in threading.enumerate() if it.name.startswith("gptmanager")]
