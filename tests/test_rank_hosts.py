@@ -132,7 +132,10 @@ def test_another_rank_waits_with_a_drain_and_ends_all_with_an_abort(monkeypatch)
         waiting.start()
         assert [final.error for final in serve(it)] == [""] * 3
         assert waiting.is_alive()
+        num_steps = len(it.host.statistics)
         it.host.submit(request(50, [1], 100))
+        while len(it.host.statistics) == num_steps:
+            time.sleep(0.001)
         it.managers[1].shutdown(drain=False)
         waiting.join(10)
         first, second = errors(it.managers)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptmanager.errors import RankError
 from gptmanager.ranks.frames import Frames
 from gptmanager.ranks.links import Links
 from gptmanager.ranks.meeting import Channel, call, meet
@@ -56,10 +57,9 @@ def connect_parts(
         own = _Prefixed(store, f"{prefix}/part-{first}/")
         if part == first:
             own.set("address", links.address)
-            found, _ = meet(own, links.address, size - first, boot_s)
-            links.check()
+            found, blame = meet(own, links.address, size - first, boot_s)
         elif part > first:
-            found = call(own, own.get("address").decode(), part - first, boot_s)
+            found, blame = call(own, own.get("address").decode(), part - first, boot_s), None
         else:
             continue
         for (number, channel), connection in found.items():
@@ -67,6 +67,9 @@ def connect_parts(
                 connection.close()
             else:
                 others[first + number] = links.frames(connection)
+        links.check()
+        if blame is not None:
+            raise RankError(f"part {first + blame[0]} of a stage {blame[1]}")
     return SmallTensors(part, others, links)
 
 
