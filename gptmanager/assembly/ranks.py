@@ -61,6 +61,13 @@ class Ranks(NamedTuple):
         keep = threading.Thread(target=_keep, args=(self.collectives, keep_s), daemon=True)
         keep.start()
 
+    def close(self) -> None:
+        """This rank leaves in order. Idempotent; after `fail` it does nothing more."""
+        if not self.links.is_closed:
+            self.links.abort_collectives = lambda: None
+            self.collectives.close()
+        self.links.close()
+
     def place(self, params: OptionalParams) -> RankPlace:
         """What its executor must know."""
         config = params.parallel_config

@@ -77,7 +77,7 @@ class RankedHost(CallbackHost):
         if executor is not None:
             executor.close(_CLOSE_S)
             executor.on_decision = _forget
-            self.links.close()
+            self._ranks.close()
 
     def _decide(self, schedule: Schedule) -> None:
         """A step is about to begin. RankError when the ranks differ in it."""

@@ -55,6 +55,10 @@ class Collectives(Protocol):
         """Fill `hidden` with what the previous stage sends; the tensor itself."""
         ...
 
+    def close(self) -> None:
+        """No more is sent or received."""
+        ...
+
 
 class GroupCollectives:
     """`stage_group`: the ranks of the stage, by part. `from_previous` and `to_next`: two ranks
@@ -133,6 +137,15 @@ class GroupCollectives:
             assert self._from_previous is not None
             self._wait(self._from_previous.broadcast([hidden]))
         return hidden
+
+    def close(self) -> None:
+        """No more is sent or received: the groups end, and with them their threads.
+
+        Such a thread may still be about to let go of a tensor, which at the end of a process is too
+        late. Nothing may be under way.
+        """
+        self._sent = None
+        self._stage = self._from_previous = self._to_next = None
 
     def _finish_sending(self) -> None:
         if self._sent is not None:

@@ -75,6 +75,7 @@ class Links:
         self._wakener = Wakener()
         self._watch = Watch(rank, timeout_s, Wakener(), self._on_failure)
         self._wait = _Wait()
+        self.is_closed = False
         self._others: list[Frames] = []
         self._loops: dict[int, Frames] = {}
         watched: dict[int, Frames] = {}
@@ -219,6 +220,7 @@ class Links:
 
     def close(self) -> None:
         """Nothing is sent or received any more. Idempotent."""
+        self.is_closed = True
         self._watch.close()
         for connection in (*self._loops.values(), *self._others):
             connection.close()
