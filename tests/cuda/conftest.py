@@ -134,7 +134,7 @@ def separate(monkeypatch):
     there_is("emulator")
     place, streams = assembly.place, []
 
-    def place_apart(params):
+    def place_apart(params, local_rank=None):
         if params.device != "emulator":
             return place(params)
         SeparateDevice().__enter__()  # until the manager's thread ends
