@@ -333,8 +333,8 @@ def test_out_of_memory_in_a_step(kernel_device, monkeypatch):
     made = []
     load = DeviceBackend.load
 
-    def short_of_memory(self, source, params):
-        made.append(Greedy(load(self, source, params), 40))
+    def short_of_memory(self, source, params, *others):
+        made.append(Greedy(load(self, source, params, *others), 40))
         return made[-1]
 
     monkeypatch.setattr(DeviceBackend, "load", short_of_memory)
