@@ -1,0 +1,87 @@
+"""Which rank a process is: from the environment that launchers set, each mistake by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptmanager import ParallelConfig
+from gptmanager.errors import ConfigError
+from gptmanager.ranks.layout import RankLayout
+from gptmanager.ranks.world import find_world
+
+WHERE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def world(config, **environment):
+    return find_world(config, environment)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        ("RANK", "WORLD_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ],
+)
+def test_launchers_tell_the_rank(rank, size):
+    found = world(ParallelConfig(2, 3), **WHERE, **{rank: "4", size: "6"})
+    assert found.layout == RankLayout(4, 2, 3) and found.host == "10.0.0.1" and found.group is None
+
+
+def test_torchruns_numbers_come_before_those_of_mpi():
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}
+    assert world(ParallelConfig(2), **WHERE, **mpi, RANK="1", WORLD_SIZE="2").layout.rank == 1
+
+
+def test_without_ranks_the_environment_says_nothing():
+    assert world(None, RANK="3", WORLD_SIZE="8").layout == RankLayout()
+
+
+def test_one_rank_needs_no_environment():
+    assert world(ParallelConfig()).layout == RankLayout()
+    assert world(ParallelConfig(), RANK="0", WORLD_SIZE="1").layout == RankLayout()
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "text"),
+    [
+        (ParallelConfig(2), {}, "RANK is not set: start one process a rank with torchrun"),
+        (ParallelConfig(2), {"RANK": "1"}, "WORLD_SIZE is not set"),
+        (ParallelConfig(2), {"RANK": "one", "WORLD_SIZE": "2"}, "RANK = 'one' is no integer"),
+        (ParallelConfig(2), {"RANK": "0", "WORLD_SIZE": "2.0"}, "WORLD_SIZE = '2.0' is no integer"),
+        (
+            ParallelConfig(2, 2),
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "tensor_parallel_size = 2 x pipeline_parallel_size = 2 are 4 ranks, WORLD_SIZE has 2",
+        ),
+        (ParallelConfig(), {"RANK": "0", "WORLD_SIZE": "2"}, "are 1 ranks, WORLD_SIZE has 2"),
+        (ParallelConfig(2), {"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 is none of the 2 ranks"),
+        (ParallelConfig(2), {"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = -1 is none of the 2 ranks"),
+        (ParallelConfig(2), {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        (
+            ParallelConfig(2),
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": ""},
+            "MASTER_PORT is not set",
+        ),
+    ],
+)
+def test_what_the_environment_lacks_is_named(config, environment, text):
+    with pytest.raises(ConfigError, match=text):
+        world(config, **environment)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_every_part_of_every_stage_is_one_ranks(parts, stages):
+    layouts = [RankLayout(rank, parts, stages) for rank in range(parts * stages)]
+    assert {(it.stage, it.part) for it in layouts} == {
+        (stage, part) for stage in range(stages) for part in range(parts)
+    }
+    assert layouts[0].is_last_stage and layouts[0].part == 0
+    for layout in layouts:
+        assert layout.rank in layout.stage_ranks and len(layout.stage_ranks) == parts
+        if not layout.is_last_stage:
+            following = layouts[layout.next_stage_rank]
+            assert (following.stage, following.part) == (layout.stage + 1, layout.part)
+            assert following.previous_stage_rank == layout.rank
