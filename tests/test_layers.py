@@ -236,6 +236,7 @@ host/                     the host's four callbacks, called safely
     adapter_loader        adapters read, written and copied, on threads
     callback_host         the four callbacks, called safely
     broadcast             a callback whose answers all ranks get
+    packed_requests       requests as bytes
     rank_messages         an intake of rank 0 as a message to the other ranks
     ranked_host           the callbacks of a host whose model has several ranks
 manager/                  a thread around the loop: `GptManager`

@@ -109,8 +109,14 @@ def plain_request(request: InferenceRequest) -> dict[str, Any]:
     """A request as JSON values; what is None or the default is left out."""
     plain: dict[str, Any] = {"request_id": request.request_id}
     plain["tensors"] = {
-        str(name): _plain_or_opaque(name, value) for name, value in list(request.tensors.items())
+        str(name): plain_or_opaque(name, value) for name, value in list(request.tensors.items())
     }
+    return plain | plain_keywords(request)
+
+
+def plain_keywords(request: InferenceRequest) -> dict[str, Any]:
+    """What is no tensor, and not the default."""
+    plain: dict[str, Any] = {}
     for name in KEYWORDS:
         value, default = getattr(request, name), getattr(_DEFAULT, name)
         if type(value) is not type(default) or value != default:
@@ -140,7 +146,7 @@ def request_from_plain(plain: Any, allowance: Allowance) -> InferenceRequest:
         raise RecordingError(f"request_id: {error}") from error
 
 
-def _plain_or_opaque(name: str, value: Any) -> Any:
+def plain_or_opaque(name: str, value: Any) -> Any:
     try:
         if name == "lora_weights":
             return _plain_weights(without_weights(value))
