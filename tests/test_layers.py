@@ -242,6 +242,7 @@ host/                     the host's four callbacks, called safely
 manager/                  a thread around the loop: `GptManager`
     inbox                 what other threads want of the loop
     inspection            who owns which block, and why a request waits
+    watching              what a loop does, told while it runs
     recovery              what becomes of a manager whose iteration raised
     stall_watch           when steps ended, and who waits although none does
     ending                what has to happen when a loop ends, or hangs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
@@ -24,7 +25,16 @@ from gptmanager.lifecycle.clock import monotonic
 from gptmanager.lifecycle.state import Health, ManagerState
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.manager.inbox import Inbox
-from gptmanager.manager.inspection import AuditReport, Explanation, Fit, audit, explain, would_fit
+from gptmanager.manager.inspection import (
+    AuditReport,
+    Explanation,
+    Fit,
+    audit,
+    explain,
+    explain_waiting,
+    would_fit,
+)
+from gptmanager.manager.watching import See, Watchers
 from gptmanager.manager.worker import Worker
 from gptmanager.ranks.world import find_world
 from gptmanager.recorder import Recorder
@@ -85,7 +95,7 @@ class GptManager:
         )
         self._host = new_host(world.layout, params, callbacks, self.notify)
         self._params, self._lifecycle = params, self._host.lifecycle
-        self._inbox = Inbox(self._host.ring)
+        self._inbox, self._watchers = Inbox(self._host.ring), Watchers()
         self._process = os.getpid()
         self._recorder = Recorder(
             params.recording_path if world.layout.rank == 0 else None,
@@ -250,6 +260,34 @@ class GptManager:
         """
         self._raise_if_failed()
         return self._ask("explain", lambda loop: explain(loop, request_id), timeout)
+
+    def explain_waiting(
+        self, most: int = 256, timeout: float | None = _ANSWER_S
+    ) -> tuple[Explanation, ...]:
+        """The same of the first `most` requests that wait, in the order in which they would start:
+        one question to the scheduler for all of them.
+        """
+        self._raise_if_failed()
+        return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
+
+    def watch(self, see: See, timeout: float | None = _ANSWER_S) -> None:
+        """From now on tell `see` which requests come, run and end, while it happens.
+
+        It is called on the loop's thread with a `Beginning`, an `Arrival` of each request that is
+        active, and then each `Event` of `gptmanager.manager.watching`: the `append` of a bounded
+        deque is a good one. If it raises, that is logged, and it is called no more. Nothing is told
+        of a loop that nobody watches. Raises as `explain` does.
+        """
+        self._raise_if_failed()
+        self._ask("watch", lambda loop: self._watchers.add(loop, see), timeout)
+
+    def unwatch(self, see: See, timeout: float | None = _ANSWER_S) -> None:
+        """Tell it nothing any more; nothing happens where nothing was told, or the loop has ended.
+
+        Raises TimeoutError as `audit` does.
+        """
+        with contextlib.suppress(ManagerDeadError):
+            self._ask("unwatch", lambda loop: self._watchers.remove(loop, see), timeout)
 
     def would_fit(self, request: InferenceRequest, timeout: float | None = _ANSWER_S) -> Fit:
         """What admission would say of a request, and the blocks that its whole life needs.

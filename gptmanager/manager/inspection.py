@@ -5,6 +5,7 @@ Reads only; every number comes from the objects that decide.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -131,19 +132,37 @@ def explain(loop: TokenLoop, request_id: int) -> Explanation:
         return Explanation(request_id, "unknown", f"request {request_id} is not active")
     waiting = [other for other in active if other.slot < 0]
     ahead = waiting.index(request) if request in waiting else 0
-    reason, wait, text = _reason(loop, request, active)
+    running = sum(other.slot >= 0 and other is not request for other in active)
+    return _explain(loop, request, ahead, running, _Waits(loop, active))
+
+
+def explain_waiting(loop: TokenLoop, most: int) -> tuple[Explanation, ...]:
+    """The same of the first `most` requests that wait, for one question to the scheduler."""
+    active = list(loop.active)
+    waiting, waits = [other for other in active if other.slot < 0], _Waits(loop, active)
+    running = len(active) - len(waiting)
+    return tuple(
+        _explain(loop, request, ahead, running, waits)
+        for ahead, request in enumerate(waiting[:most])
+    )
+
+
+def _explain(
+    loop: TokenLoop, request: ActiveRequest, ahead: int, running: int, waits: _Waits
+) -> Explanation:
+    reason, wait, text = _reason(loop, request, waits)
     if request.slot < 0:
         text += f"; {ahead} waiting requests stand before it, it was paused "
         text += f"{request.pause_count} times"
     cause = wait.cause or wait.reason
     is_of_blocks, is_of_tokens = cause is WaitReason.KV_BLOCKS, cause is WaitReason.TOKEN_BUDGET
     return Explanation(
-        request_id,
+        request.request_id,
         reason,
-        f"request {request_id} {text}",
+        f"request {request.request_id} {text}",
         state=request.state.name,
         ahead=ahead,
-        running=sum(other.slot >= 0 and other is not request for other in active),
+        running=running,
         max_batch_size=loop.max_batch_size,
         needed_blocks=wait.needed if is_of_blocks else 0,
         free_blocks=loop.allocator.kv_cache.get_num_free_blocks(),
@@ -185,7 +204,7 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
         return Fit(False, response_text(error), needed, free, total)
     active = list(loop.active)
     insert_by_priority(active, request)
-    reason, _, text = _reason(loop, request, active)
+    reason, _, text = _reason(loop, request, _Waits(loop, active))
     if reason == "starting":
         return Fit(True, "", needed, free, total, starts_now=True)
     return Fit(True, "", needed, free, total, wait=text)
@@ -194,9 +213,20 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
 _NO_WAIT = Wait(WaitReason.BEHIND)
 
 
-def _reason(
-    loop: TokenLoop, request: ActiveRequest, active: list[ActiveRequest]
-) -> tuple[str, Wait, str]:
+class _Waits:
+    """What the scheduler would say of the requests `active` now; it is asked at most once."""
+
+    def __init__(self, loop: TokenLoop, active: list[ActiveRequest]) -> None:
+        self._loop = loop
+        self._active = active
+
+    @functools.cached_property
+    def told(self) -> Mapping[int, Wait] | None:
+        active = [other for other in self._active if other.state is not LlmRequestState.PREPARING]
+        return told_by(self._loop.scheduler, active, self._loop.in_flight())
+
+
+def _reason(loop: TokenLoop, request: ActiveRequest, waits: _Waits) -> tuple[str, Wait, str]:
     """The reason, the scheduler's numbers if it is one of its own, and how a sentence goes on."""
     if request.awaited & FOR_PROCESSOR:
         processor = "" if request.processor is None else request.processor.name
@@ -212,14 +242,12 @@ def _reason(
         if request.lora_task_id is not None:
             text += f", with adapter {request.lora_task_id}"
         return "running", _NO_WAIT, text
-    active = [other for other in active if other.state is not LlmRequestState.PREPARING]
-    waits = told_by(loop.scheduler, active, loop.in_flight())
-    if waits is None:
+    if waits.told is None:
         kv_cache = loop.allocator.kv_cache
         needed = kv_cache.get_remaining_blocks_to_completion(request)
         text = untold(type(loop.scheduler).__name__, needed, kv_cache.get_num_free_blocks())
         return "not_chosen", _NO_WAIT, f"waits {text}"
-    wait = waits.get(request.request_id)
+    wait = waits.told.get(request.request_id)
     if wait is None:
         return "starting", _NO_WAIT, "starts with the next iteration"
     return wait.reason.value, wait, f"waits {wait.text}"

@@ -1,0 +1,214 @@
+"""What a loop does, told while it runs: which requests came, ran and ended.
+
+A loop that nobody watches has none of this: the taps are put in front of its host and executor
+between two iterations, and taken away again. They change nothing that passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gptmanager.config import FinishReason
+from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.clock import monotonic
+from gptmanager.lifecycle.log import logger
+from gptmanager.loop.active_request import ActiveRequest
+from gptmanager.loop.token_loop import TokenLoop
+from gptmanager.recorder.taps import ExecutorTap, HostTap
+from gptmanager.request.inference_request import NamedTensor
+from gptmanager.statistics import Counts, PhaseTimes
+from gptmanager.step import Executor, Host, Intake, Row, Schedule, Step
+
+
+class Beginning(NamedTuple):
+    """Somebody watches from now on: the limits of the loop. An `Arrival` of each active request
+    follows. Lengths in tokens, `time_s` in seconds of a monotonic clock, here and below.
+    """
+
+    time_s: float
+    max_batch_size: int
+    max_num_tokens: int
+    num_blocks: int
+    tokens_per_block: int
+
+
+class Arrival(NamedTuple):
+    """A request was accepted. Of one that was active when the watch began, `num_generated` and
+    `pause_count` tell how far it was; `has_started`: it has held memory.
+    """
+
+    time_s: float
+    request_id: int
+    prompt_len: int
+    max_new_tokens: int
+    priority: float
+    beam_width: int
+    has_started: bool = False
+    num_generated: int = 0
+    pause_count: int = 0
+
+
+class Ran(NamedTuple):
+    """One iteration, decided at `time_s`: rows as those of a `Schedule`, ids of those paused."""
+
+    time_s: float
+    iteration: int
+    micro_batch_id: int
+    context_rows: tuple[Row, ...]
+    generation_rows: tuple[Row, ...]
+    paused: tuple[int, ...]
+
+
+class Ending(NamedTuple):
+    """The final response of a request.
+
+    `outcome`: the name of a `FinishReason`, or the class of the error. `metrics`: the values of
+    `REQUEST_METRICS`; empty with an error.
+    """
+
+    request_id: int
+    outcome: str
+    metrics: tuple[float, ...] = ()
+
+
+Event = Beginning | Arrival | Ran | Counts | Ending
+See = Callable[[Event], object]
+
+
+class Watchers:
+    """Who sees the events of one loop. All methods are called on the loop's thread, or while it
+    rests.
+    """
+
+    def __init__(self) -> None:
+        self._sees: tuple[See, ...] = ()
+
+    def add(self, loop: TokenLoop, see: See) -> None:
+        """`see` gets a `Beginning`, then events as they happen. Raises ManagerDeadError if the loop
+        has ended.
+        """
+        if not hasattr(loop, "executor"):
+            raise ManagerDeadError("watch: the loop has ended")
+        now, kv_cache = monotonic(), loop.allocator.kv_cache
+        see(
+            Beginning(
+                now,
+                loop.max_batch_size,
+                loop.max_num_tokens,
+                kv_cache.get_max_resource_count(),
+                kv_cache.tokens_per_block,
+            )
+        )
+        for request in loop.active:
+            see(_arrival(request, now))
+        if not self._sees:
+            _put_taps(loop, self.tell)
+        self._sees += (see,)
+
+    def remove(self, loop: TokenLoop, see: See) -> None:
+        left = tuple(other for other in self._sees if other != see)
+        if self._sees and not left and hasattr(loop, "executor"):
+            _take_taps_away(loop)
+        self._sees = left
+
+    def tell(self, event: Event) -> None:
+        for see in self._sees:
+            try:
+                see(event)
+            except Exception:
+                # the taps stay where they are: this may be a call that they pass on
+                logger.exception("%r raised, and sees no more of the loop", see)
+                self._sees = tuple(other for other in self._sees if other != see)
+
+
+class _WatchedHost(HostTap):
+    """`behind`: the host that it stands in front of."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.behind = host
+
+
+class _WatchedExecutor(ExecutorTap):
+    """`behind`: the executor that it stands in front of."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor)
+        self.behind = executor
+
+
+def _put_taps(loop: TokenLoop, tell: See) -> None:
+    table, host, executor = loop.table, loop.table.host, loop.executor
+    host_tap, executor_tap = _WatchedHost(host), _WatchedExecutor(executor)
+    now, arrived = 0.0, list[int]()
+
+    def tell_arrivals() -> None:
+        """Of those that the loop has accepted by now; the others have had their final response."""
+        for request_id in arrived:
+            request = table.by_id.get(request_id)
+            if request is not None:
+                tell(_arrival(request, now))
+        arrived.clear()
+
+    def fetch(room: int | None, num_active: int) -> Intake:
+        nonlocal now
+        if arrived:  # nobody ran in the turn before
+            tell_arrivals()
+        intake = host_fetch(room, num_active)
+        now = intake.now
+        if intake.requests:
+            arrived.extend(request.request_id for request in intake.requests)
+        return intake
+
+    def forward(schedule: Schedule) -> Step:
+        if arrived:
+            tell_arrivals()
+        rows = schedule.context_rows, schedule.generation_rows
+        tell(Ran(now, schedule.iteration, schedule.micro_batch_id, *rows, schedule.paused))
+        return executor_forward(schedule)
+
+    def respond(request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
+        if is_final:
+            if arrived:
+                tell_arrivals()
+            tell(_ending(request_id, tensors, error))
+        host_respond(request_id, tensors, is_final, error)
+
+    def report(counts: Counts, phase_times: PhaseTimes) -> None:
+        tell(counts)
+        host_report(counts, phase_times)
+
+    host_fetch, host_respond, host_report = host.fetch, host.respond, host.report
+    executor_forward, executor_tap.forward = executor.forward, forward
+    host_tap.fetch, host_tap.respond, host_tap.report = fetch, respond, report
+    table.host, loop.executor = host_tap, executor_tap
+
+
+def _take_taps_away(loop: TokenLoop) -> None:
+    host, executor = loop.table.host, loop.executor
+    if isinstance(host, _WatchedHost) and isinstance(executor, _WatchedExecutor):
+        loop.table.host, loop.executor = host.behind, executor.behind
+
+
+def _arrival(request: ActiveRequest, now: float) -> Arrival:
+    return Arrival(
+        now,
+        request.request_id,
+        request.orig_prompt_len,
+        request.end_rule.max_new_tokens,
+        request.priority,
+        request.beam_width,
+        request.has_started or request.pause_count > 0,
+        request.num_generated,
+        request.pause_count,
+    )
+
+
+def _ending(request_id: int, tensors: list[NamedTensor], error: str) -> Ending:
+    by_name = dict(tensors)
+    reasons, metrics = by_name.get("finish_reasons"), by_name.get("request_metrics")
+    outcome = error.partition(":")[0] if error else ""
+    if reasons is not None and not error:
+        outcome = FinishReason(int(reasons[0, 0])).name
+    return Ending(request_id, outcome, () if metrics is None else tuple(metrics.flatten().tolist()))

@@ -1,0 +1,161 @@
+"""A manager that is watched: what is told of a loop, and that nothing is told unasked."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+
+import pytest
+
+from gptmanager import (
+    REQUEST_METRICS,
+    CapacitySchedulerPolicy,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    ModelType,
+    OptionalParams,
+    SchedulerConfig,
+)
+from gptmanager.errors import ManagerDeadError
+from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
+from gptmanager.recorder.taps import ExecutorTap, HostTap
+from gptmanager.statistics import Counts
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
+
+
+def managed(host, policy=CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, **options):
+    return GptManager(
+        ScriptedModel(lambda history: 1, vocab_size=4),
+        ModelType.INFLIGHT_FUSED_BATCHING,
+        scheduler_config=SchedulerConfig(policy),
+        **host,
+        optional_params=OptionalParams(black_box_iterations=0, **options),
+    )
+
+
+def request(request_id, prompt_len=4, max_new_tokens=6, **by_name):
+    return InferenceRequest.from_tokens(request_id, [1] * prompt_len, max_new_tokens, **by_name)
+
+
+def test_requests_come_run_and_end_in_order():
+    host, events = RecordingCallbacks(), deque()
+    with managed(host.keywords(), max_batch_size=3) as manager:
+        manager.watch(events.append)
+        host.submit(request(7), request(8, 2, 3), request(9, priority=0.9), request(10, 4, 0))
+        assert manager.wait_idle(20)
+
+    beginning = events.popleft()
+    assert isinstance(beginning, Beginning) and beginning.max_batch_size == 3
+    arrivals = [event for event in events if isinstance(event, Arrival)]
+    lengths = [(it.request_id, it.prompt_len, it.max_new_tokens, it.priority) for it in arrivals]
+    assert sorted(lengths) == [(7, 4, 6, 0.5), (8, 2, 3, 0.5), (9, 4, 6, 0.9)]
+    for request_id, generated in ((7, 6), (8, 3)):
+        own = [event for event in events if concerns(event, request_id)]
+        assert isinstance(own[0], Arrival) and isinstance(own[-1], Ending)
+        ran = own[1:-1]
+        assert [bool(it.context_rows) for it in ran] == [True] + [False] * (generated - 1)
+        assert own[-1].outcome == "LENGTH"
+        metrics = dict(zip(REQUEST_METRICS, own[-1].metrics, strict=True))
+        assert metrics["generated_tokens"] == generated and metrics["first_token_s"] > 0
+    refused = [event for event in events if concerns(event, 10)]
+    assert refused == [Ending(10, "InvalidRequestError")]
+    ran = [event for event in events if isinstance(event, Ran)]
+    assert [it.iteration for it in ran] == list(range(len(ran)))
+    counts = [event for event in events if isinstance(event, Counts)]
+    assert [it.iteration for it in counts] == [it.iteration for it in ran]
+
+
+def concerns(event, request_id):
+    if isinstance(event, Ran):
+        return request_id in {
+            row.request_id for row in (*event.context_rows, *event.generation_rows)
+        }
+    return getattr(event, "request_id", None) == request_id
+
+
+def test_a_watch_that_begins_late_hears_of_who_is_there():
+    host, constructed, events = RecordingCallbacks([request(1), request(2)]), Future(), []
+
+    def after_two_steps(record):
+        manager = constructed.result(20)
+        if '"Iteration Counter":1,' in record:
+            manager.watch(events.append)
+
+    keywords = {**host.keywords(), "return_batch_manager_stats_cb": after_two_steps}
+    with managed(keywords, max_batch_size=1) as manager:
+        constructed.set_result(manager)
+        assert manager.wait_idle(20)
+
+    assert isinstance(events[0], Beginning)
+    first = events[1]
+    assert (first.request_id, first.has_started, first.num_generated) == (1, True, 2)
+    assert [event.outcome for event in events if isinstance(event, Ending)] == ["LENGTH"] * 2
+    assert next(event for event in events if isinstance(event, Ran)).iteration == 2
+
+
+def test_a_loop_that_nobody_watches_has_no_taps():
+    host = RecordingCallbacks()
+    with managed(host.keywords()) as manager:
+        loop = manager._worker.loop
+        bare = loop.table.host, loop.executor
+        assert not isinstance(bare[0], HostTap) and not isinstance(bare[1], ExecutorTap)
+        one, other = [], []
+        manager.watch(one.append)
+        assert isinstance(loop.table.host, HostTap) and isinstance(loop.executor, ExecutorTap)
+        taps = loop.table.host, loop.executor
+        manager.watch(other.append)
+        assert (loop.table.host, loop.executor) == taps
+        manager.unwatch(one.append)
+        host.submit(request(1))
+        assert manager.wait_idle(20)
+        assert len(one) == 1 and len(other) > 10
+        manager.unwatch(other.append)
+        manager.unwatch(other.append)
+        assert (loop.table.host, loop.executor) == bare
+    manager.unwatch(other.append)
+    with pytest.raises(ManagerDeadError):
+        manager.watch(other.append)
+
+
+def test_one_that_raises_harms_nobody(caplog):
+    host, events = RecordingCallbacks(), []
+
+    def raises(event):
+        if isinstance(event, Ran):
+            raise RuntimeError("planted")
+
+    with managed(host.keywords()) as manager:
+        manager.watch(raises)
+        manager.watch(events.append)
+        host.submit(request(1))
+        assert manager.wait_idle(20)
+    assert caplog.text.count("sees no more") == 1
+    assert [event.outcome for event in events if isinstance(event, Ending)] == ["LENGTH"]
+    assert host.responses[-1].is_final and not host.responses[-1].error
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+def test_all_waits_are_told_as_each_is(policy):
+    host, constructed, found = RecordingCallbacks(), Future(), []
+
+    def ask(record):
+        manager = constructed.result(20)
+        waiting = manager.explain_waiting()
+        singles = [manager.explain(it) for it in range(12)]
+        expected = [it for it in singles if it.text.endswith(" times")]
+        assert sorted(waiting, key=lambda it: it.request_id) == expected
+        assert [it.ahead for it in waiting] == list(range(len(waiting)))
+        assert manager.explain_waiting(2) == waiting[:2]
+        found.append(len(waiting))
+
+    host.submit(*[request(i, 4 + i, 12) for i in range(12)])
+    keywords = {**host.keywords(), "return_batch_manager_stats_cb": ask}
+    cache = KvCacheConfig(max_tokens=64, tokens_per_block=4)
+    with managed(
+        keywords, policy, max_batch_size=4, max_active_requests=None, kv_cache_config=cache
+    ) as manager:
+        constructed.set_result(manager)
+        assert manager.wait_idle(20)
+    assert max(found) >= 8 and min(found) == 0
+    assert manager.health().callbacks["ReturnBatchManagerStats"].errors == 0
