@@ -5,6 +5,7 @@ streams. `load_peft_adapter` reads an adapter. The sinks keep or show the statis
 logits post-processors.
 """
 
+from gptmanager.callbacks.banned_texts import BannedTexts
 from gptmanager.callbacks.broadcast import broadcast
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.forced_prefix import ForcedPrefix
@@ -24,6 +25,7 @@ from gptmanager.callbacks.watermark import Watermark
 
 __all__ = [
     "AllowedTokens",
+    "BannedTexts",
     "BannedTokens",
     "ForcedPrefix",
     "Generation",

@@ -267,6 +267,8 @@ callbacks/                ready-made callbacks that any host could have written
     temperature_schedule  a temperature that changes
     watermark             a watermark in sampled text
     forced_prefix         an output that begins with given tokens
+    token_bytes           the bytes that each token adds to a text (no torch)
+    banned_texts          words that a text never contains, in whatever tokens
     guided_decoding       grammars for a checkpoint's tokenizer
     peft_config           what PEFT says of an adapter that it saved
     peft_adapter          such an adapter, as tensors of a request

@@ -1,0 +1,168 @@
+"""Words that a text never contains, in whatever tokens it comes.
+
+A token is banned if it completes a word: one that begins in the text before it, or in the token.
+Which tokens do so depends on one thing alone, the *state*: the longest end of the text that is a
+proper beginning of a word. (These are the states of Aho and Corasick, "Efficient string matching",
+1975.) So the tokens of a state are looked up once, and kept.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gptmanager.callbacks.token_bytes import token_bytes
+from gptmanager.errors import InvalidRequestError
+
+Ints = npt.NDArray[np.int64]
+
+_MAX_KEPT = 1 << 22  # token ids that the states of a list of words may keep: 32 MiB
+
+
+class BannedTexts:
+    """Words that outputs never contain, for one tokenizer; `bind` gives a request's processor.
+
+    `tokenizer`: a `tokenizers.Tokenizer` whose decoder `token_bytes` knows. The end of the prompt
+    counts as text: after "a red ba" the word "ball" is not completed. Special tokens are no text.
+    The last `max_word_lists` lists of words are kept for other requests.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
+        self._tokenizer = tokenizer
+        self._max_word_lists = max_word_lists
+        self._kept: OrderedDict[tuple[str, ...], BannedWords] = OrderedDict()
+        self._vocabulary: _Vocabulary | None = None
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-banned-texts")
+
+    def bind(self, words: Sequence[str]) -> BannedWords:
+        """ValueError for no words, or an empty one; TypeError for a text instead of a list."""
+        if isinstance(words, str):
+            raise TypeError(f"words = {words!r} is one text, expected several")
+        if not words or not all(words):
+            raise ValueError("words: one or more are needed, and each needs a letter")
+        key = tuple(sorted(set(words)))
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = BannedWords(key, self._threads.submit(self._look_up, key))
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._max_word_lists:
+                self._kept.popitem(last=False)
+            return self._kept[key]
+
+    def _look_up(self, words: tuple[str, ...]) -> _States:
+        if self._vocabulary is None:
+            self._vocabulary = _Vocabulary(token_bytes(self._tokenizer))
+        try:
+            encoded = [word.encode() for word in words]
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"bad words: {error}") from None
+        return _States(encoded, self._vocabulary)
+
+
+class BannedWords:
+    """The logits post-processor of a request; requests with the same words share it."""
+
+    def __init__(self, words: tuple[str, ...], states: Future[_States]) -> None:
+        self.words = words
+        self._states = states
+
+    def prepare(self, device: str) -> Future[Any]:
+        return self._states
+
+    def __call__(
+        self, request_id: int, logits: Tensor, tokens: Sequence[Sequence[int]], *ignored: Any
+    ) -> None:
+        states = self._states.result()
+        for beam, history in enumerate(tokens):
+            banned = states.banned(states.state(history), logits.shape[2], logits.device)
+            if len(banned):
+                logits[0, beam].index_fill_(0, banned, -math.inf)
+
+
+class _Vocabulary:
+    """The tokens with text, in the order of their bytes; `of_id`: the bytes of each token."""
+
+    def __init__(self, of_id: Sequence[bytes]) -> None:
+        self.of_id = of_id
+        ids = sorted((token for token, text in enumerate(of_id) if text), key=of_id.__getitem__)
+        self._ids = np.array(ids, dtype=np.int64)
+        self._texts = [of_id[token] for token in ids]
+        self._joined = b"".join(self._texts)
+        self._starts = np.cumsum([0, *map(len, self._texts)])
+
+    def beginning_with(self, text: bytes) -> Ints:
+        """Their ids; they stand side by side."""
+        first = bisect_left(self._texts, text)
+        behind = bisect_left(self._texts, True, first, key=lambda one: not one.startswith(text))
+        return self._ids[first:behind]
+
+    def containing(self, text: bytes) -> Ints:
+        indices, at = [], self._joined.find(text)
+        while at >= 0:
+            index = int(np.searchsorted(self._starts, at, side="right")) - 1
+            end = int(self._starts[index + 1])
+            if at + len(text) <= end:
+                indices.append(index)
+                at = end - 1  # where the next token begins
+            at = self._joined.find(text, at + 1)
+        return self._ids[indices]
+
+
+class _States:
+    """What some words ban, by the state of the text."""
+
+    def __init__(self, words: Sequence[bytes], vocabulary: _Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._begun: dict[bytes, list[bytes]] = {}  # proper beginning -> what completes a word
+        for word in words:
+            for length in range(1, len(word)):
+                self._begun.setdefault(word[:length], []).append(word[length:])
+        self._longest = max(map(len, self._begun), default=0)
+        found = [vocabulary.containing(word) for word in words]
+        self._anywhere = np.unique(np.concatenate(found))
+        self._kept: dict[tuple[bytes, int, torch.device], Tensor] = {}
+        self._num_kept = 0
+
+    def state(self, history: Sequence[int]) -> bytes:
+        """Of a text in tokens; those beyond the vocabulary hold none."""
+        of_id, end, longest = self._vocabulary.of_id, b"", self._longest
+        for token in reversed(history):
+            if len(end) >= longest:
+                break
+            if 0 <= token < len(of_id):
+                end = of_id[token] + end
+        for start in range(max(0, len(end) - longest), len(end)):
+            if end[start:] in self._begun:
+                return end[start:]
+        return b""
+
+    def banned(self, state: bytes, vocab_size: int, device: torch.device) -> Tensor:
+        """The ids of the tokens that complete a word in `state`, int64, below `vocab_size`."""
+        key = state, vocab_size, device
+        ids = self._kept.get(key)
+        if ids is None:
+            found = self._look_up(state)
+            ids = torch.from_numpy(found[found < vocab_size]).to(device)
+            if self._num_kept + len(ids) > _MAX_KEPT:
+                self._kept, self._num_kept = {}, 0
+            self._kept[key] = ids
+            self._num_kept += len(ids)
+        return ids
+
+    def _look_up(self, state: bytes) -> Ints:
+        ends = (state[start:] for start in range(len(state)))
+        rests = {rest for end in ends for rest in self._begun.get(end, ())}
+        found = [self._anywhere, *map(self._vocabulary.beginning_with, rests)]
+        return np.unique(np.concatenate(found))
