@@ -24,6 +24,13 @@ from transformers import get_cosine_schedule_with_warmup as cosine_schedule
 
 CONTEXT = 512  # tokens in a row of training text, and the most that the model is made for
 IGNORED = -100  # the label of a token that the loss leaves out
+# The model knows no roles: its prompt is what all messages say, a line each.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- message.content -}}
+    {%- if not loop.last %}{{- "\\n" -}}{% endif -%}
+{%- endfor -%}
+"""
 LEARNED_PROMPTS = 0.1  # share of prompts that are learned, too: prompts are random, mostly noise
 
 
@@ -66,6 +73,7 @@ def train_tokenizer(random: Random) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=end,
         pad_token=pad,
+        chat_template=CHAT_TEMPLATE,
         padding_side="left",
         model_max_length=CONTEXT,
         model_input_names=["input_ids", "attention_mask"],

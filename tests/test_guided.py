@@ -249,6 +249,20 @@ def test_the_kinds_of_grammars(guided, tokenizer, kind, argument, pattern):
             assert re.fullmatch(pattern, written), written
 
 
+def test_json_schemas_as_rules_of_a_grammar(guided, tokenizer):
+    pairs = {"enum": [{"a": 1, "b": 2}, [3, 4]]}
+    number = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+    processor = guided.lark(
+        'start: "<" pair "|" number ">"', schemas={"pair": pairs, "number": number}
+    )
+    host = serve([asked(tokenizer, i, processor) for i in range(6)])
+    for i in range(6):
+        assert re.fullmatch(r'<({"a": 1, "b": 2}|\[3, 4\])\|[1-9]\d*>', text(tokenizer, host, i))
+    for wrong in ("{", False, {"minimum": 2**63}):
+        with pytest.raises(ValueError):
+            guided.lark("start: x", schemas={"x": wrong})
+
+
 def test_white_space_comes_only_if_it_may(guided, tokenizer):
     schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}
     loose = guided.json_schema(json.dumps(schema), whitespace_flexible=True)

@@ -8,7 +8,7 @@ import torch
 from checkpoints import PagedDriver
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from gptmanager.models import load_model
 
@@ -52,6 +52,17 @@ def test_tokenizer_gives_back_any_text_and_adds_nothing(tokenizer: Tokenizer) ->
     text = "Tom has 17 naïve\n apples… 日本"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.encode("1729").tokens == list("1729")
+
+
+def test_chat_template_gives_back_what_messages_say() -> None:
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": f" {role}\n"} for role in roles]
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    for add_generation_prompt in (False, True):
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert text == "\n".join(f" {role}\n" for role in roles)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,18 @@ def fault_of(matcher: Any) -> str:
     return NO_TEXT if fault.startswith("NoExtension") else fault
 
 
+def text_of(schema: Any) -> str:
+    """A schema as JSON, if it is not given as such."""
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def rule_of(schema: Any) -> str:
+    """A schema as it stands in a rule of a Lark grammar; ValueError for what is none."""
+    read = json.loads(readable_schema(text_of(schema)))
+    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return json.dumps({**read, "x-guidance": options})
+
+
 def readable_schema(text: str) -> str:
     """The schema that stands for `text`; what is no JSON is left as it is, for the parser to tell.
 

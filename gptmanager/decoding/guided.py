@@ -22,7 +22,13 @@ import torch
 from gptmanager.cuda import token_masks
 from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Uploads
-from gptmanager.decoding.grammar_matcher import fault_of, new_matcher, new_tokenizer
+from gptmanager.decoding.grammar_matcher import (
+    fault_of,
+    new_matcher,
+    new_tokenizer,
+    rule_of,
+    text_of,
+)
 from gptmanager.decoding.grammar_trial import GrammarTrial
 from gptmanager.decoding.rows import Errors, ProcessedSequence, RowProcessor, Rows, RowSession
 from gptmanager.errors import ConfigError, InvalidRequestError, LogitsError, RequestError
@@ -83,7 +89,7 @@ class GuidedDecoding(RowProcessor):
         `whitespace_flexible`: with any white space between its parts; a model may then produce
         nothing else for long.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        text = text_of(schema)
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"
         return self._grammar(kind, text)
 
@@ -100,9 +106,17 @@ class GuidedDecoding(RowProcessor):
         alternatives = " | ".join(json.dumps(str(text), ensure_ascii=False) for text in options)
         return self._grammar("choice", f"start: {alternatives}")
 
-    def lark(self, grammar: str) -> Grammar:
-        """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`."""
-        return self._grammar("lark", grammar)
+    def lark(
+        self, grammar: str, *, schemas: Mapping[str, Mapping[str, Any] | bool | str] | None = None
+    ) -> Grammar:
+        """Text of a grammar in llguidance's kind of Lark syntax; its start rule is `start`.
+
+        `schemas`: rule -> JSON schema, for rules that the grammar uses and does not have. Their
+        JSON has a space behind commas and colons, as `json.dumps` writes it. ValueError for what
+        is no schema.
+        """
+        rules = (f"{name}: %json {rule_of(schema)}" for name, schema in (schemas or {}).items())
+        return self._grammar("lark", "\n".join((grammar, *rules)))
 
     def open(self, num_lines: int, stream: Stream | None) -> RowSession:
         return _Session(self.vocab_size, self.end_ids, stream)
