@@ -59,6 +59,7 @@ def same_weights(w):
         "numpy": w.numpy(),
         "long double": w.numpy().astype(np.longdouble),
         "big endian": w.numpy().astype(">f4"),
+        "matrix": w.numpy().view(np.matrix),
         "masked": np.ma.masked_array(w.numpy()),
         "backwards": np.ascontiguousarray(w.numpy()[:, ::-1])[:, ::-1],
         "with padding": torch.nn.functional.pad(w, (0, 9), value=torch.nan),

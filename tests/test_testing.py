@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -360,6 +361,40 @@ def test_a_request_that_is_changed_after_get_has_returned_it():
     assert changed(priority=0.9) == was + "priority"
     assert changed(max_new_tokens=99) == was + "request_output_len"
     assert changed(random_seed=5) == was + "random_seed"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4).to(torch.float8_e4m3fn),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(1).expand(2**40),
+        torch.zeros(4, device="meta"),
+        torch.zeros(4).to_sparse(),
+        torch.full((2, 3), torch.nan),
+        np.broadcast_to(np.float32(0), 2**40),
+        np.array([2**70, "x"], dtype=object),
+    ],
+    ids=str,
+)
+def test_tensors_that_no_request_may_hold_are_kept_in_mind(tensor):
+    one = request(1)
+    one.embedding_bias = tensor
+    checker = ContractChecker(lambda room: [one], lambda *response: None)
+    list(checker.get_inference_requests(1))
+    checker.send_response(1, [], True, "InvalidRequestError: no bias")
+    checker.check()
+
+
+def test_one_number_of_a_tensor_changed_after_get():
+    one = request(1)
+    one.embedding_bias = torch.zeros(1).to(torch.float8_e4m3fn).expand(100)
+    checker = ContractChecker(lambda room: [one], lambda *response: None)
+    list(checker.get_inference_requests(1))
+    one.embedding_bias[0] = 1
+    checker.send_response(1, [], True, "InvalidRequestError: no bias")
+    with pytest.raises(ContractViolation, match="embedding_bias"):
+        checker.check()
 
 
 # A manager under the checker ---------------------------------------------------------------------

@@ -159,7 +159,10 @@ def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
     """
     if not isinstance(value, (np.ndarray, torch.Tensor)):
         value = _array(name, value)
-    dtype, is_torch = value.dtype, isinstance(value, torch.Tensor)
+    is_torch = isinstance(value, torch.Tensor)
+    if not is_torch:
+        value = np.asarray(value)  # rows of np.matrix would be matrices again
+    dtype = value.dtype
     if is_torch and (value.layout is not torch.strided or value.is_nested or value.is_meta):
         raise InvalidRequestError(
             f"{name} cannot be read: a {dtype} tensor of layout {value.layout} on {value.device}"
