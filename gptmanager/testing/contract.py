@@ -261,8 +261,8 @@ def _copied(value: Any) -> Any:
         held = held.cpu().clone(memory_format=torch.contiguous_format).flatten()
         return str(value.dtype), value.shape, held.view(torch.uint8).numpy().tobytes()
     if isinstance(value, np.ndarray):
-        held = np.asarray(value)[_once_each(value.shape, value.strides)]
-        return str(value.dtype), value.shape, held.tobytes()
+        shown = np.asarray(value)[_once_each(value.shape, value.strides)]
+        return str(value.dtype), value.shape, shown.tobytes()
     return value
 
 
