@@ -17,7 +17,7 @@ CODE := $(wildcard gptmanager callbacks cuda tests examples)
 # The formatter reads no setup.cfg, so that its settings stand here.
 FORMAT := $(BIN)/ruff format --isolated --line-length 100
 
-.PHONY: help demo test marathon bench compile-check mutants lint style types format clean
+.PHONY: help demo serve test marathon bench compile-check mutants lint style types format clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -25,6 +25,9 @@ help:  ## this list
 demo: $(RUN)  ## run a tiny model on a few requests
 	$(BIN)/gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \
 	  --max-batch-size 6 --pace 0.03 --threads 1
+
+serve: $(DEV)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
+	$(BIN)/gptmanager serve --model examples/tiny_llama $(ARGS)
 
 # Each worker has a core: threads of its own would only wait for those of the others.
 test: $(DEV)  ## run the tests; ARGS="-k name" for some of them

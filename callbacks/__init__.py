@@ -5,11 +5,12 @@ streams. `load_peft_adapter` reads an adapter. The sinks keep or show the statis
 logits post-processors.
 """
 
+from gptmanager.callbacks.async_request_queue import AsyncRequestQueue
 from gptmanager.callbacks.banned_texts import BannedTexts
 from gptmanager.callbacks.broadcast import broadcast
 from gptmanager.callbacks.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.forced_prefix import ForcedPrefix
-from gptmanager.callbacks.generation import Generation
+from gptmanager.callbacks.generation import Generation, GenerationPart
 from gptmanager.callbacks.guided_decoding import load_guided_decoding
 from gptmanager.callbacks.json_lines_sink import JsonLinesSink
 from gptmanager.callbacks.logging_sink import LoggingSink
@@ -26,9 +27,11 @@ from gptmanager.callbacks.watermark import Watermark
 __all__ = [
     "AllowedTokens",
     "BannedTexts",
+    "AsyncRequestQueue",
     "BannedTokens",
     "ForcedPrefix",
     "Generation",
+    "GenerationPart",
     "GenerationResult",
     "JsonLinesSink",
     "LoggingSink",

@@ -1,6 +1,7 @@
 """`Generation`: the handle of a submitted request. A future, and a stream of new tokens.
 
-Knows how to wait for responses, in threads and in event loops. Knows nothing of queues and of the
+`GenerationPart` and `PartReader`: the same stream in pieces, with the tensors of each piece. Knows
+how to wait for responses, in threads and in event loops. Knows nothing of queues and of the
 manager, except how to ask for a cancellation.
 """
 
@@ -10,12 +11,28 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from gptmanager import InferenceRequest, NamedTensor
 from gptmanager.callbacks.result import GenerationResult, ResponseCollector, error_of
 from gptmanager.callbacks.wakeups import AsyncWaiter, AsyncWakeups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationPart:
+    """What came since the part before: one response, or several if the reader was slow.
+
+    `tokens`: the new ones of the first beam. `tensors`: the response tensors by name, those of
+    several responses joined, but for `output_ids`. `result`: set in the last part alone.
+    """
+
+    tokens: list[int]
+    tensors: dict[str, torch.Tensor]
+    result: GenerationResult | None = None
 
 
 class Generation(concurrent.futures.Future[GenerationResult]):
@@ -57,6 +74,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         self._tokens: list[int] = []
         self._news = threading.Condition(threading.Lock())
         self._async_waiters: list[AsyncWaiter] = []
+        self._is_ending = False  # all tokens are here, the result not yet
 
     def __repr__(self) -> str:
         state = "done" if self.done() else f"{len(self._tokens)} tokens so far"
@@ -83,13 +101,28 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         return self.tokens()
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        waiter = self._wakeups.waiter()
-        seen = 0
-        while new := await self._await_tokens(seen, waiter):
-            for token in new:
+        async for part in self.parts():
+            for token in part.tokens:
                 yield token
-            seen += len(new)
-        self.result()
+
+    async def parts(self) -> AsyncIterator[GenerationPart]:
+        """What comes, in parts; the last one has the result. Then it raises the error, if any.
+
+        A request without `is_streaming` has one part. Several readers each see everything.
+        """
+        waiter = self._wakeups.waiter()
+        reader = PartReader(self)
+        try:
+            while not reader.is_at_end:
+                part = reader.take(waiter)
+                if part is None:
+                    await waiter.wait()
+                else:
+                    yield part
+        except asyncio.CancelledError:
+            self._forget(waiter)
+            self.cancel()
+            raise
 
     def __await__(self) -> Generator[Any, None, GenerationResult]:
         return asyncio.wrap_future(self).__await__()
@@ -116,20 +149,14 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                     )
             return self._tokens[seen:]
 
-    async def _await_tokens(self, seen: int, waiter: AsyncWaiter) -> list[int]:
-        while True:
-            with self._news:
-                if len(self._tokens) > seen or self.done():
-                    return self._tokens[seen:]
-                self._async_waiters.append(waiter)
-            try:
-                await waiter.wait()
-            except asyncio.CancelledError:
-                with self._news:
-                    if waiter in self._async_waiters:
-                        self._async_waiters.remove(waiter)
-                self.cancel()
-                raise
+    def new_waiter(self) -> AsyncWaiter:
+        """For a `PartReader`, in the running event loop; several readers may share it."""
+        return self._wakeups.waiter()
+
+    def _forget(self, waiter: AsyncWaiter) -> None:
+        with self._news:
+            if waiter in self._async_waiters:
+                self._async_waiters.remove(waiter)
 
     # For the queue alone --------------------------------------------------------------------
 
@@ -138,32 +165,67 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         if error:
             self.fail(error_of(error))
             return
-        tokens: Iterable[int] = self._responses.add(tensors)
         if not is_final:
-            self._publish(tokens)
+            with self._news:
+                self._tokens.extend(self._responses.add(tensors))
+                self._wake_readers()
             return
-        result = self._responses.result()
-        if not self.request.is_streaming:
-            tokens = result.generated_ids[0] if result.generated_ids else ()
-        # readers must find every token when they see that the future is done
         with self._news:
+            tokens: Iterable[int] = self._responses.add(tensors)
+            result = self._responses.result()
+            if not self.request.is_streaming:
+                tokens = result.generated_ids[0] if result.generated_ids else ()
+            # readers must find every token when they see that the future is done
             self._tokens.extend(tokens)
-        try:
-            self.set_result(result)
-        finally:
-            self._publish(())
+            self._is_ending = True
+        self._end(lambda: self.set_result(result))
 
     def fail(self, error: BaseException) -> None:
         """End with `error`, which `result` and the iterators raise."""
-        try:
-            self.set_exception(error)
-        finally:
-            self._publish(())
+        self._end(lambda: self.set_exception(error))
 
-    def _publish(self, tokens: Iterable[int]) -> None:
-        with self._news:
-            self._tokens.extend(tokens)
-            waiters, self._async_waiters = self._async_waiters, []
-            self._news.notify_all()
-        for waiter in waiters:
-            waiter.wake()
+    def _end(self, settle: Callable[[], None]) -> None:
+        try:
+            settle()
+        finally:
+            with self._news:
+                self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        """With the lock held."""
+        self._news.notify_all()
+        if self._async_waiters:
+            for waiter in self._async_waiters:
+                waiter.wake()
+            self._async_waiters.clear()
+
+
+class PartReader:
+    """Reads a generation without waiting: for one who waits for several of them at once."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._num_tokens = 0
+        self._num_tensors: dict[str, int] = {}
+        self.is_at_end = False
+
+    def take(self, waiter: AsyncWaiter | None = None) -> GenerationPart | None:
+        """What came since the last call; None: nothing, and `waiter` is woken when there is more.
+
+        Raises the error of the request after everything that came before it.
+        """
+        generation = self._generation
+        with generation._news:
+            done = generation.done()
+            tokens = generation._tokens[self._num_tokens :]
+            if not done and (not tokens or generation._is_ending):
+                if waiter is not None and waiter not in generation._async_waiters:
+                    generation._async_waiters.append(waiter)
+                return None
+            self._num_tokens += len(tokens)
+            tensors = generation._responses.new_tensors(self._num_tensors)
+        error = generation.exception() if done else None
+        if error is not None and tokens:
+            return GenerationPart(tokens, tensors)  # the error comes with the next call
+        self.is_at_end = done
+        return GenerationPart(tokens, tensors, generation.result() if done else None)

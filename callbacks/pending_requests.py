@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from gptmanager import InferenceRequest
@@ -28,6 +29,10 @@ class Size(NamedTuple):
     def of(cls, request: InferenceRequest) -> Size:
         prompt = request.tensors.get("input_ids")
         return cls(1, _num_items(prompt), sum(map(_num_bytes, request.tensors.values())))
+
+    @classmethod
+    def sum(cls, sizes: Iterable[Size]) -> Size:
+        return cls(*map(sum, zip(*sizes, strict=True)))
 
 
 class PendingRequests:
@@ -64,7 +69,8 @@ class PendingRequests:
             if limit is None or have + more <= limit:
                 continue
             if more > limit:
-                raise CapacityError(f"a request of {more} {noun} exceeds {name} = {limit}")
+                what = "one call" if size.requests > 1 else "a request"
+                raise CapacityError(f"{what} of {more} {noun} exceeds {name} = {limit}")
             return f"{have} {noun} are pending, {more} more would exceed {name} = {limit}"
         return ""
 

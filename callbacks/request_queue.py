@@ -11,7 +11,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -132,29 +132,8 @@ class RequestQueue:
         that exceeds `max_pending_tokens` or `max_pending_bytes` alone, and ManagerDeadError if the
         queue is closed. The handle raises errors of the request itself.
         """
-        if isinstance(prompt, InferenceRequest):
-            if max_new_tokens is not None or request_id is not None or by_name:
-                raise TypeError("submit() takes nothing but timeout beside an InferenceRequest")
-            request_id = prompt.request_id
-        elif max_new_tokens is None:
-            raise TypeError("submit() of token ids needs max_new_tokens")
-        taken_id = self._take_id(request_id)
-        try:
-            if isinstance(prompt, InferenceRequest):
-                request = prompt
-            else:
-                length = cast(int, max_new_tokens)
-                request = InferenceRequest.from_tokens(taken_id, prompt, length, **by_name)
-            self._defaults.fill(request)
-            generation = Generation(
-                request, self.cancel, self._wakeups, exclude_input=self._exclude_input
-            )
-            self._enqueue(generation, timeout)
-        except BaseException:
-            with self._changed:
-                self._open.pop(taken_id, None)
-            raise
-        self._notify()
+        generation = self._take(prompt, max_new_tokens, request_id, by_name)
+        self._enqueue([generation], timeout)
         return generation
 
     def cancel(self, request_id: int) -> bool:
@@ -274,6 +253,35 @@ class RequestQueue:
         """This process is a fork: no manager fetches or answers here."""
         return os.getpid() != self._process
 
+    def _take(
+        self,
+        prompt: Sequence[int] | InferenceRequest,
+        max_new_tokens: int | None,
+        request_id: int | None,
+        by_name: dict[str, Any],
+    ) -> Generation:
+        """The handle of a request that is not queued yet, but has its id."""
+        if isinstance(prompt, InferenceRequest):
+            if max_new_tokens is not None or request_id is not None or by_name:
+                raise TypeError("submit() takes nothing but timeout beside an InferenceRequest")
+            request_id = prompt.request_id
+        elif max_new_tokens is None:
+            raise TypeError("submit() of token ids needs max_new_tokens")
+        taken_id = self._take_id(request_id)
+        try:
+            if isinstance(prompt, InferenceRequest):
+                request = prompt
+            else:
+                length = cast(int, max_new_tokens)
+                request = InferenceRequest.from_tokens(taken_id, prompt, length, **by_name)
+            self._defaults.fill(request)
+            return Generation(
+                request, self.cancel, self._wakeups, exclude_input=self._exclude_input
+            )
+        except BaseException:
+            self._release([taken_id])
+            raise
+
     def _take_id(self, request_id: int | None) -> int:
         if self._is_forked:
             raise ManagerDeadError(f"the queue lives in process {self._process}, not in its fork")
@@ -285,17 +293,32 @@ class RequestQueue:
             self._open[request_id] = None
             return request_id
 
-    def _enqueue(self, generation: Generation, timeout: float | None) -> None:
+    def _release(self, request_ids: Iterable[int]) -> None:
+        with self._changed:
+            for request_id in request_ids:
+                self._open.pop(request_id, None)
+
+    def _enqueue(self, generations: Sequence[Generation], timeout: float | None) -> None:
+        """All of them, or none; then their ids are free again."""
+        try:
+            self._push(generations, timeout)
+        except BaseException:
+            self._release(generation.request_id for generation in generations)
+            raise
+        self._notify()
+
+    def _push(self, generations: Sequence[Generation], timeout: float | None) -> None:
         if threading.get_ident() == self._loop_thread:
             timeout = 0.0  # no other thread makes room
-        size = Size.of(generation.request)
+        size = Size.sum(Size.of(generation.request) for generation in generations)
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_ready_to_take(size), timeout):
                 raise queue.Full(self._pending.excess(size))
             if self._closed_by is not None:
                 raise ManagerDeadError("the queue is closed") from self._closed_by
-            self._open[generation.request_id] = generation
-            self._pending.push(generation.request)
+            for generation in generations:
+                self._open[generation.request_id] = generation
+                self._pending.push(generation.request)
 
     def _is_ready_to_take(self, size: Size) -> bool:
         return self._closed_by is not None or not self._pending.excess(size)

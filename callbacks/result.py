@@ -19,6 +19,7 @@ from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTen
 
 # tensors with the axis that counts tokens: a streaming response holds the new ones only
 _PER_TOKEN = {"context_logits": 1, "generation_logits": 2, "output_log_probs": 2}
+_TOKENS = ("output_ids", "sequence_length")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class GenerationResult:
     finish_reasons: tuple[FinishReason, ...]
     metrics: Mapping[str, float]
     _prompt: np.ndarray = field(repr=False)
-    _parts: Mapping[str, tuple[torch.Tensor, ...]] = field(repr=False)
+    _parts: Mapping[str, list[torch.Tensor]] = field(repr=False)
 
     @cached_property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -49,12 +50,7 @@ class GenerationResult:
     @cached_property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Every response tensor by name; streamed parts are joined."""
-        return MappingProxyType(
-            {
-                name: parts[0] if len(parts) == 1 else torch.cat(parts, dim=_PER_TOKEN[name])
-                for name, parts in self._parts.items()
-            }
-        )
+        return MappingProxyType({name: _joined(name, parts) for name, parts in self._parts.items()})
 
 
 class ResponseCollector:
@@ -67,7 +63,7 @@ class ResponseCollector:
         self._request = request
         self._exclude_input = exclude_input
         self._streamed: list[list[int]] = []  # one list for each beam
-        self._parts: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._parts: dict[str, list[torch.Tensor]] = {}
 
     def add(self, tensors: Iterable[NamedTensor]) -> list[int]:
         """The new tokens of this response if the request streams, else an empty list.
@@ -83,9 +79,23 @@ class ResponseCollector:
             if output_ids is not None and lengths is not None:
                 tokens = self._stream(output_ids[0], lengths[0].tolist())
         for name, tensor in by_name.items():
-            earlier = self._parts.get(name, ()) if name in _PER_TOKEN else ()
-            self._parts[name] = (*earlier, tensor)
+            if name in _PER_TOKEN:
+                self._parts.setdefault(name, []).append(tensor)
+            else:
+                self._parts[name] = [tensor]
         return tokens
+
+    def new_tensors(self, seen: dict[str, int]) -> dict[str, torch.Tensor]:
+        """The tensors by name that came since the last call with the same `seen`, joined; without
+        the tokens, which `add` has returned. `seen`: how many parts of each are known.
+        """
+        found = {}
+        for name, parts in self._parts.items():
+            first = seen.get(name, 0) if name in _PER_TOKEN else 0
+            if name not in _TOKENS and len(parts) > first:
+                found[name] = _joined(name, parts[first:])
+                seen[name] = len(parts)
+        return found
 
     def result(self) -> GenerationResult:
         """The whole result. Call it after the final response."""
@@ -94,8 +104,8 @@ class ResponseCollector:
             generated = tuple(map(tuple, self._streamed or [[]]))
             beams = [torch.tensor(beam, dtype=torch.int32) for beam in generated]
             padded = torch.nn.utils.rnn.pad_sequence(beams, batch_first=True)
-            self._parts["output_ids"] = (padded[None],)
-            self._parts["sequence_length"] = (torch.tensor([[*map(len, generated)]]).int(),)
+            self._parts["output_ids"] = [padded[None]]
+            self._parts["sequence_length"] = [torch.tensor([[*map(len, generated)]]).int()]
         else:
             generated = self._without_prompt(prompt)
         return GenerationResult(
@@ -160,6 +170,10 @@ def error_of(text: str) -> errors.GptManagerError:
     if match and isinstance(cls, type) and issubclass(cls, errors.GptManagerError):
         return cls(text[match.end() :])
     return errors.RequestError(text)
+
+
+def _joined(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=_PER_TOKEN[name])
 
 
 def _prompt_of(request: InferenceRequest) -> np.ndarray:

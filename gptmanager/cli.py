@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from gptmanager import __version__, bench, picture, replay, run, simulator
+from gptmanager import __version__, bench, picture, replay, run, server, simulator
 from gptmanager.errors import ConfigError, GptManagerError, RecordingError
 from gptmanager.terminal.live_region import LiveRegion
 from gptmanager.terminal.printable import printable_lines
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gptmanager {__version__}")
     parser.set_defaults(command=None, parser=parser, json=False, threads=None, verbose=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for part in (run, bench, replay, simulator, picture):
+    for part in (run, server, bench, replay, simulator, picture):
         part.add_command(commands)
     return parser
 

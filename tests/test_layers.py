@@ -257,6 +257,7 @@ callbacks/                ready-made callbacks that any host could have written
     pending_requests      requests that wait to be fetched, in the order they will be
     attachment            what a queue needs of its manager beside the callbacks
     request_queue         three of the four callbacks as a queue with futures
+    async_request_queue   the same for asyncio, where a full queue is awaited
     text_stream           tokens as text, while they come
     observers             several callbacks as one
     mpi_transport         rank 0's answers on every rank, by MPI
@@ -320,6 +321,22 @@ run/                      a file of requests, run by a manager
     live_view             what a person sees while requests run
     watch                 a run, followed on the terminal's thread
     command               run, on the command line
+server/                   a manager behind HTTP and gRPC
+    settings              what a server is told, checked
+    errors                a refusal as every client gets it
+    model_card            what a server knows of its model beside the weights
+    responses             JSON, errors as one object, server-sent events (no torch)
+    keys                  who may use the server (no torch)
+    body                  bodies of requests, within their limits (no torch)
+    adapters              the adapters that clients may name
+    call                  the requests of one call, and how they end with it
+    engine                what every front runs requests on
+    health                whether the server lives, and takes requests
+    models                the model and its adapters
+    tokenization          texts as tokens and back
+    app                   all endpoints as one application
+    serving               a server from its settings to its end
+    command               serve, on the command line
 bench/                    measures speed, its own and that of other libraries
     timing                how long one call takes, and how much time is left
     roofline              what a device can do at best, and the floors of a model

@@ -23,10 +23,20 @@ _NFC = 9  # a text has at most as many times the bytes of its composed form
 
 
 class TextEncoder:
-    """Encodes with `tokenizer`, None: there is none. `max_tokens`: more fit into no request."""
+    """Encodes with `tokenizer`, None: there is none. `max_tokens`: more fit into no request.
 
-    def __init__(self, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> None:
+    Texts of at least `long_text` characters are encoded so that other threads run meanwhile.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        max_tokens: int | None = None,
+        *,
+        long_text: int = LONG_TEXT,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._long_text = long_text
         self._max_tokens = max_tokens
 
     def encode(self, name: str, text: Any, *, special: bool) -> list[int]:
@@ -37,7 +47,7 @@ class TextEncoder:
             raise InvalidRequestError(
                 f"{name} is a text, but the model folder has no tokenizer.json"
             )
-        is_long = len(text) >= LONG_TEXT
+        is_long = len(text) >= self._long_text
         if is_long:
             self._refuse_endless(name, text)
         try:

@@ -1,0 +1,135 @@
+"""`AsyncRequestQueue`: a `RequestQueue` for asyncio, where a full queue is awaited.
+
+Decides who waits for room, and that a task which goes away takes its request along. All else is
+`RequestQueue`.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from gptmanager import InferenceRequest
+from gptmanager.callbacks.generation import Generation
+from gptmanager.callbacks.request_queue import RequestQueue
+from gptmanager.callbacks.result import GenerationResult
+from gptmanager.callbacks.wakeups import AsyncWaiter
+
+
+class AsyncRequestQueue(RequestQueue):
+    """Tasks of any event loop submit; a manager fetches, answers and stops through the callbacks.
+
+        queue = AsyncRequestQueue.for_checkpoint(folder)
+        ...
+        async for tokens in queue.stream([1, 2, 3], 20):
+            ...
+
+    A task that finds the queue full waits for its turn; who came first goes first. A task that is
+    cancelled, or leaves a stream early, stops its request. Threads may use it as a `RequestQueue`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._turns: deque[AsyncWaiter] = deque()  # of tasks that wait for room
+
+    async def stream(
+        self,
+        prompt: Sequence[int] | InferenceRequest,
+        max_new_tokens: int | None = None,
+        **by_name: Any,
+    ) -> AsyncIterator[list[int]]:
+        """Lists of new tokens, as they come: one, or several if the reader was slow.
+
+        The arguments of `submit`, but for its timeout. Raises what it raises, and the error of the
+        request after the tokens that came before it.
+        """
+        if isinstance(prompt, InferenceRequest):
+            prompt.is_streaming = True
+        else:
+            by_name["is_streaming"] = True
+        with await self.submit_async(prompt, max_new_tokens, **by_name) as generation:
+            async for part in generation.parts():
+                if part.tokens:
+                    yield part.tokens
+
+    async def generate(
+        self,
+        prompt: Sequence[int] | InferenceRequest,
+        max_new_tokens: int | None = None,
+        **by_name: Any,
+    ) -> GenerationResult:
+        """The whole result. The arguments of `submit`, but for its timeout."""
+        with await self.submit_async(prompt, max_new_tokens, **by_name) as generation:
+            return await generation
+
+    async def submit_async(
+        self,
+        prompt: Sequence[int] | InferenceRequest,
+        max_new_tokens: int | None = None,
+        **by_name: Any,
+    ) -> Generation:
+        """As `submit`, but a full queue is awaited, in the order of arrival."""
+        generation = self._take(prompt, max_new_tokens, by_name.pop("request_id", None), by_name)
+        turn = self._wakeups.waiter()
+        with self._changed:
+            self._turns.append(turn)  # first, so that no room is missed
+        try:
+            while not self._is_taken(generation, turn):
+                await turn.wait()
+        except BaseException:
+            self._release([generation.request_id])
+            raise
+        finally:
+            with self._changed:
+                self._turns.remove(turn)
+            self._wake_first()
+        self._notify()
+        return generation
+
+    def submit_all(self, requests: Sequence[InferenceRequest]) -> list[Generation]:
+        """Queue all of them, or none; never waits.
+
+        Raises `queue.Full` at once where they do not fit together, and all that `submit` raises.
+        """
+        generations: list[Generation] = []
+        try:
+            for request in requests:
+                generations.append(self._take(request, None, None, {}))
+        except BaseException:
+            self._release(generation.request_id for generation in generations)
+            raise
+        if generations:
+            self._enqueue(generations, 0.0)
+        return generations
+
+    def cancel(self, request_id: int) -> bool:
+        found = super().cancel(request_id)
+        self._wake_first()
+        return found
+
+    def close(self, error: BaseException | None = None) -> None:
+        super().close(error)
+        self._wake_first()  # it raises, and wakes the next
+
+    def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        """The Get callback."""
+        requests = super().get_inference_requests(max_num_requests)
+        if requests:
+            self._wake_first()
+        return requests
+
+    def _is_taken(self, generation: Generation, turn: AsyncWaiter) -> bool:
+        if self._turns[0] is not turn:
+            return False
+        try:
+            self._push([generation], 0.0)
+        except queue.Full:
+            return False
+        return True
+
+    def _wake_first(self) -> None:
+        with self._changed:
+            if self._turns:
+                self._turns[0].wake()

@@ -1,0 +1,95 @@
+"""`Adapters`: the LoRA adapters that clients may name, and where they were loaded from."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptmanager.callbacks import load_peft_adapter
+from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
+
+_FIRST_TASK = 1 << 32  # hosts that give ids of tasks themselves begin below
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """`tensors`: `lora_weights` and `lora_config` as a request brings them; `created`: epoch s."""
+
+    name: str
+    folder: Path
+    task_id: int
+    tensors: dict[str, Any]
+    created: int
+
+
+class Adapters:
+    """By their names. `root`: the folder below which adapters must lie; None: anywhere."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = None if root is None else root.resolve()
+        self._by_name: dict[str, Adapter] = {}
+        self._task_ids = itertools.count(_FIRST_TASK)
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(list(self._by_name.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def find(self, name: str) -> Adapter:
+        """ApiError 404 for a name that is not loaded."""
+        if name not in self._by_name:
+            raise ApiError(
+                404, f"no adapter is called {shown(name)}", param="lora_name", code="not_found"
+            )
+        return self._by_name[name]
+
+    def read(self, name: str, path: str) -> Adapter:
+        """An adapter from its files, not added yet; takes as long as reading takes.
+
+        ApiError 403 for a folder outside the root, 400 for one that holds no adapter.
+        """
+        folder = self._folder(path)
+        try:
+            weights, config = load_peft_adapter(folder)
+        except (ConfigError, OSError) as error:
+            raise ApiError(400, f"lora_path = {shown(path)}: {error}", param="lora_path") from error
+        tensors = {"lora_weights": weights, "lora_config": config}
+        return Adapter(name, folder, next(self._task_ids), tensors, int(time.time()))
+
+    def add(self, adapter: Adapter) -> None:
+        """ApiError 400 if its name is taken."""
+        self.check_free(adapter.name)
+        self._by_name[adapter.name] = adapter
+
+    def remove(self, name: str) -> Adapter:
+        adapter = self.find(name)
+        del self._by_name[name]
+        return adapter
+
+    def check_free(self, name: str) -> None:
+        if name in self._by_name:
+            raise ApiError(
+                400, f"an adapter called {shown(name)} is loaded already", param="lora_name"
+            )
+
+    def _folder(self, path: str) -> Path:
+        try:
+            folder = Path(self._root or "", path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null character
+            raise ApiError(
+                400, f"lora_path = {shown(path)} is no path: {error}", param="lora_path"
+            ) from error
+        if self._root is not None and not folder.is_relative_to(self._root):
+            raise ApiError(
+                403,
+                f"lora_path = {shown(path)} is not below --adapter-dir",
+                param="lora_path",
+            )
+        return folder

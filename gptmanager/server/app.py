@@ -1,0 +1,63 @@
+"""`create_app`: all endpoints of the server as one ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from gptmanager.errors import GptManagerError
+from gptmanager.server import health, models, tokenization
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.keys import KeyGuard
+from gptmanager.server.responses import error_response
+from gptmanager.server.settings import ServerSettings
+
+Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
+_FRONTS: Sequence[Routes] = (health.routes, models.routes, tokenization.routes)
+
+
+def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
+    """Every error of an endpoint becomes one error object; `--api-key` guards all but health."""
+    guard = [] if settings.api_key is None else [Middleware(KeyGuard, key=settings.api_key)]
+    app = Starlette(
+        routes=[route for routes in _FRONTS for route in routes(engine, settings)],
+        middleware=guard,
+        exception_handlers={
+            ApiError: _refuse,
+            GptManagerError: _refuse,
+            HTTPException: _refuse_http,
+            ClientDisconnect: _client_gone,
+            Exception: _refuse,
+        },
+    )
+    app.state.settings = settings
+    app.state.engine = engine
+    return app
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, (ApiError, GptManagerError)):
+        return error_response(api_error(error))
+    return error_response(ApiError(500, "the server failed; its log tells more"))
+
+
+def _refuse_http(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: 404 and 405."""
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.method} is not allowed at {request.url.path}",
+    }
+    message = messages.get(error.status_code, error.detail)
+    return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+
+def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # for the log alone

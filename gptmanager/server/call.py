@@ -1,0 +1,162 @@
+"""`Call`: the requests that serve one client's call, and how they end with it.
+
+Knows when a request has waited too long, and that an adapter which has left the cache must be sent
+again. Knows nothing of protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from gptmanager import FinishReason
+from gptmanager.callbacks import Generation, GenerationPart, GenerationResult
+from gptmanager.callbacks.generation import PartReader
+from gptmanager.errors import AdapterError
+from gptmanager.server.errors import ApiError, api_error
+
+
+class EngineRequest:
+    """One prompt and what to get for it. `by_name`: names and keywords of
+    `InferenceRequest.from_tokens`, without the request id; `adapter`: the name of a loaded one.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        *,
+        adapter: str | None = None,
+        **by_name: Any,
+    ) -> None:
+        self.tokens = tokens
+        self.max_new_tokens = max_new_tokens
+        self.adapter = adapter
+        self.by_name = by_name
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request of a call. `send_again`: with the weights of its adapter; None: it has none."""
+
+    generation: Generation
+    reader: PartReader
+    send_again: Callable[[], Generation] | None
+    timer: asyncio.TimerHandle | None = None
+    has_timed_out: bool = False
+
+
+class Call:
+    """Made by `Engine.submit`; its requests are queued already.
+
+        async with engine.submit(requests) as call:
+            async for index, part in call.parts():
+                ...
+
+    The end of the block cancels what still runs.
+    """
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        send_again: Sequence[Callable[[], Generation] | None],
+        timeouts_s: Sequence[float | None],
+        on_end: Callable[[Call], None],
+    ) -> None:
+        self._running = [
+            _Running(generation, PartReader(generation), again)
+            for generation, again in zip(generations, send_again, strict=True)
+        ]
+        self._on_end = on_end
+        self._waiter = generations[0].new_waiter()
+        loop = asyncio.get_running_loop()
+        for it, timeout_s in zip(self._running, timeouts_s, strict=True):
+            if timeout_s is not None:
+                it.timer = loop.call_later(timeout_s, self._time_out, it)
+
+    async def __aenter__(self) -> Call:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for it in self._running:
+            if it.timer is not None:
+                it.timer.cancel()
+            if not it.generation.done():
+                it.generation.cancel()
+        self._on_end(self)
+
+    async def parts(self) -> AsyncIterator[tuple[int, GenerationPart]]:
+        """(index of the request, part), as they come. The last part of each has its result.
+
+        A request that was stopped by `--request-timeout`, or its own deadline, has finish reason
+        TIMED_OUT. Raises ApiError for a request that fails.
+        """
+        running = dict(enumerate(self._running))
+        while running:
+            nothing_came = True
+            for index, it in list(running.items()):
+                part = self._take(it)
+                if part is None:
+                    continue
+                nothing_came = False
+                if part.result is not None:
+                    del running[index]
+                    if it.has_timed_out:
+                        part = replace(part, result=_timed_out(part.result))
+                yield index, part
+            if nothing_came:
+                await self._waiter.wait()
+
+    async def results(self) -> list[GenerationResult]:
+        """All results, in the order of the requests. Raises ApiError: 504 past a deadline."""
+        found: dict[int, GenerationResult] = {}
+        async for index, part in self.parts():
+            if part.result is not None:
+                found[index] = part.result
+                check_in_time(part.result)
+        return [found[index] for index in range(len(self._running))]
+
+    def time_out(self) -> None:
+        """End all that still runs, as past a deadline."""
+        for it in self._running:
+            self._time_out(it)
+
+    def _time_out(self, it: _Running) -> None:
+        if not it.generation.done():
+            it.has_timed_out = True
+            it.generation.cancel()
+
+    def _take(self, it: _Running) -> GenerationPart | None:
+        try:
+            return it.reader.take(self._waiter)
+        except AdapterError as error:
+            if it.send_again is None or it.has_timed_out:
+                raise api_error(error) from error
+            it.generation, it.send_again = it.send_again(), None
+            it.reader = PartReader(it.generation)
+            return it.reader.take(self._waiter)
+        except Exception as error:
+            raise api_error(error) from error
+
+
+def check_in_time(result: GenerationResult) -> None:
+    """Raises ApiError 504 for one that a deadline has ended."""
+    if FinishReason.TIMED_OUT in result.finish_reasons:
+        raise ApiError(504, "the request was stopped: its time was over", code="timeout")
+
+
+def _timed_out(result: GenerationResult) -> GenerationResult:
+    """Its cancellation was ours."""
+    reasons = tuple(
+        FinishReason.TIMED_OUT if reason is FinishReason.CANCELLED else reason
+        for reason in result.finish_reasons
+    )
+    return replace(result, finish_reasons=reasons)

@@ -1,0 +1,101 @@
+"""`gptmanager serve` on the command line. What needs the extra is loaded when it is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Any
+
+from gptmanager.errors import ConfigError
+from gptmanager.run.follow import follow, is_follower
+from gptmanager.server.settings import ServerSettings
+from gptmanager.terminal.arguments import folder, natural, positive, seconds
+from gptmanager.terminal.options import (
+    add_manager_options,
+    add_model,
+    add_parser,
+    manager_options,
+)
+from gptmanager.terminal.progress import ProgressBars
+from gptmanager.terminal.streams import tell
+
+_NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "jinja2", "prometheus_client")
+_HELP = """\
+Serve a model over HTTP, for clients of OpenAI's API.
+
+It answers at /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health,
+/metrics, and shows its schedule, live, at /. Ctrl-C or SIGTERM ends it: running requests end first.
+"""
+_EXAMPLES = """\
+examples:
+  gptmanager serve --model examples/tiny_llama
+  gptmanager serve --model examples/tiny_llama --port 8080 --api-key secret --max-queued-requests 64
+
+exit status: 0 ended by a signal, 1 something failed, 2 the call was wrong
+"""
+
+
+def add_command(commands: Any) -> None:
+    parser = add_parser(
+        commands,
+        "serve",
+        _serve,
+        help="serve a model over HTTP",
+        usage="gptmanager serve --model DIR [options]",
+        description=_HELP,
+        epilog=_EXAMPLES,
+    )
+    add_model(parser, required=True)
+    add = parser.add_argument
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--served-model-name", metavar="NAME", help="(default: the name of the folder)")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="(default %(default)s)")
+    add("--port", type=natural, default=8000, metavar="N", help="0: any (default %(default)s)")
+    add("--api-key", metavar="KEY", help="what clients must bring (default: nothing)")
+    add("--max-concurrency", help="requests that run at once (default: a batch)", **number)
+    told = "requests that may wait beyond those; more get a 429 (default %(default)s)"
+    add("--max-queued-requests", type=natural, default=1024, metavar="N", help=told)
+    told = "of the prompts of those that wait (default: any number)"
+    add("--max-queued-tokens", type=natural, metavar="N", help=told)
+    told = "of a request (default %(default)s)"
+    add("--max-body-bytes", default=32 << 20, help=told, **number)
+    told = "the most beams of a request (default %(default)s)"
+    add("--max-beam-width", default=1, help=told, **number)
+    told = "what runs longer is ended (default: no limit)"
+    add("--request-timeout", type=seconds, metavar="S", help=told)
+    told = "how long requests may go on after a signal (default %(default)g)"
+    add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=told)
+    told = "adapters are loaded from below it alone (default: from anywhere)"
+    add("--adapter-dir", type=folder, metavar="DIR", help=told)
+    add("--chat-template", type=Path, metavar="FILE", help="(default: the checkpoint's)")
+    add("--lenient", action="store_true", help="unknown fields are a warning, no error")
+    add("--grpc-port", type=natural, metavar="N", help="serve Triton's protocol over gRPC, too")
+    told = "of the names of metrics (default %(default)s)"
+    add("--metrics-prefix", default="gptmanager", metavar="NAME", help=told)
+    add_manager_options(parser)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    given = manager_options(options)
+    if is_follower(given.params):
+        follow(options.model, given.params, given.scheduler, given.model_type)
+        return 0
+    given.params.on_progress = ProgressBars(options.region).tell
+    names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
+    settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})
+    load("gptmanager.server.serving").serve(settings, tell)
+    return 0
+
+
+def load(module: str) -> Any:
+    """A module of this package that needs the extra. ConfigError: it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _NEEDED:
+            raise
+        raise ConfigError(
+            f"gptmanager serve needs {error.name}, which is not installed: "
+            "pip install 'gptmanager[server]'"
+        ) from error

@@ -1,0 +1,224 @@
+"""`Engine`: what every front runs requests on; a manager, its queue, and the limits of the server.
+
+Decides which requests are taken, all of a call or none. Its methods are called on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from gptmanager import GptManager
+from gptmanager.callbacks import AsyncRequestQueue, Generation
+from gptmanager.errors import GptManagerError
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.run.text_encoder import TextEncoder
+from gptmanager.server.adapters import Adapter, Adapters
+from gptmanager.server.call import Call, EngineRequest
+from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.model_card import ModelCard
+from gptmanager.server.settings import ServerSettings
+
+_T = TypeVar("_T")
+_LOOK_S = 0.02
+LONG_TEXT = 2048  # characters that take some milliseconds to encode
+
+
+class Counts(NamedTuple):
+    """Requests: those that the manager has, and those that wait for it to take them."""
+
+    running: int
+    waiting: int
+
+
+class Engine:
+    """`card`: the model. `manager` and `queue`: what serves it. `adapters`: those that are loaded.
+
+    `has_adapters`: the manager takes adapters at all.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        manager: GptManager,
+        queue: AsyncRequestQueue,
+        settings: ServerSettings,
+        *,
+        has_adapters: bool = True,
+    ) -> None:
+        self.card = card
+        self.manager = manager
+        self.queue = queue
+        self.adapters = Adapters(settings.adapter_dir)
+        self.has_adapters = has_adapters
+        self.is_draining = False
+        self._settings = settings
+        self._encoder = TextEncoder(card.tokenizer, card.max_model_len, long_text=LONG_TEXT)
+        self._calls: set[Call] = set()
+
+    @property
+    def counts(self) -> Counts:
+        waiting = self.queue.num_pending
+        return Counts(max(self.queue.num_open - waiting, 0), waiting)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken, but for the limits."""
+        health = self.manager.health()
+        return health.alive and health.accepting and not self.is_draining
+
+    # Requests ---------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[EngineRequest]) -> Call:
+        """Queue all of them, or none.
+
+        Raises ApiError: 404 for an adapter that is not loaded, 400 for what can never run, 429
+        with Retry-After where too much waits, 503 while the server ends, or is dead.
+        """
+        if self.is_draining:
+            raise ApiError(503, "the server shuts down", code="shutting_down")
+        adapters = [
+            None if it.adapter is None else self.adapters.find(it.adapter) for it in requests
+        ]
+        for request in requests:
+            self._check_length(request)
+        self._check_room(requests)
+        generations: list[Generation] = []
+        try:
+            for request, adapter in zip(requests, adapters, strict=True):
+                generations.append(self._start(request, adapter, False))
+        except Exception as error:
+            for generation in generations:
+                generation.cancel()
+            raise api_error(error) from error
+        call = Call(
+            generations,
+            [
+                None if adapter is None else functools.partial(self._start, request, adapter, True)
+                for request, adapter in zip(requests, adapters, strict=True)
+            ],
+            [self._timeout_s(request) for request in requests],
+            self._calls.discard,
+        )
+        self._calls.add(call)
+        return call
+
+    def _check_length(self, request: EngineRequest) -> None:
+        """That prompt and output fit; the manager would cut the output silently."""
+        limit, length = self.card.max_model_len, len(request.tokens)
+        if not length:
+            raise ApiError(400, "the prompt is empty, at least 1 token is needed", param="prompt")
+        if request.max_new_tokens < 1:
+            raise ApiError(
+                400, f"max_tokens = {request.max_new_tokens} must be at least 1", param="max_tokens"
+            )
+        if length + request.max_new_tokens > limit:
+            raise ApiError(
+                400,
+                f"the prompt has {length} tokens and max_tokens is {request.max_new_tokens}: "
+                f"together {length + request.max_new_tokens}, the model takes {limit}",
+                param="prompt" if length >= limit else "max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _check_room(self, requests: Sequence[EngineRequest]) -> None:
+        settings = self._settings
+        running = self.queue.num_open
+        waiting = running + len(requests) - settings.concurrency
+        if waiting <= 0:
+            return
+        if waiting > settings.max_queued_requests:
+            raise ApiError(
+                429,
+                f"{running} requests run or wait, {len(requests)} more would make {waiting} wait: "
+                f"--max-queued-requests allows {settings.max_queued_requests}",
+                code="queue_full",
+            )
+        limit = settings.max_queued_tokens
+        tokens = sum(len(request.tokens) for request in requests)
+        if limit is not None and self.queue.num_pending_tokens + tokens > limit:
+            raise ApiError(
+                429,
+                f"{self.queue.num_pending_tokens} prompt tokens wait, {tokens} more would exceed "
+                f"--max-queued-tokens = {limit}",
+                code="queue_full",
+            )
+
+    def _start(
+        self, request: EngineRequest, adapter: Adapter | None, with_weights: bool
+    ) -> Generation:
+        by_name = {"include_stop_in_output": True, **request.by_name}
+        by_name.pop("deadline_s", None)  # counted from here on, and by the call
+        if adapter is not None:
+            by_name["lora_task_id"] = adapter.task_id
+            if with_weights:
+                by_name.update(adapter.tensors)
+        return self.queue.submit(request.tokens, request.max_new_tokens, timeout=0.0, **by_name)
+
+    def _timeout_s(self, request: EngineRequest) -> float | None:
+        own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout
+        found = [seconds for seconds in (own, limit) if seconds is not None]
+        return min(found, default=None)
+
+    # Text -------------------------------------------------------------------------------------
+
+    async def encode(self, name: str, text: str, *, special: bool = True) -> list[int]:
+        """The token ids of a text; a long one is encoded beside the event loop.
+
+        `special`: with the tokens that the tokenizer puts around a text. ApiError 400 names the
+        field `name`.
+        """
+        encode = functools.partial(self._encoder.encode, name, text, special=special)
+        try:
+            return await beside(encode) if len(text) >= LONG_TEXT else encode()
+        except GptManagerError as error:
+            raise ApiError(400, str(error), param=name) from error
+
+    # Adapters ---------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Read an adapter, try it, and give it a name. ApiError where that cannot be."""
+        if not self.has_adapters:
+            raise ApiError(501, "this server's manager takes no adapters")
+        if name == self.card.name:
+            raise ApiError(400, f"{shown(name)} is the model's name", param="lora_name")
+        self.adapters.check_free(name)
+        adapter = await beside(functools.partial(self.adapters.read, name, path))
+        # one token shows whether it is one of this model, and caches it
+        request = EngineRequest([0], 1, lora_task_id=adapter.task_id, **adapter.tensors)
+        try:
+            with self._start(request, None, False) as generation:
+                await generation
+        except GptManagerError as error:
+            raise ApiError(
+                api_error(error).status, f"lora_path = {shown(path)}: {error}", param="lora_path"
+            ) from error
+        self.adapters.add(adapter)
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on with it. ApiError 404."""
+        if not self.has_adapters:
+            raise ApiError(501, "this server's manager takes no adapters")
+        self.manager.forget_adapter(self.adapters.remove(name).task_id)
+
+    # The end ----------------------------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and return when the others have ended; after `timeout_s` they are
+        ended as past a deadline.
+        """
+        self.is_draining = True
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + timeout_s
+        while self._calls and loop.time() < give_up:
+            await asyncio.sleep(_LOOK_S)
+        for call in list(self._calls):
+            call.time_out()
+
+
+async def beside(work: Callable[[], _T]) -> _T:
+    """What takes long, on a worker's thread."""
+    return await asyncio.to_thread(work)

@@ -1,0 +1,80 @@
+"""`ApiError`: a refusal as every client gets it, one JSON object with a status."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.errors import (
+    AdapterError,
+    CapacityError,
+    ConfigError,
+    InvalidRequestError,
+    ManagerDeadError,
+)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_STATUSES: tuple[tuple[type[BaseException], int], ...] = (
+    (ManagerDeadError, 503),
+    (queue.Full, 429),
+    (InvalidRequestError, 400),
+    (CapacityError, 400),
+    (AdapterError, 400),
+    (ConfigError, 400),
+    (TimeoutError, 504),
+)
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """Ends the handling of an HTTP request with `status`.
+
+    `type` None: the usual one of the status. `param`: the field that is wrong. `code`: a word for
+    programs. `headers`: of the response.
+    """
+
+    def __init__(  # noqa: B042 - nobody pickles it
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,
+        param: str | None = None,
+        code: str | int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "internal_server_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if status == 429:
+            self.headers.setdefault("Retry-After", str(RETRY_AFTER_S))
+
+    def body(self) -> dict[str, Any]:
+        """What the client gets, as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def api_error(error: BaseException) -> ApiError:
+    """An error of the library as clients get it; what nobody expected is a 500."""
+    if isinstance(error, ApiError):
+        return error
+    status = next((status for cls, status in _STATUSES if isinstance(error, cls)), 500)
+    message = str(error) or type(error).__name__
+    return ApiError(status, message, code=type(error).__name__)

@@ -1,0 +1,106 @@
+"""The model and its adapters: what there is, and what is loaded and unloaded."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.adapters import Adapter
+from gptmanager.server.body import read_json, until_disconnected
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.responses import json_response
+from gptmanager.server.settings import ServerSettings
+
+
+def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """/v1/models, /v1/models/{name}, /v1/load_lora_adapter, /v1/unload_lora_adapter."""
+
+    async def models(request: Request) -> Response:
+        data = [_model(engine), *(_adapter(engine, it) for it in engine.adapters)]
+        return json_response({"object": "list", "data": data})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name == engine.card.name:
+            return json_response(_model(engine))
+        if name in engine.adapters:
+            return json_response(_adapter(engine, engine.adapters.find(name)))
+        raise unknown_model(name)
+
+    async def load(request: Request) -> Response:
+        _check_caller(request, settings)
+        body = await read_json(request)
+        name, path = _text(body, "lora_name"), _text(body, "lora_path")
+        adapter = await until_disconnected(request, engine.load_adapter(name, path))
+        return json_response(_adapter(engine, adapter))
+
+    async def unload(request: Request) -> Response:
+        _check_caller(request, settings)
+        name = _text(await read_json(request), "lora_name")
+        engine.unload_adapter(name)
+        return json_response({"id": name, "object": "model", "deleted": True})
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/load_lora_adapter", load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
+    ]
+
+
+def unknown_model(name: str) -> ApiError:
+    return ApiError(
+        404, f"the model {shown(name)} does not exist", param="model", code="model_not_found"
+    )
+
+
+def _model(engine: Engine) -> dict[str, Any]:
+    card = engine.card
+    return _entry(card.name, card.created, engine) | {"root": str(card.folder), "parent": None}
+
+
+def _adapter(engine: Engine, adapter: Adapter) -> dict[str, Any]:
+    found = _entry(adapter.name, adapter.created, engine)
+    return found | {"root": str(adapter.folder), "parent": engine.card.name}
+
+
+def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
+    length = engine.card.max_model_len
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "gptmanager",
+        "max_model_len": length,
+    }
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise ApiError(400, f"{name} = {shown(value)} is no text", param=name)
+    return value
+
+
+def _check_caller(request: Request, settings: ServerSettings) -> None:
+    """With a key, who comes so far has it; without one, adapters are for this machine."""
+    host = request.client.host if request.client is not None else ""
+    if settings.api_key is None and not _is_loopback(host):
+        raise ApiError(
+            403, "adapters are loaded for callers of this machine, or with a key (--api-key)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,75 @@
+"""Responses as JSON, errors as one object, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gptmanager.server.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers)
+
+
+def event(content: Any) -> bytes:
+    """A server-sent event with `content` as JSON."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """Frames of `frames` as server-sent events, each written as it comes.
+
+    Begin to read `frames` only when the first one is there, so that a refusal can still be an
+    error object: see `begun`. When the client goes away, `frames` is cancelled where it waits. A
+    client that does not read holds up `frames`, so nothing is buffered for it.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, frames: AsyncIterator[bytes], headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(None, 200, {**_STREAM_HEADERS, **(headers or {})})
+        del self.headers["content-length"]
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not sending.done():
+                sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone away. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

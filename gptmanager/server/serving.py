@@ -1,0 +1,168 @@
+"""A server from its settings to its end: the manager, the event loop, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import uvicorn
+import uvloop
+
+from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams
+from gptmanager.callbacks import AsyncRequestQueue, broadcast
+from gptmanager.errors import ConfigError
+from gptmanager.server.app import create_app
+from gptmanager.server.engine import Engine
+from gptmanager.server.model_card import ModelCard
+from gptmanager.server.settings import ServerSettings
+
+
+def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
+    """Until SIGTERM or SIGINT. ConfigError: a model or a port that cannot be.
+
+    `tell` gets a line for people when the server is ready.
+    """
+    with contextlib.closing(bind(settings.host, settings.port)) as listener:
+        with open_engine(settings) as engine:
+            host, port = listener.getsockname()[:2]
+            tell(f"{engine.card.name} is served at http://{host}:{port}")
+            uvloop.run(_serve(engine, settings, listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens later. ConfigError: somebody else has the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host {host} --port {port} cannot be used: {reason}") from error
+    return listener
+
+
+@contextlib.contextmanager
+def open_engine(settings: ServerSettings) -> Iterator[Engine]:
+    """A manager that runs, and the engine over it. ConfigError as the manager raises it."""
+    given = settings.manager
+    params = _params(settings)
+    card = ModelCard.of_folder(
+        settings.model,
+        settings.name,
+        max_seq_len=params.max_seq_len,
+        max_beam_width=settings.max_beam_width,
+        chat_template=settings.chat_template,
+    )
+    queue = AsyncRequestQueue(
+        max_pending=None,
+        default_end_id=card.token_defaults.end_ids,
+        default_pad_id=card.token_defaults.pad_id,
+        exclude_input_in_output=True,
+    )
+    get: Any = queue.get_inference_requests
+    poll: Any = queue.poll_stop_signal
+    if params.parallel_config is not None:
+        get, poll = broadcast(get, poll)
+    with (
+        queue,
+        GptManager(
+            os.fspath(settings.model),
+            given.model_type,
+            settings.max_beam_width,
+            given.scheduler,
+            get,
+            queue.send_response,
+            poll,
+            None,
+            params,
+        ) as manager,
+    ):
+        queue.attach(manager)
+        length = longest_request(manager, card.max_model_len)
+        yield Engine(dataclasses.replace(card, max_model_len=length), manager, queue, settings)
+
+
+def _params(settings: ServerSettings) -> OptionalParams:
+    """Those that were given, as a server wants them."""
+    given = settings.manager
+    cache = dataclasses.replace(
+        given.params.kv_cache_config, enable_block_reuse=given.model_type is not ModelType.V1
+    )
+    return dataclasses.replace(
+        given.params,
+        kv_cache_config=cache,
+        max_active_requests=settings.concurrency,
+        exclude_input_in_output=True,
+    )
+
+
+def longest_request(manager: GptManager, at_most: int) -> int:
+    """The most tokens that prompt and output may have, in a manager that may have lowered it."""
+
+    def is_taken(length: int) -> bool:
+        request = InferenceRequest(0, {"input_ids": np.zeros(length - 1, dtype=np.int32)})
+        request.max_new_tokens = np.array([1], dtype=np.int32)
+        return manager.would_fit(request).accepted
+
+    low, high = 2, at_most
+    if is_taken(high):
+        return high
+    while low < high:  # the longest is in low..high
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if is_taken(middle) else (low, middle - 1)
+    return low
+
+
+async def _serve(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
+    server = new_server(engine, settings)
+    loop = asyncio.get_running_loop()
+    ending: list[asyncio.Task[None]] = []
+
+    def end() -> None:
+        if ending:  # the second time
+            server.should_exit = server.force_exit = True
+            engine.manager.shutdown(drain=False, timeout=0.0)
+        else:
+            ending.append(loop.create_task(_end(server, engine, settings.shutdown_timeout)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    await server.serve(sockets=[listener])
+
+
+async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
+    await engine.drain(timeout_s)
+    server.should_exit = True
+
+
+class Server(uvicorn.Server):
+    """Signals are not its own: it must answer while requests end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def new_server(engine: Engine, settings: ServerSettings) -> Server:
+    """Not started yet: `await server.serve(sockets=[...])` does, until `server.should_exit`."""
+    config = uvicorn.Config(
+        create_app(engine, settings),
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+    return Server(config)

@@ -1,0 +1,84 @@
+"""`ServerSettings`: what `gptmanager serve` is told, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.errors import ConfigError
+from gptmanager.terminal.options import ManagerOptions
+
+
+def _manager() -> ManagerOptions:
+    return ManagerOptions(ModelType.INFLIGHT_FUSED_BATCHING, SchedulerConfig(), OptionalParams())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The options of `gptmanager serve` by their names; ConfigError for one that cannot be.
+
+    `served_model_name` None: the name of the model's folder. `max_concurrency`: requests that run
+    at once, None: as many as make a batch. `max_queued_requests` and `max_queued_tokens` (of their
+    prompts, None: any number): what may wait beyond those. `max_body_bytes`: of a request's body.
+    `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: adapters are
+    loaded from below it alone. `chat_template`: a file, instead of the checkpoint's. `lenient`:
+    unknown fields are a warning. `manager`: what the manager is constructed with.
+    """
+
+    model: Path
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    max_concurrency: int | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int | None = None
+    max_body_bytes: int = 32 << 20
+    max_beam_width: int = 1
+    request_timeout: float | None = None
+    shutdown_timeout: float = 20.0
+    adapter_dir: Path | None = None
+    chat_template: Path | None = None
+    lenient: bool = False
+    grpc_port: int | None = None
+    metrics_prefix: str = "gptmanager"
+    manager: ManagerOptions = field(default_factory=_manager)
+
+    def __post_init__(self) -> None:
+        least = {
+            "max_concurrency": 1,
+            "max_queued_requests": 0,
+            "max_queued_tokens": 0,
+            "max_body_bytes": 1,
+            "max_beam_width": 1,
+            "request_timeout": 0,
+            "shutdown_timeout": 0,
+        }
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if value is not None and value < limit:
+                raise ConfigError(f"{name} = {value} must be at least {limit}")
+        for name in ("port", "grpc_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1 << 16:
+                raise ConfigError(f"{name} = {value} is no port: 0 to 65535, 0 for any free one")
+        if self.api_key == "":
+            raise ConfigError("api_key is empty: without a key leave it out")
+        if not self.name.strip() or not self.name.isprintable():
+            raise ConfigError(f"served_model_name = {self.name!r} is no name of a model")
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        if self.served_model_name is None:
+            return self.model.resolve().name
+        return self.served_model_name
+
+    @property
+    def concurrency(self) -> int:
+        """Requests that run at once."""
+        if self.max_concurrency is not None:
+            return self.max_concurrency
+        params = self.manager.params
+        return params.max_batch_size * (2 if params.enable_trt_overlap else 1)

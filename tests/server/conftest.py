@@ -1,0 +1,28 @@
+"""A server over the bundled model, one for all tests of a worker."""
+
+import httpx
+import pytest
+import torch
+from running_server import running_server, settings_of
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def server(one_torch_thread):
+    with running_server(settings_of()) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def engine(server):
+    return server.engine

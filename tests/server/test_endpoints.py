@@ -1,0 +1,88 @@
+"""The endpoints beside those that generate: health, version, models, tokens; and refusals."""
+
+import httpx
+import pytest
+
+import gptmanager
+
+
+def refusal(response, status):
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+def test_a_server_that_runs_is_healthy(client, path):
+    assert client.get(path).status_code == 200
+
+
+def test_version(client):
+    assert client.get("/version").json()["version"] == gptmanager.__version__
+
+
+def test_the_model_is_listed_with_its_length(client):
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "tiny_llama" and model["max_model_len"] == 512
+    assert client.get("/v1/models/tiny_llama").json() == model
+
+
+def test_an_unknown_model_is_a_404(client):
+    error = refusal(client.get("/v1/models/other/one"), 404)
+    assert error["param"] == "model" and "'other/one'" in error["message"]
+
+
+def test_an_unknown_path_is_a_404(client):
+    assert "/nothing" in refusal(client.get("/nothing"), 404)["message"]
+
+
+def test_a_wrong_method_is_a_405(client):
+    response = client.put("/health")
+    refusal(response, 405)
+    assert "GET" in response.headers["allow"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff"])
+def test_a_body_that_is_no_json_object_is_a_400(client, body):
+    refusal(client.post("/tokenize", content=body), 400)
+
+
+def test_text_to_tokens_and_back(client, tokenizer):
+    text = "Tom had 3 apples."
+    found = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    encoded = tokenizer.encode(text)
+    assert found["tokens"] == encoded.ids and found["count"] == len(encoded.ids)
+    assert found["token_strs"] == encoded.tokens and found["max_model_len"] == 512
+    back = client.post("/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": text}
+
+
+def test_a_long_text_has_the_same_tokens(client, tokenizer):
+    text = "Tom had 3 apples. " * 200
+    found = client.post("/tokenize", json={"prompt": text}).json()
+    assert found["tokens"] == tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 3}, "prompt"),
+        ("/tokenize", {"prompt": "x", "return_token_strs": 1}, "return_token_strs"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1, 640]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens"),
+    ],
+)
+def test_wrong_fields_are_named(client, path, body, param):
+    assert refusal(client.post(path, json=body), 400)["param"] == param
+
+
+def test_another_model_is_a_404(client):
+    refusal(client.post("/tokenize", json={"prompt": "x", "model": "other"}), 404)
+    assert (
+        httpx.codes.OK
+        == client.post("/tokenize", json={"prompt": "x", "model": "tiny_llama"}).status_code
+    )
