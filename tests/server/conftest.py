@@ -1,4 +1,4 @@
-"""A server over the bundled model, one for all tests of a worker."""
+"""A server over the bundled model, one for all tests of this folder in a worker."""
 
 import httpx
 import pytest
@@ -6,18 +6,18 @@ import torch
 from running_server import running_server, settings_of
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def one_torch_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(one_torch_thread):
     with running_server(settings_of()) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(server):
     with httpx.Client(base_url=server.url, timeout=30) as client:
         yield client

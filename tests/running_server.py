@@ -17,7 +17,7 @@ from gptmanager.server.serving import Server, bind, new_server, open_engine
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import ManagerOptions
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny_llama"
 _T = TypeVar("_T")
 
 
