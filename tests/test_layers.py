@@ -334,6 +334,15 @@ server/                   a manager behind HTTP and gRPC
     health                whether the server lives, and takes requests
     models                the model and its adapters
     tokenization          texts as tokens and back
+    openai.template_program  a chat template filled in, and the program that does so (no torch)
+    openai.templates      where chat templates are, and how one is filled in within bounds
+    openai.messages       messages of a chat, as templates want them
+    openai.tools          tools that a model may call, and what calls look like
+    openai.tool_parsing   calls of tools in the text of a model (no torch)
+    openai.chat_answer    the text of an answer as a chat's message, and as deltas
+    openai.chat_prompt    from messages to the tokens of a prompt
+    openai.structured     answers that fit a schema, a pattern, a choice, a grammar
+    openai                what OpenAI's clients know
     app                   all endpoints as one application
     serving               a server from its settings to its end
     command               serve, on the command line

@@ -69,6 +69,8 @@ def add_command(commands: Any) -> None:
     told = "adapters are loaded from below it alone (default: from anywhere)"
     add("--adapter-dir", type=folder, metavar="DIR", help=told)
     add("--chat-template", type=Path, metavar="FILE", help="(default: the checkpoint's)")
+    told = "a request may bring a chat template of its own"
+    add("--trust-request-chat-template", action="store_true", help=told)
     add("--lenient", action="store_true", help="unknown fields are a warning, no error")
     add("--grpc-port", type=natural, metavar="N", help="serve Triton's protocol over gRPC, too")
     told = "of the names of metrics (default %(default)s)"

@@ -12,7 +12,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gptmanager.callbacks import TokenDefaults, load_tokenizer
-from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import read_object
 from gptmanager.models.read_spec import read_spec
 
@@ -36,7 +35,6 @@ class ModelCard:
     tokenizer: Tokenizer | None = None
     token_defaults: TokenDefaults = TokenDefaults()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -48,13 +46,8 @@ class ModelCard:
         *,
         max_seq_len: int | None = None,
         max_beam_width: int = 1,
-        chat_template: Path | None = None,
     ) -> ModelCard:
-        """From the files of a checkpoint. ConfigError for a file that cannot be read.
-
-        `chat_template`: a file, instead of the folder's chat_template.jinja or
-        tokenizer_config.json.
-        """
+        """From the files of a checkpoint. ConfigError for a file that cannot be read."""
         spec = read_spec(read_object(folder / "config.json"), max_seq_len=max_seq_len)
         tokenizer_config = _read(folder / "tokenizer_config.json")
         has_tokenizer = os.path.lexists(folder / "tokenizer.json")
@@ -70,32 +63,12 @@ class ModelCard:
             sampling_defaults={
                 key: generation[key] for key in _SAMPLING if generation.get(key) is not None
             },
-            chat_template=_chat_template(folder, tokenizer_config, chat_template),
             special_tokens=_special_tokens(tokenizer_config),
         )
 
 
 def _read(path: Path) -> dict[str, Any]:
     return read_object(path) if os.path.lexists(path) else {}
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any], given: Path | None) -> str | None:
-    if given is not None:
-        return _text(given)
-    if os.path.lexists(folder / "chat_template.jinja"):
-        return _text(folder / "chat_template.jinja")
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        named = {it.get("name"): it.get("template") for it in found if isinstance(it, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {path} cannot be read: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

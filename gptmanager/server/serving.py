@@ -60,7 +60,6 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         settings.name,
         max_seq_len=params.max_seq_len,
         max_beam_width=settings.max_beam_width,
-        chat_template=settings.chat_template,
     )
     queue = AsyncRequestQueue(
         max_pending=None,

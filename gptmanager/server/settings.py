@@ -22,8 +22,9 @@ class ServerSettings:
     at once, None: as many as make a batch. `max_queued_requests` and `max_queued_tokens` (of their
     prompts, None: any number): what may wait beyond those. `max_body_bytes`: of a request's body.
     `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: adapters are
-    loaded from below it alone. `chat_template`: a file, instead of the checkpoint's. `lenient`:
-    unknown fields are a warning. `manager`: what the manager is constructed with.
+    loaded from below it alone. `chat_template`: a file, instead of the checkpoint's.
+    `trust_request_chat_template`: a request may bring its own. `lenient`: unknown fields are a
+    warning. `manager`: what the manager is constructed with.
     """
 
     model: Path
@@ -40,6 +41,7 @@ class ServerSettings:
     shutdown_timeout: float = 20.0
     adapter_dir: Path | None = None
     chat_template: Path | None = None
+    trust_request_chat_template: bool = False
     lenient: bool = False
     grpc_port: int | None = None
     metrics_prefix: str = "gptmanager"
@@ -63,6 +65,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1 << 16:
                 raise ConfigError(f"{name} = {value} is no port: 0 to 65535, 0 for any free one")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigError(f"chat_template = {self.chat_template}: there is no such file")
         if self.api_key == "":
             raise ConfigError("api_key is empty: without a key leave it out")
         if not self.name.strip() or not self.name.isprintable():

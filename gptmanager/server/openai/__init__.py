@@ -1,0 +1,1 @@
+"""What clients of OpenAI's API know: completions and chats."""

@@ -1,0 +1,77 @@
+"""The text of one answer as a chat's message, and as its deltas while it comes.
+
+Decides what is content and what are calls of tools. Knows nothing of tokens, and of who is told.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from gptmanager.server.openai.tool_parsing import (
+    Arguments,
+    CallBegins,
+    Content,
+    Found,
+    ToolCallParser,
+)
+from gptmanager.server.openai.tools import ToolFormat, Tools
+
+
+class ChatAnswer:
+    """Takes text in pieces; the deltas, joined, are the message.
+
+    `tools` None: all is content. Calls beyond the first are left out where the request wants one.
+    """
+
+    def __init__(self, tools: Tools | None = None, form: ToolFormat | None = None) -> None:
+        self._parser = (
+            None
+            if tools is None or form is None
+            else ToolCallParser(tools.parameters, tagged=form.tagged)
+        )
+        self._is_alone = tools is not None and not tools.parallel
+        self._content: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """What the client is told now."""
+        if self._parser is not None:
+            return self._deltas(self._parser.push(text))
+        return self._deltas([Content(text)] if text else [])
+
+    def flush(self) -> list[dict[str, Any]]:
+        """What was held back at the end."""
+        return [] if self._parser is None else self._deltas(self._parser.flush())
+
+    def message(self) -> dict[str, Any]:
+        """The whole; after `flush`."""
+        content = "".join(self._content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._calls:
+            message["tool_calls"] = self._calls
+            message["content"] = content or None
+        return message
+
+    def finish_reason(self, reason: str) -> str:
+        """`reason` is that of the text; an answer that ends by itself with calls says so."""
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _deltas(self, found: list[Found]) -> list[dict[str, Any]]:
+        deltas: list[dict[str, Any]] = []
+        for one in found:
+            if isinstance(one, Content):
+                self._content.append(one.text)
+                deltas.append({"content": one.text})
+            elif not (self._is_alone and one.index > 0):
+                deltas.append({"tool_calls": [self._call(one)]})
+        return deltas
+
+    def _call(self, found: CallBegins | Arguments) -> dict[str, Any]:
+        if isinstance(found, Arguments):
+            self._calls[found.index]["function"]["arguments"] += found.text
+            return {"index": found.index, "function": {"arguments": found.text}}
+        function = {"name": found.name, "arguments": ""}
+        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        self._calls.append(call)
+        return {"index": found.index, **call, "function": dict(function)}

@@ -1,0 +1,135 @@
+"""From the messages of a chat to the tokens of its prompt.
+
+Decides which template a request gets, and with what it is filled in. Knows nothing of what is
+generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.messages import read_messages
+from gptmanager.server.openai.template_program import TemplateError
+from gptmanager.server.openai.templates import (
+    TemplateProcess,
+    pick,
+    read_chat_templates,
+    read_template_file,
+)
+from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
+from gptmanager.server.settings import ServerSettings
+
+# what a template gets from elsewhere
+_RESERVED = ("template", "messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """`tool_format`: how the template's model writes calls; None: nobody asks, or nobody knows."""
+
+    tokens: list[int]
+    tool_format: ToolFormat | None
+
+
+class ChatPrompts:
+    """Makes prompts with the chat templates of a server's model.
+
+    ConfigError for a template that cannot be read. A template that a request brings is filled in
+    by a process of its own, so that it keeps nobody else waiting.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        if settings.chat_template is not None:
+            self._templates = read_template_file(settings.chat_template)
+        else:
+            self._templates = read_chat_templates(engine.card.folder)
+        self._process = TemplateProcess()
+        self._process_of_requests = TemplateProcess()
+
+    async def read(self, body: Mapping[str, Any], tools: Tools | None) -> ChatPrompt:
+        """ApiError (400) for wrong messages, without a template, and where it refuses."""
+        messages = read_messages(body.get("messages"), lenient=self._settings.lenient)
+        template, process = self._template(body, tools is not None)
+        form = None if tools is None else _known_format(template)
+        if "developer" not in template:  # the newer word of two for the same
+            messages = [
+                {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
+            ]
+        text = await self._filled_in(template, process, messages, body, tools)
+        tokens = await self._engine.encode("messages", text, special=False)
+        return ChatPrompt(tokens, form)
+
+    def _template(self, body: Mapping[str, Any], has_tools: bool) -> tuple[str, TemplateProcess]:
+        given = body.get("chat_template")
+        if given is not None:
+            if not self._settings.trust_request_chat_template:
+                raise ApiError(
+                    400,
+                    "chat_template: templates of requests need --trust-request-chat-template",
+                    param="chat_template",
+                )
+            return str(given), self._process_of_requests
+        template = pick(self._templates, has_tools)
+        if template is None:
+            raise ApiError(
+                400,
+                "messages: the model has no chat template: give one by --chat-template, or use "
+                "/v1/completions",
+                param="messages",
+            )
+        return template, self._process
+
+    async def _filled_in(
+        self,
+        template: str,
+        process: TemplateProcess,
+        messages: list[dict[str, Any]],
+        body: Mapping[str, Any],
+        tools: Tools | None,
+    ) -> str:
+        continues = bool(body.get("continue_final_message"))
+        generates = body.get("add_generation_prompt")
+        if continues and generates:
+            raise ApiError(
+                400,
+                "continue_final_message: stands beside add_generation_prompt: one is possible",
+                param="continue_final_message",
+            )
+        own = body.get("chat_template_kwargs") or {}
+        for name in _RESERVED:
+            if name in own:
+                where = f"chat_template_kwargs.{name}"
+                raise ApiError(400, f"{where}: is a field of its own", param=where)
+        try:
+            return await process.fill_in(
+                template,
+                messages,
+                continue_final_message=continues,
+                **{
+                    **self._engine.card.special_tokens,
+                    "tools": None if tools is None else tools.listed,
+                    "documents": body.get("documents"),
+                    "add_generation_prompt": not continues if generates is None else generates,
+                    **own,
+                },
+            )
+        except TemplateError as error:
+            raise ApiError(400, f"messages: the chat template: {error}", param="messages") from None
+
+
+def _known_format(template: str) -> ToolFormat:
+    form = format_of(template)
+    if form is None:
+        raise ApiError(
+            400,
+            "tools: the chat template describes no format of calls that is known: those of Hermes "
+            "and Qwen (<tool_call> with name and arguments) and of Llama 3 (name and parameters)",
+            param="tools",
+        )
+    return form

@@ -1,0 +1,158 @@
+"""Answers that fit a JSON schema, a regular expression, a choice, or a grammar.
+
+Decides which of a request's fields say so, and that there is one at most. Grammars are compiled
+before a request runs, so that a wrong one is refused in words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gptmanager import GuidedDecoding
+from gptmanager.errors import ConfigError, RequestError
+from gptmanager.server.errors import ApiError
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRule:
+    """What an answer has to fit. `where`: the field that says so; `kind`: one of `_KINDS`."""
+
+    where: str
+    kind: str
+    value: Any
+
+
+def read_output_rule(body: Mapping[str, Any]) -> OutputRule | None:
+    """Of `response_format`, `structured_outputs`, and its aliases guided_json, ...
+
+    None where an answer is any text. ApiError (400) for wrong ones, and for two at once.
+    """
+    rules = [
+        *_of_response_format(body.get("response_format")),
+        *_of_structured_outputs(body.get("structured_outputs")),
+        *(
+            OutputRule(name, kind, body[name])
+            for name, kind in _ALIASES.items()
+            if body.get(name) is not None
+        ),
+    ]
+    if len(rules) > 1:
+        raise _wrong(rules[1].where, f"stands beside {rules[0].where}: one of them is possible")
+    for rule in rules:
+        _check(rule)
+    return rules[0] if rules else None
+
+
+def _of_response_format(given: Any) -> list[OutputRule]:
+    if given is None:
+        return []
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [OutputRule("response_format", "json_object", True)]
+    if kind != "json_schema":
+        raise _wrong("response_format.type", "is none of 'text', 'json_object', 'json_schema'")
+    where, own = "response_format.json_schema", given.get("json_schema")
+    if not isinstance(own, Mapping):
+        raise _wrong(where, "is no object with name and schema")
+    if not isinstance(own.get("name"), str):
+        raise _wrong(f"{where}.name", "is missing: a text is needed")
+    if not isinstance(own.get("strict"), bool | None):
+        raise _wrong(f"{where}.strict", "is neither true nor false")
+    if own.get("schema") is None:
+        raise _wrong(f"{where}.schema", "is missing: a JSON schema is needed")
+    return [OutputRule(f"{where}.schema", "json", own["schema"])]
+
+
+def _of_structured_outputs(given: Any) -> list[OutputRule]:
+    if given is None:
+        return []
+    where = "structured_outputs"
+    if not isinstance(given, Mapping):
+        raise _wrong(where, f"is no object with one of {', '.join(_KINDS)}")
+    there = {key: value for key, value in given.items() if value is not None}
+    for key in there:
+        if key not in _KINDS:
+            raise _wrong(f"{where}.{key}", f"is unknown: there are {', '.join(_KINDS)}")
+    rules = [OutputRule(f"{where}.{key}", key, value) for key, value in there.items()]
+    return [rule for rule in rules if (rule.kind, rule.value) != ("json_object", False)]
+
+
+def _check(rule: OutputRule) -> None:
+    value = rule.value
+    if rule.kind == "json" and not isinstance(value, Mapping | str | bool):
+        raise _wrong(rule.where, "is no JSON schema: an object, or its text, is needed")
+    if rule.kind in ("regex", "grammar") and not isinstance(value, str):
+        raise _wrong(rule.where, "is no text")
+    if rule.kind == "json_object" and value is not True:
+        raise _wrong(rule.where, "is neither true nor false")
+    if rule.kind == "choice":
+        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not texts or not value:
+            raise _wrong(rule.where, "is no list of one or more texts")
+
+
+class StructuredOutputs:
+    """Compiles what requests ask for, with one `GuidedDecoding` for the model's tokenizer.
+
+    It is made by the first request that needs it: for 150,000 tokens that takes a second.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, end_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._end_ids = end_ids
+        self._guided: GuidedDecoding | None = None
+        self._lock = threading.Lock()
+
+    async def processor(self, rule: OutputRule) -> Any:
+        """The logits post-processor for a rule; ApiError (400) for one that does not compile."""
+
+        def grammar(guided: GuidedDecoding) -> Any:
+            if rule.kind == "json_object":
+                return guided.json_schema({"type": "object"})
+            make: dict[str, Callable[..., Any]] = {
+                "json": guided.json_schema,
+                "regex": guided.regex,
+                "choice": guided.choice,
+                "grammar": guided.lark,
+            }
+            return make[rule.kind](rule.value)
+
+        return await self._compiled(rule.where, grammar)
+
+    async def lark(self, where: str, grammar: str, schemas: Mapping[str, Any]) -> Any:
+        """The same for a grammar with JSON schemas as rules; errors name the field `where`."""
+        return await self._compiled(where, lambda guided: guided.lark(grammar, schemas=schemas))
+
+    async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
+        try:
+            grammar = await asyncio.to_thread(lambda: make(self._for_tokenizer()))
+            # others may wait for the same one, so that who goes away must not cancel it
+            await asyncio.shield(asyncio.wrap_future(grammar.prepare("cpu")))
+        except ConfigError as error:
+            raise _wrong(where, str(error)) from None
+        except (ValueError, RequestError) as error:
+            raise _wrong(where, str(error).removeprefix("logits_post_processor ")) from None
+        return grammar
+
+    def _for_tokenizer(self) -> GuidedDecoding:
+        with self._lock:
+            if self._guided is None:
+                if self._tokenizer is None:
+                    raise ConfigError("the model has no tokenizer, which guided decoding needs")
+                self._guided = GuidedDecoding(self._tokenizer, self._end_ids)
+            return self._guided
+
+
+def _wrong(where: str, what: str) -> ApiError:
+    return ApiError(400, f"{where}: {what}", type="invalid_request_error", param=where)

@@ -1,0 +1,141 @@
+"""A chat template filled in; and the program that does so in a process of its own.
+
+Templates are Jinja2's, in its sandbox, with what Hugging Face's transformers adds to it: loop
+controls, `raise_exception`, `strftime_now`, a `tojson` that escapes nothing, `generation` blocks.
+
+As a program it imports nothing of this package, so that it starts in no time. It reads a line with
+where modules are found and how many bytes it may take, says "" when it is ready, and answers a line
+for each line: the text, or what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+CONTINUED = "\ue000 the text goes on from here \ue001 "  # no template would write that itself
+
+
+class TemplateError(Exception):
+    """The template is wrong, or refuses what it is given; says why."""
+
+
+def fill_in(
+    template: str,
+    messages: list[dict[str, Any]],
+    *,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> str:
+    """The text of a conversation, as transformers' `apply_chat_template` gives it.
+
+    `continue_final_message`: the text ends with that of the last message. TemplateError if not.
+    """
+    import jinja2
+
+    if continue_final_message:
+        *before, last = messages
+        messages = [*before, {**last, "content": last["content"] + CONTINUED}]
+    try:
+        text: str = _compiled(template).render(messages=messages, **variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateError(f"line {error.lineno}: {error.message}") from None
+    except jinja2.TemplateError as error:  # what raise_exception raises, among others
+        raise TemplateError(error.message or type(error).__name__) from None
+    except MemoryError:
+        raise TemplateError("it takes too much memory") from None
+    except Exception as error:  # a template may do anything that Python can
+        raise TemplateError(f"{type(error).__name__}: {error}") from None
+    return _cut(text) if continue_final_message else text
+
+
+def _cut(text: str) -> str:
+    """Where the last message ends; a template may have stripped the message's own spaces."""
+    at = text.rfind(CONTINUED.strip())
+    if at < 0:
+        raise TemplateError("it does not give back the last message, so nothing can continue it")
+    return text[:at] if text.startswith(CONTINUED, at) else text[:at].rstrip()
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> Any:
+    from jinja2 import TemplateError as Refused
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant said: for training, without effect here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise Refused(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _bound_memory(max_bytes: int) -> None:
+    """Of what is taken from now on."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+    except (ImportError, OSError):  # no Linux: time alone is bounded
+        return
+    most = pages * resource.getpagesize() + max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _serve() -> None:
+    given = json.loads(sys.stdin.buffer.readline())
+    sys.path[:] = given["path"]
+    _environment()
+    _bound_memory(given["max_bytes"])
+    answer: dict[str, str] = {}
+    while True:
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            return
+        try:
+            answer = {"text": fill_in(**json.loads(line))}
+        except TemplateError as error:
+            answer = {"error": str(error)}
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,137 @@
+"""Structured outputs: the fields that ask for them, and grammars that do not compile."""
+
+import asyncio
+import sys
+from concurrent.futures import Future
+
+import pytest
+
+from gptmanager.callbacks import load_tokenizer
+from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, read_output_rule
+
+SCHEMA = {"type": "object"}
+
+
+def json_schema(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, **more}}
+
+
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}, "guided_json": None}, None),
+        ({"structured_outputs": {"regex": None, "json_object": False}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            OutputRule("response_format", "json_object", True),
+        ),
+        (
+            {"response_format": json_schema(SCHEMA, strict=True, description="d")},
+            OutputRule("response_format.json_schema.schema", "json", SCHEMA),
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", "b"]}},
+            OutputRule("structured_outputs.choice", "choice", ["a", "b"]),
+        ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            OutputRule("structured_outputs.json_object", "json_object", True),
+        ),
+        ({"guided_json": '{"a": 1}'}, OutputRule("guided_json", "json", '{"a": 1}')),
+        ({"guided_regex": "a+"}, OutputRule("guided_regex", "regex", "a+")),
+        ({"guided_choice": ["a"]}, OutputRule("guided_choice", "choice", ["a"])),
+        ({"guided_grammar": "start: A"}, OutputRule("guided_grammar", "grammar", "start: A")),
+    ],
+)  # fmt: skip
+def test_fields_that_ask_for_a_form(body, rule):
+    assert read_output_rule(body) == rule
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": "json"}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": json_schema(None)}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema(5)}, "response_format.json_schema.schema"),
+        ({"response_format": json_schema({}, name=5)}, "response_format.json_schema.name"),
+        ({"response_format": json_schema({}, strict="yes")}, "response_format.json_schema.strict"),
+        ({"structured_outputs": "json"}, "structured_outputs"),
+        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"json": "{}", "regex": "a"}}, "structured_outputs.regex"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 1]}, "guided_choice"),
+        ({"guided_choice": "ab"}, "guided_choice"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+    ],
+)
+def test_wrong_ones_and_two_at_once_are_refused_by_name(body, param):
+    with pytest.raises(ApiError) as refused:
+        read_output_rule(body)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    return StructuredOutputs(load_tokenizer("examples/tiny_llama"), [0])
+
+
+def refusal(outputs, rule):
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(outputs.processor(rule))
+    assert (refused.value.status, refused.value.param) == (400, rule.where)
+    return refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("json", {"type": "strin"}, "here: json_schema: "),
+        ("json", "{", "here: json_schema: "),
+        ("json", False, "no text fits it"),
+        ("regex", "(", "here: regex: "),
+        ("grammar", "start: foo", 'unknown name: "foo"'),
+    ],
+)
+def test_a_grammar_that_does_not_compile_is_refused_in_words(outputs, kind, value, message):
+    assert message in refusal(outputs, OutputRule("here", kind, value))
+
+
+def test_a_wrong_schema_of_a_tool_is_refused_in_words(outputs):
+    for schema in ({"type": "strin"}, {**SCHEMA, "properties": {"a": False}, "required": ["a"]}):
+        with pytest.raises(ApiError, match="tools: "):
+            asyncio.run(outputs.lark("tools", "start: x", {"x": schema}))
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    rule = OutputRule("guided_choice", "choice", ["a"])
+    assert "no tokenizer" in refusal(StructuredOutputs(None, []), rule)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    without = StructuredOutputs(load_tokenizer("examples/tiny_llama"), [0])
+    assert "pip install 'gptmanager[guided]'" in refusal(without, rule)
+
+
+def test_a_client_that_goes_away_does_not_cancel_the_grammar_of_another(outputs, monkeypatch):
+    compiled = Future()
+
+    class Grammar:
+        def prepare(self, device):
+            return compiled
+
+    async def both():
+        one = asyncio.ensure_future(outputs.processor(OutputRule("here", "regex", "a")))
+        monkeypatch.setattr(outputs._guided, "regex", lambda pattern: Grammar())
+        done, waiting = await asyncio.wait([one], timeout=0.05)
+        assert waiting == {one}
+        one.cancel()
+        await asyncio.wait([one])
+        assert one.cancelled() and not compiled.cancelled()
+
+    asyncio.run(both())

@@ -1,0 +1,147 @@
+"""Tools: what requests say of them, formats told from chat templates, and grammars of calls."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gptmanager import GuidedDecoding
+from gptmanager.callbacks import load_tokenizer
+from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.tools import HERMES, LLAMA_3, format_of, read_tools
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+
+
+def tool(name, parameters=None, **more):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/Letter"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"Letter": {"enum": ["x", "y"]}},  # as pydantic writes them
+}
+TOOLS = [tool("add", PARAMETERS), tool("stop")]
+ADD = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("qwen", HERMES), ("llama3", LLAMA_3), ("mistral", None), ("gemma", None), ("dates", None)],
+)
+def test_formats_are_told_from_templates(name, form):
+    assert format_of((TEMPLATES / f"{name}.jinja").read_text()) is form
+
+
+def test_calls_in_xml_are_no_known_format():
+    assert format_of("<tool_call>\n<function=name>\n<parameter=x> {{ call.arguments }}") is None
+
+
+def test_what_may_be_called():
+    assert read_tools(None, None) is None and read_tools([], "auto") is None
+    assert read_tools(TOOLS, "none") is None
+    auto = read_tools(TOOLS, None)
+    assert list(auto.parameters) == ["add", "stop"] and not auto.required and auto.parallel
+    required = read_tools(TOOLS, "required", parallel_tool_calls=False)
+    assert required.required and not required.parallel and required.listed is TOOLS
+    named = read_tools(TOOLS, ADD)
+    assert list(named.parameters) == ["add"] and named.required and named.listed is TOOLS
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ({}, None, "tools"),
+        ([tool("a")] * 129, None, "tools"),
+        (["add"], None, "tools[0]"),
+        ([{"type": "retrieval"}], None, "tools[0]"),
+        ([tool("a"), tool("a b")], None, "tools[1].function.name"),
+        ([tool("a"), tool("a")], None, "tools[1].function.name"),
+        ([tool("a", {"type": "string"})], None, "tools[0].function.parameters.type"),
+        ([tool("a", [])], None, "tools[0].function.parameters"),
+        (TOOLS, "any", "tool_choice"),
+        (TOOLS, {"type": "function"}, "tool_choice"),
+        (TOOLS, {"type": "function", "function": {"name": "other"}}, "tool_choice.function.name"),
+        (None, "required", "tool_choice"),
+        ([], ADD, "tool_choice"),
+    ],
+)
+def test_wrong_tools_are_refused_by_name(tools, choice, param):
+    with pytest.raises(ApiError) as refused:
+        read_tools(tools, choice)
+    assert refused.value.status == 400 and refused.value.param == param
+    assert param in refused.value.message
+
+
+# Grammars
+
+
+@pytest.fixture(scope="module")
+def fits():
+    """Whether a text is one of a grammar: "yes", "begins one", or how far it goes."""
+    tokenizer = load_tokenizer("examples/tiny_llama")
+    guided = GuidedDecoding(tokenizer, [0])
+
+    def fits(form, tools, text, answer=None):
+        grammar, schemas = tools.grammar(form, answer)
+        matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
+        ids = tokenizer.encode(text).ids
+        taken = matcher.try_consume_tokens(ids)
+        if taken < len(ids):
+            return tokenizer.decode(ids[:taken])
+        return "yes" if matcher.is_accepting() else "begins one"
+
+    return fits
+
+
+def call(form, name, arguments):
+    return form.before + name + form.between + arguments + form.behind
+
+
+RIGHT = '{"a": 1, "b": "x"}'
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)
+def test_required_calls_are_right_and_nothing_else(fits, form):
+    tools = read_tools(TOOLS, "required")
+    assert fits(form, tools, call(form, "add", RIGHT)) == "yes"
+    assert fits(form, tools, call(form, "stop", "{}")) == "yes"
+    assert json.loads(RIGHT) and fits(form, tools, "") == "begins one"
+    assert fits(form, tools, form.before + "other") == form.before
+    begun = form.before + "add" + form.between
+    assert fits(form, tools, begun + '{"a": "1"') == begun + '{"a":'
+    assert fits(form, tools, begun + '{"a": 1, "b": "z') == begun + '{"a": 1, "b": "'
+    assert fits(form, tools, "Hello") == ""
+    twice = "\n".join([call(form, "add", RIGHT)] * 2)
+    assert (fits(form, tools, twice) == "yes") == form.tagged
+    alone = read_tools(TOOLS, "required", parallel_tool_calls=False)
+    assert fits(form, alone, call(form, "add", RIGHT)) == "yes" != fits(form, alone, twice)
+    named = read_tools(TOOLS, ADD)
+    assert fits(form, named, call(form, "add", RIGHT)) == "yes" != fits(form, named, twice)
+    assert fits(form, named, call(form, "stop", "{}")) == form.before
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)
+def test_a_call_that_begins_is_right_and_other_text_is_free(fits, form):
+    tools = read_tools(TOOLS, "auto")
+    for text in ("", "Hello", '{"answer": 4}', "a <tool b {", '{"name'):
+        assert fits(form, tools, text) == "yes"
+    assert fits(form, tools, call(form, "add", RIGHT)) == "yes"
+    assert fits(form, tools, form.before + "other") == form.before
+    begun = form.before + "add" + form.between
+    assert fits(form, tools, begun + '{"a": "1"') == begun + '{"a":'
+    if form.tagged:
+        both = f"I see. {call(form, 'add', RIGHT)}\n{call(form, 'stop', '{}')} Done."
+        assert fits(form, tools, both) == "yes"
+        assert fits(form, tools, "I see. <tool_call>{") == "I see. <tool_call>"
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)
+def test_calls_beside_an_answer_in_json(fits, form):
+    tools, answer = read_tools(TOOLS, "auto"), {"type": "array", "items": {"type": "integer"}}
+    assert fits(form, tools, call(form, "add", RIGHT), answer) == "yes"
+    assert fits(form, tools, "[1, 2]", answer) == "yes"
+    assert fits(form, tools, "Hello", answer) == ""
