@@ -16,6 +16,7 @@ from gptmanager.callbacks.json_lines_sink import JsonLinesSink
 from gptmanager.callbacks.logging_sink import LoggingSink
 from gptmanager.callbacks.observers import fan_out
 from gptmanager.callbacks.peft_adapter import load_peft_adapter
+from gptmanager.callbacks.prometheus_sink import PrometheusSink
 from gptmanager.callbacks.request_queue import RequestQueue
 from gptmanager.callbacks.result import GenerationResult
 from gptmanager.callbacks.start import generate
@@ -35,6 +36,7 @@ __all__ = [
     "GenerationResult",
     "JsonLinesSink",
     "LoggingSink",
+    "PrometheusSink",
     "RequestQueue",
     "TemperatureSchedule",
     "TextStream",

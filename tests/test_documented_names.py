@@ -42,11 +42,11 @@ RESULTS = (
 )  # fmt: skip
 WITH_METHODS = (
     "ContractChecker", "Generation", "GptManager", "GuidedDecoding", "InferenceRequest",
-    "JsonLinesSink", "LoggingSink", "RawKernelLogitsPostProcessor", "RecordingCallbacks",
-    "RequestQueue", "TextStream", "TokenDefaults",
+    "JsonLinesSink", "LoggingSink", "PrometheusSink", "RawKernelLogitsPostProcessor",
+    "RecordingCallbacks", "RequestQueue", "TextStream", "TokenDefaults",
 )  # fmt: skip
 # what the library calls of itself, and what an abstract class says of it
-NOT_FOR_HOSTS = {"open", "prepare", "name", "deliver", "fail"}
+NOT_FOR_HOSTS = {"open", "prepare", "name", "deliver", "fail", "values"}
 
 
 def shown(name: str, function: Any) -> str:

@@ -264,6 +264,9 @@ callbacks/                ready-made callbacks that any host could have written
     broadcast             what rank 0's callbacks answer, on every rank
     json_lines_sink       statistics, a line each
     logging_sink          statistics, as log records
+    metric_names          which metrics there are, and what others call them (no torch)
+    metric_counts         what they count
+    prometheus_sink       a manager's metrics, for Prometheus (no torch)
     token_rules           tokens that may come, or may not, or rather
     temperature_schedule  a temperature that changes
     watermark             a watermark in sampled text

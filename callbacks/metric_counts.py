@@ -1,0 +1,233 @@
+"""What metrics count: adding is for the loop's thread, reading for any.
+
+No lock: one thread writes, and a scrape in between misses at most what is added at that moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from gptmanager import REQUEST_METRICS, FinishReason, NamedTensor
+from gptmanager.callbacks.metric_names import METRIC, METRICS
+
+_logger = logging.getLogger(__name__)
+
+_FINISH_REASONS = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMED_OUT: "timeout",
+    FinishReason.CANCELLED: "cancelled",
+}
+_NUM_METRICS = len(REQUEST_METRICS)
+Totals = dict[tuple[str, tuple[str, ...]], float]
+
+
+class Histogram:
+    """Observations by bucket, and their sum; a value equal to a bound lies below it."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), the last of them all."""
+        total, found = 0, []
+        counts = list(self.counts)  # at one moment
+        for bound, count in zip((*self.bounds, math.inf), counts, strict=True):
+            total += count
+            found.append(("+Inf" if bound == math.inf else str(float(bound)), float(total)))
+        return found
+
+
+class IterationCounts:
+    """From statistics records: `last` of them, parsed, and sums over all."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] | None = None
+        self.iterations = 0
+        self.context_tokens = 0
+        self.pauses = 0
+        self.gil_wait_us = 0
+        self.tokens = Histogram(METRIC["iteration_tokens"].buckets)
+        self.latency = Histogram(METRIC["iteration_latency_seconds"].buckets)
+        self._carried: Totals = {}  # of managers before this one
+        self._is_failing = False
+
+    def add(self, record: str) -> None:
+        """Never raises: the first of a series of records that are none is logged."""
+        try:
+            self._add(orjson.loads(record))
+            self._is_failing = False
+        except (ValueError, TypeError, KeyError) as error:
+            if not self._is_failing:
+                self._is_failing = True
+                _logger.warning("a statistics record cannot be read: %r", error)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        own, context_tokens = record["gptmanager"], record["Total Context Tokens"]
+        generated = record.get("Generation Requests")
+        if generated is None:  # V1
+            generated = record["Total Generation Tokens"]
+        latency_us, gil_wait_us = own["iteration_latency_us"]["total"], own["gil_wait_us"]
+        paused, last = record["Paused Requests"], self.last
+        if last is not None and record["Iteration Counter"] <= last["Iteration Counter"]:
+            self._carried = self.totals()  # another manager: its sums since the start begin at 0
+        self.last = record
+        self.iterations += 1
+        self.context_tokens += context_tokens
+        self.pauses += paused
+        self.gil_wait_us += gil_wait_us
+        self.tokens.observe(context_tokens + generated)
+        self.latency.observe(latency_us / 1e6)
+
+    def totals(self) -> Totals:
+        """What a record sums up since the start of its manager: (metric, labels) -> number."""
+        found = dict(self._carried)
+        if self.last is None:
+            return found
+        for key, value in _since_start(self.last["gptmanager"]).items():
+            found[key] = found.get(key, 0) + value
+        return found
+
+
+def _since_start(own: dict[str, Any]) -> Totals:
+    reuse, adapters, drafts = own["block_reuse"], own["adapters"], own["draft_tokens"]
+    found: Totals = {
+        ("draft_tokens", ()): drafts["drafted"],
+        ("accepted_draft_tokens", ()): drafts["accepted"],
+        ("offloaded_blocks", ()): reuse["offloaded_blocks"],
+        ("onboarded_blocks", ()): reuse["onboarded_blocks"],
+        ("adapter_cache_hits", ()): adapters["hits"],
+        ("adapter_cache_misses", ()): adapters["misses"],
+        ("logits_errors", ()): own["logits_errors"],
+    }
+    for callback, microseconds in own["callback_us"].items():
+        found["callback_seconds", (callback,)] = microseconds / 1e6
+    for callback, errors in own["callback_errors"].items():
+        found["callback_errors", (callback,)] = errors
+    return found
+
+
+class _Open:
+    """A request without a final response. `wait_s`: before Get returned it."""
+
+    __slots__ = ("arrival", "wait_s", "num_streamed", "finish_reason")
+
+    def __init__(self) -> None:
+        self.arrival: float | None = None
+        self.wait_s = 0.0
+        self.num_streamed = 0
+        self.finish_reason: str | None = None
+
+
+class RequestCounts:
+    """From responses. `finished`: how many requests ended, by finish reason.
+
+    A request is known from `arrive`, `fetch`, or its first response on, until its final one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.finished = {"stop": 0, "length": 0, "cancelled": 0}
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.looked_for = 0  # tokens of prompts that ran
+        self.found = 0  # of these, tokens that the KV cache had
+        self.histograms = {
+            metric.name: Histogram(metric.buckets)
+            for metric in METRICS
+            if metric.kind == "histogram" and not metric.name.startswith("iteration_")
+        }
+        self._clock = clock
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def arrive(self, request_id: int) -> None:
+        self._of(request_id).arrival = self._clock()
+
+    def fetch(self, request_ids: Sequence[int]) -> None:
+        now = self._clock()
+        for request_id in request_ids:
+            request = self._of(request_id)
+            if request.arrival is not None:
+                request.wait_s = now - request.arrival
+
+    def end_as(self, request_id: int, finish_reason: str) -> None:
+        request = self._open.get(request_id)
+        if request is not None:
+            request.finish_reason = finish_reason
+
+    def withdraw(self, request_id: int, finish_reason: str | None) -> None:
+        if self._open.pop(request_id, None) is not None and finish_reason is not None:
+            self._finish(finish_reason)
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        if is_final:
+            request = self._open.pop(request_id, None) or _Open()
+            if error:
+                self._finish("error")
+            else:
+                self._end(request, dict(tensors))
+        else:
+            num_tokens = tensors[0].tensor.shape[-1]
+            self._of(request_id).num_streamed += num_tokens
+            self.generation_tokens += num_tokens
+
+    def _of(self, request_id: int) -> _Open:
+        request = self._open.get(request_id)
+        if request is None:
+            request = self._open[request_id] = _Open()
+        return request
+
+    def _finish(self, reason: str) -> None:
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def _end(self, request: _Open, by_name: dict[str, Any]) -> None:
+        reason = by_name["finish_reasons"].tolist()[0][0]
+        self._finish(request.finish_reason or _FINISH_REASONS[reason])
+        metrics = by_name["request_metrics"].tolist()[:_NUM_METRICS]
+        queue_s, first_s, last_s, _, cached, prompt, generated = metrics
+        num_generated = int(generated)
+        self.prompt_tokens += int(prompt)
+        self.generation_tokens += max(num_generated - request.num_streamed, 0)
+        observe = self._observe
+        observe("request_prompt_tokens", prompt)
+        observe("request_generation_tokens", generated)
+        if math.isnan(queue_s):  # it never ran
+            return
+        self.looked_for += int(prompt)
+        self.found += int(cached)
+        observe("request_queue_time_seconds", request.wait_s + queue_s)
+        if math.isnan(first_s):
+            return
+        observe("time_to_first_token_seconds", request.wait_s + first_s)
+        observe("e2e_request_latency_seconds", request.wait_s + last_s)
+        observe("request_prefill_time_seconds", first_s - queue_s)
+        observe("request_decode_time_seconds", last_s - first_s)
+        observe("request_inference_time_seconds", last_s - queue_s)
+        if num_generated > 1:
+            mean = (last_s - first_s) / (num_generated - 1)
+            observe("time_per_output_token_seconds", mean, num_generated - 1)
+            observe("request_time_per_output_token_seconds", mean)
+
+    def _observe(self, name: str, value: float, times: int = 1) -> None:
+        self.histograms[name].observe(value, times)

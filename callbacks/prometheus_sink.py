@@ -1,0 +1,338 @@
+"""`PrometheusSink`: the metrics of a manager, for Prometheus.
+
+The callbacks only add numbers. Text is made at the scrape, on the thread that asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import gptmanager
+from gptmanager import GptManager, InferenceRequest, NamedTensor
+from gptmanager.callbacks.metric_counts import Histogram, IterationCounts, RequestCounts
+from gptmanager.callbacks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
+from gptmanager.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+    from prometheus_client.registry import CollectorRegistry
+
+_Get = Callable[[int], Iterable[InferenceRequest]]
+Labels = tuple[str, ...]
+
+
+class PrometheusSink:
+    """A ReturnBatchManagerStats callback, and an observer of SendResponse.
+
+        with PrometheusSink(model_name="tiny") as sink, GptManager(
+            folder, ModelType.INFLIGHT_FUSED_BATCHING, 1, SchedulerConfig(),
+            get, fan_out(send, sink.send_response), poll, sink.return_batch_manager_stats,
+        ) as manager:
+            sink.attach(manager)
+            prometheus_client.start_http_server(9400, "127.0.0.1")
+
+    `prefix` "vllm" gives vLLM's names. `registry` None: prometheus_client's own. One sink serves
+    one manager; several of one registry differ in `model_name` or `rank`, which are labels.
+    `counts`: how many requests run and wait, in the application's eyes; without it those of the
+    manager that was attached, or of the last record. `info`: labels of `config_info`.
+
+    Raises ConfigError where prometheus_client is missing, for a `prefix` that is none, and where
+    the registry has metrics of the same names and labels.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        prefix: str = "gptmanager",
+        registry: CollectorRegistry | None = None,
+        rank: int = 0,
+        counts: Callable[[], tuple[int, int]] | None = None,
+        info: Mapping[str, str] | None = None,
+    ) -> None:
+        self.prefix = checked_prefix(prefix)
+        self.labels = {"model_name": str(model_name), "rank": str(rank)}
+        self.registry: CollectorRegistry = registry or _prometheus_client().REGISTRY
+        self.info = {"version": gptmanager.__version__, **(info or {})}
+        self.iterations = IterationCounts()
+        self.requests = RequestCounts()
+        self._counts = counts
+        self._manager: GptManager | None = None
+        self._audit_failures = 0
+        _join(self)
+
+    # On the loop's thread -------------------------------------------------------------------
+
+    def return_batch_manager_stats(self, record: str) -> None:
+        """The ReturnBatchManagerStats callback. Never raises."""
+        self.iterations.add(record)
+
+    def send_response(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        """Observes SendResponse: `fan_out(send, sink.send_response)`."""
+        self.requests.respond(request_id, tensors, is_final, error)
+
+    def fetching(self, get: _Get) -> _Get:
+        """GetInferenceRequests, observed: latencies then begin at `arrived`, not at Get."""
+
+        def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
+            requests = get(max_num_requests)
+            if requests:
+                requests = list(requests)
+                self.requests.fetch([request.request_id for request in requests])
+            return requests
+
+        return fetch
+
+    # From any thread ------------------------------------------------------------------------
+
+    def arrived(self, request_id: int) -> None:
+        """A client's request waits from now on; told before Get may return it."""
+        self.requests.arrive(request_id)
+
+    def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
+        """Get will never return this request, which had arrived. It counts as one that ended with
+        `finish_reason`, or not at all.
+        """
+        self.requests.withdraw(request_id, finish_reason)
+
+    def ends_as(self, request_id: int, finish_reason: str) -> None:
+        """The application ends a request, for a reason that the manager cannot know: "stop" for a
+        stop string, "timeout". Told before its final response, of a request that had arrived.
+        """
+        self.requests.end_as(request_id, finish_reason)
+
+    def observe_audit(self, is_ok: bool) -> None:
+        """Count an audit, `manager.audit().ok`, in `audit_failures_total`."""
+        self._audit_failures += not is_ok
+
+    def attach(self, manager: GptManager) -> None:
+        """Take the number of active requests from `manager`: it is 0 when the manager is idle."""
+        self._manager = manager
+
+    def close(self) -> None:
+        """The registry has none of its metrics from now on. Idempotent."""
+        _leave(self)
+
+    def __enter__(self) -> PrometheusSink:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # At a scrape ----------------------------------------------------------------------------
+
+    def values(self) -> Iterator[tuple[str, Labels, float | Histogram]]:
+        """(name in METRICS, values of the labels it has of its own, number)."""
+        iterations, requests = self.iterations, self.requests
+        record = iterations.last
+        running, waiting = self._running_and_waiting(record)
+        yield "num_requests_running", (), running
+        yield "num_requests_waiting", (), waiting
+        if record is None:
+            yield "kv_cache_usage_ratio", (), 0
+        else:
+            yield from _gauges(record)
+        yield "iterations", (), iterations.iterations
+        yield "context_tokens", (), iterations.context_tokens
+        yield "preemptions", (), iterations.pauses
+        yield "gil_wait_seconds", (), iterations.gil_wait_us / 1e6
+        yield "iteration_tokens", (), iterations.tokens
+        yield "iteration_latency_seconds", (), iterations.latency
+        for (name, labels), total in iterations.totals().items():
+            yield name, labels, total
+        yield "prompt_tokens", (), requests.prompt_tokens
+        yield "generation_tokens", (), requests.generation_tokens
+        yield "prefix_cache_queries", (), requests.looked_for
+        yield "prefix_cache_hits", (), requests.found
+        yield "audit_failures", (), self._audit_failures
+        for reason, number in list(requests.finished.items()):
+            yield "requests_finished", (reason,), number
+        for name, histogram in requests.histograms.items():
+            yield name, (), histogram
+
+    def _running_and_waiting(self, record: dict[str, Any] | None) -> tuple[int, int]:
+        if self._counts is not None:
+            return self._counts()
+        if record is None:
+            return 0, 0
+        active, scheduled = record["Active Request Count"], record["Scheduled Requests"]
+        if self._manager is not None:
+            active = self._manager.health().num_active
+        running = min(active, scheduled)
+        return running, active - running
+
+
+def _gauges(record: dict[str, Any]) -> Iterator[tuple[str, Labels, float]]:
+    most, used = record["Max KV cache blocks"], record["Used KV cache blocks"]
+    reuse, adapters = record["gptmanager"]["block_reuse"], record["gptmanager"]["adapters"]
+    yield "num_requests_active", (), record["Active Request Count"]
+    yield "num_requests_max", (), record["Max Request Count"]
+    yield "num_requests_context", (), record["Context Requests"]
+    yield "num_requests_paused", (), record["Paused Requests"]
+    if "Generation Requests" in record:
+        yield "num_requests_generation", (), record["Generation Requests"]
+    yield "kv_cache_usage_ratio", (), used / max(most, 1)
+    yield "kv_cache_tokens_per_block", (), record["Tokens per KV cache block"]
+    blocks = {"max": most, "free": most - used, "used": used}
+    blocks |= {"reused": reuse["reused_blocks"], "cached": reuse["cached_blocks"]}
+    for state, number in blocks.items():
+        yield "kv_cache_blocks", (state,), number
+    yield "kv_cache_host_blocks", ("max",), reuse["host_blocks"]
+    yield "kv_cache_host_blocks", ("cached",), reuse["cached_host_blocks"]
+    for memory in ("CPU", "GPU", "Pinned"):
+        yield "memory_bytes", (memory.lower(),), record[f"Runtime {memory} Memory Usage"]
+    for cache in ("host", "device"):
+        for state in ("total", "used", "free"):
+            yield "adapter_cache_pages", (cache, state), adapters[f"{cache}_{state}_pages"]
+
+
+def _triton_values(record: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """(family of TRITON, value of its label, number)."""
+    used, most = record["Used KV cache blocks"], record["Max KV cache blocks"]
+    when = time.strptime(record["Timestamp"], "%m-%d-%Y %H:%M:%S")
+    numbers = {
+        **record,
+        "reused blocks": record["gptmanager"]["block_reuse"]["reused_blocks"],
+        "used fraction": used / max(most, 1),
+        "seconds": time.mktime(when),
+    }
+    absent = "v1" if "Generation Requests" in record else "inflight_batcher"
+    for family, (_, keys) in TRITON.items():
+        if family != absent:
+            for value, key in keys.items():
+                yield family, value, numbers[key]
+
+
+class _Collector:
+    """All sinks of one registry, as one collector: their families are merged by name."""
+
+    def __init__(self) -> None:
+        self.sinks: tuple[PrometheusSink, ...] = ()
+
+    def describe(self) -> Iterable[Family]:
+        return self._families().values()
+
+    def collect(self) -> Iterable[Family]:
+        families = self._families()
+        for sink in self.sinks:
+            _add(families, sink)
+        return families.values()
+
+    def _families(self) -> dict[str, Family]:
+        """Name -> the family without samples."""
+        core = importlib.import_module("prometheus_client.core")
+        found = {}
+        for prefix in dict.fromkeys(sink.prefix for sink in self.sinks):
+            for metric in METRICS:
+                for name in metric.names(prefix):
+                    found[name] = core.Metric(name, metric.help, metric.kind)
+        for family in TRITON if self.sinks else ():
+            name = f"nv_trt_llm_{family}_metrics"
+            found[name] = core.Metric(name, "As of Triton's TensorRT-LLM backend.", "gauge")
+        return found
+
+
+def _add(families: dict[str, Family], sink: PrometheusSink) -> None:
+    common = dict(sink.labels)
+    if sink.prefix == VLLM:
+        common["engine"] = common.pop("rank")
+    for metric_name, values, number in sink.values():
+        metric = METRIC[metric_name]
+        labels = {**common, **dict(zip(metric.labels, values, strict=True))}
+        for name in metric.names(sink.prefix):
+            if name.startswith("vllm:") and "finish_reason" in labels:
+                labels["finished_reason"] = labels.pop("finish_reason")
+            family = families[name]
+            if isinstance(number, Histogram):
+                _add_histogram(family, labels, number)
+            else:
+                suffix = "_total" if metric.kind == "counter" else ""
+                family.add_sample(name + suffix, labels, number)
+    record = sink.iterations.last
+    if record is not None:
+        for name in METRIC["config"].names(sink.prefix):
+            families[name].add_sample(f"{name}_info", {**common, **_config(sink, record)}, 1)
+        # Triton's own labels, and those that tell managers apart
+        labels = {"model": "tensorrt_llm", "version": "1", **sink.labels}
+        for group, value, number in _triton_values(record):
+            name = f"nv_trt_llm_{group}_metrics"
+            families[name].add_sample(name, {TRITON[group][0]: value, **labels}, number)
+
+
+def _add_histogram(family: Family, labels: dict[str, str], histogram: Histogram) -> None:
+    buckets = histogram.buckets()
+    for bound, number in buckets:
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": bound}, number)
+    family.add_sample(f"{family.name}_count", labels, buckets[-1][1])
+    family.add_sample(f"{family.name}_sum", labels, histogram.sum)
+
+
+def _config(sink: PrometheusSink, record: dict[str, Any]) -> dict[str, str]:
+    names = ("tokens_per_block", "num_blocks", "max_active_requests")
+    if sink.prefix == VLLM:
+        names = ("block_size", "num_gpu_blocks", "max_active_requests")
+    keys = ("Tokens per KV cache block", "Max KV cache blocks", "Max Request Count")
+    return {**sink.info, **{name: str(record[key]) for name, key in zip(names, keys, strict=True)}}
+
+
+_collectors: weakref.WeakKeyDictionary[CollectorRegistry, _Collector] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # guards _collectors, and who registers
+
+
+def _join(sink: PrometheusSink) -> None:
+    with _lock:
+        collector = _collectors.setdefault(sink.registry, _Collector())
+        if any(other.labels == sink.labels for other in collector.sinks):
+            raise ConfigError(
+                f"model_name = {sink.labels['model_name']!r}, rank = {sink.labels['rank']}: the "
+                "registry has the metrics of such a sink already; close it, or choose another "
+                "model_name"
+            )
+        _replace_sinks(sink.registry, collector, (*collector.sinks, sink))
+
+
+def _leave(sink: PrometheusSink) -> None:
+    with _lock:
+        collector = _collectors[sink.registry]
+        if sink in collector.sinks:
+            left = tuple(other for other in collector.sinks if other is not sink)
+            _replace_sinks(sink.registry, collector, left)
+
+
+def _replace_sinks(
+    registry: CollectorRegistry, collector: _Collector, sinks: tuple[PrometheusSink, ...]
+) -> None:
+    before = collector.sinks
+    if before:
+        registry.unregister(cast(Any, collector))
+    collector.sinks = sinks
+    try:
+        if sinks:
+            registry.register(cast(Any, collector))
+    except ValueError as error:
+        collector.sinks = before
+        if before:
+            registry.register(cast(Any, collector))
+        raise ConfigError(f"the registry has metrics of these names already: {error}") from error
+
+
+def _prometheus_client() -> Any:
+    try:
+        return importlib.import_module("prometheus_client")
+    except ImportError as error:
+        raise ConfigError(
+            "PrometheusSink needs prometheus_client: pip install 'gptmanager[server]'"
+        ) from error
