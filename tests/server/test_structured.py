@@ -9,6 +9,7 @@ import pytest
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, read_output_rule
+from gptmanager.server.openai.tools import HERMES, read_tools
 
 SCHEMA = {"type": "object"}
 
@@ -104,10 +105,32 @@ def test_a_grammar_that_does_not_compile_is_refused_in_words(outputs, kind, valu
     assert message in refusal(outputs, OutputRule("here", kind, value))
 
 
-def test_a_wrong_schema_of_a_tool_is_refused_in_words(outputs):
-    for schema in ({"type": "strin"}, {**SCHEMA, "properties": {"a": False}, "required": ["a"]}):
+def with_tools(outputs, rule, choice, parameters=SCHEMA):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    return asyncio.run(
+        outputs.processor_with_tools(rule, read_tools(tools, choice), HERMES)
+    )  # fmt: skip
+
+
+def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outputs):
+    for schema in (
+        {"properties": {"a": {"type": "strin"}}},
+        {**SCHEMA, "properties": {"a": False}, "required": ["a"]},
+    ):
         with pytest.raises(ApiError, match="tools: "):
-            asyncio.run(outputs.lark("tools", "start: x", {"x": schema}))
+            with_tools(outputs, None, "required", schema)
+        assert with_tools(outputs, None, "auto", schema) is None
+
+
+def test_tools_beside_a_form_of_the_answer(outputs):
+    assert with_tools(outputs, OutputRule("here", "regex", "a"), "required").kind == "lark"
+    for kind, value in (("json", {"enum": [1]}), ("json_object", True)):
+        grammar = with_tools(outputs, OutputRule("here", kind, value), "auto")
+        matcher = grammar.prepare("cpu").result().deep_copy()
+        ids = outputs._tokenizer.encode("1" if kind == "json" else "{}").ids
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    with pytest.raises(ApiError, match="here: stands beside tools"):
+        with_tools(outputs, OutputRule("here", "regex", "a"), "auto")
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -116,6 +139,9 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     without = StructuredOutputs(load_tokenizer("examples/tiny_llama"), [0])
     assert "pip install 'gptmanager[guided]'" in refusal(without, rule)
+    assert with_tools(without, None, "auto") is None
+    with pytest.raises(ApiError, match="pip install"):
+        with_tools(without, None, "required")
 
 
 def test_a_client_that_goes_away_does_not_cancel_the_grammar_of_another(outputs, monkeypatch):

@@ -17,8 +17,10 @@ from tokenizers import Tokenizer
 from gptmanager import GuidedDecoding
 from gptmanager.errors import ConfigError, RequestError
 from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.tools import ToolFormat, Tools
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_OBJECT = {"type": "object"}
 _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
 
@@ -119,7 +121,7 @@ class StructuredOutputs:
 
         def grammar(guided: GuidedDecoding) -> Any:
             if rule.kind == "json_object":
-                return guided.json_schema({"type": "object"})
+                return guided.json_schema(_ANY_OBJECT)
             make: dict[str, Callable[..., Any]] = {
                 "json": guided.json_schema,
                 "regex": guided.regex,
@@ -130,9 +132,28 @@ class StructuredOutputs:
 
         return await self._compiled(rule.where, grammar)
 
-    async def lark(self, where: str, grammar: str, schemas: Mapping[str, Any]) -> Any:
-        """The same for a grammar with JSON schemas as rules; errors name the field `where`."""
-        return await self._compiled(where, lambda guided: guided.lark(grammar, schemas=schemas))
+    async def processor_with_tools(
+        self, rule: OutputRule | None, tools: Tools, form: ToolFormat
+    ) -> Any:
+        """The same for an answer that may be calls of tools, else what `rule` says.
+
+        None where calls are optional and nothing can guide them: without llguidance, or with a
+        schema that it cannot read. They are then as the model writes them.
+        """
+        answer = None
+        if rule is not None and not tools.required:
+            if rule.kind not in ("json", "json_object"):
+                raise _wrong(rule.where, "stands beside tools, where only JSON is possible")
+            answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
+        grammar, schemas = tools.grammar(form, answer)
+        try:
+            return await self._compiled(
+                "tools", lambda guided: guided.lark(grammar, schemas=schemas)
+            )
+        except ApiError:
+            if tools.required or answer is not None:
+                raise
+            return None
 
     async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
         try:
