@@ -81,8 +81,9 @@ def of_transformers(template, messages, **variables):
 
 def ours(template, messages, **variables):
     given = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
+    continues = given.pop("continue_final_message", False)
     try:
-        return fill_in(template, messages, **SPECIAL, **given)
+        return fill_in(template, messages, {**SPECIAL, **given}, continue_final_message=continues)
     except TemplateError as error:
         return f"refused: {error}"
 
@@ -110,8 +111,8 @@ def test_a_continued_message_is_that_of_transformers(name, last):
 
 def test_a_message_that_the_template_leaves_out_cannot_be_continued():
     with pytest.raises(TemplateError, match="does not give back the last message"):
-        fill_in("{{ messages[0].content }}", [*SHORT, *SHORT][::-1] + [says("user", "x")],
-                continue_final_message=True)  # fmt: skip
+        messages = [*SHORT, says("user", "x")]
+        fill_in("{{ messages[0].content }}", messages, {}, continue_final_message=True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued():
 )
 def test_what_goes_wrong_is_told(template, message):
     with pytest.raises(TemplateError, match=message):
-        fill_in(template, SHORT)
+        fill_in(template, SHORT, {})
 
 
 # Where a checkpoint keeps them
@@ -182,13 +183,15 @@ def process():
 def test_the_process_answers_as_the_function(process):
     async def both():
         texts = await asyncio.gather(
-            *(process.fill_in(TEMPLATES["gemma"], SHORT, bos_token=str(i)) for i in range(20))
+            *(process.fill_in(TEMPLATES["gemma"], SHORT, {"bos_token": str(i)}) for i in range(20))
         )
-        assert texts == [fill_in(TEMPLATES["gemma"], SHORT, bos_token=str(i)) for i in range(20)]
+        assert texts == [
+            fill_in(TEMPLATES["gemma"], SHORT, {"bos_token": str(i)}) for i in range(20)
+        ]
         large = [says("user", "é" * 400_000)]
-        assert len(await process.fill_in("{{ messages[0].content }}", large)) == 400_000
+        assert len(await process.fill_in("{{ messages[0].content }}", large, {})) == 400_000
         with pytest.raises(TemplateError, match="Only cats"):
-            await process.fill_in("{{ raise_exception('Only cats!') }}", SHORT)
+            await process.fill_in("{{ raise_exception('Only cats!') }}", SHORT, {})
 
     asyncio.run(both())
 
@@ -204,7 +207,7 @@ def test_the_process_answers_as_the_function(process):
 def test_a_template_is_bounded_and_the_next_request_does_not_notice(process, template, message):
     async def both():
         with pytest.raises(TemplateError, match=message):
-            await process.fill_in(template, SHORT)
-        assert await process.fill_in("{{ messages[0].role }}", SHORT) == "user"
+            await process.fill_in(template, SHORT, {})
+        assert await process.fill_in("{{ messages[0].role }}", SHORT, {}) == "user"
 
     asyncio.run(both())

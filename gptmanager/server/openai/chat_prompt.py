@@ -23,8 +23,8 @@ from gptmanager.server.openai.templates import (
 from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
 from gptmanager.server.settings import ServerSettings
 
-# what a template gets from elsewhere
-_RESERVED = ("template", "messages", "tools", "add_generation_prompt", "continue_final_message")
+# what a template gets from other fields
+_FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +101,32 @@ class ChatPrompts:
                 "continue_final_message: stands beside add_generation_prompt: one is possible",
                 param="continue_final_message",
             )
-        own = body.get("chat_template_kwargs") or {}
-        for name in _RESERVED:
-            if name in own:
-                where = f"chat_template_kwargs.{name}"
-                raise ApiError(400, f"{where}: is a field of its own", param=where)
+        variables = {
+            **self._engine.card.special_tokens,
+            "tools": None if tools is None else tools.listed,
+            "documents": body.get("documents"),
+            "add_generation_prompt": not continues if generates is None else generates,
+            **_own_variables(body.get("chat_template_kwargs")),
+        }
         try:
             return await process.fill_in(
-                template,
-                messages,
-                continue_final_message=continues,
-                **{
-                    **self._engine.card.special_tokens,
-                    "tools": None if tools is None else tools.listed,
-                    "documents": body.get("documents"),
-                    "add_generation_prompt": not continues if generates is None else generates,
-                    **own,
-                },
+                template, messages, variables, continue_final_message=continues
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template: {error}", param="messages") from None
+
+
+def _own_variables(given: Any) -> Mapping[str, Any]:
+    """Those that a request adds; ApiError (400) for what has a field of its own."""
+    where = "chat_template_kwargs"
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ApiError(400, f"{where}: is no object", param=where)
+    for name in _FIELDS:
+        if name in given:
+            raise ApiError(400, f"{where}.{name}: is a field of its own", param=f"{where}.{name}")
+    return given
 
 
 def _known_format(template: str) -> ToolFormat:

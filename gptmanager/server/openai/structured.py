@@ -10,12 +10,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
 from gptmanager import GuidedDecoding
 from gptmanager.errors import ConfigError, RequestError
+from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.tools import ToolFormat, Tools
 
@@ -107,8 +109,18 @@ def _check(rule: OutputRule) -> None:
 class StructuredOutputs:
     """Compiles what requests ask for, with one `GuidedDecoding` for the model's tokenizer.
 
-    It is made by the first request that needs it: for 150,000 tokens that takes a second.
+    That is made by the first request that needs it: for 150,000 tokens it takes a second.
     """
+
+    _of_engines: ClassVar[WeakKeyDictionary[Engine, StructuredOutputs]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, engine: Engine) -> StructuredOutputs:
+        """The one that all endpoints of an engine share."""
+        if engine not in cls._of_engines:
+            card = engine.card
+            cls._of_engines[engine] = cls(card.tokenizer, card.token_defaults.end_ids)
+        return cls._of_engines[engine]
 
     def __init__(self, tokenizer: Tokenizer | None, end_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer

@@ -26,13 +26,14 @@ class TemplateError(Exception):
 def fill_in(
     template: str,
     messages: list[dict[str, Any]],
+    variables: dict[str, Any],
     *,
     continue_final_message: bool = False,
-    **variables: Any,
 ) -> str:
     """The text of a conversation, as transformers' `apply_chat_template` gives it.
 
-    `continue_final_message`: the text ends with that of the last message. TemplateError if not.
+    `variables`: what the template knows beside `messages`. `continue_final_message`: the text ends
+    with that of the last message. TemplateError where that cannot be.
     """
     import jinja2
 
@@ -40,7 +41,7 @@ def fill_in(
         *before, last = messages
         messages = [*before, {**last, "content": last["content"] + CONTINUED}]
     try:
-        text: str = _compiled(template).render(messages=messages, **variables)
+        text: str = _compiled(template).render({**variables, "messages": messages})
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"line {error.lineno}: {error.message}") from None
     except jinja2.TemplateError as error:  # what raise_exception raises, among others

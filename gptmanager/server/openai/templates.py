@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,21 @@ class TemplateProcess:
         self._end: weakref.finalize[..., TemplateProcess] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptmanager-chat-template")
 
-    async def fill_in(self, template: str, messages: Any, **variables: Any) -> str:
+    async def fill_in(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        continue_final_message: bool = False,
+    ) -> str:
         """What `template_program.fill_in` returns; TemplateError for all that goes wrong."""
-        given = {"template": template, "messages": messages, **variables}
+        given = {
+            "template": template,
+            "messages": messages,
+            "variables": variables,
+            "continue_final_message": continue_final_message,
+        }
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, given)
 
     def close(self) -> None:
