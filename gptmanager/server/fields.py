@@ -1,0 +1,256 @@
+"""Fields of JSON bodies: one table reads a body, and describes it in the OpenAPI document.
+
+Decides what a value may be. Knows nothing of what it is for. An absent field and null are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
+
+
+class Kind(Protocol):
+    """What a value may be."""
+
+    def read(self, where: str, value: Any) -> Any:
+        """The value as the server takes it; ApiError 400 names `where`, the value and the limit."""
+
+    def schema(self) -> dict[str, Any]:
+        """The same as a JSON schema."""
+
+
+class Field(NamedTuple):
+    """A key of a body. `help` goes into the OpenAPI document."""
+
+    name: str
+    kind: Kind
+    help: str = ""
+    required: bool = False
+
+
+def read_fields(
+    body: Mapping[str, Any], fields: Mapping[str, Field], *, lenient: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """The values that are given, by name, and the names that are unknown (only if `lenient`).
+
+    Raises ApiError 400 for a wrong value, a required one that is missing, and an unknown name.
+    """
+    unknown = [name for name, value in body.items() if name not in fields and value is not None]
+    if unknown and not lenient:
+        raise wrong(
+            unknown[0], f"{shown(unknown[0])} is no field of this request", code="unknown_field"
+        )
+    given = {}
+    for name, field in fields.items():
+        value = body.get(name)
+        if value is not None:
+            given[name] = field.kind.read(name, value)
+        elif field.required:
+            raise wrong(name, f"{name} is missing")
+    return given, unknown
+
+
+def by_name(*groups: Sequence[Field]) -> dict[str, Field]:
+    return {field.name: field for group in groups for field in group}
+
+
+def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[str, Any]:
+    """A body of these fields. `closed`: with no others."""
+    properties = {}
+    for name, field in fields.items():
+        schema = field.kind.schema()
+        properties[name] = {**schema, "description": field.help} if field.help else schema
+    found: dict[str, Any] = {"type": "object", "properties": properties}
+    required = [name for name, field in fields.items() if field.required]
+    if required:
+        found["required"] = required
+    if closed:
+        found["additionalProperties"] = False
+    return found
+
+
+def wrong(where: str, message: str, *, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=where, code=code)
+
+
+# Kinds ------------------------------------------------------------------------------------------
+
+
+class Number(NamedTuple):
+    """A finite number within `low..high`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def read(self, where: str, value: Any) -> float:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise wrong(where, f"{where} = {shown(value)} is no number")
+        if not self.low <= value <= self.high:
+            raise wrong(where, f"{where} = {shown(value)} is {_outside(self.low, self.high)}")
+        return float(value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "number", **_bounds(self.low, self.high)}
+
+
+class Integer(NamedTuple):
+    """An integer within `low..high`; 5.0 is one, too."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def read(self, where: str, value: Any) -> int:
+        if type(value) is float and value.is_integer() and abs(value) < 2**53:
+            value = int(value)
+        if type(value) is not int:
+            raise wrong(where, f"{where} = {shown(value)} is no integer")
+        if not self.low <= value <= self.high:
+            raise wrong(where, f"{where} = {shown(value)} is {_outside(self.low, self.high)}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "integer", **_bounds(self.low, self.high)}
+
+
+class Flag(NamedTuple):
+    def read(self, where: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise wrong(where, f"{where} = {shown(value)} is neither true nor false")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+
+class Text(NamedTuple):
+    """A text of `shortest..longest` characters."""
+
+    shortest: int = 0
+    longest: int | None = None
+
+    def read(self, where: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong(where, f"{where} = {shown(value)} is no text")
+        if len(value) < self.shortest:
+            raise wrong(where, f"{where} is a text of {len(value)} characters: too short")
+        if self.longest is not None and len(value) > self.longest:
+            raise wrong(
+                where, f"{where} has {len(value)} characters, {self.longest} are allowed"
+            )
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"type": "string"}
+        if self.shortest:
+            found["minLength"] = self.shortest
+        if self.longest is not None:
+            found["maxLength"] = self.longest
+        return found
+
+
+class OneOf(NamedTuple):
+    """One of several texts."""
+
+    values: tuple[str, ...]
+
+    def read(self, where: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.values:
+            raise wrong(where, f"{where} = {shown(value)} is none of {', '.join(self.values)}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.values)}
+
+
+class ListOf(NamedTuple):
+    """A list of `shortest..longest` values of one kind."""
+
+    kind: Kind
+    shortest: int = 0
+    longest: int | None = None
+
+    def read(self, where: str, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise wrong(where, f"{where} = {shown(value)} is no list")
+        if len(value) < self.shortest:
+            raise wrong(where, f"{where} has {len(value)} items, at least {self.shortest} needed")
+        if self.longest is not None and len(value) > self.longest:
+            raise wrong(where, f"{where} has {len(value)} items, {self.longest} are allowed")
+        return [self.kind.read(f"{where}[{index}]", item) for index, item in enumerate(value)]
+
+    def schema(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
+        if self.shortest:
+            found["minItems"] = self.shortest
+        if self.longest is not None:
+            found["maxItems"] = self.longest
+        return found
+
+
+class TextOrTexts(NamedTuple):
+    """A text, or a list of at most `longest`, as a list; none of them empty."""
+
+    longest: int
+
+    def read(self, where: str, value: Any) -> list[str]:
+        if isinstance(value, str):
+            return [Text(1).read(where, value)]
+        if not isinstance(value, list):
+            raise wrong(where, f"{where} = {shown(value)} is neither a text nor a list of texts")
+        return ListOf(Text(1), longest=self.longest).read(where, value)
+
+    def schema(self) -> dict[str, Any]:
+        several = ListOf(Text(1), longest=self.longest).schema()
+        return {"anyOf": [Text(1).schema(), several]}
+
+
+class Object(NamedTuple):
+    """An object with known keys, or, without `fields`, with any; as it is."""
+
+    fields: Mapping[str, Field] | None = None
+
+    def read(self, where: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong(where, f"{where} = {shown(value)} is no object")
+        if self.fields is None:
+            return value
+        inner = {f"{where}.{name}": item for name, item in value.items()}
+        known = {f"{where}.{name}": field for name, field in self.fields.items()}
+        given, _ = read_fields(inner, known)
+        return {name.removeprefix(f"{where}."): item for name, item in given.items()}
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object"} if self.fields is None else object_schema(self.fields)
+
+
+class AsItIs(NamedTuple):
+    """Whatever JSON it is: read elsewhere, or without effect. `described`: its JSON schema."""
+
+    described: Mapping[str, Any] | None = None
+
+    def read(self, where: str, value: Any) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return dict(self.described or {})
+
+
+def _outside(low: float, high: float) -> str:
+    if math.isinf(high):
+        return f"less than {low:g}"
+    if math.isinf(low):
+        return f"more than {high:g}"
+    return f"outside {low:g} to {high:g}"
+
+
+def _bounds(low: float, high: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if not math.isinf(low):
+        found["minimum"] = low
+    if not math.isinf(high):
+        found["maximum"] = high
+    return found

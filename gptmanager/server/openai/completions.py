@@ -1,0 +1,284 @@
+"""/v1/completions: prompts as they are, and what follows them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.body import begun, read_json, until_disconnected
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import Field, Flag, Integer, Text, by_name, read_fields, wrong
+from gptmanager.server.models import unknown_model
+from gptmanager.server.openai.answer import Answer
+from gptmanager.server.openai.generation_fields import (
+    IGNORED,
+    MAX_TOP_LOG_PROBS,
+    SAMPLING,
+    SERVING,
+)
+from gptmanager.server.openai.log_probs import (
+    TokenTexts,
+    completion_shape,
+    prompt_shape,
+)
+from gptmanager.server.openai.outputs import Delta
+from gptmanager.server.openai.processors import Processors
+from gptmanager.server.openai.sampling import Wanted, check
+from gptmanager.server.openai.structured import STRUCTURED
+from gptmanager.server.responses import DONE, EventStream, event, json_response
+from gptmanager.server.settings import ServerSettings
+
+_MAX_PROMPTS = 1024
+_MAX_TOKENS = 16  # if a request does not say
+
+
+class Prompts:
+    """A text, a list of texts, token ids, or a list of lists of those: as a list of prompts."""
+
+    def read(self, where: str, value: Any) -> list[Any]:
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list) or not value:
+            raise wrong(where, f"{where} = {shown(value)} is neither text nor token ids, nor a list of either")
+        prompts = [value] if type(value[0]) is int else value
+        if len(prompts) > _MAX_PROMPTS:
+            raise wrong(where, f"{where} has {len(prompts)} prompts, {_MAX_PROMPTS} are allowed")
+        for index, prompt in enumerate(prompts):
+            at = where if prompts[0] is value else f"{where}[{index}]"
+            if isinstance(prompt, list) and prompt:
+                odd = next((i for i, one in enumerate(prompt) if type(one) is not int), None)
+                if odd is not None:
+                    raise wrong(where, f"{at}[{odd}] = {shown(prompt[odd])} is no token id")
+            elif not isinstance(prompt, str):
+                raise wrong(where, f"{at} = {shown(prompt)} is neither a text nor token ids")
+        return prompts
+
+    def schema(self) -> dict[str, Any]:
+        ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+        several = {"type": "array", "items": {"anyOf": [{"type": "string"}, ids]}, "minItems": 1}
+        return {"anyOf": [{"type": "string"}, ids, {**several, "maxItems": _MAX_PROMPTS}]}
+
+
+FIELDS = by_name(
+    [
+        Field("prompt", Prompts(), "a text, token ids, or a list of either", required=True),
+        Field("max_tokens", Integer(0, 2**31 - 1), "new tokens; 16 if absent"),
+        Field("logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of so many tokens"),
+        Field("echo", Flag(), "the prompt stands before each output"),
+        Field("best_of", Integer(1, 128), "no other number than n"),
+        Field("suffix", Text(), "not supported"),
+        Field("add_special_tokens", Flag(), "the tokenizer's own around a text; absent: true"),
+    ],
+    SAMPLING,
+    SERVING,
+    STRUCTURED,
+    IGNORED,
+)
+
+
+class _Prompt(NamedTuple):
+    text: str
+    tokens: list[int]
+
+
+def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    completions = Completions(engine, settings)
+    return [Route("/v1/completions", completions.handle, methods=["POST"])]
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._is_lenient = settings.lenient
+        self._texts = engine.card.tokenizer and TokenTexts(engine.card.tokenizer)
+        self._processors = Processors(engine.card)
+
+    async def handle(self, request: Request) -> Response:
+        body = await read_json(request)
+        given, unknown = read_fields(body, FIELDS, lenient=self._is_lenient)
+        headers = warning(unknown)
+        _check(given, self._engine)
+        completion = await until_disconnected(request, self._begin(given))
+        if given.get("stream"):
+            frames = await until_disconnected(request, begun(completion.frames()))
+            return EventStream(frames, headers)
+        return json_response(
+            await until_disconnected(request, completion.whole()), headers=headers
+        )
+
+    async def _begin(self, given: dict[str, Any]) -> _Completion:
+        card = self._engine.card
+        num_top = given.get("logprobs")
+        is_echo = given.get("echo", False)
+        num_prompt_top = given.get("prompt_logprobs")
+        if is_echo and num_top is not None:
+            num_prompt_top = max(num_top, num_prompt_top or 0)
+        wanted = Wanted(
+            given, num_top, num_prompt_top, await self._processors.of(given)
+        )
+        check(wanted, card)
+        prompts = [await self._prompt(prompt, given) for prompt in given["prompt"]]
+        most = given.get("max_tokens")
+        left = [max(1, card.max_model_len - len(prompt.tokens)) for prompt in prompts]
+        answer = Answer(
+            self._engine,
+            wanted,
+            [prompt.tokens for prompt in prompts],
+            [min(_MAX_TOKENS, room) if most is None else max(most, 1) for room in left],
+            offsets=[len(prompt.text) if is_echo else 0 for prompt in prompts],
+            is_silent=most == 0,
+        )
+        return _Completion(given, answer, prompts, self._texts, card.name)
+
+    async def _prompt(self, prompt: Any, given: Mapping[str, Any]) -> _Prompt:
+        tokenizer = self._engine.card.tokenizer
+        if isinstance(prompt, str):
+            special = given.get("add_special_tokens", True)
+            tokens = await self._engine.encode("prompt", prompt, special=special)
+            return _Prompt(prompt, tokens)
+        for index, token in enumerate(prompt):
+            if not 0 <= token < self._engine.card.vocab_size:
+                last = self._engine.card.vocab_size - 1
+                raise wrong("prompt", f"prompt[{index}] = {token} is outside 0 to {last}")
+        has_text = tokenizer is not None and given.get("echo")
+        text = tokenizer.decode(prompt, skip_special_tokens=False) if has_text else ""
+        return _Prompt(text, prompt)
+
+
+def _check(given: Mapping[str, Any], engine: Engine) -> None:
+    name = given.get("model")
+    if name is not None and name != engine.card.name and name not in engine.adapters:
+        raise unknown_model(name)
+    most = given.get("max_tokens")
+    if most == 0 and not given.get("echo"):
+        raise wrong("max_tokens", "max_tokens = 0 needs echo = true: else nothing is asked for")
+    if most and given.get("min_tokens", 0) > most:
+        raise wrong(
+            "min_tokens", f"min_tokens = {given['min_tokens']} is more than max_tokens = {most}"
+        )
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise wrong("best_of", f"best_of = {given['best_of']} is not supported, only that of n")
+    if given.get("suffix"):
+        raise wrong("suffix", "suffix is not supported: no model here fills in the middle")
+
+
+def warning(unknown: Sequence[str]) -> dict[str, str]:
+    """The header that names fields which `--lenient` has ignored."""
+    if not unknown:
+        return {}
+    names = ", ".join(shown(name) for name in unknown)
+    safe = names.encode("ascii", "replace").decode()[:500]
+    return {"Warning": f'299 gptmanager "unknown fields are ignored: {safe}"'}
+
+
+class _Completion:
+    """The JSON of one request's answer."""
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        answer: Answer,
+        prompts: Sequence[_Prompt],
+        texts: TokenTexts | None,
+        model: str,
+    ) -> None:
+        self._given = given
+        self._answer = answer
+        self._prompts = prompts
+        self._texts = texts
+        self._num_choices = given.get("n", 1)
+        self._has_begun = [False] * len(answer.outputs)
+        self._head = {
+            "id": given.get("request_id") or f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": given.get("model") or model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        answer = self._answer
+        joined = [_Joined() for _ in answer.outputs]
+        async for index, delta in answer.deltas():
+            joined[index].add(delta)
+        choices = [self._choice(index, one.delta()) for index, one in enumerate(joined)]
+        return {**self._head, "choices": choices, "usage": answer.usage()}
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        options = self._given.get("stream_options") or {}
+        has_usage = options.get("include_usage", False)
+        is_continuous = options.get("continuous_usage_stats", False)
+        try:
+            async for index, delta in self._answer.deltas():
+                chunk = {**self._head, "choices": [self._choice(index, delta)]}
+                if is_continuous:
+                    chunk["usage"] = self._answer.usage()
+                elif has_usage:
+                    chunk["usage"] = None
+                yield event(chunk)
+        except ApiError as error:
+            if not any(self._has_begun):
+                raise
+            yield event(error.body())
+        else:
+            if has_usage:
+                yield event({**self._head, "choices": [], "usage": self._answer.usage()})
+        yield DONE
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        """One choice of a whole answer, or of a chunk: a delta that has all, or what is new."""
+        output, given = self._answer.outputs[index], self._given
+        prompt_index = index // self._num_choices
+        prompt = self._prompts[prompt_index]
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        echoes = is_first and given.get("echo", False)
+        is_done = delta.finish_reason is not None
+        choice = {
+            "index": index,
+            "text": prompt.text + delta.text if echoes else delta.text,
+            "logprobs": None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": output.stop_reason if is_done else None,
+        }
+        of_prompt = self._answer.prompt_log_probs[prompt_index]
+        if "logprobs" in given and self._texts is not None:
+            listed = delta.log_probs
+            if echoes and of_prompt is not None:
+                listed = [*self._texts.placed(of_prompt), *listed]
+            choice["logprobs"] = completion_shape(listed, given["logprobs"], self._texts)
+        if is_first and "prompt_logprobs" in given and of_prompt is not None and self._texts:
+            choice["prompt_logprobs"] = prompt_shape(
+                of_prompt, given["prompt_logprobs"], self._texts
+            )
+        if given.get("return_token_ids"):
+            choice["token_ids"] = delta.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = prompt.tokens
+        return choice
+
+
+class _Joined:
+    """Deltas of one output, put together."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    def delta(self) -> Delta:
+        return Delta(
+            "".join(one.text for one in self._deltas),
+            [token for one in self._deltas for token in one.token_ids],
+            [token for one in self._deltas for token in one.log_probs],
+            self._deltas[-1].finish_reason,
+        )

@@ -1,0 +1,112 @@
+"""The fields that completions and chats share: how to generate, and what to tell of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.fields import (
+    AsItIs,
+    Field,
+    Flag,
+    Integer,
+    ListOf,
+    Number,
+    Object,
+    Text,
+    TextOrTexts,
+    by_name,
+    wrong,
+)
+
+MAX_CHOICES = 128  # of each prompt
+MAX_TOP_LOG_PROBS = 20
+MAX_STOPS = 64
+_MAX_WORDS = 1024
+_INT64 = (-(2**63), 2**64 - 1)
+
+
+class TokenBias:
+    """Token id -> -100 to 100."""
+
+    def read(self, where: str, value: Any) -> dict[int, float]:
+        found = {}
+        for key, bias in Object().read(where, value).items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise wrong(where, f"{where}: the key {shown(key)} is no token id")
+            found[int(key)] = Number(-100, 100).read(f"{where}.{key}", bias)
+        return found
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": Number(-100, 100).schema(),
+        }
+
+
+class EarlyStopping:
+    """A flag, or "never"."""
+
+    def read(self, where: str, value: Any) -> int:
+        if value == "never":
+            return 2
+        if not isinstance(value, bool):
+            raise wrong(where, f'{where} = {shown(value)} is none of true, false, "never"')
+        return int(value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": [True, False, "never"]}
+
+
+STREAM_OPTIONS = Object(
+    by_name(
+        [
+            Field("include_usage", Flag(), "a last chunk with the usage"),
+            Field("continuous_usage_stats", Flag(), "the usage so far in each chunk"),
+            Field("include_obfuscation", Flag(), "without effect"),
+        ]
+    )
+)
+
+SAMPLING = (
+    Field("temperature", Number(0, 100), "0: greedy; absent: the checkpoint's, else 1"),
+    Field("top_p", Number(0, 1), "absent: the checkpoint's, else 1"),
+    Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
+    Field("min_p", Number(0, 1), "least share of the best token's probability"),
+    Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
+    Field("n", Integer(1, MAX_CHOICES), "choices for each prompt"),
+    Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
+    Field("frequency_penalty", Number(-2, 2), "the same for each occurrence"),
+    Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
+    Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),
+    Field("bad_words", TextOrTexts(_MAX_WORDS), "texts that no output contains"),
+    Field("min_tokens", Integer(0, 2**31 - 1), "nothing ends an output within so many tokens"),
+    Field("stop", TextOrTexts(MAX_STOPS), "texts that end an output"),
+    Field("stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_WORDS), "tokens that do"),
+    Field("include_stop_str_in_output", Flag(), "what ended an output stays in its text"),
+    Field("ignore_eos", Flag(), "the model's end token ends nothing"),
+    Field("skip_special_tokens", Flag(), "absent: true"),
+    Field("use_beam_search", Flag(), "choices are the n best beams"),
+    Field("beam_width", Integer(1, 2**31 - 1), "beams of a search; absent: n"),
+    Field("length_penalty", Number(-100, 100), "exponent of the length that divides a beam's sum"),
+    Field("early_stopping", EarlyStopping(), "of a beam search"),
+)
+SERVING = (
+    Field("model", Text(), "the model's name, or an adapter's"),
+    Field("stream", Flag(), "server-sent events"),
+    Field("stream_options", STREAM_OPTIONS),
+    Field("priority", Number(-1e9, 1e9), "0.5 is the usual one; higher runs first"),
+    Field("deadline_s", Number(0, 1e9), "seconds after which the request is stopped"),
+    Field("cache_salt", Text(1, 1024), "only requests of one salt share cached blocks"),
+    Field("request_id", Text(1, 256), "comes back in `id`"),
+    Field("prompt_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of the prompt"),
+    Field("return_token_ids", Flag(), "token ids beside the texts"),
+)
+IGNORED = tuple(
+    Field(name, AsItIs(), "taken without effect")
+    for name in (
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("spaces_between_special_tokens", "prompt_cache_retention", "return_tokens_as_token_ids"),
+    )
+)

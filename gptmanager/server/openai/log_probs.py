@@ -1,0 +1,163 @@
+"""Log probabilities of tokens, in the two shapes that clients know.
+
+The definition is the engine's: of the distribution after the penalties, bans and temperature of
+the request, before top-k, top-p and min-p; of prompt tokens: of the model's own distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+
+from gptmanager.callbacks.token_bytes import token_bytes
+from gptmanager.errors import ConfigError
+
+
+class TokenLogProb(NamedTuple):
+    """`log_prob` None: of the first token of a prompt. `top`: (token, log prob), best first.
+
+    `start`: where the token's text begins, in characters of the answer.
+    """
+
+    token: int
+    log_prob: float | None
+    top: Sequence[tuple[int, float]] = ()
+    start: int = 0
+
+
+def output_log_probs(
+    tokens: Sequence[int], tensors: Mapping[str, torch.Tensor], beam: int = 0
+) -> list[TokenLogProb]:
+    """Of the new tokens of one beam, from the tensors that came with them."""
+    if "output_log_probs" not in tensors:
+        return []
+    chosen = tensors["output_log_probs"][0, beam].tolist()
+    tops = _tops(tensors, "top_log_prob_ids", "top_log_probs", beam, len(tokens))
+    return [
+        TokenLogProb(token, log_prob, top)
+        for token, log_prob, top in zip(tokens, chosen, tops, strict=False)
+    ]
+
+
+def prompt_log_probs(
+    prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]
+) -> list[TokenLogProb]:
+    """Of all tokens of a prompt; nothing comes before the first one."""
+    chosen = tensors["prompt_log_probs"][0].tolist()
+    tops = _tops(tensors, "prompt_top_log_prob_ids", "prompt_top_log_probs", None, len(prompt) - 1)
+    return [
+        TokenLogProb(prompt[0], None),
+        *(TokenLogProb(*one) for one in zip(prompt[1:], chosen, tops, strict=False)),
+    ]
+
+
+def _tops(
+    tensors: Mapping[str, torch.Tensor], ids: str, values: str, beam: int | None, count: int
+) -> Sequence[Sequence[tuple[int, float]]]:
+    if ids not in tensors:
+        return [()] * count
+    found = [tensors[name][0] if beam is None else tensors[name][0, beam] for name in (ids, values)]
+    return [
+        [*zip(row, column, strict=True)]
+        for row, column in zip(found[0].tolist(), found[1].tolist(), strict=True)
+    ]
+
+
+class TokenTexts:
+    """The text of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        try:
+            return token_bytes(self._tokenizer)
+        except ConfigError:  # an unusual decoder: characters that two tokens share are unknown
+            return []
+
+    def bytes_of(self, token: int) -> bytes:
+        """Its own bytes: a part of a character, perhaps. Of a special token its name."""
+        known = self._bytes[token] if token < len(self._bytes) else b""
+        return known or (self._tokenizer.id_to_token(token) or "").encode()
+
+    def text_of(self, token: int) -> str:
+        return self.bytes_of(token).decode(errors="replace")
+
+    def name_of(self, token: int) -> str:
+        """As `text_of`; where that says too little, the bytes in hexadecimal digits."""
+        own = self.bytes_of(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+def completion_shape(
+    listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
+) -> dict[str, Any]:
+    """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset`: a list of each.
+
+    The token itself is among its top log probabilities, beyond their number if need be.
+    """
+    names = [texts.name_of(one.token) for one in listed]
+    return {
+        "tokens": names,
+        "token_logprobs": [one.log_prob for one in listed],
+        "top_logprobs": [
+            None
+            if one.log_prob is None
+            else {
+                **{texts.name_of(token): value for token, value in one.top[:num_top]},
+                name: one.log_prob,
+            }
+            for name, one in zip(names, listed, strict=True)
+        ],
+        "text_offset": [one.start for one in listed],
+    }
+
+
+def chat_shape(listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts) -> dict[str, Any]:
+    """`content`: an object a token, with `token`, `logprob`, `bytes` and `top_logprobs`."""
+
+    def shape(token: int, log_prob: float | None) -> dict[str, Any]:
+        own = texts.bytes_of(token)
+        return {"token": texts.text_of(token), "logprob": log_prob, "bytes": list(own)}
+
+    return {
+        "content": [
+            {
+                **shape(one.token, one.log_prob),
+                "top_logprobs": [shape(*top) for top in one.top[:num_top]],
+            }
+            for one in listed
+        ],
+        "refusal": None,
+    }
+
+
+def prompt_shape(
+    listed: Sequence[TokenLogProb], num_top: int, texts: TokenTexts
+) -> list[dict[str, Any] | None]:
+    """As vLLM has `prompt_logprobs`: an object a token, by token id; null for the first one."""
+    return [
+        None
+        if one.log_prob is None
+        else {
+            str(token): {"logprob": value, "rank": rank, "decoded_token": texts.text_of(token)}
+            for token, value, rank in _ranked(one, num_top)
+        }
+        for one in listed
+    ]
+
+
+def _ranked(one: TokenLogProb, num_top: int) -> list[tuple[int, float, int | None]]:
+    assert one.log_prob is not None
+    top = [(token, value, rank) for rank, (token, value) in enumerate(one.top[:num_top], start=1)]
+    known = {token for token, _, _ in top}
+    # the rank of a token outside the top is not known
+    return top if one.token in known else [*top, (one.token, one.log_prob, None)]
