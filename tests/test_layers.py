@@ -337,6 +337,7 @@ server/                   a manager behind HTTP and gRPC
     health                whether the server lives, and takes requests
     models                the model and its adapters
     tokenization          texts as tokens and back
+    fields                fields of JSON bodies, read and described (no torch)
     openai.template_program  a chat template filled in, and the program that does so (no torch)
     openai.templates      where chat templates are, and how one is filled in within bounds
     openai.messages       messages of a chat, as templates want them
@@ -345,6 +346,14 @@ server/                   a manager behind HTTP and gRPC
     openai.chat_answer    the text of an answer as a chat's message, and as deltas
     openai.chat_prompt    from messages to the tokens of a prompt
     openai.structured     answers that fit a schema, a pattern, a choice, a grammar
+    openai.generation_fields  how to generate, and what to tell of it
+    openai.stop_strings   texts that end an output (no torch)
+    openai.log_probs      log probabilities in the shapes that clients know
+    openai.outputs        one text from its tokens, and where it ends
+    openai.sampling       from fields to what the engine is asked for
+    openai.processors     what an output has to fit, or must not contain
+    openai.answer         all outputs of a request, while they are generated
+    openai.completions    prompts as they are, and what follows them
     openai                what OpenAI's clients know
     app                   all endpoints as one application
     serving               a server from its settings to its end

@@ -16,11 +16,12 @@ from gptmanager.server import health, models, tokenization
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import KeyGuard
+from gptmanager.server.openai import completions
 from gptmanager.server.responses import error_response
 from gptmanager.server.settings import ServerSettings
 
 Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
-_FRONTS: Sequence[Routes] = (health.routes, models.routes, tokenization.routes)
+_FRONTS: Sequence[Routes] = (health.routes, models.routes, tokenization.routes, completions.routes)
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:

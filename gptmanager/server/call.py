@@ -124,6 +124,10 @@ class Call:
                 check_in_time(part.result)
         return [found[index] for index in range(len(self._running))]
 
+    def stop(self, index: int) -> None:
+        """End one request early; its last part still comes."""
+        self._running[index].generation.cancel()
+
     def time_out(self) -> None:
         """End all that still runs, as past a deadline."""
         for it in self._running:

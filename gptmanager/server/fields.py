@@ -138,9 +138,7 @@ class Text(NamedTuple):
         if len(value) < self.shortest:
             raise wrong(where, f"{where} is a text of {len(value)} characters: too short")
         if self.longest is not None and len(value) > self.longest:
-            raise wrong(
-                where, f"{where} has {len(value)} characters, {self.longest} are allowed"
-            )
+            raise wrong(where, f"{where} has {len(value)} characters, {self.longest} are allowed")
         return value
 
     def schema(self) -> dict[str, Any]:

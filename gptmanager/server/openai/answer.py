@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gptmanager import FinishReason
-from gptmanager.callbacks import GenerationPart, GenerationResult
-from gptmanager.server.call import Call, check_in_time
+from gptmanager.callbacks import GenerationPart
+from gptmanager.server.call import check_in_time
 from gptmanager.server.engine import Engine
 from gptmanager.server.openai.log_probs import TokenLogProb, output_log_probs, prompt_log_probs
 from gptmanager.server.openai.outputs import Delta, Output
@@ -26,8 +26,6 @@ class Answer:
     `prompts`: token ids. `max_new_tokens`: for each prompt. `offsets`: characters that stand before
     each prompt's outputs. `is_silent`: one token is generated and neither told nor counted, since
     only the prompts are asked about.
-
-    Raises ApiError as `Engine.submit` does: then nothing runs.
     """
 
     def __init__(
@@ -63,16 +61,19 @@ class Answer:
             for index, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True))
         ]
         self._num_requests = len(requests[0])  # of a prompt
-        self._call: Call = engine.submit([*itertools.chain.from_iterable(requests)])
+        self._requests = [*itertools.chain.from_iterable(requests)]
+        self._engine = engine
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """(index of the output, what is new of it), as it comes; those that tell nothing are left
-        out. Leaving cancels what still runs.
+        out. The engine gets the requests now; leaving cancels what still runs.
 
         Log probabilities of a prompt are there with the first delta of its first output. Raises
-        ApiError.
+        ApiError, as `Engine.submit` does: then nothing runs.
         """
-        async with self._call as call, contextlib.aclosing(call.parts()) as parts:
+        # only here: what nobody reads must not be queued
+        call = self._engine.submit(self._requests)
+        async with call, contextlib.aclosing(call.parts()) as parts:
             async for request, part in parts:
                 for index in self._take(request, part):
                     output = self.outputs[index]
@@ -114,9 +115,9 @@ class Answer:
             if not self._wanted.streams:
                 check_in_time(part.result)
         first = prompt * self._wanted.num_choices
-        return range(first, first + self._wanted.num_choices) if self._is_search else range(
-            first + choice, first + choice + 1
-        )
+        if self._is_search:
+            return range(first, first + self._wanted.num_choices)
+        return range(first + choice, first + choice + 1)
 
     @property
     def _is_search(self) -> bool:
@@ -132,13 +133,7 @@ class Answer:
         tokens: Sequence[int] = part.tokens
         if self._is_search and result is not None:
             tokens = result.generated_ids[beam]
-        log_probs = [] if self._wanted.num_top is None else output_log_probs(
-            tokens, part.tensors, beam
-        )
-        output.push(tokens, log_probs)
+        has_log_probs = self._wanted.num_top is not None
+        output.push(tokens, output_log_probs(tokens, part.tensors, beam) if has_log_probs else ())
         if result is not None:
-            output.finish(_reason(result, beam))
-
-
-def _reason(result: GenerationResult, beam: int) -> FinishReason:
-    return result.finish_reasons[beam]
+            output.finish(result.finish_reasons[beam])

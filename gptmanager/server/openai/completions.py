@@ -30,9 +30,8 @@ from gptmanager.server.openai.log_probs import (
     prompt_shape,
 )
 from gptmanager.server.openai.outputs import Delta
-from gptmanager.server.openai.processors import Processors
+from gptmanager.server.openai.processors import STRUCTURED, Processors
 from gptmanager.server.openai.sampling import Wanted, check
-from gptmanager.server.openai.structured import STRUCTURED
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 
@@ -47,7 +46,10 @@ class Prompts:
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:
-            raise wrong(where, f"{where} = {shown(value)} is neither text nor token ids, nor a list of either")
+            raise wrong(
+                where,
+                f"{where} = {shown(value)} is neither text nor token ids, nor a list of either",
+            )
         prompts = [value] if type(value[0]) is int else value
         if len(prompts) > _MAX_PROMPTS:
             raise wrong(where, f"{where} has {len(prompts)} prompts, {_MAX_PROMPTS} are allowed")
@@ -112,9 +114,7 @@ class Completions:
         if given.get("stream"):
             frames = await until_disconnected(request, begun(completion.frames()))
             return EventStream(frames, headers)
-        return json_response(
-            await until_disconnected(request, completion.whole()), headers=headers
-        )
+        return json_response(await until_disconnected(request, completion.whole()), headers=headers)
 
     async def _begin(self, given: dict[str, Any]) -> _Completion:
         card = self._engine.card
@@ -123,9 +123,7 @@ class Completions:
         num_prompt_top = given.get("prompt_logprobs")
         if is_echo and num_top is not None:
             num_prompt_top = max(num_top, num_prompt_top or 0)
-        wanted = Wanted(
-            given, num_top, num_prompt_top, await self._processors.of(given)
-        )
+        wanted = Wanted(given, num_top, num_prompt_top, await self._processors.of(given))
         check(wanted, card)
         prompts = [await self._prompt(prompt, given) for prompt in given["prompt"]]
         most = given.get("max_tokens")

@@ -88,6 +88,14 @@ class TokenTexts:
     def text_of(self, token: int) -> str:
         return self.bytes_of(token).decode(errors="replace")
 
+    def placed(self, listed: Sequence[TokenLogProb]) -> list[TokenLogProb]:
+        """Those of a prompt, with the start of each token's text in the prompt's."""
+        found, text = [], b""
+        for one in listed:
+            found.append(one._replace(start=len(text.decode(errors="replace"))))
+            text += self.bytes_of(one.token)
+        return found
+
     def name_of(self, token: int) -> str:
         """As `text_of`; where that says too little, the bytes in hexadecimal digits."""
         own = self.bytes_of(token)

@@ -143,7 +143,9 @@ def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:
 def _common(wanted: Wanted, card: ModelCard) -> dict[str, Any]:
     given, defaults = wanted.given, card.sampling_defaults
     chosen = {"temperature": 1.0, **defaults, **given}
-    by_name = {ours: chosen[name] for name, ours in _BY_NAME.items() if chosen.get(name) is not None}
+    by_name = {
+        ours: chosen[name] for name, ours in _BY_NAME.items() if chosen.get(name) is not None
+    }
     if by_name.get("runtime_top_k") == -1:
         by_name["runtime_top_k"] = 0
     if given.get("logit_bias"):

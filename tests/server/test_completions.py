@@ -1,0 +1,238 @@
+"""/v1/completions, over a socket, with plain HTTP and with OpenAI's own client."""
+
+import json
+
+import openai
+import pytest
+from server.test_endpoints import refusal
+
+from gptmanager.callbacks import generate, load_tokenizer
+from gptmanager.server.openai.sampling import mixed_seed
+
+MODEL = "examples/tiny_llama"
+TOKENIZER = load_tokenizer(MODEL)
+COUNT = "Count from 1 to 12:"
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client, **body):
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chunks(client, **body):
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = response.read().decode()
+    frames = text.removesuffix("\n\n").split("\n\n")
+    assert frames[-1] == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-1]]
+
+
+def joined(found):
+    """Chunks as one answer."""
+    choices = {}
+    for chunk in found:
+        for part in chunk["choices"]:
+            choice = choices.setdefault(part["index"], {**part, "text": "", "token_ids": []})
+            choice["text"] += part["text"]
+            choice["token_ids"] += part.get("token_ids") or []
+            choice["finish_reason"] = part["finish_reason"]
+            choice["stop_reason"] = part["stop_reason"]
+            if part["logprobs"] and part is not choice and choice["logprobs"] is not None:
+                if choice["logprobs"] is part["logprobs"]:
+                    continue
+                for name, values in part["logprobs"].items():
+                    choice["logprobs"][name] = choice["logprobs"][name] + values
+    return [choices[index] for index in sorted(choices)]
+
+
+def test_a_greedy_text_is_what_the_library_generates(api):
+    completion = api.completions.create(model="tiny_llama", prompt=COUNT, temperature=0)
+    (choice,) = completion.choices
+    assert choice.text == generate(MODEL, COUNT, 16)
+    assert choice.finish_reason == "length"
+    assert completion.usage.completion_tokens == 16  # by default
+    assert completion.usage.prompt_tokens == len(TOKENIZER.encode(COUNT).ids)
+
+
+def test_the_end_token_counts(client):
+    answer = complete(client, prompt="17 + 25 =", temperature=0, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" 42", "stop", None)
+    assert choice["token_ids"][-1] == 0
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"]) == 4
+    assert choice["prompt_token_ids"] == TOKENIZER.encode("17 + 25 =").ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stop": ["7,", "ball", "no"]},
+        {"stop": "a", "include_stop_str_in_output": True},
+        {"n": 3, "logprobs": 0},
+        {"echo": True, "n": 2},
+        {"stop": [" 6, 7"], "logprobs": 0, "n": 2},
+        {"stop_token_ids": [TOKENIZER.encode("7").ids[0]], "ignore_eos": True},
+        {"min_tokens": 20, "bad_words": ["ball", "1"]},
+        {"structured_outputs": {"regex": "[a-f]{3,9}"}},
+    ],
+    ids=str,
+)
+def test_a_stream_says_what_the_whole_answer_says(client, options):
+    body = {
+        **{"prompt": [COUNT, "Tom had a", "Cost: 5 €"], "max_tokens": 24, "seed": 7},
+        **{"temperature": 1.0, "return_token_ids": True},
+        **options,
+    }
+    whole = complete(client, **body)
+    *parts, last = chunks(client, stream_options={"include_usage": True}, **body)
+    assert joined(parts) == whole["choices"]
+    assert last["choices"] == [] and all(part["usage"] is None for part in parts)
+    counted = ("prompt_tokens", "completion_tokens")
+    assert [last["usage"][name] for name in counted] == [whole["usage"][name] for name in counted]
+
+
+def test_choices_of_one_seed_differ_repeat_and_are_nobody_elses(client):
+    def texts(seed, n=6):
+        body = {"prompt": ["Tom had", "Tom had"], "n": n, "seed": seed, "temperature": 1.5}
+        return [choice["text"] for choice in complete(client, **body)["choices"]]
+
+    first, again, next_one = texts(1), texts(1), texts(2)
+    assert first == again and len(set(first)) == 12
+    assert not set(first) & set(next_one)
+    assert texts(1, n=2)[:2] == first[:2]
+    assert len({mixed_seed(s, p, k) for s in range(9) for p in range(9) for k in range(9)}) == 729
+    assert mixed_seed(-1, 0, 0) != mixed_seed(1, 0, 0)
+
+
+def test_many_choices_of_many_prompts_are_in_order(client):
+    prompts = [COUNT, "17 + 25 =", [66, 67]]
+    choices = complete(client, prompt=prompts, n=128, max_tokens=2, temperature=0)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(3 * 128))
+    for index, prompt in enumerate(prompts):
+        texts = {choice["text"] for choice in choices[index * 128 : (index + 1) * 128]}
+        assert len(texts) == 1
+        if index < 2:
+            assert texts == {generate(MODEL, prompt, 2)}
+
+
+def test_stop_reasons(client):
+    def ended(**options):
+        answer = complete(client, prompt=COUNT, temperature=0, max_tokens=60, **options)
+        (choice,) = answer["choices"]
+        return choice["text"], choice["finish_reason"], choice["stop_reason"]
+
+    assert ended(stop=["x", "4, 5"]) == (" 1, 2, 3, ", "stop", "4, 5")
+    assert ended(stop="4, 5", include_stop_str_in_output=True)[0] == " 1, 2, 3, 4, 5"
+    four = TOKENIZER.encode("4").ids[0]
+    assert ended(stop_token_ids=[four]) == (" 1, 2, 3, ", "stop", four)
+    text, reason, why = ended()
+    assert (reason, why) == ("stop", None) and text.endswith("12.")
+    assert ended(stop="3", min_tokens=18)[0] != " 1, 2, "
+
+
+def test_echo_stands_before_the_output(client):
+    body = {"prompt": ["Tom had", [66, 67]], "temperature": 0, "max_tokens": 4}
+    plain = complete(client, **body)["choices"]
+    echoed = complete(client, echo=True, **body)["choices"]
+    assert echoed[0]["text"] == "Tom had" + plain[0]["text"]
+    assert echoed[1]["text"] == TOKENIZER.decode([66, 67]) + plain[1]["text"]
+    nothing = complete(client, **{**body, "max_tokens": 0}, echo=True)
+    assert [choice["text"] for choice in nothing["choices"]] == ["Tom had", echoed[1]["text"][:2]]
+    assert nothing["usage"]["completion_tokens"] == 0
+
+
+def test_log_probs_are_those_of_the_tokens(client):
+    answer = complete(client, prompt=COUNT, temperature=0, max_tokens=6, logprobs=0)
+    shape = answer["choices"][0]["logprobs"]
+    assert "".join(shape["tokens"]) == answer["choices"][0]["text"]
+    assert shape["text_offset"] == [sum(map(len, shape["tokens"][:i])) for i in range(6)]
+    assert all(-0.7 < value < 0 for value in shape["token_logprobs"])  # greedy and sure
+    assert shape["top_logprobs"][0] == {shape["tokens"][0]: shape["token_logprobs"][0]}
+
+
+def test_bias_bans_and_forces(client):
+    a = TOKENIZER.encode("a").ids[0]
+    forced = complete(client, prompt="Tom", logit_bias={str(a): 100}, max_tokens=4, temperature=0)
+    assert forced["choices"][0]["text"] == "aaaa"
+
+
+def test_words_that_no_text_contains(client):
+    body = {"prompt": "Tom had a red", "temperature": 0, "max_tokens": 40}
+    assert "boat" in complete(client, **body)["choices"][0]["text"]
+    assert "oat" not in complete(client, bad_words=["oat"], **body)["choices"][0]["text"]
+
+
+def test_usage_tells_cached_tokens_and_may_be_continuous(client):
+    prompt = list(range(40, 200))
+    first = complete(client, prompt=prompt, max_tokens=1, cache_salt="usage")
+    second = complete(client, prompt=prompt, max_tokens=1, cache_salt="usage")
+    cached = [it["usage"]["prompt_tokens_details"]["cached_tokens"] for it in (first, second)]
+    assert cached[0] == 0 and cached[1] >= 64
+    options = {"continuous_usage_stats": True}
+    found = chunks(client, prompt=COUNT, max_tokens=5, temperature=0, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts) and counts[-1] == 5
+
+
+def test_what_has_no_effect_is_taken(client):
+    body = {"user": "a", "store": True, "metadata": {"x": 1}, "service_tier": "auto"}
+    answer = complete(client, prompt="a", request_id="mine", n=None, **body)
+    assert answer["id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "needs echo"),
+        ({"max_tokens": 512}, "max_tokens", "together 513, the model takes 512"),
+        ({"prompt": [3] * 512}, "prompt", "the model takes 512"),
+        ({"prompt": [3, 640]}, "prompt", "prompt[1] = 640 is outside 0 to 639"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"best_of": 3}, "best_of", "best_of = 3"),
+        ({"stream_options": {}}, "stream_options", "stream = true"),
+        ({"beam_width": 2}, "beam_width", "use_beam_search"),
+        ({"use_beam_search": True, "n": 9}, "n", "n = 9 beams, --max-beam-width is 4"),
+        ({"use_beam_search": True, "stop": "a"}, "stop", "beam search"),
+        ({"logit_bias": {"640": 1}}, "logit_bias", "outside 0 to 639"),
+        ({"stop_token_ids": [700]}, "stop_token_ids[0]", "outside 0 to 639"),
+        ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "more than max_tokens = 16"),
+        ({"guided_regex": "("}, "guided_regex", "guided_regex"),
+        ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "beside guided_regex"),
+        ({"model": "other"}, "model", "does not exist"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_come_before_the_first_event(client, body, param, message, stream):
+    if stream and "stream_options" in body:
+        return
+    if stream and "use_beam_search" in body:
+        param, message = "stream", "beam search"
+    response = client.post("/v1/completions", json={"prompt": "a", **body, "stream": stream})
+    error = refusal(response, 404 if param == "model" else 400)
+    assert error["param"] == param and message in error["message"]
+
+
+def test_beams_are_choices_best_first(client):
+    body = {"prompt": ["Tom had", COUNT], "use_beam_search": True, "n": 2, "logprobs": 0}
+    answer = complete(client, beam_width=4, max_tokens=8, ignore_eos=True, **body)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+    assert sums[0] >= sums[1] and sums[2] >= sums[3]
+    assert answer["usage"]["completion_tokens"] == 32
+
+
+def test_a_deadline(client):
+    body = {"prompt": COUNT, "max_tokens": 400, "ignore_eos": True, "deadline_s": 0.05}
+    refusal(client.post("/v1/completions", json=body), 504)
+    assert joined(chunks(client, **body))[0]["finish_reason"] == "timeout"

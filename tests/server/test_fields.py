@@ -1,0 +1,99 @@
+"""Fields of bodies: what is read, what is refused with which words, and how it is described."""
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import (
+    Field,
+    Flag,
+    Integer,
+    ListOf,
+    Number,
+    Object,
+    OneOf,
+    Text,
+    TextOrTexts,
+    by_name,
+    object_schema,
+    read_fields,
+)
+from gptmanager.server.openai.completions import FIELDS, Prompts
+from gptmanager.server.openai.generation_fields import EarlyStopping, TokenBias
+
+KINDS = {
+    "number": Number(-1, 2),
+    "integer": Integer(0, 5),
+    "flag": Flag(),
+    "text": Text(1, 4),
+    "one of": OneOf(("a", "b")),
+    "list": ListOf(Integer(0, 9), 1, 3),
+    "texts": TextOrTexts(2),
+    "object": Object(by_name([Field("a", Flag()), Field("b", Integer(0), required=True)])),
+    "bias": TokenBias(),
+    "early": EarlyStopping(),
+    "prompts": Prompts(),
+}
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 12)
+    | st.floats(-3, 3, allow_nan=False)
+    | st.sampled_from(["", "a", "b", "7", "never", "long text"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["a", "b", "7"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(value=JSON.filter(lambda value: value is not None))
+def test_a_kind_takes_what_its_schema_describes(kind, value):
+    fields = {"x": Field("x", KINDS[kind])}
+    schema = object_schema(fields)
+    # null inside an object is absent here, and a schema does not say so
+    if "None" in repr(value):
+        return
+    is_described = jsonschema.Draft202012Validator(schema).is_valid({"x": value})
+    try:
+        read_fields({"x": value}, fields)
+    except ApiError as error:
+        assert not is_described, error.message
+        assert error.status == 400 and error.param.startswith("x")
+    else:
+        assert is_described
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt is missing"),
+        ({"prompt": None}, "prompt is missing"),
+        ({"prompt": "x", "top_p": 1.5}, "top_p = 1.5 is outside 0 to 1"),
+        ({"prompt": "x", "top_k": -2}, "top_k = -2 is outside -1 to 2.14748e+09"),
+        ({"prompt": "x", "n": True}, "n = True is no integer"),
+        ({"prompt": "x", "temperature": float("inf")}, "temperature = inf is no number"),
+        ({"prompt": "x", "stop": [""]}, "stop[0] is a text of 0 characters"),
+        ({"prompt": "x", "stop": ["a"] * 65}, "stop has 65 items, 64 are allowed"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "the key 'a' is no token id"),
+        ({"prompt": "x", "stream_options": {"x": 1}}, "'stream_options.x' is no field"),
+        ({"prompt": "x", "colour": "red"}, "'colour' is no field of this request"),
+        ({"prompt": [1, "x"]}, "prompt[1] = 'x' is no token id"),
+        ({"prompt": [[1], [2, None]]}, "prompt[1][1] = None is no token id"),
+        ({"prompt": []}, "prompt = [] is neither text nor token ids"),
+    ],
+)
+def test_refusals_name_field_value_and_limit(body, message):
+    with pytest.raises(ApiError) as refused:
+        read_fields(body, FIELDS)
+    assert message in refused.value.message
+
+
+def test_null_is_absent_and_unknown_fields_may_be_a_warning():
+    given, unknown = read_fields({"prompt": "x", "n": None, "y": 1}, FIELDS, lenient=True)
+    assert given == {"prompt": ["x"]} and unknown == ["y"]
+    assert read_fields({"prompt": "x", "y": None}, FIELDS) == ({"prompt": ["x"]}, [])
