@@ -7,7 +7,7 @@ again. Knows nothing of protocols.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -93,7 +93,7 @@ class Call:
                 it.generation.cancel()
         self._on_end(self)
 
-    async def parts(self) -> AsyncIterator[tuple[int, GenerationPart]]:
+    async def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
         """(index of the request, part), as they come. The last part of each has its result.
 
         A request that was stopped by `--request-timeout`, or its own deadline, has finish reason

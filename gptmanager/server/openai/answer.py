@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from gptmanager import FinishReason
@@ -64,7 +64,7 @@ class Answer:
         self._requests = [*itertools.chain.from_iterable(requests)]
         self._engine = engine
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """(index of the output, what is new of it), as it comes; those that tell nothing are left
         out. The engine gets the requests now; leaving cancels what still runs.
 

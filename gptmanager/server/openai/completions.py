@@ -148,9 +148,9 @@ class Completions:
             if not 0 <= token < self._engine.card.vocab_size:
                 last = self._engine.card.vocab_size - 1
                 raise wrong("prompt", f"prompt[{index}] = {token} is outside 0 to {last}")
-        has_text = tokenizer is not None and given.get("echo")
-        text = tokenizer.decode(prompt, skip_special_tokens=False) if has_text else ""
-        return _Prompt(text, prompt)
+        if tokenizer is None or not given.get("echo"):
+            return _Prompt("", prompt)
+        return _Prompt(tokenizer.decode(prompt, skip_special_tokens=False), prompt)
 
 
 def _check(given: Mapping[str, Any], engine: Engine) -> None:

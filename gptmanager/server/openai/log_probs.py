@@ -165,7 +165,9 @@ def prompt_shape(
 
 def _ranked(one: TokenLogProb, num_top: int) -> list[tuple[int, float, int | None]]:
     assert one.log_prob is not None
-    top = [(token, value, rank) for rank, (token, value) in enumerate(one.top[:num_top], start=1)]
+    top: list[tuple[int, float, int | None]] = [
+        (token, value, rank) for rank, (token, value) in enumerate(one.top[:num_top], start=1)
+    ]
     known = {token for token, _, _ in top}
     # the rank of a token outside the top is not known
     return top if one.token in known else [*top, (one.token, one.log_prob, None)]
