@@ -13,6 +13,7 @@ from gptmanager.callbacks.forced_prefix import ForcedPrefix
 from gptmanager.callbacks.generation import Generation, GenerationPart
 from gptmanager.callbacks.guided_decoding import load_guided_decoding
 from gptmanager.callbacks.json_lines_sink import JsonLinesSink
+from gptmanager.callbacks.live_page import LivePage
 from gptmanager.callbacks.logging_sink import LoggingSink
 from gptmanager.callbacks.observers import fan_out
 from gptmanager.callbacks.peft_adapter import load_peft_adapter
@@ -35,6 +36,7 @@ __all__ = [
     "GenerationPart",
     "GenerationResult",
     "JsonLinesSink",
+    "LivePage",
     "LoggingSink",
     "PrometheusSink",
     "RequestQueue",

@@ -262,6 +262,10 @@ callbacks/                ready-made callbacks that any host could have written
     observers             several callbacks as one
     mpi_transport         rank 0's answers on every rank, by MPI
     broadcast             what rank 0's callbacks answer, on every rank
+    live_tap              what the loop's thread does for a live page
+    live_rows             what a watched loop does, as rows of spans
+    live_feed             follows a manager while somebody looks, and tells it as events
+    live_page             a page that shows a manager's schedule while it runs
     json_lines_sink       statistics, a line each
     logging_sink          statistics, as log records
     metric_names          which metrics there are, and what others call them (no torch)

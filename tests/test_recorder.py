@@ -205,7 +205,7 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
     }
     assert vars(loop.allocator).keys() == {
         *("kv_cache", "num_slots", "window"),
-        *("_free_slots", "_num_starts", "_num_schedules", "_paused"),
+        *("_free_slots", "_num_starts", "num_schedules", "_paused"),
     }
     assert vars(loop.table.adapters).keys() == {
         *("cache", "reads", "moves", "unknown", "num_jobs", "has_changed"),

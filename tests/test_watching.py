@@ -87,9 +87,9 @@ def test_a_watch_that_begins_late_hears_of_who_is_there():
         constructed.set_result(manager)
         assert manager.wait_idle(20)
 
-    assert isinstance(events[0], Beginning)
+    assert isinstance(events[0], Beginning) and events[0].iteration == 2
     first = events[1]
-    assert (first.request_id, first.has_started, first.num_generated) == (1, True, 2)
+    assert (first.request_id, first.holds_memory, first.num_generated) == (1, True, 2)
     assert [event.outcome for event in events if isinstance(event, Ending)] == ["LENGTH"] * 2
     assert next(event for event in events if isinstance(event, Ran)).iteration == 2
 

@@ -45,7 +45,7 @@ class Allocator:
         self.window = window
         self._free_slots = self._all_slots()
         self._num_starts = 0  # ever
-        self._num_schedules = 0
+        self.num_schedules = 0
         self._paused: list[int] = []  # since the last schedule
 
     def allocate(
@@ -68,9 +68,9 @@ class Allocator:
         if not context_rows and not generation_rows:
             return None
         paused, self._paused = self._paused, []
-        self._num_schedules += 1
+        self.num_schedules += 1
         return Schedule(
-            iteration=self._num_schedules - 1,
+            iteration=self.num_schedules - 1,
             context_rows=tuple(context_rows),
             generation_rows=tuple(generation_rows),
             starts=tuple(parts.starts),
@@ -88,7 +88,7 @@ class Allocator:
             kv_cache_state(self.kv_cache),
             tuple(self._free_slots),
             self._num_starts,
-            self._num_schedules,
+            self.num_schedules,
             tuple(self._paused),
         )
 
@@ -100,7 +100,7 @@ class Allocator:
         slots = [*self._free_slots, *(request.slot for request in started.values())]
         if sorted(slots) != list(range(self.num_slots)):
             raise LedgerError(f"the slots are not 0 to {self.num_slots - 1}, each held or free")
-        self._num_starts, self._num_schedules = state.num_starts, state.num_schedules
+        self._num_starts, self.num_schedules = state.num_starts, state.num_schedules
         self._paused = list(state.paused)
 
     def settle_drafts(self, request: ActiveRequest, num_drafts: int, num_accepted: int) -> None:

@@ -22,11 +22,13 @@ from gptmanager.step import Executor, Host, Intake, Row, Schedule, Step
 
 
 class Beginning(NamedTuple):
-    """Somebody watches from now on: the limits of the loop. An `Arrival` of each active request
-    follows. Lengths in tokens, `time_s` in seconds of a monotonic clock, here and below.
+    """Somebody watches from now on: the limits of the loop, and the `iteration` to come. An
+    `Arrival` of each active request follows. Lengths in tokens, `time_s` in seconds of a monotonic
+    clock, here and below.
     """
 
     time_s: float
+    iteration: int
     max_batch_size: int
     max_num_tokens: int
     num_blocks: int
@@ -35,7 +37,7 @@ class Beginning(NamedTuple):
 
 class Arrival(NamedTuple):
     """A request was accepted. Of one that was active when the watch began, `num_generated` and
-    `pause_count` tell how far it was; `has_started`: it has held memory.
+    `pause_count` tell how far it was; `holds_memory`: it has started, and is not paused.
     """
 
     time_s: float
@@ -44,7 +46,7 @@ class Arrival(NamedTuple):
     max_new_tokens: int
     priority: float
     beam_width: int
-    has_started: bool = False
+    holds_memory: bool = False
     num_generated: int = 0
     pause_count: int = 0
 
@@ -94,6 +96,7 @@ class Watchers:
         see(
             Beginning(
                 now,
+                loop.allocator.num_schedules,
                 loop.max_batch_size,
                 loop.max_num_tokens,
                 kv_cache.get_max_resource_count(),
@@ -199,7 +202,7 @@ def _arrival(request: ActiveRequest, now: float) -> Arrival:
         request.end_rule.max_new_tokens,
         request.priority,
         request.beam_width,
-        request.has_started or request.pause_count > 0,
+        request.slot >= 0,
         request.num_generated,
         request.pause_count,
     )

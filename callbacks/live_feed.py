@@ -1,0 +1,298 @@
+"""`LiveFeed`: follows a manager while somebody looks, and makes server-sent events of it.
+
+A thread of its own takes what the loop has told, five times a second, and makes one small event of
+it for all viewers. Nobody looks: there is no thread, and the loop tells nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import Full
+from time import monotonic
+from typing import Any
+
+import orjson
+
+from gptmanager import GptManager, ManagerState
+from gptmanager.callbacks.live_rows import GENERATION, PAUSED, WAITING, LiveRows, ranges
+from gptmanager.callbacks.live_tap import LiveTap
+from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.manager.inspection import Explanation
+from gptmanager.scheduler.waiting import WaitReason
+
+TICK_S = 0.2
+GRACE_S = 30.0  # how long the loop is watched after the last viewer has gone
+_STATUS_S = 1.0
+_WHY_S = 2.0  # how often the scheduler is asked why requests wait
+_ANSWER_S = 0.5  # how long that may wait for the end of an iteration
+_LATENCY_S = 60.0
+_MAX_LATENCIES = 1 << 13
+_MAX_WAITS, _MAX_TEXT = 256, 400
+_MAX_FRAMES = 64  # a viewer that is farther behind begins anew
+
+
+_Reason = tuple[int, str, str]  # request id, what it lacks, and that in words
+
+
+class Viewer:
+    """One page that looks. Leave it, or its `with` block, when it has gone."""
+
+    def __init__(self, feed: LiveFeed) -> None:
+        self._feed = feed
+        self._next = -1  # the number of the frame that it gets next; -1: a snapshot
+
+    def take(self) -> bytes:
+        """The events since the last call, as a browser's EventSource reads them; never waits."""
+        data, self._next = self._feed.frames_from(self._next)
+        return data
+
+    def leave(self) -> None:
+        self._feed.leave(self)
+
+    def __enter__(self) -> Viewer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+class LiveFeed:
+    """`num_outside` tells how many requests wait in the host; None: unknown. `manager` is set once,
+    before or after the first viewer has come.
+    """
+
+    def __init__(self, num_outside: Callable[[], int] | None, max_viewers: int) -> None:
+        self.manager: GptManager | None = None
+        self.is_closed = False
+        self._num_outside = num_outside
+        self._max_viewers = max_viewers
+        self._lock = threading.Lock()  # guards all below
+        self._viewers: set[Viewer] = set()
+        self._left = 0.0  # when the last viewer did
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._frames: deque[bytes] = deque(maxlen=_MAX_FRAMES)
+        self._num_frames = 0  # ever
+        self._tap, self._rows = LiveTap(), LiveRows()
+        self._picture = _Picture()
+
+    @property
+    def is_full(self) -> bool:
+        return self.is_closed or len(self._viewers) >= self._max_viewers
+
+    def enter(self) -> Viewer:
+        """A new viewer; `queue.Full` if there are as many as there may be."""
+        with self._lock:
+            if self.is_full:
+                raise Full(f"max_viewers = {self._max_viewers} look already")
+            viewer = Viewer(self)
+            self._viewers.add(viewer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._follow, name="live-page", daemon=True)
+                self._thread.start()
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        with self._lock:
+            self._viewers.discard(viewer)
+            self._left = monotonic()
+
+    def close(self) -> None:
+        """No viewer gets anything any more; the loop is not watched any more."""
+        with self._lock:
+            self.is_closed, thread = True, self._thread
+            self._ended.set()
+        if thread is not None:
+            thread.join()
+
+    def frames_from(self, number: int) -> tuple[bytes, int]:
+        """What a viewer gets that has had the frames before `number`, and its next number."""
+        with self._lock:
+            behind = self._num_frames - number
+            if number >= 0 and behind <= len(self._frames):
+                frames = [
+                    self._frames[i] for i in range(len(self._frames) - behind, len(self._frames))
+                ]
+                return b"".join(frames), self._num_frames
+            snapshot = {**self._picture.all, "rows": self._rows.snapshot()}
+            snapshot["points"] = list(self._picture.points)
+            if self._rows.beginning is not None:
+                snapshot["limits"] = self._rows.beginning[2:]
+            return _frame(self._num_frames, snapshot, b"event: snapshot\n"), self._num_frames
+
+    # On the thread of its own ----------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while self._is_wanted():
+            try:
+                self._tick()
+            except Exception as error:  # the page says so, and goes on
+                self._picture.put("error", f"the live page itself: {response_text(error)}")
+            self._ended.wait(TICK_S)
+
+    def _is_wanted(self) -> bool:
+        with self._lock:
+            if not self.is_closed and (self._viewers or monotonic() - self._left < GRACE_S):
+                return True
+            self._thread, tap = None, self._tap
+            self._tap = LiveTap()
+        if self.manager is not None and tap.is_open:
+            tap.close(self.manager)
+        return False
+
+    def _tick(self) -> None:
+        now, manager, picture, tap = monotonic(), self.manager, self._picture, self._tap
+        begins = manager is not None and not tap.is_open and tap.open(manager)
+        reasons: list[_Reason] | None = None
+        if manager is not None and picture.is_due("status", now, _STATUS_S):
+            picture.tell_status(manager, self._num_outside, now)
+        if manager is not None and self._viewers and picture.is_due("why", now, _WHY_S):
+            reasons = _reasons(manager) if self._rows.num_waiting else []
+        changes = tap.take()
+        if changes is None and manager is not None:  # some are lost: the next tick begins anew
+            self._tap = LiveTap()
+            tap.close(manager)
+        with self._lock:
+            if begins:
+                self._rows = LiveRows()
+            for change in changes or ():
+                self._rows.feed(change)
+            picture.add_endings(self._rows.take_endings(), now)
+            if reasons is not None:
+                picture.tell_reasons(self._rows, reasons)
+            news = {**self._rows.take_changes(), **picture.take(self._rows, tap, now)}
+            if begins:
+                self._frames.clear()  # every viewer gets a snapshot
+            elif news:
+                self._frames.append(_frame(self._num_frames + 1, news))
+            self._num_frames += begins or bool(news)
+
+
+class _Picture:
+    """What a page shows beside the rows. `all`: what it was told last, by name. `points`: the
+    numbers of the last ticks.
+    """
+
+    def __init__(self) -> None:
+        self.all: dict[str, Any] = {}
+        self.points: deque[list[int]] = deque(maxlen=300)
+        self._news: dict[str, Any] = {}
+        self._due: dict[str, float] = {}
+        self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
+        self._started = monotonic()
+
+    def is_due(self, name: str, now: float, every_s: float) -> bool:
+        if now < self._due.get(name, 0.0):
+            return False
+        self._due[name] = now + every_s
+        return True
+
+    def put(self, name: str, value: Any) -> None:
+        """Tell it, if it is not what was told last."""
+        if self.all.get(name) != value:
+            self.all[name] = self._news[name] = value
+
+    def add_endings(self, endings: Iterable[Any], now: float) -> None:
+        for ending in endings:
+            if ending.metrics:
+                _, first, last, *_, generated = ending.metrics
+                each = (last - first) / (generated - 1) if generated > 1 else float("nan")
+                self._latencies.append((now, first, each))
+
+    def tell_status(
+        self, manager: GptManager, num_outside: Callable[[], int] | None, now: float
+    ) -> None:
+        health = manager.health()
+        age = health.last_step_age_s
+        hangs = manager.state is ManagerState.RUNNING and not health.progressing
+        error = "" if manager.exception is None else response_text(manager.exception)[:_MAX_TEXT]
+        self.put("state", manager.state.value)
+        self.put("error", error)
+        self.put("hangs", int(age or 0) if hangs else 0)
+        self.put("outside", None if num_outside is None else num_outside())
+        self.put(
+            "calls",
+            {
+                name: [it.calls, it.total_us, it.max_us, it.errors, it.overstays]
+                for name, it in health.callbacks.items()
+            },
+        )
+        while self._latencies and self._latencies[0][0] < now - _LATENCY_S:
+            self._latencies.popleft()
+        _, *columns = zip(*self._latencies, strict=True) if self._latencies else ((), (), ())
+        self.put("latency", [len(self._latencies), *map(_percentiles, columns)])
+
+    def tell_reasons(self, rows: LiveRows, reasons: Iterable[_Reason]) -> None:
+        """[reason, text, rows as ranges], a line for those that wait alike."""
+        alike: dict[tuple[str, str], list[int]] = {}
+        for request_id, reason, text in reasons:
+            number = rows.row_number(request_id)
+            if number is not None:
+                alike.setdefault((reason, text), []).append(number)
+        self.put("why", [[*words, ranges(sorted(them))] for words, them in alike.items()])
+
+    def take(self, rows: LiveRows, tap: LiveTap, now: float) -> dict[str, Any]:
+        """What is new, by name; "p": the numbers of now."""
+        if rows.outcomes:
+            self.put("ended", dict(rows.outcomes))
+        news, self._news = self._news, {}
+        point = self._point(rows, tap, now)
+        beats = self.is_due("beat", now, _STATUS_S)
+        if beats or not self.points or self.points[-1][0] != point[0]:
+            self.points.append(point)
+            news["p"] = point
+        if beats:
+            grown = rows.take_progress(list(tap.ran.values()))
+            if grown:
+                news["g"] = grown
+        return news
+
+    def _point(self, rows: LiveRows, tap: LiveTap, now: float) -> list[int]:
+        counts, kinds = tap.latest, rows.kinds
+        used = cached = 0
+        if counts is not None:
+            used, cached = (
+                counts.total_blocks - counts.free_blocks,
+                counts.block_reuse.cached_blocks,
+            )
+        milliseconds = int((now - self._started) * 1000)
+        tokens = tap.context_tokens, tap.generated_tokens
+        running = rows.num_active - kinds[WAITING] - kinds[PAUSED]
+        in_groups = running, kinds[GENERATION], kinds[WAITING], kinds[PAUSED]
+        return [tap.column, milliseconds, *in_groups, used, cached, *tokens]
+
+
+def _reasons(manager: GptManager) -> list[_Reason] | None:
+    """(request id, reason, a text that those share who wait alike); None: no answer for now."""
+    try:
+        told = manager.explain_waiting(_MAX_WAITS, _ANSWER_S)
+    except (TimeoutError, ManagerDeadError):
+        return None
+    return [(it.request_id, _lack(it), _wait_text(it)) for it in told]
+
+
+def _lack(told: Explanation) -> str:
+    """The reason; of one behind another, what that one lacks."""
+    lacks_blocks = WaitReason.KV_BLOCKS.value if told.needed_blocks else told.reason
+    return WaitReason.TOKEN_BUDGET.value if told.needed_tokens else lacks_blocks
+
+
+def _wait_text(told: Explanation) -> str:
+    """What those share who wait alike: without its id, and without its place in the line."""
+    text = told.text.removeprefix(f"request {told.request_id} ")
+    return text.rpartition("; ")[0][:_MAX_TEXT]
+
+
+def _percentiles(values: Iterable[float]) -> list[float | None]:
+    """The 50th and the 99th; None if there are no values."""
+    known = sorted(value for value in values if value == value)
+    if not known:
+        return [None, None]
+    return [round(known[int(share * (len(known) - 1))], 5) for share in (0.5, 0.99)]
+
+
+def _frame(number: int, content: dict[str, Any], head: bytes = b"") -> bytes:
+    retry = b"retry: 1000\n" if head else b""
+    return b"%s%sid: %d\ndata: %s\n\n" % (retry, head, number, orjson.dumps(content))

@@ -1,0 +1,200 @@
+"""`LivePage`: a page that shows a manager's schedule while it runs.
+
+The page is one static file. It hears of the schedule by server-sent events, which any web server
+can send; `serve` is one that needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from queue import Full
+from socket import socket
+from typing import Any
+
+from gptmanager import GptManager
+from gptmanager.callbacks.live_feed import TICK_S, LiveFeed, Viewer
+
+_TIMEOUT_S = 10.0  # of a viewer that neither reads nor writes
+_MAX_OTHERS = 16  # connections beside those of viewers
+
+
+class LivePage:
+    """Shows one manager to any number of viewers.
+
+        with LivePage() as page, GptManager(...) as manager:
+            page.attach(manager)
+            print(page.serve(port=8080))
+
+    Nobody looks: the loop does nothing for it. Ids and numbers are shown, no text of any request.
+    `num_outside` returns how many requests wait in the host, which the manager does not know;
+    it is called on a thread of the page. `max_viewers`: the most pages that look at a time.
+    """
+
+    def __init__(
+        self, *, num_outside: Callable[[], int] | None = None, max_viewers: int = 16
+    ) -> None:
+        if max_viewers < 1:
+            raise ValueError(f"max_viewers = {max_viewers} must be at least 1")
+        self.html = files("gptmanager.callbacks").joinpath("live_page.html").read_bytes()
+        self.headers = _headers(self.html)
+        self._max_viewers = max_viewers
+        self._feed = LiveFeed(num_outside, max_viewers)
+        self._server: _Server | None = None
+
+    def attach(self, manager: GptManager) -> None:
+        """Show `manager` from now on. ValueError for a second one."""
+        if self._feed.manager is not None:
+            raise ValueError("the page is attached to a manager already")
+        self._feed.manager = manager
+
+    @property
+    def is_closed(self) -> bool:
+        return self._feed.is_closed
+
+    def viewer(self) -> Viewer:
+        """For a web server: its `take()` returns events, which begin with a snapshot; call it
+        every `TICK_S` seconds. Raises `queue.Full` beyond `max_viewers`, and on a closed page.
+        """
+        return self._feed.enter()
+
+    @property
+    def is_full(self) -> bool:
+        """Do as many look as may?"""
+        return self._feed.is_full
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The same for an asyncio web server, as a stream: what to send to one viewer."""
+        with self.viewer() as viewer:
+            while not self.is_closed:
+                if data := viewer.take():
+                    yield data
+                await asyncio.sleep(TICK_S)
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Serve the page from threads of its own until `close`; returns its address.
+
+        `port` 0: one that is free. There is no password: other machines can see the page if `host`
+        says so. Raises OSError if the port is occupied, ValueError if it serves already.
+        """
+        if self._server is not None or self.is_closed:
+            raise ValueError("the page is served already, or closed")
+        self._server = _Server((host, port), self, self._max_viewers + _MAX_OTHERS)
+        return f"http://{host}:{self._server.server_port}/"
+
+    def close(self) -> None:
+        """End the server and all viewers. Idempotent."""
+        self._feed.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.end()
+
+    def __enter__(self) -> LivePage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _headers(html: bytes) -> dict[str, str]:
+    """The page runs its own script and style, by their digests, and connects to its server only."""
+    script, style = (
+        base64.b64encode(hashlib.sha256(body).digest()).decode()
+        for name in (b"script", b"style")
+        for body in re.findall(b"<%b>(.*?)</%b>" % (name, name), html, re.DOTALL)
+    )
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+
+class _Server(ThreadingHTTPServer):
+    """A thread a connection, at most `most`; others are closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], page: LivePage, most: int) -> None:
+        self.page = page
+        self._room = threading.BoundedSemaphore(most)
+        super().__init__(address, _Handler)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(0.05,), name="live-page-server", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
+        """Viewers go away whenever they like."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _TIMEOUT_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/":
+            self._answer("text/html; charset=utf-8", self.server.page.html)
+        elif path == "/live/events":
+            self._stream()
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _answer(self, kind: str, body: bytes | None = None) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        for name, value in self.server.page.headers.items():
+            self.send_header(name, value)
+        if body is not None:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def _stream(self) -> None:
+        page = self.server.page
+        try:
+            viewer = page.viewer()
+        except Full as error:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            return
+        with viewer:
+            self._answer("text/event-stream")
+            while not page.is_closed:
+                if data := viewer.take():
+                    self.wfile.write(data)
+                time.sleep(TICK_S)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a page that is looked at is no news."""

@@ -1,0 +1,106 @@
+"""`LiveTap`: what the loop's thread does for a live page, which is as little as can be.
+
+Most iterations run the requests of the one before. Of these it keeps the latest alone: nothing
+piles up, and no other thread has anything to do. The rest goes into a bounded deque.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from operator import itemgetter
+from typing import NamedTuple
+
+from gptmanager import GptManager
+from gptmanager.errors import ManagerDeadError
+from gptmanager.manager.watching import Arrival, Beginning, Ending, Event, Ran
+from gptmanager.statistics import Counts
+from gptmanager.step import Row
+
+_MAX_EVENTS = 1 << 14  # between two looks
+_ANSWER_S = 0.5  # how long a question may wait for the end of an iteration
+_request_id = itemgetter(0)  # of a row
+
+
+class Step(NamedTuple):
+    """An iteration that ran others than the one before: `generation`, ids of requests."""
+
+    iteration: int
+    micro_batch_id: int
+    context_rows: tuple[Row, ...]
+    generation: tuple[int, ...]
+    paused: tuple[int, ...]
+
+
+Change = tuple[int, Beginning | Arrival | Step | Ending]  # with the iteration to come
+
+
+class LiveTap:
+    """One watch of a manager; a new one begins with `open`.
+
+    `column`: the iteration to come. `latest`: the numbers of the last iteration that has ended;
+    tokens are counted since the watch began. `ran`: the last iteration of each micro batch.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.column = 0
+        self.context_tokens = 0
+        self.generated_tokens = 0
+        self.latest: Counts | None = None
+        self.ran: dict[int, Ran] = {}
+        self._accepted_drafts = 0
+        self._changes: deque[Change] = deque(maxlen=_MAX_EVENTS)
+        self._generation: dict[int, tuple[int, ...] | None] = {}  # of each micro batch
+
+    def open(self, manager: GptManager) -> bool:
+        """False, for now, where the loop is busy; and where it has ended."""
+        with suppress(TimeoutError, ManagerDeadError):
+            manager.watch(self.see, _ANSWER_S)
+            self.is_open = True
+        return self.is_open
+
+    def close(self, manager: GptManager) -> None:
+        self.is_open = False
+        with suppress(TimeoutError):
+            manager.unwatch(self.see, _ANSWER_S)
+
+    def see(self, event: Event) -> None:
+        """On the loop's thread."""
+        if isinstance(event, Ran):
+            self._see_iteration(event)
+        elif isinstance(event, Counts):
+            self._count(event)
+        else:
+            if isinstance(event, Beginning):
+                self.column = event.iteration
+            self._changes.append((self.column, event))
+
+    def take(self) -> list[Change] | None:
+        """What has changed since the last look; None: too much, some of it is lost."""
+        changes = self._changes
+        if len(changes) == changes.maxlen:
+            return None
+        return [changes.popleft() for _ in range(len(changes))]
+
+    def _see_iteration(self, ran: Ran) -> None:
+        batch, contexts, paused = ran.micro_batch_id, ran.context_rows, ran.paused
+        self.ran[batch] = ran
+        self.column = ran.iteration + 1
+        generation = tuple(map(_request_id, ran.generation_rows))
+        if contexts or paused:
+            self._generation[batch] = None
+        elif generation == self._generation.get(batch):
+            return
+        else:
+            self._generation[batch] = generation
+        step = Step(ran.iteration, batch, contexts, generation, paused)
+        self._changes.append((self.column, step))
+
+    def _count(self, counts: Counts) -> None:
+        if self.latest is None:
+            self._accepted_drafts = counts.drafts.accepted
+        accepted, self.latest = counts.drafts.accepted, counts
+        self.context_tokens += counts.context_tokens
+        self.generated_tokens += counts.sampled + accepted - self._accepted_drafts
+        self._accepted_drafts = accepted

@@ -1,0 +1,245 @@
+"""The live page in a browser: it draws, moves, comes back, reads well, and believes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from urllib.parse import urlsplit
+
+import pytest
+from chromium import EXECUTABLE, Chromium
+
+from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams
+from gptmanager.callbacks import LivePage
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
+
+pytestmark = [
+    pytest.mark.skipif(EXECUTABLE is None, reason="there is no Chromium on this machine"),
+    pytest.mark.xdist_group("chromium"),
+]
+FAILS = "<img src=x onerror=document.title='hacked'><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture(autouse=True)
+def as_new(request):
+    if "browser" in request.fixturenames:
+        browser = request.getfixturevalue("browser")
+        browser.resize(1280, 900)
+        browser.prefer("light")
+        browser.errors.clear()
+
+
+class Endless(RecordingCallbacks):
+    """`count` requests are always active; some wait."""
+
+    def __init__(self, count):
+        super().__init__()
+        self._ids, self._count = itertools.count(1), count
+
+    def get_inference_requests(self, max_num_requests):
+        number = min(max_num_requests, self._count)
+        return [
+            InferenceRequest.from_tokens(i, [1] * (4 + i % 9), 20 + i % 50)
+            for i in itertools.islice(self._ids, number)
+        ]
+
+
+def managed(host, batch, active, step_s=0.01):
+    model = ScriptedModel(lambda history: 1, vocab_size=4)
+    forward = model.forward
+
+    def slow_forward(*arguments):
+        time.sleep(step_s)
+        return forward(*arguments)
+
+    model.forward = slow_forward
+    params = OptionalParams(
+        max_batch_size=batch, max_active_requests=active, max_get_failures=1, max_num_tokens=4096
+    )
+    return GptManager(
+        model, ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords(), optional_params=params
+    )
+
+
+@pytest.fixture(scope="module")
+def url():
+    """Of a page that shows 256 running requests and 8 that wait."""
+    with managed(Endless(264), 256, 264, 0.02) as manager:
+        with LivePage() as page:
+            page.attach(manager)
+            yield page.serve()
+        manager.shutdown(drain=False)
+
+
+RUNS = "document.querySelector('#state').textContent === 'Running' && view.shown.length > 100"
+
+
+def test_it_draws_and_moves(browser, url):
+    browser.open(url)
+    browser.wait_for(RUNS)
+    browser.wait_for("points.at(-1)[2] === 256 && points.at(-1)[4] === 8")
+    browser.wait_for("view.shown.filter(row => !row.end).length === 264")
+    browser.wait_for("Number(document.querySelector('#steps').textContent) > 0")
+    column = browser.wait_for("view.head > 10 && view.head")
+    before = browser.evaluate(_HASH)
+    browser.wait_for(f"view.head > {column} + 2")
+    assert browser.evaluate(_HASH) != before
+    # the marks that are to be seen are there, in their colors
+    for name in ("context", "generation", "faint", "ink"):
+        browser.wait_for(_HAS_COLOR.replace("NAME", name))
+    assert "for room in the batch" in browser.wait_for(
+        "document.querySelector('#why').textContent.includes('wait') "
+        "&& document.querySelector('#why').textContent"
+    )
+    assert browser.evaluate("document.querySelectorAll('#calls tr').length") >= 4
+    assert browser.errors == []
+
+
+_HASH = "document.querySelector('#rows').toDataURL()"
+_HAS_COLOR = """(() => {
+  const canvas = document.querySelector("#rows");
+  const color = colors["NAME"].match(/\\w\\w/g).map(two => parseInt(two, 16));
+  const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  for (let i = 0; i < data.length; i += 4)
+    if (data[i + 3] > 250 && color.every((c, k) => Math.abs(data[i + k] - c) < 3)) return true;
+  return false;
+})()"""
+
+
+def test_it_fits_and_reads_well(browser, url):
+    browser.open(url)
+    browser.wait_for(RUNS)
+    for width in (1280, 390):
+        browser.resize(width, 800, mobile=width < 600)
+        browser.wait_for(f"innerWidth === {width}")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate("document.querySelector('#rows').clientWidth") > 0.9 * (width - 40)
+    for scheme in ("light", "dark"):
+        browser.prefer(scheme)
+        colors = browser.evaluate("readColors(), colors")
+        assert (brightness(colors["paper"]) > 0.5) == (scheme == "light")
+        for text, back in (
+            ("ink", "paper"), ("faint", "paper"), ("limit", "paper"), ("ink", "hover"),
+            ("on-context", "context"),
+        ):  # fmt: skip
+            assert contrast(colors[text], colors[back]) >= 4.5, (scheme, text, back)
+        for mark in ("generation", "context-edge", "paused", "memory", "limit"):
+            assert contrast(colors[mark], colors["paper"]) >= 3, (scheme, mark)
+
+
+def brightness(color):
+    """Relative luminance, WCAG 2.2."""
+    values = [int(two, 16) / 255 for two in re.findall(r"\w\w", color)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+    return sum(share * v for share, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((brightness(one), brightness(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_keys_pointer_and_filter(browser, url):
+    browser.open(url)
+    browser.wait_for(RUNS)
+    browser.evaluate("document.querySelector('#plot').focus()")
+    browser.press("ArrowDown")
+    browser.press("ArrowDown")
+    tip = browser.evaluate("document.querySelector('#tip').textContent")
+    chosen = browser.evaluate("view.shown[1].id")
+    assert tip.startswith(f"request {chosen}: ") and "tokens generated, prompt" in tip
+    browser.press("Escape")
+    assert browser.evaluate("document.querySelector('#tip').hidden")
+
+    browser.press(" ", " ")
+    assert browser.evaluate("document.querySelector('#pause').getAttribute('aria-pressed')") == (
+        "true"
+    )
+    head, points = browser.evaluate("[view.head, points.length]")
+    browser.wait_for(f"points.length > {points} + 2")
+    assert browser.evaluate("view.head") == head
+    column = browser.evaluate("view.column")
+    browser.press("ArrowLeft")
+    browser.press("+", "+")
+    browser.wait_for(f"view.head < {head} && view.column > {column}")
+    browser.press("End")
+    browser.wait_for(f"view.head > {head} && !view.paused")
+
+    x, y = browser.evaluate(
+        "(box => [box.left + 300, box.top + 60])("
+        "document.querySelector('#plot').getBoundingClientRect())"
+    )
+    browser.point_at(x, y)
+    browser.wait_for("!document.querySelector('#tip').hidden && pointer !== null")
+    browser.point_at(2, 2)
+    browser.wait_for("document.querySelector('#tip').hidden")
+
+    browser.evaluate("document.querySelector('#filter').value = 'waiting'; refresh()")
+    browser.wait_for("view.shown.length === 8 && view.shown.every(r => kindOf(r) === 'waiting')")
+    browser.evaluate("document.querySelector('#list').open = true")
+    browser.wait_for("document.querySelectorAll('#table tr').length === 8")
+    browser.evaluate("document.querySelector('#filter').value = 'none'; refresh()")
+    browser.wait_for("document.querySelector('#empty').textContent.includes('No request matches')")
+
+
+def test_it_comes_back(browser):
+    host = RecordingCallbacks()
+    with managed(host, 4, 4, 0.002) as manager:
+        with LivePage() as page:
+            page.attach(manager)
+            url = page.serve()
+            browser.open(url)
+            browser.wait_for("document.querySelector('#state').textContent === 'Idle'")
+            browser.wait_for(
+                "document.querySelector('#empty').textContent.includes('Nothing runs')"
+            )
+            host.submit(InferenceRequest.from_tokens(7, [1] * 4, 20))
+            browser.wait_for("view.shown.length === 1 && view.shown[0].end")
+        browser.wait_for("document.querySelector('#state').textContent === 'Connection lost'")
+        host.submit(InferenceRequest.from_tokens(8, [1] * 4, 1500))
+        with LivePage() as page:
+            page.attach(manager)
+            page.serve(port=urlsplit(url).port)
+            browser.wait_for("document.querySelector('#state').textContent === 'Running'")
+            assert browser.evaluate("[...rows.values()].map(row => row.id)") == ["8"]
+            tokens = browser.evaluate("view.shown[0].tokens")
+            browser.wait_for(f"view.shown[0].tokens > {tokens}")
+            manager.shutdown(drain=False)
+            browser.wait_for("document.querySelector('#state').textContent === 'Stopped'")
+
+
+class Hostile(RecordingCallbacks):
+    """Its Get raises markup, and goes on to do so."""
+
+    def get_inference_requests(self, max_num_requests):
+        raise RuntimeError(FAILS)
+
+
+def test_markup_stays_text(browser):
+    with LivePage() as page, managed(Hostile(), 4, 4) as manager:
+        page.attach(manager)
+        browser.open(page.serve())
+        browser.wait_for("document.querySelector('#state').textContent === 'Failed'")
+        text = browser.evaluate("document.querySelector('#banner').textContent")
+        assert FAILS in text and text.startswith("The manager has failed.")
+        # ids and outcomes are numbers and names; but the page does not rely on it
+        browser.evaluate(
+            f"told.why = [['x', {FAILS!r}, '0']]; "
+            f"addRow([0, {FAILS!r}, 4, 5, 1, .5, 1, 0, 0, [['w', 0, 0]], null]); "
+            f"addRow([1, '1', 4, 5, 1, .5, 1, 0, 0, [['w', 0, 0]], [0, {FAILS!r}, 1, 0]]); "
+            "points.push([1, 1, 0, 0, 0, 0, 0, 0, 0, 0]); view.head = 1; drawRows(); "
+            "document.querySelector('#list').open = true; tellWaits(); tellTable(); choose(0); "
+        )
+        for place in ("#tip", "#why", "#table"):
+            seen = browser.evaluate(f"document.querySelector('{place}').textContent")
+            assert "onerror" in seen, place
+        assert browser.evaluate("document.querySelectorAll('img, #why script').length") == 0
+        assert browser.evaluate("document.title") != "hacked"
+        assert browser.errors == []
