@@ -321,15 +321,25 @@ def test_a_slow_viewer_begins_anew(monkeypatch):
 
 def test_events_that_were_lost_are_noticed(monkeypatch):
     monkeypatch.setattr(live_tap, "_MAX_EVENTS", 8)
-    host = RecordingCallbacks()
+    fed = Fed()
+    for i in range(20):
+        fed.tap.see(arrival(i))
+    assert fed.tap.take() is None
+
+    monkeypatch.undo()
+    host, take, lost = RecordingCallbacks(), LiveTap.take, []
+    monkeypatch.setattr(LiveTap, "take", lambda tap: lost.pop() if lost else take(tap))
     with managed(host, 0.0002) as manager, LivePage() as page, page.viewer() as viewer:
         page.attach(manager)
         browser = Browser(viewer)
-        browser.wait_for(lambda it: "limits" in it.told)
-        host.submit(*[request(i, 4, i % 9 + 1) for i in range(400)])
-        browser.wait_for(lambda it: it.num_snapshots > 2 and it.rows)
-        assert manager.wait_idle(20)
-        browser.wait_for(lambda it: not [r for r in it.rows.values() if r[10] is None])
+        host.submit(request(1, 4, 20), request(2, 4, 1900))
+        browser.wait_for(lambda it: it.row(1) and it.row(1)[10] and it.row(2))
+        seen = browser.num_snapshots
+        lost.append(None)
+        browser.wait_for(lambda it: it.num_snapshots > seen and it.row(2))
+        assert browser.row(1) is None and browser.row(2)[9][0][0] in "hg"
+        manager.shutdown(drain=False)
+        browser.wait_for(lambda it: it.row(2)[10])
 
 
 def test_nobody_looks_nothing_is_done(monkeypatch):
