@@ -152,8 +152,7 @@ def test_keys_pointer_and_filter(browser, url):
     browser.evaluate("document.querySelector('#plot').focus()")
     browser.press("ArrowDown")
     browser.press("ArrowDown")
-    tip = browser.evaluate("document.querySelector('#tip').textContent")
-    chosen = browser.evaluate("view.shown[1].id")
+    tip, chosen = browser.evaluate("[document.querySelector('#tip').textContent, selected.id]")
     assert tip.startswith(f"request {chosen}: ") and "tokens generated, prompt" in tip
     browser.press("Escape")
     assert browser.evaluate("document.querySelector('#tip').hidden")
@@ -177,6 +176,7 @@ def test_keys_pointer_and_filter(browser, url):
         "document.querySelector('#plot').getBoundingClientRect())"
     )
     browser.point_at(x, y)
+    browser.point_at(x + 1, y)
     browser.wait_for("!document.querySelector('#tip').hidden && pointer !== null")
     browser.point_at(2, 2)
     browser.wait_for("document.querySelector('#tip').hidden")

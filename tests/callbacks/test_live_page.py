@@ -320,13 +320,13 @@ def test_a_slow_viewer_begins_anew(monkeypatch):
 
 
 def test_events_that_were_lost_are_noticed(monkeypatch):
-    monkeypatch.setattr(live_tap, "_MAX_EVENTS", 8)
-    fed = Fed()
+    with monkeypatch.context() as context:
+        context.setattr(live_tap, "_MAX_EVENTS", 8)
+        fed = Fed()
     for i in range(20):
         fed.tap.see(arrival(i))
     assert fed.tap.take() is None
 
-    monkeypatch.undo()
     host, take, lost = RecordingCallbacks(), LiveTap.take, []
     monkeypatch.setattr(LiveTap, "take", lambda tap: lost.pop() if lost else take(tap))
     with managed(host, 0.0002) as manager, LivePage() as page, page.viewer() as viewer:
