@@ -17,12 +17,17 @@ def is_follower(params: OptionalParams) -> bool:
 
 
 def follow(
-    source: Any, params: OptionalParams, scheduler: SchedulerConfig, model_type: ModelType
+    source: Any,
+    params: OptionalParams,
+    scheduler: SchedulerConfig,
+    model_type: ModelType,
+    max_beam_width: int = 1,
 ) -> None:
     """Until rank 0's manager ends. Raises what ended this rank, if it failed."""
     get, poll = broadcast()
     params.on_progress = None
-    with GptManager(source, model_type, 1, scheduler, get, _send, poll, None, params) as manager:
+    given = source, model_type, max_beam_width, scheduler
+    with GptManager(*given, get, _send, poll, None, params) as manager:
         manager.wait()
     if manager.exception is not None:
         raise manager.exception

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,15 @@ def add_command(commands: Any) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     given = manager_options(options)
-    if is_follower(given.params):
-        follow(options.model, given.params, given.scheduler, given.model_type)
-        return 0
-    given.params.on_progress = ProgressBars(options.region).tell
     names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
     settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})
+    if is_follower(given.params):
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when all end
+            signal.signal(number, signal.SIG_IGN)
+        model = settings.model, settings.params, given.scheduler, given.model_type
+        follow(*model, settings.max_beam_width)
+        return 0
+    given.params.on_progress = ProgressBars(options.region).tell
     load("gptmanager.server.serving").serve(settings, tell)
     return 0
 

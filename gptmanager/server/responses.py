@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gptmanager.server.errors import ApiError
+from gptmanager.server.errors import ApiError, api_error
 
+_logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -37,7 +39,8 @@ class EventStream(Response):
 
     Begin to read `frames` only when the first one is there, so that a refusal can still be an
     error object: see `begun`. When the client goes away, `frames` is cancelled where it waits. A
-    client that does not read holds up `frames`, so nothing is buffered for it.
+    client that does not read holds up `frames`, so nothing is buffered for it. An error in the
+    midst is the last event, before DONE.
     """
 
     media_type = "text/event-stream"
@@ -64,8 +67,13 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+            try:
+                async for frame in frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+            except Exception as error:  # the status is out already
+                _logger.debug("a stream failed", exc_info=error)
+                last = event(api_error(error).body()) + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -15,13 +15,16 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams
+from gptmanager import GptManager, InferenceRequest
 from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
 from gptmanager.server.engine import Engine
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
+
+_KEEP_ALIVE_S = 75  # longer than clients keep a connection that nobody uses
+_LAST_WRITES_S = 1  # a client that does not read its last events holds up the end as long
 
 
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
@@ -31,9 +34,8 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         with open_engine(settings) as engine:
-            host, port = listener.getsockname()[:2]
-            tell(f"{engine.card.name} is served at http://{host}:{port}")
-            uvloop.run(_serve(engine, settings, listener))
+            if uvloop.run(_serve(engine, settings, listener, tell)):
+                raise KeyboardInterrupt
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -54,7 +56,7 @@ def bind(host: str, port: int) -> socket.socket:
 def open_engine(settings: ServerSettings) -> Iterator[Engine]:
     """A manager that runs, and the engine over it. ConfigError as the manager raises it."""
     given = settings.manager
-    params = _params(settings)
+    params = settings.params
     card = ModelCard.of_folder(
         settings.model,
         settings.name,
@@ -87,21 +89,10 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
     ):
         queue.attach(manager)
         length = longest_request(manager, card.max_model_len)
-        yield Engine(dataclasses.replace(card, max_model_len=length), manager, queue, settings)
-
-
-def _params(settings: ServerSettings) -> OptionalParams:
-    """Those that were given, as a server wants them."""
-    given = settings.manager
-    cache = dataclasses.replace(
-        given.params.kv_cache_config, enable_block_reuse=given.model_type is not ModelType.V1
-    )
-    return dataclasses.replace(
-        given.params,
-        kv_cache_config=cache,
-        max_active_requests=settings.concurrency,
-        exclude_input_in_output=True,
-    )
+        card = dataclasses.replace(card, max_model_len=length)
+        peft = params.peft_cache_manager_config
+        has_adapters = peft.host_cache_size != 0 and peft.device_cache_percent != 0.0
+        yield Engine(card, manager, queue, settings, has_adapters=has_adapters)
 
 
 def longest_request(manager: GptManager, at_most: int) -> int:
@@ -121,21 +112,26 @@ def longest_request(manager: GptManager, at_most: int) -> int:
     return low
 
 
-async def _serve(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
+async def _serve(
+    engine: Engine, settings: ServerSettings, listener: socket.socket, tell: Callable[[str], None]
+) -> bool:
+    """The first signal lets requests end, the second one ends all: then True."""
     server = new_server(engine, settings)
     loop = asyncio.get_running_loop()
     ending: list[asyncio.Task[None]] = []
 
     def end() -> None:
-        if ending:  # the second time
+        if ending:
             server.should_exit = server.force_exit = True
-            engine.manager.shutdown(drain=False, timeout=0.0)
         else:
             ending.append(loop.create_task(_end(server, engine, settings.shutdown_timeout)))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
+    host, port = listener.getsockname()[:2]
+    server.on_start = lambda: tell(f"{engine.card.name} is served at http://{host}:{port}")
     await server.serve(sockets=[listener])
+    return server.force_exit
 
 
 async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
@@ -144,7 +140,13 @@ async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
 
 
 class Server(uvicorn.Server):
-    """Signals are not its own: it must answer while requests end."""
+    """Signals are not its own: it must answer while requests end. `on_start`: it listens."""
+
+    on_start: Callable[[], None] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -162,6 +164,7 @@ def new_server(engine: Engine, settings: ServerSettings) -> Server:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=5,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LAST_WRITES_S,
     )
     return Server(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
@@ -86,3 +86,16 @@ class ServerSettings:
             return self.max_concurrency
         params = self.manager.params
         return params.max_batch_size * (2 if params.enable_trt_overlap else 1)
+
+    @property
+    def params(self) -> OptionalParams:
+        """Those of `manager`, as a server wants them: with block reuse, and its limits."""
+        given = self.manager
+        reuses = given.model_type is not ModelType.V1  # which refuses it
+        cache = replace(given.params.kv_cache_config, enable_block_reuse=reuses)
+        return replace(
+            given.params,
+            kv_cache_config=cache,
+            max_active_requests=self.concurrency,
+            exclude_input_in_output=True,
+        )

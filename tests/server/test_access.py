@@ -1,0 +1,182 @@
+"""Keys, bodies within their limit, and adapters: who may load which."""
+
+import httpx
+import pytest
+import torch
+from adapter_folders import LLAMA, module_name, random_pair, save_adapter
+from running_server import running_server, settings_of
+from starlette.requests import Request
+
+from gptmanager.callbacks import load_peft_adapter
+from gptmanager.server.call import EngineRequest
+from gptmanager.server.errors import ApiError
+from gptmanager.server.keys import bearer, is_key
+from gptmanager.server.models import _check_caller
+
+KEY = "sécret"
+HEADER = {"Authorization": f"Bearer {KEY}".encode()}
+
+
+def an_adapter(folder, seed=0, width=128, **fields):
+    """For `o_proj` of both first layers."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.zeros(width, width)
+    modules = [module_name("llama", layer, LLAMA["self_attn.o_proj"]) for layer in range(2)]
+    pairs = {name: random_pair(base, 8, generator, transposed=False) for name in modules}
+    save_adapter(folder, {name: (10 * a, 10 * b) for name, (a, b) in pairs.items()}, **fields)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """With a key, a folder of adapters, and a small limit of bodies."""
+    folder = tmp_path_factory.mktemp("adapters")
+    settings = settings_of(api_key=KEY, adapter_dir=folder, max_body_bytes=1000)
+    with running_server(settings) as server:
+        yield server
+
+
+@pytest.fixture
+def with_key(guarded):
+    with httpx.Client(base_url=guarded.url, headers=HEADER, timeout=30) as client:
+        yield client
+
+
+def test_the_key_guards_everything_but_health(guarded, with_key):
+    for path in ("/v1/models", "/version", "/", "/nothing", "/docs"):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": f"Basic {KEY}".encode()},
+        ):
+            response = httpx.get(guarded.url + path, headers=headers)
+            assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert httpx.get(guarded.url + path).status_code == 200
+    assert with_key.get("/v1/models").status_code == 200
+    assert with_key.get("/nothing").status_code == 404
+
+
+def test_the_page_keeps_a_cookie_instead_of_the_key(guarded):
+    with httpx.Client(base_url=guarded.url, params={}) as browser:
+        first = browser.get("/", params={"key": KEY, "scale": "2"})
+        assert first.status_code == 303 and first.headers["location"] == "/?scale=2"
+        cookie = first.headers["set-cookie"]
+        assert KEY not in cookie and "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+        for path in ("/", "/events"):
+            assert browser.get(path).status_code != 401
+        assert browser.get("/v1/models").status_code == 401
+    assert httpx.get(guarded.url, params={"key": "wrong"}).status_code == 401
+    assert httpx.get(guarded.url, cookies={"gptmanager_key": "0" * 64}).status_code == 401
+    assert httpx.get(guarded.url + "/v1/models", params={"key": KEY}).status_code == 401
+
+
+def test_keys_are_compared_whatever_they_hold():
+    assert is_key(b"s\xc3\xa9cret", KEY) and is_key(None, None) and is_key("x", None)
+    assert not is_key(None, KEY) and not is_key("", KEY) and not is_key("\U0001f511", KEY)
+    assert bearer("bearer  x ") == b"x" and bearer("x") is None and bearer(None) is None
+
+
+def test_a_large_body_is_a_413(with_key):
+    assert with_key.post("/tokenize", json={"prompt": "x" * 900}).status_code == 200
+    told = with_key.post("/tokenize", json={"prompt": "x" * 1000})
+    pieces = with_key.post(
+        "/tokenize", content=iter([b'{"prompt":"', b"x" * 600, b"x" * 600, b'"}'])
+    )
+    for response in (told, pieces):
+        assert response.status_code == 413
+        assert "--max-body-bytes allows 1000" in response.json()["error"]["message"]
+
+
+def load(client, name, path):
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+
+
+def greedy(server, adapter=None):
+    async def main():
+        request = EngineRequest([5, 6, 7], 12, adapter=adapter, end_id=-1)
+        async with server.engine.submit([request]) as call:
+            return (await call.results())[0].generated_ids[0]
+
+    return server.run(main())
+
+
+def test_an_adapter_is_loaded_used_and_unloaded(guarded, with_key):
+    an_adapter(guarded.settings.adapter_dir / "one")
+    loaded = load(with_key, "uno", "one")
+    assert loaded.status_code == 200
+    listed = with_key.get("/v1/models").json()["data"]
+    assert [(it["id"], it["parent"]) for it in listed] == [
+        ("tiny_llama", None),
+        ("uno", "tiny_llama"),
+    ]
+    assert with_key.get("/v1/models/uno").json() == listed[1] == loaded.json()
+    assert greedy(guarded, "uno") != greedy(guarded)
+
+    again = load(with_key, "uno", "one")
+    assert again.status_code == 400 and "loaded already" in again.json()["error"]["message"]
+
+    gone = with_key.post("/v1/unload_lora_adapter", json={"lora_name": "uno"})
+    assert gone.status_code == 200
+    with pytest.raises(ApiError) as caught:
+        greedy(guarded, "uno")
+    assert caught.value.status == 404
+    assert with_key.post("/v1/unload_lora_adapter", json={"lora_name": "uno"}).status_code == 404
+
+
+def test_an_adapter_that_left_the_cache_is_sent_again(guarded, with_key):
+    an_adapter(guarded.settings.adapter_dir / "two", seed=2)
+    assert load(with_key, "due", "two").status_code == 200
+    before = greedy(guarded, "due")
+    guarded.engine.manager.forget_adapter(guarded.engine.adapters.find("due").task_id)
+    assert greedy(guarded, "due") == before
+    guarded.wait_idle()
+
+
+def test_only_what_lies_below_the_folder_is_loaded(guarded, with_key, tmp_path):
+    outside = an_adapter(tmp_path / "outside")
+    link = guarded.settings.adapter_dir / "link"
+    link.symlink_to(outside)
+    for path in (outside, "../outside", "link"):
+        response = load(with_key, "tre", path)
+        assert response.status_code == 403, path
+        assert "--adapter-dir" in response.json()["error"]["message"]
+
+
+def test_what_is_no_adapter_of_this_model_is_refused(guarded, with_key):
+    root = guarded.settings.adapter_dir
+    (root / "empty").mkdir()
+    an_adapter(root / "narrow", width=64)
+    for path in ("empty", "nowhere", "narrow", "a\0b"):
+        response = load(with_key, "quattro", path)
+        assert response.status_code == 400, (path, response.text)
+        assert response.json()["error"]["param"] == "lora_path"
+    assert load(with_key, "tiny_llama", "empty").status_code == 400
+    assert load(with_key, "", "empty").json()["error"]["param"] == "lora_name"
+    assert "quattro" not in guarded.engine.adapters
+    guarded.wait_idle()
+
+
+def test_without_a_key_adapters_are_for_this_machine(server):
+    for host, is_local in [("127.0.0.1", True), ("::ffff:127.0.0.1", True), ("10.0.0.1", False)]:
+        request = Request({"type": "http", "client": (host, 1), "headers": []})
+        if is_local:
+            _check_caller(request, server.settings)
+        else:
+            with pytest.raises(ApiError) as caught:
+                _check_caller(request, server.settings)
+            assert caught.value.status == 403
+
+
+def test_a_manager_without_room_for_adapters_says_so(tmp_path):
+    from gptmanager import PeftCacheManagerConfig
+
+    config = PeftCacheManagerConfig(host_cache_size=0)
+    with running_server(settings_of(params={"peft_cache_manager_config": config})) as server:
+        with httpx.Client(base_url=server.url) as client:
+            response = load(client, "uno", an_adapter(tmp_path / "one"))
+            assert response.status_code == 501
+            body = {"lora_name": "uno"}
+            assert client.post("/v1/unload_lora_adapter", json=body).status_code == 501
+    assert load_peft_adapter(tmp_path / "one")

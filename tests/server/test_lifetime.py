@@ -1,0 +1,186 @@
+"""A server from its start to its end: what cannot start, signals, and what still runs then."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+from running_server import MODEL, settings_of, wait_for
+from starlette.routing import Route
+
+from gptmanager import cli
+from gptmanager.errors import ConfigError
+from gptmanager.server import app
+from gptmanager.server.call import EngineRequest
+from gptmanager.server.responses import DONE, EventStream, event
+from gptmanager.server.serving import serve
+from gptmanager.server.settings import ServerSettings
+
+
+class Outside:
+    """What happens to a server that runs on this thread, told from another one."""
+
+    def __init__(self, act):
+        self.act = act
+        self.may_end = threading.Event()
+        self.thread = None
+        self.error = None
+
+    def tell(self, line):
+        """The server is ready."""
+        self.url = line.rpartition(" ")[2]
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self):
+        try:
+            self.act(self)
+        except BaseException as error:  # noqa: B036 - told by the test
+            self.error = error
+        finally:
+            self.may_end.set()
+            if self.error is not None:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def routes(self, engine, settings):
+        async def frames():
+            request = EngineRequest([5, 6, 7], 400, end_id=-1, is_streaming=True)
+            async with engine.submit([request]) as call:
+                async for _, part in call.parts():
+                    yield event({"num": len(part.tokens)})
+                    while not self.may_end.is_set():
+                        await asyncio.sleep(0.005)
+                    if part.result is not None:
+                        yield event({"reason": part.result.finish_reasons[0].name})
+            yield DONE
+
+        return [Route("/test/stream", lambda request: EventStream(frames()))]
+
+    def serve(self, monkeypatch, **fields):
+        monkeypatch.setattr(app, "_FRONTS", (*app._FRONTS, self.routes))
+        try:
+            serve(settings_of(**fields), self.tell)
+        finally:
+            if self.thread is not None:
+                self.thread.join(20)
+        if self.error is not None:
+            raise self.error
+
+
+def status(url):
+    return httpx.get(url).status_code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_end_and_takes_no_new_ones(monkeypatch, number):
+    seen = []
+
+    def act(outside):
+        with httpx.stream("GET", outside.url + "/test/stream", timeout=20) as response:
+            lines = response.iter_lines()
+            seen.append(next(lines))
+            assert status(outside.url + "/health/ready") == 200
+            os.kill(os.getpid(), number)
+            wait_for(lambda: status(outside.url + "/health/ready") == 503)
+            assert status(outside.url + "/health/live") == 200
+            other = httpx.get(outside.url + "/test/stream")
+            assert b"shuts down" in other.content
+            outside.may_end.set()
+            seen.extend(lines)
+
+    Outside(act).serve(monkeypatch)
+    assert seen[-4:] == ['data: {"reason":"LENGTH"}', "", "data: [DONE]", ""]
+
+
+def test_what_runs_too_long_gets_its_last_events(monkeypatch):
+    seen = []
+
+    def act(outside):
+        with httpx.stream("GET", outside.url + "/test/stream", timeout=20) as response:
+            lines = response.iter_lines()
+            seen.append(next(lines))
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: status(outside.url + "/health") == 503)
+            outside.may_end.set()
+            seen.extend(lines)
+
+    # the request may be done by itself before the signal; what counts is that the end does not wait
+    Outside(act).serve(monkeypatch, shutdown_timeout=0.0)
+    assert seen[-2:] == ["data: [DONE]", ""]
+
+
+def test_a_second_signal_ends_at_once(monkeypatch):
+    def act(outside):
+        with httpx.stream("GET", outside.url + "/test/stream", timeout=20) as response:
+            next(response.iter_lines())
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(lambda: status(outside.url + "/health") == 503)
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(httpx.HTTPError):
+                response.read()
+
+    with pytest.raises(KeyboardInterrupt):
+        Outside(act).serve(monkeypatch, shutdown_timeout=3000.0)
+
+
+def told(capsys, *arguments):
+    code = cli.main(["serve", "--model", str(MODEL), "--threads", "1", *arguments])
+    return code, capsys.readouterr().err
+
+
+def test_an_occupied_port_is_one_sentence(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        code, error = told(capsys, "--port", port)
+    assert code == 2
+    assert (
+        error
+        == f"gptmanager: --host 127.0.0.1 --port {port} cannot be used: Address already in use\n"
+    )
+
+
+def test_a_missing_model_is_one_sentence(capsys, tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "--model", "nowhere"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("argument --model: 'nowhere' is no folder\n")
+    code = cli.main(["serve", "--model", str(tmp_path), "--port", "0"])
+    assert code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "starlette"])
+def test_a_missing_extra_is_one_sentence(capsys, monkeypatch, package):
+    for name in [it for it in sys.modules if it.startswith(("gptmanager.server.", package))]:
+        if name not in ("gptmanager.server.command", "gptmanager.server.settings"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, error = told(capsys)
+    assert code == 2 and error.count("\n") == 1
+    assert "pip install 'gptmanager[server]'" in error and package in error
+
+
+def test_settings_are_checked_by_name():
+    for field, value in [
+        ("port", 70000), ("grpc_port", -1), ("max_concurrency", 0), ("max_queued_requests", -1),
+        ("api_key", ""), ("served_model_name", " "), ("max_body_bytes", 0),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=field):
+            ServerSettings(model=MODEL, **{field: value})
+
+
+def test_the_command_serves_and_ends_with_0():
+    command = [sys.executable, "-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--threads", "1"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        line = process.stderr.readline()
+        url = line.strip().rpartition(" ")[2]
+        assert status(url + "/health") == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
