@@ -23,6 +23,7 @@ from gptmanager.server.engine import Engine
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection that nobody uses
 _LAST_WRITES_S = 1  # a client that does not read its last events holds up the end as long
 
@@ -33,7 +34,7 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     `tell` gets a line for people when the server is ready.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        with open_engine(settings) as engine:
+        with open_engine(settings) as engine, _signals_restored():
             if uvloop.run(_serve(engine, settings, listener, tell)):
                 raise KeyboardInterrupt
 
@@ -112,6 +113,17 @@ def longest_request(manager: GptManager, at_most: int) -> int:
     return low
 
 
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The event loop forgets who handled them before."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 async def _serve(
     engine: Engine, settings: ServerSettings, listener: socket.socket, tell: Callable[[str], None]
 ) -> bool:
@@ -126,7 +138,7 @@ async def _serve(
         else:
             ending.append(loop.create_task(_end(server, engine, settings.shutdown_timeout)))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, end)
     host, port = listener.getsockname()[:2]
     server.on_start = lambda: tell(f"{engine.card.name} is served at http://{host}:{port}")
