@@ -44,10 +44,12 @@ class Outside:
             self.error = error
         finally:
             self.may_end.set()
-            if self.error is not None:
+            if self.error is not None and not self.engine.is_draining:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def routes(self, engine, settings):
+        self.engine = engine
+
         async def frames():
             request = EngineRequest([5, 6, 7], 400, end_id=-1, is_streaming=True)
             async with engine.submit([request]) as call:
@@ -86,7 +88,8 @@ def test_a_signal_lets_requests_end_and_takes_no_new_ones(monkeypatch, number):
             seen.append(next(lines))
             assert status(outside.url + "/health/ready") == 200
             os.kill(os.getpid(), number)
-            wait_for(lambda: status(outside.url + "/health/ready") == 503)
+            wait_for(lambda: outside.engine.is_draining)
+            assert status(outside.url + "/health/ready") == 503
             assert status(outside.url + "/health/live") == 200
             other = httpx.get(outside.url + "/test/stream")
             assert b"shuts down" in other.content
@@ -105,7 +108,7 @@ def test_what_runs_too_long_gets_its_last_events(monkeypatch):
             lines = response.iter_lines()
             seen.append(next(lines))
             os.kill(os.getpid(), signal.SIGTERM)
-            wait_for(lambda: status(outside.url + "/health") == 503)
+            wait_for(lambda: outside.engine.is_draining)
             outside.may_end.set()
             seen.extend(lines)
 
@@ -119,7 +122,7 @@ def test_a_second_signal_ends_at_once(monkeypatch):
         with httpx.stream("GET", outside.url + "/test/stream", timeout=20) as response:
             next(response.iter_lines())
             os.kill(os.getpid(), signal.SIGINT)
-            wait_for(lambda: status(outside.url + "/health") == 503)
+            wait_for(lambda: outside.engine.is_draining)
             os.kill(os.getpid(), signal.SIGINT)
             with pytest.raises(httpx.HTTPError):
                 response.read()
