@@ -149,10 +149,6 @@ class Generation(concurrent.futures.Future[GenerationResult]):
                     )
             return self._tokens[seen:]
 
-    def new_waiter(self) -> AsyncWaiter:
-        """For a `PartReader`, in the running event loop; several readers may share it."""
-        return self._wakeups.waiter()
-
     def _forget(self, waiter: AsyncWaiter) -> None:
         with self._news:
             if waiter in self._async_waiters:
@@ -208,6 +204,10 @@ class PartReader:
         self._num_tokens = 0
         self._num_tensors: dict[str, int] = {}
         self.is_at_end = False
+
+    def waiter(self) -> AsyncWaiter:
+        """One for `take`, in the running event loop; readers of one queue may share it."""
+        return self._generation._wakeups.waiter()
 
     def take(self, waiter: AsyncWaiter | None = None) -> GenerationPart | None:
         """What came since the last call; None: nothing, and `waiter` is woken when there is more.

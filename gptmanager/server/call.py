@@ -71,7 +71,7 @@ class Call:
             for generation, again in zip(generations, send_again, strict=True)
         ]
         self._on_end = on_end
-        self._waiter = generations[0].new_waiter()
+        self._waiter = self._running[0].reader.waiter()
         loop = asyncio.get_running_loop()
         for it, timeout_s in zip(self._running, timeouts_s, strict=True):
             if timeout_s is not None:
