@@ -8,7 +8,7 @@ import pytest
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.tools import HERMES, LLAMA_3, format_of, read_tools
+from gptmanager.server.openai.tools import HERMES, LLAMA_3, format_of, marks_of, read_tools
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 
@@ -79,19 +79,29 @@ def test_wrong_tools_are_refused_by_name(tools, choice, param):
 # Grammars
 
 
-@pytest.fixture(scope="module")
-def fits():
-    """Whether a text is one of a grammar: "yes", "begins one", or how far it goes."""
+@pytest.fixture(scope="module", params=["letters", "other marks", "marks"])
+def fits(request):
+    """Whether a text is one of a grammar: "yes", "begins one", or how far it goes.
+
+    With tags that are letters, and with tags that are tokens of their own.
+    """
     tokenizer = load_tokenizer("examples/tiny_llama")
+    if request.param == "marks":
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    if request.param != "letters":
+        tokenizer.add_tokens(["<think>", "plain"])
+        tokenizer.add_special_tokens(["<|end|>"])
+    marks = marks_of(tokenizer, [0, 1])
+    assert (marks.keys() == {"<think>", "<|end|>"}) == (request.param == "other marks")
     guided = GuidedDecoding(tokenizer, [0])
 
     def fits(form, tools, text, answer=None):
-        grammar, schemas = tools.grammar(form, answer)
+        grammar, schemas = tools.grammar(form, marks, answer)
         matcher = guided.lark(grammar, schemas=schemas).prepare("cpu").result(30).deep_copy()
         ids = tokenizer.encode(text).ids
         taken = matcher.try_consume_tokens(ids)
         if taken < len(ids):
-            return tokenizer.decode(ids[:taken])
+            return tokenizer.decode(ids[:taken], skip_special_tokens=False)
         return "yes" if matcher.is_accepting() else "begins one"
 
     return fits
@@ -137,6 +147,9 @@ def test_a_call_that_begins_is_right_and_other_text_is_free(fits, form):
         both = f"I see. {call(form, 'add', RIGHT)}\n{call(form, 'stop', '{}')} Done."
         assert fits(form, tools, both) == "yes"
         assert fits(form, tools, "I see. <tool_call>{") == "I see. <tool_call>"
+        thought = f"<think>I see.<think>\n{call(form, 'add', RIGHT)}<|end|>"
+        assert fits(form, tools, thought) == "yes"
+    assert fits(form, tools, "<think>I see.<|end|>") == "yes"
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA_3], ids=lambda form: form.name)

@@ -19,7 +19,7 @@ from gptmanager import GuidedDecoding
 from gptmanager.errors import ConfigError, RequestError
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.tools import ToolFormat, Tools
+from gptmanager.server.openai.tools import ToolFormat, Tools, marks_of
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = {"type": "object"}
@@ -157,7 +157,8 @@ class StructuredOutputs:
             if rule.kind not in ("json", "json_object"):
                 raise _wrong(rule.where, "stands beside tools, where only JSON is possible")
             answer = _ANY_OBJECT if rule.kind == "json_object" else rule.value
-        grammar, schemas = tools.grammar(form, answer)
+        marks = {} if self._tokenizer is None else marks_of(self._tokenizer, self._end_ids)
+        grammar, schemas = tools.grammar(form, marks, answer)
         try:
             return await self._compiled(
                 "tools", lambda guided: guided.lark(grammar, schemas=schemas)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from gptmanager.server.errors import ApiError
 
 MAX_TOOLS = 128
 MAX_CALLS = 16  # of one guided answer: a model that is not trained for tools would go on for ever
 
+_TAG, _END_TAG = "<tool_call>", "</tool_call>"
+_ANY = "(?s:.*)"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -61,37 +65,78 @@ class Tools:
     required: bool
     parallel: bool
 
-    def grammar(self, form: ToolFormat, answer: Any = None) -> tuple[str, dict[str, Any]]:
+    def grammar(
+        self, form: ToolFormat, marks: Mapping[str, int], answer: Any = None
+    ) -> tuple[str, dict[str, Any]]:
         """What the answer may be: a Lark grammar, and the JSON schemas of rules that it uses.
 
-        Not `required`: JSON of the schema `answer`; without one any text, in which calls are right
+        `marks`: text -> id of tokens that stand for themselves, as `marks_of` gives them. Not
+        `required`: JSON of the schema `answer`; without one any text, in which calls are right
         once they begin.
         """
-        schemas = {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
         several = form.tagged and self.parallel
         calls = f'call ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else "call"
-        tag = ""
+        schemas = {f"arguments_{i}": schema for i, schema in enumerate(self.parameters.values())}
+        tag = ""  # of a call, if it is no part of its rule
         if self.required:
             lines = [f"start: {calls}"]
         elif answer is not None:
             lines = [f"start: {calls} | answer"]
             schemas["answer"] = answer
         elif form.tagged:
-            tag = "<tool_call>"
-            lines = [
-                f"start: (begin call){{0,{MAX_CALLS if several else 1}}} text",
-                f'begin[lazy]: TEXT "{tag}"',
-                "text: TEXT",
-                "TEXT: /(?s:.*)/",
-            ]
+            tag = "" if _TAG in marks else _TAG
+            lines = _text_with_tags(tag, marks, MAX_CALLS if several else 1)
         else:
             begun = re.escape(form.before).replace("/", r"\/")
-            lines = ["start: call | TEXT", f"TEXT: /(?s:.*)/ & ~/{begun}(?s:.*)/"]
+            lines = [
+                f"start: call | FIRST{_more(marks)}",
+                f"FIRST: /{_ANY}/ & ~/{begun}{_ANY}/",
+                f"TEXT: /{_ANY}/",
+            ]
         lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.parameters))))
         for index, name in enumerate(self.parameters):
-            begin = _quoted((form.before + name + form.between).removeprefix(tag))
-            lines.append(f"call_{index}: {begin} arguments_{index} {_quoted(form.behind)}")
+            begin = _quoted((form.before + name + form.between).removeprefix(tag), marks)
+            end = _quoted(form.behind, marks)
+            lines.append(f"call_{index}: {begin} arguments_{index} {end}")
         return "\n".join(lines), schemas
+
+
+def marks_of(tokenizer: Tokenizer, end_ids: Collection[int]) -> dict[str, int]:
+    """Tokens that were added to a vocabulary for themselves, such as <tool_call> and <think>.
+
+    llguidance does not take them for the letters of their names, so that grammars say their ids.
+    """
+    return {
+        token.content: index
+        for index, token in tokenizer.get_added_tokens_decoder().items()
+        if index not in end_ids and (token.special or re.fullmatch("<.+>", token.content))
+    }
+
+
+def _text_with_tags(tag: str, marks: Mapping[str, int], most: int) -> list[str]:
+    """Lines of a grammar: text with up to `most` calls, which begin at `tag`, or with a mark."""
+    text = f"TEXT: /{_ANY}/"
+    if not tag:
+        return [f"start: (text call){{0,{most}}} text", f"text: TEXT{_more(marks)}", text]
+    others = _others(marks)
+    return [
+        f"start: (begin call){{0,{most}}} text",
+        f"begin: (TEXT {others})* tag" if others else "begin: tag",
+        f'tag[lazy]: TEXT "{tag}"',
+        f"text: TEXT{_more(marks)}",
+        text,
+    ]
+
+
+def _more(marks: Mapping[str, int]) -> str:
+    """How text goes on behind marks that begin no call."""
+    others = _others(marks)
+    return f" ({others} TEXT)*" if others else ""
+
+
+def _others(marks: Mapping[str, int]) -> str:
+    ids = ",".join(str(index) for text, index in marks.items() if text not in (_TAG, _END_TAG))
+    return f"<[{ids}]>" if ids else ""
 
 
 def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool = True) -> Tools | None:
@@ -149,8 +194,13 @@ def _named(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _quoted(text: str, marks: Mapping[str, int]) -> str:
+    """As a grammar says it: tags by their ids, if they are tokens."""
+    parts = filter(None, re.split(f"({_TAG}|{_END_TAG})", text))
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False)
+        for part in parts
+    )
 
 
 def _wrong(where: str, what: str) -> ApiError:
