@@ -30,6 +30,7 @@ _ANSWER_S = 0.5  # how long that may wait for the end of an iteration
 _LATENCY_S = 60.0
 _MAX_LATENCIES = 1 << 13
 _MAX_WAITS, _MAX_TEXT = 256, 400
+_ENDED = (ManagerState.STOPPED, ManagerState.FAILED)
 _MAX_FRAMES = 64  # a viewer that is farther behind begins anew
 
 
@@ -134,13 +135,18 @@ class LiveFeed:
 
     def _is_wanted(self) -> bool:
         with self._lock:
-            if not self.is_closed and (self._viewers or monotonic() - self._left < GRACE_S):
+            lasts = monotonic() - self._left < GRACE_S and not self._has_ended
+            if not self.is_closed and (self._viewers or lasts):
                 return True
             self._thread, tap = None, self._tap
             self._tap = LiveTap()
         if self.manager is not None and tap.is_open:
             tap.close(self.manager)
         return False
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.manager is not None and self.manager.state in _ENDED
 
     def _tick(self) -> None:
         now, manager, picture, tap = monotonic(), self.manager, self._picture, self._tap

@@ -339,6 +339,7 @@ server/                   a manager behind HTTP and gRPC
     call                  the requests of one call, and how they end with it
     engine                what every front runs requests on
     health                whether the server lives, and takes requests
+    live                  the live page of the server (no torch)
     models                the model and its adapters
     tokenization          texts as tokens and back
     fields                fields of JSON bodies, read and described (no torch)

@@ -19,7 +19,7 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.responses import error_response
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready")
-PAGE_PATHS = ("/", "/events")
+PAGE_PATHS = ("/", "/live/events")
 _COOKIE = "gptmanager_key"
 
 
