@@ -160,7 +160,9 @@ class RequestCounts:
         return len(self._open)
 
     def arrive(self, request_id: int) -> None:
-        self._of(request_id).arrival = self._clock()
+        request = self._of(request_id)
+        if request.arrival is None:
+            request.arrival = self._clock()
 
     def fetch(self, request_ids: Sequence[int]) -> None:
         now = self._clock()

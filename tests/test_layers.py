@@ -336,6 +336,7 @@ server/                   a manager behind HTTP and gRPC
     keys                  who may use the server (no torch)
     body                  bodies of requests, within their limits (no torch)
     adapters              the adapters that clients may name
+    metrics               what the manager and the server count (no torch)
     call                  the requests of one call, and how they end with it
     engine                what every front runs requests on
     health                whether the server lives, and takes requests

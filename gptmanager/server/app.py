@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from gptmanager.errors import GptManagerError
-from gptmanager.server import health, live, models, tokenization
+from gptmanager.server import health, live, metrics, models, tokenization
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import KeyGuard
@@ -23,6 +23,7 @@ from gptmanager.server.settings import ServerSettings
 Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
 _FRONTS: Sequence[Routes] = (
     health.routes,
+    metrics.routes,
     models.routes,
     tokenization.routes,
     completions.routes,

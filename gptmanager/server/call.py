@@ -64,12 +64,14 @@ class Call:
         generations: Sequence[Generation],
         send_again: Sequence[Callable[[], Generation] | None],
         timeouts_s: Sequence[float | None],
+        cancel: Callable[[Generation, str], None],
         on_end: Callable[[Call], None],
     ) -> None:
         self._running = [
             _Running(generation, PartReader(generation), again)
             for generation, again in zip(generations, send_again, strict=True)
         ]
+        self._cancel = cancel  # for a finish reason
         self._on_end = on_end
         self._waiter = self._running[0].reader.waiter()
         loop = asyncio.get_running_loop()
@@ -90,7 +92,7 @@ class Call:
             if it.timer is not None:
                 it.timer.cancel()
             if not it.generation.done():
-                it.generation.cancel()
+                self._cancel(it.generation, "cancelled")
         self._on_end(self)
 
     async def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
@@ -125,8 +127,12 @@ class Call:
         return [found[index] for index in range(len(self._running))]
 
     def stop(self, index: int) -> None:
-        """End one request early; its last part still comes."""
-        self._running[index].generation.cancel()
+        """End one request early, because its client has all of it: its text reaches a stop string.
+        Its last part still comes. It counts as stopped, not as cancelled.
+        """
+        generation = self._running[index].generation
+        if not generation.done():
+            self._cancel(generation, "stop")
 
     def time_out(self) -> None:
         """End all that still runs, as past a deadline."""
@@ -136,7 +142,7 @@ class Call:
     def _time_out(self, it: _Running) -> None:
         if not it.generation.done():
             it.has_timed_out = True
-            it.generation.cancel()
+            self._cancel(it.generation, "timeout")
 
     def _take(self, it: _Running) -> GenerationPart | None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ from gptmanager.run.text_encoder import TextEncoder
 from gptmanager.server.adapters import Adapter, Adapters
 from gptmanager.server.call import Call, EngineRequest
 from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.metrics import ServerMetrics, counts_of
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
 
@@ -45,23 +47,25 @@ class Engine:
         manager: GptManager,
         queue: AsyncRequestQueue,
         settings: ServerSettings,
+        metrics: ServerMetrics,
         *,
         has_adapters: bool = True,
     ) -> None:
         self.card = card
         self.manager = manager
         self.queue = queue
+        self.metrics = metrics
         self.adapters = Adapters(settings.adapter_dir)
         self.has_adapters = has_adapters
         self.is_draining = False
         self._settings = settings
         self._encoder = TextEncoder(card.tokenizer, card.max_model_len, long_text=LONG_TEXT)
         self._calls: set[Call] = set()
+        self._request_ids = itertools.count(1)
 
     @property
     def counts(self) -> Counts:
-        waiting = self.queue.num_pending
-        return Counts(max(self.queue.num_open - waiting, 0), waiting)
+        return Counts(*counts_of(self.queue))
 
     @property
     def is_ready(self) -> bool:
@@ -91,7 +95,7 @@ class Engine:
                 generations.append(self._start(request, adapter, False))
         except Exception as error:
             for generation in generations:
-                generation.cancel()
+                self.metrics.cancel(generation, "cancelled")
             raise api_error(error) from error
         call = Call(
             generations,
@@ -100,6 +104,7 @@ class Engine:
                 for request, adapter in zip(requests, adapters, strict=True)
             ],
             [self._timeout_s(request) for request in requests],
+            self.metrics.cancel,
             self._calls.discard,
         )
         self._calls.add(call)
@@ -155,7 +160,11 @@ class Engine:
             by_name["lora_task_id"] = adapter.task_id
             if with_weights:
                 by_name.update(adapter.tensors)
-        return self.queue.submit(request.tokens, request.max_new_tokens, timeout=0.0, **by_name)
+        by_name.setdefault("request_id", next(self._request_ids))
+        submit = functools.partial(
+            self.queue.submit, request.tokens, request.max_new_tokens, timeout=0.0, **by_name
+        )
+        return self.metrics.submit(by_name["request_id"], submit)
 
     def _timeout_s(self, request: EngineRequest) -> float | None:
         own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout

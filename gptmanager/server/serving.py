@@ -20,6 +20,7 @@ from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
 from gptmanager.server.engine import Engine
+from gptmanager.server.metrics import ServerMetrics
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
 
@@ -70,11 +71,13 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         default_pad_id=card.token_defaults.pad_id,
         exclude_input_in_output=True,
     )
-    get: Any = queue.get_inference_requests
+    metrics = ServerMetrics(settings, queue)
+    get: Any = metrics.get_inference_requests
     poll: Any = queue.poll_stop_signal
     if params.parallel_config is not None:
         get, poll = broadcast(get, poll)
     with (
+        metrics,
         queue,
         GptManager(
             os.fspath(settings.model),
@@ -82,9 +85,9 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
             settings.max_beam_width,
             given.scheduler,
             get,
-            queue.send_response,
+            metrics.respond,
             poll,
-            None,
+            metrics.return_batch_manager_stats,
             params,
         ) as manager,
     ):
@@ -93,7 +96,7 @@ def open_engine(settings: ServerSettings) -> Iterator[Engine]:
         card = dataclasses.replace(card, max_model_len=length)
         peft = params.peft_cache_manager_config
         has_adapters = peft.host_cache_size != 0 and peft.device_cache_percent != 0.0
-        yield Engine(card, manager, queue, settings, has_adapters=has_adapters)
+        yield Engine(card, manager, queue, settings, metrics, has_adapters=has_adapters)
 
 
 def longest_request(manager: GptManager, at_most: int) -> int:

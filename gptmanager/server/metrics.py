@@ -1,0 +1,86 @@
+"""/metrics: what the manager and the server count, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager import NamedTensor
+from gptmanager.callbacks import AsyncRequestQueue, Generation, PrometheusSink
+from gptmanager.errors import DuplicateRequestIdError
+from gptmanager.server.settings import ServerSettings
+
+
+class ServerMetrics(PrometheusSink):
+    """The sink of one server, with a registry of its own that also has the process's numbers."""
+
+    def __init__(self, settings: ServerSettings, queue: AsyncRequestQueue) -> None:
+        registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=registry)
+        super().__init__(
+            model_name=settings.name,
+            prefix=settings.metrics_prefix,
+            registry=registry,
+            counts=lambda: counts_of(queue),
+            info={"model_type": settings.manager.model_type.name},
+        )
+        self._queue = queue
+        self.get_inference_requests = self.fetching(queue.get_inference_requests)
+
+    def respond(
+        self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        """The queue's SendResponse, observed: who has an answer finds it counted."""
+        self.send_response(request_id, tensors, is_final, error)
+        self._queue.send_response(request_id, tensors, is_final, error)
+
+    def submit(self, request_id: int, submit: Callable[[], Generation]) -> Generation:
+        """A request that waits from now on, unless `submit` raises."""
+        self.arrived(request_id)
+        try:
+            return submit()
+        except DuplicateRequestIdError:
+            raise  # the other request of this id waits or runs
+        except BaseException:
+            self.withdraw(request_id)
+            raise
+
+    def cancel(self, generation: Generation, finish_reason: str) -> None:
+        """End a request early; it counts as one that ended with `finish_reason`."""
+        self.ends_as(generation.request_id, finish_reason)
+        generation.cancel()
+        if generation.done():  # the manager will never see it, or has ended it
+            self.withdraw(generation.request_id, finish_reason)
+
+
+def counts_of(queue: AsyncRequestQueue) -> tuple[int, int]:
+    """Requests that the manager has, and requests that wait for it to take them."""
+    waiting = queue.num_pending
+    return max(queue.num_open - waiting, 0), waiting
+
+
+def routes(engine: Any, settings: ServerSettings) -> list[BaseRoute]:
+    """/metrics."""
+    registry = engine.metrics.registry
+
+    def metrics(request: Request) -> Response:  # no coroutine: it runs on a worker's thread
+        # always the plain format, which all scrapers read: prometheus_client's OpenMetrics has
+        # underscores where vLLM's names have colons
+        return Response(
+            generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4}
+        )
+
+    return [Route("/metrics", metrics)]

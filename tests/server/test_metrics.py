@@ -1,0 +1,112 @@
+"""What /metrics says of requests that a client has sent."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running_server import wait_for
+
+from gptmanager.errors import ConfigError
+from gptmanager.server.call import Call
+from gptmanager.server.engine import EngineRequest
+from gptmanager.server.metrics import ServerMetrics
+
+
+def scrape(client):
+    """(name, finish reason) -> value."""
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        (sample.name, sample.labels.get("finish_reason", "")): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+def rises(before, after, name, label=""):
+    return after[name, label] - before.get((name, label), 0)
+
+
+async def run(engine, length, act=None):
+    """One request of this length on the server's loop; `act` on its call after its first part."""
+    request = EngineRequest([10, 11, 12], length, is_streaming=True, end_id=-1)
+    async with engine.submit([request]) as call:
+        async for _ in call.parts():
+            if act is not None:
+                act(call)
+                act = None
+
+
+def leave(call):
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("act", "label"),
+    [(None, "length"), (lambda call: call.stop(0), "stop"), (Call.time_out, "timeout")],
+)
+def test_a_request_is_counted_before_its_client_has_the_answer(server, client, act, label):
+    before = scrape(client)
+
+    server.run(run(server.engine, 5 if act is None else 500, act))
+
+    after = scrape(client)
+    finished = "gptmanager_requests_finished_total"
+    assert rises(before, after, finished, label) == 1
+    assert rises(before, after, finished, "cancelled") == 0
+    assert rises(before, after, "gptmanager_prompt_tokens_total") == 3
+    if act is None:
+        assert rises(before, after, "gptmanager_generation_tokens_total") == 5
+        assert rises(before, after, "gptmanager_time_to_first_token_seconds_count") == 1
+    assert server.engine.metrics.requests.num_open == 0
+    assert after["gptmanager_num_requests_running", ""] == 0
+    assert after["gptmanager_num_requests_waiting", ""] == 0
+    assert after["process_resident_memory_bytes", ""] > 0
+
+
+def test_a_client_that_goes_away_is_counted_as_cancelled(server, client):
+    before = scrape(client)
+
+    with pytest.raises(TimeoutError):
+        server.run(run(server.engine, 500, leave))
+
+    finished, label = "gptmanager_requests_finished_total", "cancelled"
+    wait_for(lambda: not server.engine.metrics.requests.num_open)
+    assert rises(before, scrape(client), finished, label) == 1
+
+
+def test_what_never_reaches_the_manager_is_counted_too(server, client):
+    before = scrape(client)
+
+    async def leave_at_once():
+        engine = server.engine
+        call = engine.submit([EngineRequest([1], 2) for _ in range(3)])
+        await call.__aexit__(None, None, None)
+
+    server.run(leave_at_once())
+
+    finished, label = "gptmanager_requests_finished_total", "cancelled"
+    wait_for(lambda: not server.engine.metrics.requests.num_open)
+    after = scrape(client)
+    ended = sum(rises(before, after, name, label) for name, label in after if name == finished)
+    assert ended == 3 and rises(before, after, finished, label) > 0
+
+
+def test_a_refused_request_is_not_open(server):
+    metrics = server.engine.metrics
+
+    def refuse():
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        metrics.submit(99, refuse)
+
+    assert metrics.requests.num_open == 0
+
+
+def test_a_prefix_that_cannot_be_is_refused(server):
+    settings = dataclasses.replace(server.settings, metrics_prefix="a b")
+    with pytest.raises(ConfigError, match="prefix = 'a b'"):
+        ServerMetrics(settings, server.engine.queue)
