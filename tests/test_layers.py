@@ -281,6 +281,13 @@ callbacks/                ready-made callbacks that any host could have written
     peft_config           what PEFT says of an adapter that it saved
     peft_adapter          such an adapter, as tensors of a request
     start                 generate(): the three-line start
+bindings/                 hosts of tensorrt_llm.bindings, by one changed import
+    tensor_names          names of tensors, as constants (no torch)
+    executor              names of its module of this name
+    requests              requests and named tensors, as they are there
+    optional_params       options as they are there, and what they are here
+    memory_counters       bytes of the managers that run (no torch)
+    gpt_manager           GptManager, with both orders of its arguments
 testing/                  what hosts and researchers test with
     scripted_executor     steps without a network, which believe nothing
     hosts                 scripted models, recording callbacks

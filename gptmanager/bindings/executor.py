@@ -1,0 +1,5 @@
+"""The names of `tensorrt_llm.bindings.executor` that a host of GptManager touches."""
+
+from gptmanager import CapacitySchedulerPolicy, ContextChunkingPolicy, SchedulerConfig
+
+__all__ = ["CapacitySchedulerPolicy", "ContextChunkingPolicy", "SchedulerConfig"]

@@ -1,0 +1,155 @@
+"""`GptManager` with the arguments of the old bindings, in both of their orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import gptmanager
+from gptmanager import InferenceRequest, ModelType
+from gptmanager.bindings.memory_counters import LastRecord, MemoryCounters
+from gptmanager.bindings.optional_params import (
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+    translated,
+    with_policy,
+)
+from gptmanager.bindings.requests import NamedTensor, as_id
+from gptmanager.errors import ConfigError
+
+_BEGIN = ("trt_engine_path", "model_type")
+_CALLBACKS = (
+    *("get_inference_requests_cb", "send_response_cb"),
+    *("poll_stop_signal_cb", "return_batch_manager_stats_cb"),
+)
+_END = ("optional_params", "terminate_req_id", "max_draft_tokens", "exclude_input_in_output")
+_OLDER = (*_BEGIN, "max_beam_width", "scheduler_policy", *_CALLBACKS, *_END)  # 0.9 to 0.11
+_NEWER = (*_BEGIN, *_CALLBACKS, *_END)  # from 0.12 on
+
+
+class GptManager:
+    """`GptManager(trt_engine_path, model_type, [max_beam_width, scheduler_policy,]
+    get_inference_requests_cb, send_response_cb, poll_stop_signal_cb, return_batch_manager_stats_cb,
+    optional_params, terminate_req_id, max_draft_tokens, exclude_input_in_output)`
+
+    All by position or by name. `trt_engine_path` is a Hugging Face folder, or what else a
+    `gptmanager.GptManager` takes. A fetched request with the id `terminate_req_id` is not run: it
+    ends the manager when all others have ended, and Get is called no more.
+
+    Raises TypeError for arguments that do not fit, ConfigError for values that cannot be.
+    """
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        given = _by_name(args, keywords)
+        get, send, poll, stats = (given.get(name) for name in _CALLBACKS)
+        if given.get("max_draft_tokens"):
+            raise ConfigError(
+                f"max_draft_tokens = {given['max_draft_tokens']} has no effect: a request may have "
+                "any draft tokens that fit into its max_new_tokens"
+            )
+        params = given.get("optional_params")
+        params = TrtGptModelOptionalParams() if params is None else params
+        max_beam_width, scheduler, params = translated(params)
+        if given.get("max_beam_width") is not None:
+            max_beam_width = given["max_beam_width"]
+        if given.get("scheduler_policy") is not None:
+            scheduler = with_policy(scheduler, given["scheduler_policy"])
+        if given.get("exclude_input_in_output"):
+            params.exclude_input_in_output = True
+        terminate_id = given.get("terminate_req_id")
+        self._terminate_id = None if terminate_id is None else as_id(terminate_id)
+        self._is_ending = False
+        self._last_record = LastRecord()
+        self._manager: gptmanager.GptManager | None = None
+        self._manager = gptmanager.GptManager(
+            given["trt_engine_path"],
+            _model_type(given["model_type"]),
+            max_beam_width,
+            scheduler,
+            get and self._fetching(get),
+            send and _sending(send),
+            poll,
+            self._reporting(stats),
+            params,
+        )
+        MemoryCounters.begin(self._last_record)
+        if self._is_ending:  # it was fetched before the manager was known here
+            self._manager.notify()
+
+    def __enter__(self) -> GptManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self, *_: object) -> None:
+        """Run the accepted requests to their end; Get is called no more. Idempotent."""
+        if self._manager is not None:
+            self._manager.shutdown()
+            MemoryCounters.end(self._last_record)
+
+    def wait_until_terminate(self) -> None:
+        """Until the manager has ended, by `terminate_req_id` or by `shutdown` elsewhere."""
+        if self._manager is not None:
+            self._manager.wait()
+            MemoryCounters.end(self._last_record)
+
+    @property
+    def manager(self) -> gptmanager.GptManager | None:
+        """What it translates for, with `audit()`, `health()`, `notify()` and so on."""
+        return self._manager
+
+    def _fetching(
+        self, get: Callable[[int], Iterable[InferenceRequest]]
+    ) -> Callable[[int], Iterable[InferenceRequest]]:
+        def fetch(max_num_requests: int) -> Iterable[InferenceRequest]:
+            requests = () if self._is_ending else get(max_num_requests)
+            if self._terminate_id is not None and not self._is_ending:
+                requests = list(requests)
+                kept = [it for it in requests if it.request_id != self._terminate_id]
+                self._is_ending = len(kept) < len(requests)
+                requests = kept
+            if self._is_ending and self._manager is not None:
+                self._manager.shutdown()  # a callback only asks
+            return requests
+
+        return fetch
+
+    def _reporting(self, stats: Callable[[str], Any] | None) -> Callable[[str], None]:
+        last = self._last_record
+
+        def report(record: str) -> None:
+            last.record = record
+            if stats is not None:
+                stats(record)
+
+        return report
+
+
+def _sending(send: Callable[..., Any]) -> Callable[..., None]:
+    def respond(request_id: int, tensors: Any, is_final: bool, error: str) -> None:
+        send(request_id, [NamedTensor(it.tensor, it.name) for it in tensors], is_final, error)
+
+    return respond
+
+
+def _by_name(args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """Which order it is shows the third argument: a callback, or a beam width."""
+    names = _NEWER if len(args) > 2 and callable(args[2]) else _OLDER
+    if len(args) > len(names):
+        raise TypeError(f"GptManager() takes {len(names)} arguments, got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name, value in keywords.items():
+        if name not in _OLDER:
+            raise TypeError(f"GptManager() has no argument {name!r}")
+        if name in given:
+            raise TypeError(f"GptManager() got {name!r} twice")
+        given[name] = value
+    missing = [name for name in _BEGIN if name not in given]
+    if missing:
+        raise TypeError(f"GptManager() needs {', '.join(missing)}")
+    return given
+
+
+def _model_type(model_type: Any) -> Any:
+    return ModelType(model_type) if isinstance(model_type, TrtGptModelType) else model_type

@@ -1,0 +1,104 @@
+"""`TrtGptModelOptionalParams` and its enums, and what they are here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+from typing import Any
+
+import gptmanager
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    ModelType,
+    OptionalParams,
+    PeftCacheManagerConfig,
+    SchedulerConfig,
+)
+from gptmanager.errors import ConfigError
+
+
+class TrtGptModelType(IntEnum):
+    """`gptmanager.ModelType`."""
+
+    V1 = ModelType.V1
+    InflightBatching = ModelType.INFLIGHT_BATCHING
+    InflightFusedBatching = ModelType.INFLIGHT_FUSED_BATCHING
+
+
+class SchedulerPolicy(IntEnum):
+    """`gptmanager.CapacitySchedulerPolicy`, as older releases have it."""
+
+    MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+    GUARANTEED_NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+    GUARANTEED_COMPLETION = GUARANTEED_NO_EVICT
+
+
+@dataclass(slots=True)
+class KvCacheConfig(gptmanager.KvCacheConfig):
+    """`max_attention_window` may be a list with one length for all layers."""
+
+    max_attention_window: Any = None
+
+
+class TrtGptModelOptionalParams(OptionalParams):
+    """`gptmanager.OptionalParams`, constructed as there; `keywords`: its other fields."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        kv_cache_config: gptmanager.KvCacheConfig | None = None,
+        enable_trt_overlap: bool = False,
+        device_ids: list[int] | None = None,
+        normalize_log_probs: bool = True,
+        enable_chunked_context: bool | None = None,
+        peft_cache_manager_config: PeftCacheManagerConfig | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(
+            kv_cache_config=kv_cache_config or KvCacheConfig(),
+            enable_trt_overlap=enable_trt_overlap,
+            device_ids=device_ids,
+            normalize_log_probs=normalize_log_probs,
+            enable_chunked_context=enable_chunked_context,
+            peft_cache_manager_config=peft_cache_manager_config or PeftCacheManagerConfig(),
+            **{"scheduler_config": SchedulerConfig(), **keywords},
+        )
+
+
+def translated(params: OptionalParams) -> tuple[int, SchedulerConfig, OptionalParams]:
+    """What arguments of `gptmanager.GptManager` are: beam width, scheduler, and the other fields.
+
+    ConfigError for attention windows that differ.
+    """
+    if not isinstance(params, OptionalParams):
+        raise ConfigError(
+            f"optional_params is a {type(params).__name__}, expected TrtGptModelOptionalParams"
+        )
+    values = {field.name: getattr(params, field.name) for field in fields(OptionalParams)}
+    max_beam_width = values.pop("max_beam_width")
+    scheduler = values.pop("scheduler_config") or SchedulerConfig()
+    values["kv_cache_config"] = _kv_cache(values["kv_cache_config"])
+    return 1 if max_beam_width is None else max_beam_width, scheduler, OptionalParams(**values)
+
+
+def with_policy(scheduler: SchedulerConfig, policy: Any) -> SchedulerConfig:
+    """`policy`: a SchedulerPolicy, or a CapacitySchedulerPolicy. ConfigError for others."""
+    if not isinstance(policy, (SchedulerPolicy, CapacitySchedulerPolicy)):
+        raise ConfigError(f"scheduler_policy = {policy!r} is no SchedulerPolicy")
+    return replace(scheduler, capacity_scheduler_policy=CapacitySchedulerPolicy(int(policy)))
+
+
+def _kv_cache(config: Any) -> Any:
+    if not isinstance(config, KvCacheConfig):
+        return config
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    window = values["max_attention_window"]
+    if isinstance(window, (list, tuple)):
+        if len(set(window)) > 1:
+            raise ConfigError(
+                f"KvCacheConfig.max_attention_window = {window}: layers with windows of their own "
+                "are not supported, give one length"
+            )
+        values["max_attention_window"] = window[0] if window else None
+    return gptmanager.KvCacheConfig(**values)
