@@ -257,12 +257,10 @@ class _Picture:
 
     def _point(self, rows: LiveRows, tap: LiveTap, now: float) -> list[int]:
         counts, kinds = tap.latest, rows.kinds
-        used = cached = 0
-        if counts is not None:
-            used, cached = (
-                counts.total_blocks - counts.free_blocks,
-                counts.block_reuse.cached_blocks,
-            )
+        cached = 0 if counts is None else counts.block_reuse.cached_blocks
+        used = 0
+        if counts is not None and rows.num_active:  # else they are of the last that ran
+            used = counts.total_blocks - counts.free_blocks
         milliseconds = int((now - self._started) * 1000)
         tokens = tap.context_tokens, tap.generated_tokens
         running = rows.num_active - kinds[WAITING] - kinds[PAUSED]
