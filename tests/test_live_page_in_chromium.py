@@ -120,6 +120,9 @@ def test_it_fits_and_reads_well(browser, url):
         browser.resize(width, 800, mobile=width < 600)
         browser.wait_for(f"innerWidth === {width}")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        right = "document.querySelector('NAME').getBoundingClientRect().right"
+        for name in ("#rows", "#panels", "#pause"):
+            assert browser.evaluate(right.replace("NAME", name)) <= width
         assert browser.evaluate("document.querySelector('#rows').clientWidth") > 0.9 * (width - 40)
     for scheme in ("light", "dark"):
         browser.prefer(scheme)

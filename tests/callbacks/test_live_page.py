@@ -202,6 +202,16 @@ def test_the_other_micro_batch_is_not_held():
     }
 
 
+def test_one_that_goes_on_in_the_other_micro_batch_is_not_held():
+    fed = Fed(
+        arrival(7), arrival(8),
+        ran(5, context=[(7, 0, 4)]),
+        ran(6, generation=[(7, 4)], batch=1),
+        ran(7, context=[(8, 0, 4)]),
+    )  # fmt: skip
+    assert spans(fed)["7"] == [["c", 5, 4], ["g", 6, 0]]
+
+
 def test_who_was_there_before_the_watch():
     fed = Fed(
         arrival(7, holds_memory=True, num_generated=2),
