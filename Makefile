@@ -29,9 +29,10 @@ demo: $(RUN)  ## run a tiny model on a few requests
 serve: $(DEV)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
 	$(BIN)/gptmanager serve --model examples/tiny_llama $(ARGS)
 
-# Each worker has a core: threads of its own would only wait for those of the others.
+# Each worker has a core: threads of its own would only wait for those of the others. The many
+# processes that tests start would compile the library each, if Python kept no byte code.
 test: $(DEV)  ## run the tests; ARGS="-k name" for some of them
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive \
 	  $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 marathon: $(DEV)  ## run the tests that draw at random, FUZZ=20 times as long

@@ -6,13 +6,13 @@ may go another one, restored from its state as data, which must decide the same.
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import orjson
 import pytest
+from fuzz import FUZZ
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -45,7 +45,7 @@ from gptmanager.request.adapter import LoraModule
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.scheduler import MaxUtilizationScheduler
 
-EXAMPLES = int(os.environ.get("GPTMANAGER_STATE_MACHINE_EXAMPLES", "160"))
+EXAMPLES = 160 * FUZZ
 PARTS = 4
 RANK, LAYERS = 8, 3
 MODULE = LoraModule("out", 0, 4, 4)

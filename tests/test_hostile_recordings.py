@@ -410,12 +410,11 @@ def test_whatever_a_recording_says_ends_in_a_named_error(box, run, tmp_path, cap
 def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp_path, capsys):
     lines = [orjson.loads(line) for line in run]
     lines[0]["blueprint"]["sizes"] |= {
-        "num_blocks": 1 << 16, "max_seq_len": 1 << 24, "max_input_len": 1 << 23,
-        "tokens_per_block": 1 << 10,
+        "num_blocks": 1 << 16, "max_seq_len": 1 << 16, "max_input_len": 1 << 15,
     }  # fmt: skip
     tensors = {
         "input_ids": {"numpy": "int32", "shape": [1], "data": [3]},
-        "request_output_len": {"numpy": "int32", "shape": [1], "data": [(1 << 24) - 2]},
+        "request_output_len": {"numpy": "int32", "shape": [1], "data": [(1 << 16) - 2]},
     }
     lines[1]["intake"]["requests"].append({"request_id": 1 << 40, "tensors": tensors})
     path = tmp_path / "long.jsonl"

@@ -575,9 +575,9 @@ def test_a_black_box_survives_processors(tmp_path):
         ModelType.INFLIGHT_FUSED_BATCHING,
         optional_params=OptionalParams(max_batch_size=4, black_box_path=path),
         **host.keywords(),
-    ) as manager:
-        host.final(2, timeout=30)
-        manager.wait(20)
+    ):
+        for request_id in range(3):
+            host.final(request_id, timeout=30)
     recording = read_recording(path)
     assert recording.header.state is not None
     report = replay(recording)

@@ -5,11 +5,11 @@ The machine is driven by hypothesis; the model of what must come out is each req
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
 import pytest
+from fuzz import FUZZ
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,8 +43,7 @@ from gptmanager.decoding.stop_words import StopWords
 from gptmanager.scheduler import MaxUtilizationScheduler
 from gptmanager.testing import ContractChecker, RecordingCallbacks, ScriptedModel
 
-EXAMPLES = int(os.environ.get("GPTMANAGER_STATE_MACHINE_EXAMPLES", "2000"))
-PARTS = 8
+EXAMPLES, PARTS = 800 * FUZZ, 4
 MAX_SEQ_LEN = 24
 PROMPTS = st.lists(st.integers(0, 99), min_size=1, max_size=10)
 ALIKE = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=12)  # much to be reused

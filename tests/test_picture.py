@@ -155,15 +155,12 @@ def test_the_table_of_the_policies_is_true():
             assert f"never more than {peak} of the {trace.bounds.num_blocks} blocks" in text
 
 
-PICTURES = scenes.pictures()
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_committed_pictures_are_what_the_script_draws(name):
-    committed = ROOT / "docs" / "pictures" / name
-    assert committed.read_text(encoding="utf-8") == PICTURES[name] + "\n", (
-        "draw them anew: python examples/schedule_pictures.py"
-    )
+def test_committed_pictures_are_what_the_script_draws():
+    for name, picture in scenes.pictures().items():
+        committed = ROOT / "docs" / "pictures" / name
+        assert committed.read_text(encoding="utf-8") == picture + "\n", (
+            f"draw {name} anew: python examples/schedule_pictures.py"
+        )
 
 
 # From a trace to a picture -------------------------------------------------------------------
@@ -524,7 +521,7 @@ def test_a_black_box_gives_what_can_be_known(tmp_path):
         optional_params=params,
         **callbacks.keywords(),
     )
-    manager.wait(10)
+    assert manager.wait_idle(10)
     manager.shutdown()
 
     trace = trace_of(read_recording(tmp_path / "box.jsonl"))

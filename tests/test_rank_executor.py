@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_driver import ForcedPauses, ListHost
@@ -363,7 +364,7 @@ def test_all_ranks_decide_the_same_and_answer_as_one_does(mode, policy):
         ]
     )
     seen = Counter()
-    for seed in range(4):
+    for seed in range(2 * FUZZ):
         params = options(num_stages, enable_chunked_context=True, **more)
         ranks = world(num_ranks, num_stages, params, config, beams=2)
         lead(ranks, load(seed))

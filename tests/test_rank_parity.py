@@ -186,7 +186,7 @@ def reasons(tensors):
     ],
 )
 def test_ranks_answer_as_one(monkeypatch, family, tensor, stages, dtype):
-    count = 24 * FUZZ
+    count = 16 * FUZZ
     requests, stops = load(count, seed=tensor + 10 * stages)
     alone = run_alone(family, requests, stops, dtype=dtype)
     hosts = run_on_ranks(monkeypatch, family, requests, stops, tensor, stages, dtype=dtype)

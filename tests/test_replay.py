@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from fuzz import FUZZ
 from loop_driver import ForcedPauses
 from recorded_runs import (
     MAX_UTILIZATION,
@@ -30,10 +31,10 @@ from gptmanager.scheduler import RequestScheduler, SchedulerOutput
 from gptmanager.testing import ScriptedModel
 
 
-def test_a_hundred_random_runs_replay_without_divergence(tmp_path):
+def test_random_runs_replay_without_divergence(tmp_path):
     """And they hold what they are for: pauses, stops, failures, late results, cached blocks."""
     seen: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(40 * FUZZ):
         run = random_run(seed, tmp_path / "r.jsonl")
         report = replay(run)
         assert report.divergence is None, f"seed {seed}: {report.divergence}"

@@ -81,8 +81,9 @@ def adjusted():
     ]
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-@pytest.mark.parametrize("requests", [several, sampled, mixed, adjusted])
+@pytest.mark.parametrize(
+    ("requests", "run_ahead"), [(several, 1), (sampled, 1), (mixed, 0), (mixed, 1), (adjusted, 1)]
+)
 def test_requests_of_all_kinds(device, requests, run_ahead):
     check_same(device, requests, run_ahead=run_ahead)
 

@@ -385,7 +385,9 @@ def test_an_aborted_manager_answers_everyone_once(device):
         checker.send_response,
         host.poll_stop_signal,
         stats,
-        OptionalParams(KvCacheConfig(max_tokens=1024, tokens_per_block=16), device=device),
+        OptionalParams(
+            KvCacheConfig(max_tokens=1024, tokens_per_block=16), device=device, max_batch_size=6
+        ),
     )
     assert begun.wait(60)
     manager.shutdown(drain=False)
