@@ -17,9 +17,11 @@ from rank_managers import ThreadWorld, _here
 from torch.distributed import HashStore
 
 from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams, ParallelConfig
+from gptmanager.assembly import ranks
 from gptmanager.callbacks import broadcast
 from gptmanager.manager import gpt_manager
 from gptmanager.ranks.layout import RankLayout
+from gptmanager.ranks.world import _check_size
 from gptmanager.testing import RecordingCallbacks
 
 TINY = "examples/tiny_llama"
@@ -38,6 +40,14 @@ class Ranks(NamedTuple):
         return self.hosts[0]
 
 
+def find_here(config: ParallelConfig) -> ThreadWorld:
+    """As `find_world`."""
+    world: ThreadWorld = _here.world
+    layout = world.layout
+    _check_size(config.tensor_parallel_size, config.pipeline_parallel_size, layout.size, "here")
+    return world
+
+
 def start(
     monkeypatch: Any,
     size: int,
@@ -51,7 +61,8 @@ def start(
 
     `by_rank`: arguments that one has otherwise than the others, options among them.
     """
-    monkeypatch.setattr(gpt_manager, "find_world", lambda _: _here.world)
+    monkeypatch.setattr(gpt_manager, "find_world", find_here)
+    monkeypatch.setattr(ranks, "find_all", lambda: _here.world)
     stores = HashStore()
 
     def make(rank: int) -> Any:

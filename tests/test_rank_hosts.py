@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import select
 import shutil
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,18 @@ from rank_links import at_once
 from safetensors.torch import load_file
 from shorthand import request
 
-from gptmanager import CapacitySchedulerPolicy, KvCacheConfig, ModelType, SchedulerConfig
+from gptmanager import (
+    CapacitySchedulerPolicy,
+    KvCacheConfig,
+    ModelType,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from gptmanager.assembly import ranks
 from gptmanager.assembly.backend import CpuBackend
 from gptmanager.errors import ConfigError, RankError
 from gptmanager.lifecycle.state import ManagerState
+from gptmanager.recorder.requests import RecordedPreparation
 from gptmanager.scheduler import RequestScheduler
 from gptmanager.testing import RecordingCallbacks
 
@@ -88,6 +97,28 @@ def test_an_idle_rank_answers_its_host(monkeypatch):
             idle.forget_adapter(3)
             assert idle.health().alive
             serve(it)
+
+
+def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch):
+    """While it waits for rank 0, and for nothing else."""
+    with serving(monkeypatch, 2) as it:
+        first, second = (manager._host._executor for manager in it.managers)
+        decide, goes_on, waits = first.on_decision, threading.Event(), threading.Event()
+        first.on_decision = lambda schedule: goes_on.wait(10) and decide(schedule)
+        check = second.on_decision
+        second.on_decision = lambda schedule: waits.set() or check(schedule)
+        it.host.submit(request(1, [1, 2], 3))
+        assert waits.wait(10)
+        found = []
+        asking = threading.Thread(target=lambda: found.append(it.managers[1].wait_idle(10)))
+        asking.start()
+        bell = it.managers[1]._host.links._wakener.fileno()
+        while not it.managers[1]._inbox._idle_waits or select.select([bell], [], [], 0)[0]:
+            time.sleep(0.001)
+        goes_on.set()
+        assert it.host.final(1).error == ""
+        asking.join(20)
+        assert found == [True]
 
 
 def test_resting_longer_than_the_timeout_is_no_failure_and_costs_nothing(monkeypatch):
@@ -236,6 +267,82 @@ def test_stops_that_differ_end_all(monkeypatch):
     assert "PollStopSignal answered otherwise than on rank 0: here [3]" in first
 
 
+# Post-processors of each rank's own host ---------------------------------------------------
+
+
+class Prepared:
+    """A post-processor that is ready when its future is, which it may be at once."""
+
+    name = "prepared"
+
+    def __init__(self, outcome=None, *, at_once=True):
+        self.ready, self.outcome, self.calls = Future(), outcome, 0
+        self.is_awaited = threading.Event()
+        if at_once:
+            self.end()
+
+    def end(self):
+        if isinstance(self.outcome, Exception):
+            self.ready.set_exception(self.outcome)
+        else:
+            self.ready.set_result(None)
+
+    def prepare(self, device):
+        self.is_awaited.set()
+        return self.ready
+
+    def __call__(self, request_id, logits, tokens, stream, client_id):
+        self.calls += 1
+
+
+def with_processors(*processors):
+    """A host a rank, each of which has the same requests with a processor of its own."""
+    return [
+        RecordingCallbacks([request(5, [1, 2], 4, logits_post_processor=own)]) for own in processors
+    ]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_rank_prepares_what_its_own_host_gives(monkeypatch, at_once):
+    own = Prepared(at_once=at_once), Prepared(at_once=at_once)
+    parallel = {"replicate_logits_post_processors": True}
+    hosts = with_processors(*own)
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
+        for processor in own:
+            assert processor.is_awaited.wait(10)
+            if not at_once:
+                processor.end()
+        assert it.host.final(5).error == ""
+    assert [processor.calls for processor in own] == [4, 4]
+
+
+def test_a_rank_that_cannot_prepare_ends_the_others_with_its_text(monkeypatch):
+    """None of them waits for it."""
+    own = Prepared(), Prepared(LookupError("no such grammar"))
+    parallel = {"replicate_logits_post_processors": True}
+    hosts = with_processors(*own)
+    with serving(monkeypatch, 2, own_means=True, hosts=hosts, parallel=parallel) as it:
+        first, second = errors(it.managers)
+        assert it.host.final(5).error == f"RankError: {first}"
+    text = "logits_post_processor prepared cannot be prepared: LookupError: no such grammar"
+    assert second == f"request 5: CallbackError: {text}"
+    assert first == f"rank 1 failed: RankError: {second}"
+
+
+def test_other_ranks_prepare_nothing_for_rank_0(monkeypatch):
+    """What stands there for its processors could not be prepared."""
+    own, prepared = Prepared(at_once=False), []
+    hosts = with_processors(own, None)
+    monkeypatch.setattr(
+        RecordedPreparation, "prepare", lambda self, device: prepared.append(device)
+    )
+    with serving(monkeypatch, 2, hosts=hosts) as it:
+        assert own.is_awaited.wait(10)
+        own.end()
+        assert it.host.final(5).error == ""
+    assert prepared == []
+
+
 # The handshake ---------------------------------------------------------------------------------
 
 
@@ -319,6 +426,28 @@ def test_what_a_rank_alone_has_may_differ(monkeypatch, tmp_path):
     found = start_all(monkeypatch, 2, new_hosts(), by_rank=by_rank)
     at_once(lambda it: it.shutdown(), found)
     assert [it.state for it in found] == [STOPPED] * 2
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({"max_batch_size": 0}, "OptionalParams.max_batch_size = 0 "),
+        ({"send_response_cb": None}, "send_response_cb "),
+        ({"parallel_config": ParallelConfig(2)}, "ParallelConfig.tensor_parallel_size = 2 x "),
+    ],
+)
+def test_a_rank_that_may_not_start_tells_the_others_why(monkeypatch, own, text, broken):
+    """It never comes to what ranks compare."""
+    found = start_all(monkeypatch, 3, new_hosts((), (), ()), by_rank={broken: own})
+    blamed = found.pop(broken)
+    assert isinstance(blamed, ConfigError) and str(blamed).startswith(text)
+    assert [str(it) for it in found] == [f"rank {broken} failed: ConfigError: {blamed}"] * 2
+
+
+def test_ranks_that_may_not_start_at_all_say_so_each(monkeypatch):
+    found = start_all(monkeypatch, 2, new_hosts(), by_rank=dict.fromkeys((0, 1), {"seed": "x"}))
+    assert [type(it) for it in found] == [ConfigError] * 2
 
 
 @pytest.mark.parametrize("broken", [0, 1])

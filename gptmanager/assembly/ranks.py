@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, TimeoutError
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from importlib import metadata
@@ -23,15 +24,16 @@ import orjson
 import torch
 
 from gptmanager.assembly.sizing import Room, Sizes
-from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
+from gptmanager.config import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
 from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch
+from gptmanager.lifecycle.log import logger
 from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
 from gptmanager.ranks.collectives import Collectives, GroupCollectives
 from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.small_tensors import connect_parts
-from gptmanager.ranks.world import BOOT_S, World, new_group
+from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
 
 _GROUP_GRACE_S = 5.0  # groups of torch time out later than links, which know whose fault it is
 # what may differ: where a rank writes, what it tells and when, which device is its own
@@ -151,6 +153,35 @@ def connect(
     except BaseException as error:
         links.fail(error, response_text(error))
         raise
+
+
+def tell_ranks(find: Callable[[], World], error: Exception) -> None:
+    """This rank ends by `error` before it meets the others: they are told when all have come.
+
+    `find` finds the world, if what this rank was given does not forbid it.
+    """
+    try:
+        try:
+            world = find()
+        except Exception:
+            world = find_all()
+    except ConfigError:  # nobody says that there are others
+        return
+    if world.layout.size > 1:
+        text = response_text(error)
+        logger.error("rank %d does not start, and tells the others: %s", world.layout.rank, text)
+        # in a thread, because no signal ends a wait inside of torch
+        telling = threading.Thread(target=_tell, args=(world, error), daemon=True)
+        telling.start()
+        telling.join(BOOT_S)
+
+
+def _tell(world: World, error: Exception) -> None:
+    rank, size, timeout_s = world.layout.rank, world.layout.size, ParallelConfig().timeout_s
+    with suppress(RankError):  # another one has failed, and all know of that
+        store = world.store(BOOT_S)
+        links = Links(rank, size, store, world.host, timeout_s=timeout_s, boot_s=BOOT_S)
+        links.fail(error, response_text(error))
 
 
 def _keep(collectives: Collectives, seconds: float) -> None:

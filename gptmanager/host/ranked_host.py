@@ -20,6 +20,7 @@ from gptmanager.errors import RankError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.host.broadcast import Broadcast
 from gptmanager.host.callback_host import CallbackHost, Fetched
+from gptmanager.host.preparation import Preparation
 from gptmanager.host.rank_messages import (
     Turn,
     Unpacker,
@@ -144,12 +145,22 @@ class FollowingHost(RankedHost):
         super().__init__(config, *callbacks, **options)
         self._unpack = Unpacker()
         self._turn: Turn | None = None
-        self._is_ended = self._is_aborted = self._is_woken = False
+        self._is_ended = self._is_aborted = self._is_woken = self._is_rung = False
         self.last_fetch = Fetched(0, is_empty=True, failed=False)
+        self.preparation = Preparation(self._note_failure, options["wake"], self.timers.prepare)
+        self.prepare = self._prepare
         self._own_ready: set[int] = set()
+        self._calls_processors = False  # of this rank's own host
+        self._own_failures: dict[int, str] = {}  # of requests whose post-processor is not ready
         self._own_jobs: dict[int, AdapterDone] = {}
 
+    def attach(self, assembly: Assembly) -> None:
+        super().attach(assembly)
+        has_logits = self._ranks.collectives.layout.is_last_stage
+        self._calls_processors = has_logits and self._config.replicate_logits_post_processors
+
     def ring(self) -> None:
+        self._is_rung = True  # a wait that nothing may end hears no bell
         links = getattr(self, "links", None)
         if links is not None:
             links.wake()
@@ -165,9 +176,12 @@ class FollowingHost(RankedHost):
         self.links.check()
         is_woken, self._is_woken = self._is_woken, False
         while self._turn is None and not (self._is_ended or is_woken):
-            frame = self.links.receive(may_be_woken=not is_active)
+            frame = None
+            if is_active or not self._is_rung:
+                frame = self.links.receive(may_be_woken=not is_active)
             if frame is None:
-                self._is_woken = True  # who rang waits for a turn that begins after it
+                # who rang waits for a turn that begins after it
+                self._is_rung, self._is_woken = False, True
                 break
             if frame.kind == Message.ASK:
                 self._check_alone()
@@ -209,8 +223,9 @@ class FollowingHost(RankedHost):
         elif is_final:
             self._receiver.owed.settle(request_id)
 
-    def prepare(self, request_id: int, processor: RequestProcessor) -> None:
-        if self._config.replicate_logits_post_processors:
+    def _prepare(self, request_id: int, processor: RequestProcessor) -> None:
+        self._own_failures.pop(request_id, None)  # of another one, which had its id
+        if self._calls_processors:
             self.preparation.begin(request_id, processor)
 
     def fail(self, failure: Failure) -> None:
@@ -227,6 +242,9 @@ class FollowingHost(RankedHost):
             self._check()
             self.adapter_loader.last_step = monotonic()
             self.statistics.note(counts)
+
+    def _note_failure(self, failure: Failure) -> None:
+        self._own_failures[failure.request_id] = response_text(failure.error)
 
     # Is it as on rank 0? ---------------------------------------------------------------------
 
@@ -262,7 +280,11 @@ class FollowingHost(RankedHost):
     def _await_own(self, intake: Intake) -> None:
         """What rank 0 has ready this rank must have, too: it is about as fast."""
         jobs = {done.job for done in intake.adapters if done.error is None}
-        ready = set(intake.ready) if self._config.replicate_logits_post_processors else set()
+        ready = set(intake.ready) if self._calls_processors else set()
+        for request in intake.requests:
+            if request.request_id in ready:  # on rank 0, as it came
+                processor = RequestProcessor(request.logits_post_processor)
+                self._prepare(request.request_id, processor)
         deadline = monotonic() + self.links.timeout_s
         while True:
             while self.adapter_loader.done:
@@ -273,6 +295,8 @@ class FollowingHost(RankedHost):
             self.preparation.ready = []
             if jobs <= self._own_jobs.keys() and ready <= self._own_ready:
                 break
+            for request_id in sorted(ready & self._own_failures.keys()):
+                raise RankError(f"request {request_id}: {self._own_failures[request_id]}")
             self.links.check()
             if monotonic() > deadline:
                 raise RankError(

@@ -7,8 +7,9 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from gptmanager.assembly.assemble import assemble
@@ -17,7 +18,7 @@ from gptmanager.assembly.options import (
     checked_optional_params,
     checked_scheduler_config,
 )
-from gptmanager.assembly.ranks import connect
+from gptmanager.assembly.ranks import connect, tell_ranks
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.errors import ManagerDeadError, response_text
 from gptmanager.host.ranked_host import alike, new_host
@@ -79,32 +80,32 @@ class GptManager:
         return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
         optional_params: OptionalParams | None = None,
     ) -> None:
-        params = checked_optional_params(
-            OptionalParams() if optional_params is None else optional_params
-        )
-        config = checked_scheduler_config(
-            SchedulerConfig() if scheduler_config is None else scheduler_config
-        )
-        check_arguments(model_type, max_beam_width, params, config)
-        world = find_world(params.parallel_config)
-        callbacks = (
-            get_inference_requests_cb,
-            send_response_cb,
-            poll_stop_signal_cb,
-            return_batch_manager_stats_cb,
-        )
-        self._host = new_host(world.layout, params, callbacks, self.notify)
-        self._params, self._lifecycle = params, self._host.lifecycle
-        self._inbox, self._watchers = Inbox(self._host.ring), Watchers()
-        self._process = os.getpid()
-        self._recorder = Recorder(
-            params.recording_path if world.layout.rank == 0 else None,
-            keep=params.black_box_iterations,
-            max_bytes=params.black_box_bytes,
-            black_box_path=params.black_box_path,
-        )
-        forget = functools.partial(atexit.unregister, self._at_exit)  # the loop has ended by itself
-        self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
+        with _telling_ranks(optional_params):
+            params = checked_optional_params(
+                OptionalParams() if optional_params is None else optional_params
+            )
+            config = checked_scheduler_config(
+                SchedulerConfig() if scheduler_config is None else scheduler_config
+            )
+            check_arguments(model_type, max_beam_width, params, config)
+            world = find_world(params.parallel_config)
+            callbacks = (
+                *(get_inference_requests_cb, send_response_cb),
+                *(poll_stop_signal_cb, return_batch_manager_stats_cb),
+            )
+            self._host = new_host(world.layout, params, callbacks, self.notify)
+            self._params, self._lifecycle = params, self._host.lifecycle
+            self._inbox, self._watchers = Inbox(self._host.ring), Watchers()
+            self._process = os.getpid()
+            self._recorder = Recorder(
+                params.recording_path if world.layout.rank == 0 else None,
+                keep=params.black_box_iterations,
+                max_bytes=params.black_box_bytes,
+                black_box_path=params.black_box_path,
+            )
+            # for a loop that has ended by itself
+            forget = functools.partial(atexit.unregister, self._at_exit)
+            self._worker = Worker(params, self._host, self._inbox, self._recorder, forget)
         own = world, params, alike(*callbacks), self._inbox.wake
         assembling = functools.partial(
             assemble,
@@ -112,11 +113,9 @@ class GptManager:
             *(self._host.timers.processor, functools.partial(connect, *own)),
         )
         booted: Future[None] = Future()
+        run, arguments = self._worker.run, (assembling, booted)
         self._thread = threading.Thread(
-            target=self._worker.run,
-            args=(assembling, booted),
-            name="gptmanager-loop",
-            daemon=True,
+            target=run, args=arguments, name="gptmanager-loop", daemon=True
         )
         atexit.register(self._at_exit)
         try:
@@ -344,6 +343,18 @@ class GptManager:
     def _at_exit(self) -> None:
         if not self._is_forked:
             self.shutdown(drain=False, timeout=5.0)
+
+
+@contextmanager
+def _telling_ranks(params: OptionalParams | None) -> Iterator[None]:
+    """Where other ranks would wait for this one: what is raised ends them, too."""
+    try:
+        yield
+    except Exception as error:
+        config = getattr(params, "parallel_config", None)
+        if config is not None:
+            tell_ranks(functools.partial(find_world, config), error)
+        raise
 
 
 def _bounded(timeout: float | None) -> float | None:

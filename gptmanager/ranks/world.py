@@ -77,6 +77,13 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
     return World(RankLayout(rank, parts, stages), environment.get("MASTER_ADDR", ""))
 
 
+def find_all(environment: Mapping[str, str] = os.environ) -> World:
+    """All ranks that there are, however they are to share a model. ConfigError as `find_world`."""
+    is_there = dist.is_available() and dist.is_initialized()
+    size = dist.get_world_size() if is_there else _number(_SIZE, environment)
+    return find_world(ParallelConfig(tensor_parallel_size=size), environment)
+
+
 def _number(names: tuple[str, ...], environment: Mapping[str, str]) -> int:
     for name in names:
         if name in environment:
