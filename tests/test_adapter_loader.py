@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from gptmanager.config import PeftCacheManagerConfig
+from gptmanager.executor.forward_thread import ForwardThread
 from gptmanager.host import adapter_loader
 from gptmanager.host.adapter_loader import AdapterLoader, Pace
 from gptmanager.lifecycle.clock import monotonic
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.peft_cache import CacheSizes
-from gptmanager.peft_cache.work import ReadAdapter
+from gptmanager.peft_cache.layout import Packing
+from gptmanager.peft_cache.work import CopyAdapter, ReadAdapter
 
 SIZES = CacheSizes(64, 2, 2, 4, 8)
 
@@ -42,6 +44,47 @@ def test_what_is_under_way_ends_soon_after_the_manager():
     assert tensors.began.wait(30) and not tensors.ended.is_set()
     loader.release()
     assert tensors.ended.wait(30)
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """A loader beside a thread of forwards, what these do, and whether pages were written to."""
+    before, copied, forward = torch.get_num_threads(), threading.Event(), []
+    loader, pool = AdapterLoader(lambda: None), AdapterPool(SIZES, 1, torch.float32)
+    monkeypatch.setattr(pool, "copy", lambda copies, rest: copied.set())
+    monkeypatch.setattr(pool, "place", lambda *where: None)
+    forwards = ForwardThread(lambda schedule: forward[0]())
+    loader.attach(pool, PeftCacheManagerConfig(), forwards.mark)
+    yield loader, forwards, forward, copied
+    loader.release()
+    assert forwards.close(30)
+    torch.set_num_threads(before)
+
+
+COPY = CopyAdapter(1, 0, (), (), Packing((), ()), (0,))
+
+
+def test_pages_are_written_to_when_the_steps_that_were_begun_have_run(copying):
+    """These may read them for requests that have ended."""
+    loader, forwards, forward, copied = copying
+    forward.append(lambda: copied.wait(0.1))
+    begun = [forwards.submit(None), forwards.submit(None)]
+    loader.begin(COPY)
+    assert [result() for result in begun] == [False, False]
+    assert copied.wait(30)
+
+
+def test_a_step_that_hangs_is_not_waited_for_when_the_manager_has_ended(copying):
+    loader, forwards, forward, copied = copying
+    goes_on = threading.Event()
+    forward.append(lambda: goes_on.wait(30))
+    forwards.submit(None)
+    loader.begin(COPY)
+    threads = loader._ensuring
+    loader.release()
+    threads.shutdown()  # waits for them
+    assert not copied.is_set() and not goes_on.is_set()
+    goes_on.set()
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

@@ -11,6 +11,7 @@ from test_adapters_in_managers import V1, Run, tuned
 
 from gptmanager import GptManager
 from gptmanager.callbacks import broadcast
+from gptmanager.executor.forward_thread import ForwardThread
 from gptmanager.testing import RecordingCallbacks
 
 
@@ -42,7 +43,9 @@ class RunOnRanks(Run):
 
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
 def test_random_mixes_on_ranks(monkeypatch, tensor, stages):
-    done, seed = 0, 40 * tensor + stages
+    done, seed, marks = 0, 40 * tensor + stages, []
+    mark = ForwardThread.mark
+    monkeypatch.setattr(ForwardThread, "mark", lambda self: marks.append(1) or mark(self))
     while done < FUZZ:
         seed += 1
         run = RunOnRanks(seed, 10)
@@ -51,3 +54,4 @@ def test_random_mixes_on_ranks(monkeypatch, tensor, stages):
         run.check_tokens(run.run_on(monkeypatch, tensor, stages))
         assert run.counts["misses"] + run.counts["hits"]
         done += 1
+    assert bool(marks) == (stages > 1)  # what is written to the pages waits for forwards

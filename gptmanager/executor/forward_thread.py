@@ -13,7 +13,7 @@ from gptmanager.kernels.threads import compute_alone, end_threads_of_caller
 from gptmanager.step import Schedule
 
 Forward = Callable[[Schedule], StepInFlight]
-_Queue = SimpleQueue[tuple[Schedule, Future[StepInFlight]] | None]
+_Queue = SimpleQueue[tuple[Schedule, Future[StepInFlight]] | threading.Event | None]
 
 
 class ForwardThread:
@@ -39,6 +39,12 @@ class ForwardThread:
         self._queue.put((schedule, future))
         return future.result
 
+    def mark(self) -> threading.Event:
+        """Is set when all that was submitted before has run."""
+        mark = threading.Event()
+        self._queue.put(mark)
+        return mark
+
     def close(self, timeout_s: float) -> bool:
         """End the thread when all that was submitted has run; False: it has not ended in time."""
         self._queue.put(None)
@@ -48,6 +54,9 @@ class ForwardThread:
 
 def _run(queue: _Queue, forward: Forward) -> None:
     while (item := queue.get()) is not None:
+        if isinstance(item, threading.Event):
+            item.set()
+            continue
         schedule, future = item
         try:
             future.set_result(forward(schedule))

@@ -13,6 +13,7 @@ Decides when a result travels, and which of its tokens are still wanted. How it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -100,6 +101,12 @@ class RankExecutor:
         """End what runs beside the loop; False: it has not ended in time."""
         own = self._executor
         return own.close(timeout_s) if isinstance(own, StagedExecutor) else True
+
+    def mark(self) -> threading.Event | None:
+        """Is set when the forwards that were begun have run; None: they have, or a stream orders
+        what touches the same memory.
+        """
+        return self._executor.mark() if isinstance(self._executor, StagedExecutor) else None
 
     def forward(self, schedule: Schedule) -> RankStep:
         self.on_decision(schedule)  # before ranks whose rows differ compute together

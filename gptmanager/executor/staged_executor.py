@@ -7,6 +7,7 @@ with each result, in the order of the steps.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,6 +80,10 @@ class StagedExecutor:
     def close(self, timeout_s: float) -> bool:
         """As of `ForwardThread`."""
         return self._forwards.close(timeout_s)
+
+    def mark(self) -> threading.Event:
+        """As of `ForwardThread`."""
+        return self._forwards.mark()
 
     @property
     def runner(self) -> Runner:

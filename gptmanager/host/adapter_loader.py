@@ -35,6 +35,7 @@ from gptmanager.peft_cache.work import (
 # A thread works for so long without a rest, and rests so many times as long, while the last step
 # ended not longer ago.
 _NICE = 10
+_LOOK_UP_S = 0.05  # how often a wait asks whether it is still wanted
 _PIECE_NS, _RESTS, _LONGEST_REST_S, _BUSY_S = 200_000, 5, 0.01, 1.0
 
 
@@ -77,6 +78,7 @@ class AdapterLoader:
         self.is_released = False
         self.last_step = -math.inf  # when it ended, on the monotonic clock
         self._wake = wake
+        self._mark: Callable[[], threading.Event | None] = lambda: None
         self._pool: AdapterPool | None = None
         self._config = PeftCacheManagerConfig()
         self._putting: ThreadPoolExecutor | None = None  # once the first adapter comes
@@ -86,9 +88,16 @@ class AdapterLoader:
         self._read: dict[int, list[Tensor] | None] = {}  # what is kept, by job; None: not yet
         self._lock = threading.Lock()  # of `_read`
 
-    def attach(self, pool: AdapterPool | None, config: PeftCacheManagerConfig) -> None:
-        """Called once, before the loop iterates."""
-        self._pool, self._config = pool, config
+    def attach(
+        self,
+        pool: AdapterPool | None,
+        config: PeftCacheManagerConfig,
+        mark: Callable[[], threading.Event | None] = lambda: None,
+    ) -> None:
+        """Called once, before the loop iterates. `mark()`: what is set when all steps that were
+        begun have run; None: they have.
+        """
+        self._pool, self._config, self._mark = pool, config, mark
 
     def forget(self, task_id: int) -> None:
         """The next intake says that this task's adapter was replaced. From any thread."""
@@ -97,7 +106,7 @@ class AdapterLoader:
     def release(self) -> None:
         """The loop iterates no more: what has not begun is not done, and the rest ends soon."""
         self.is_released = True
-        self._wake = lambda: None
+        self._wake, self._mark = lambda: None, lambda: None
         for threads in (self._putting, self._ensuring):
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -126,7 +135,7 @@ class AdapterLoader:
         elif isinstance(work, WriteAdapter):
             self._putting.submit(self._do, self._write_adapter, work, pool)
         elif isinstance(work, CopyAdapter):
-            self._ensuring.submit(self._do, self._copy_adapter, work, pool)
+            self._ensuring.submit(self._do, self._copy_adapter, work, pool, self._mark())
         elif isinstance(work, DropAdapter):
             with self._lock:
                 self._read.pop(work.source, None)
@@ -173,12 +182,18 @@ class AdapterLoader:
         pool.put(work.host_pages, work.rows, work.packing, weights, Pace(self).rest)
         return ""
 
-    def _copy_adapter(self, work: CopyAdapter, pool: AdapterPool) -> str:
+    def _copy_adapter(
+        self, work: CopyAdapter, pool: AdapterPool, begun: threading.Event | None
+    ) -> str:
+        """`begun`: steps of requests that have ended, whose adapters had the pages, may be left."""
+        pace = Pace(self)
+        while begun is not None and not begun.wait(_LOOK_UP_S):
+            pace.rest()
         self._streams_left.acquire()
         stream = self._streams.popleft()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                pool.copy(work.copies, Pace(self).rest)
+                pool.copy(work.copies, pace.rest)
                 pool.place(work.slot, work.rows, work.packing, work.device_pages)
             if stream is not None:
                 stream.synchronize()  # then every step that comes finds it

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from gptmanager.assembly.assemble import Assembly
 from gptmanager.config import ModelType
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
+from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.host.preparation import Preparation
 from gptmanager.host.receiver import Receiver, not_iterable
@@ -110,7 +111,8 @@ class CallbackHost:
         self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
         self.preparation.device = assembly.device
         peft_config = assembly.blueprint.params.peft_cache_manager_config
-        self.adapter_loader.attach(executor.runner.adapter_pool, peft_config)
+        mark = executor.mark if isinstance(executor, RankExecutor) else lambda: None
+        self.adapter_loader.attach(executor.runner.adapter_pool, peft_config, mark)
         self.follow_weights(assembly.weights_version)
 
     def orders(self, *, ends: bool, aborts: bool, is_active: bool) -> tuple[bool, bool]:
