@@ -63,11 +63,13 @@ def adapter_sizes(
     dtype: torch.dtype = model.spec.dtype
     widths = {module_id: module.width for module_id, module in modules.items()}
     num_layers, kept = model.spec.num_layers, {}
+    first_layers: tuple[int, ...] = ()
     share: AdapterShare | None = getattr(model, "adapter_share", None)
     if share is not None:
         kept = {module_id: cut.width for module_id, cut in share.cuts.items()}
-        num_layers = share.num_layers  # in each stage, so that all count the same pages
-    sizes = cache_sizes(config, widths | kept, num_layers, dtype.itemsize, int(free_bytes))
+        num_layers, first_layers = share.num_layers, share.first_layers
+    own = widths | kept, num_layers, dtype.itemsize, int(free_bytes), first_layers
+    sizes = cache_sizes(config, *own)
     sizes = sizes._replace(
         num_host_pages=min(sizes.num_host_pages, MAX_PAGES),
         num_device_pages=min(sizes.num_device_pages, MAX_PAGES),

@@ -6,7 +6,7 @@ Knows nothing of adapters, nor of what a checkpoint calls its modules.
 from __future__ import annotations
 
 from gptmanager.models.spec import ModelSpec
-from gptmanager.models.splits import SPLITS, Shares, rank_spec
+from gptmanager.models.splits import SPLITS, Shares, evenly, rank_spec
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.request.adapter import LORA_MODULE_IDS, AdapterShare, LoraCut, LoraModule
 
@@ -40,7 +40,9 @@ def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
     shares = Shares(spec, layout)
     cuts = {module_id: _cut(module, shares) for module_id, module in lora_modules(spec).items()}
     own = lora_modules(rank_spec(spec, layout))
-    return AdapterShare(own, cuts, shares.layers, spec.num_layers)
+    stages = layout.pipeline_parallel_size
+    first_layers = tuple(evenly(spec.num_layers, stages, it).start for it in range(1, stages))
+    return AdapterShare(own, cuts, shares.layers, spec.num_layers, first_layers)
 
 
 def _cut(module: LoraModule, shares: Shares) -> LoraCut:

@@ -5,6 +5,8 @@ Knows nothing of which adapters are cached. Sizes are in elements of the model's
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,13 +43,17 @@ class Packing(NamedTuple):
 
 
 class CacheSizes(NamedTuple):
-    """Elements of a page, pages of both levels, bytes of an element, the highest rank."""
+    """Elements of a page, pages of both levels, bytes of an element, the highest rank.
+
+    `first_layers`: where stages but the first begin, of a model that several share.
+    """
 
     page_size: int
     num_host_pages: int
     num_device_pages: int
     itemsize: int
     max_adapter_size: int
+    first_layers: tuple[int, ...] = ()
 
 
 def cache_sizes(
@@ -56,8 +62,11 @@ def cache_sizes(
     num_layers: int,
     itemsize: int,
     free_device_bytes: int,
+    first_layers: tuple[int, ...] = (),
 ) -> CacheSizes:
     """The sizes of a cache for a model whose modules, by id, have `widths` (inputs + outputs).
+
+    Stages that share the model have caches of equal sizes, those of the stage of the most layers.
 
     A page holds an adapter of `optimal_adapter_size` in all layers and modules, attn_qkv or its
     three parts; and a row of `max_adapter_size` of any module. `num_host_module_layer` and
@@ -65,16 +74,19 @@ def cache_sizes(
     rounded up to whole pages. Sizes in bytes are limits: they are rounded down.
     `free_device_bytes`: what `device_cache_percent` is a fraction of.
     """
+    borders = 0, *first_layers, num_layers
+    most = max(end - first for first, end in itertools.pairwise(borders))
     whole = set(widths) - ({_ATTN_QKV} if _ITS_PARTS <= set(widths) else set())
     rank, highest = config.optimal_adapter_size, config.max_adapter_size
     page_size = max(
-        num_layers * sum(_aligned(rank * widths[module_id]) for module_id in whole),
+        most * sum(_aligned(rank * widths[module_id]) for module_id in whole),
         max(_aligned(highest * width) for width in widths.values()),
     )
 
     def num_pages(num_rows: int, num_bytes: int) -> int:
         if num_rows:
-            return -(-num_rows * max(widths.values()) // page_size)
+            own_rows = -(-num_rows * most // num_layers)
+            return -(-own_rows * max(widths.values()) // page_size)
         return num_bytes // (page_size * itemsize)
 
     device_bytes = int(config.device_cache_percent * free_device_bytes)
@@ -84,16 +96,20 @@ def cache_sizes(
         num_pages(config.num_device_module_layer, device_bytes),
         itemsize,
         highest,
+        first_layers,
     )
 
 
-def pack(rows: Sequence[AdapterRow], page_size: int) -> Packing:
+def pack(rows: Sequence[AdapterRow], page_size: int, first_layers: Sequence[int] = ()) -> Packing:
     """The rows in pages, each whole in one: the longest first, into the first page with room.
+
+    Each stage has the rows of its layers in pages of its own: all count those of the stage that
+    needs the most, so that they decide alike.
 
     (First-fit decreasing: Johnson 1973. At most 11/9 of the fewest pages, and one.)
     """
     places = [RowPlace(0, 0)] * len(rows)
-    lengths: list[int] = []
+    by_stage: list[list[int]] = [[] for _ in range(len(first_layers) + 1)]
     for index in sorted(range(len(rows)), key=lambda index: -rows[index].num_elements):
         size = _aligned(rows[index].num_elements)
         if size > page_size:
@@ -102,12 +118,14 @@ def pack(rows: Sequence[AdapterRow], page_size: int) -> Packing:
                 f"{rows[index].module_id}, adapter_size {rows[index].rank}) has "
                 f"{rows[index].num_elements} elements, and a page holds {page_size}"
             )
+        lengths = by_stage[bisect.bisect_right(first_layers, rows[index].layer)]
         page = next((p for p, used in enumerate(lengths) if used + size <= page_size), None)
         if page is None:
             page = len(lengths)
             lengths.append(0)
         places[index] = RowPlace(page, lengths[page])
         lengths[page] += size
+    lengths = [max(used) for used in itertools.zip_longest(*by_stage, fillvalue=0)]
     return Packing(tuple(places), tuple(lengths))
 
 

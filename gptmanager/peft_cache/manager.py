@@ -285,7 +285,9 @@ class PeftCacheManager:
                 f"lora_task_id {task_id} has adapter_size {highest}, and "
                 f"max_adapter_size is {sizes.max_adapter_size}"
             )
-        adapter = CachedAdapter(task_id, digest, tuple(rows), pack(rows, sizes.page_size))
+        adapter = CachedAdapter(
+            task_id, digest, tuple(rows), pack(rows, sizes.page_size, sizes.first_layers)
+        )
         for level, total in (("host", self._host.total), ("device", self._device.total)):
             if adapter.num_pages > total:
                 num_elements = sum(row.num_elements for row in rows)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from gptmanager.errors import AdapterError
 from gptmanager.kv_cache.block import LedgerError
-from gptmanager.peft_cache.layout import AdapterRow, pack
+from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, pack
 from gptmanager.peft_cache.manager import PeftCacheManager
 from gptmanager.peft_cache.pages import CachedAdapter
 
@@ -56,7 +56,7 @@ def peft_cache_state(cache: PeftCacheManager) -> PeftCacheState:
 
 def restore_peft_cache(cache: PeftCacheManager, state: PeftCacheState) -> None:
     """Bring an empty cache to `state`. LedgerError if the accounts would not prove right."""
-    adapters = [_adapter(it, cache.sizes.page_size) for it in state.adapters]
+    adapters = [_adapter(it, cache.sizes) for it in state.adapters]
     both = [*zip(adapters, state.adapters, strict=True)]
     cache._host.set({adapter: it.host_pages for adapter, it in both})
     cache._device.set({a: it.device_pages for a, it in both if it.device_pages is not None})
@@ -90,9 +90,9 @@ def _adapter_state(cache: PeftCacheManager, adapter: CachedAdapter) -> AdapterSt
     )
 
 
-def _adapter(state: AdapterState, page_size: int) -> CachedAdapter:
+def _adapter(state: AdapterState, sizes: CacheSizes) -> CachedAdapter:
     try:
-        packing = pack(state.rows, page_size)
+        packing = pack(state.rows, sizes.page_size, sizes.first_layers)
     except AdapterError as error:
         raise LedgerError(f"adapter {state.task_id} is in no page: {error}") from None
     return CachedAdapter(

@@ -76,13 +76,14 @@ class AdapterShare(NamedTuple):
     """What one of several processes has of a model that takes adapters, and keeps of these.
 
     `modules`: as it computes them; `cuts`: of which parts of the whole ones; both by id. `layers`:
-    which of the `num_layers` of the whole model.
+    which of the whole model's, whose stages but the first begin at `first_layers`.
     """
 
     modules: Mapping[int, LoraModule]
     cuts: Mapping[int, LoraCut]
     layers: range
     num_layers: int
+    first_layers: tuple[int, ...] = ()
 
 
 class AdapterLimits(NamedTuple):

@@ -85,6 +85,34 @@ def test_rows_lie_whole_in_pages_and_aligned():
         pack([AdapterRow(0, 1, 1, 8), AdapterRow(3, 5, 1, 65)], 64)
 
 
+def test_stages_have_pages_for_their_own_layers():
+    """All count alike: for the stage that has, or needs, the most."""
+    config = PeftCacheManagerConfig(optimal_adapter_size=8, max_adapter_size=8)
+    sizes = cache_sizes(config, WIDTHS, 5, 2, 10**6, (2, 4))  # of 2, 2 and 1 layers
+    assert sizes.page_size == 2 * 8 * (32 + 32 + 80)
+    config.num_host_module_layer = 346
+    one, three = (cache_sizes(config, WIDTHS, 6, 2, 0, it) for it in ((), (2, 4)))
+    assert (one.num_host_pages, three.num_host_pages) == (
+        -(-346 * 80 // 6912),
+        -(-116 * 80 // 2304),
+    )
+    rows = [AdapterRow(layer, 1, 1, size) for layer, size in enumerate((20, 50, 30, 9, 64))]
+    packing = pack(rows, 64, (2, 4))
+    assert packing.places == ((1, 0), (0, 0), (0, 0), (0, 32), (0, 0))
+    assert packing.lengths == (64, 24)
+
+
+def test_stages_are_restored_with_their_pages():
+    def new():
+        return PeftCacheManager(CacheSizes(64, 4, 2, 2, 8, (1,)))
+
+    it, other = new(), new()
+    it.put(1, 7, "a", rows(2))
+    assert len(it.host_pages(it.adapter_of(1))) == 1
+    restore_peft_cache(other, peft_cache_state(it))
+    assert peft_cache_state(other) == peft_cache_state(it)
+
+
 def test_a_request_that_comes_runs_and_ends():
     it = cache()
     assert it.put(1, 7, "a", rows(2)) is Put.NEW

@@ -187,8 +187,8 @@ def any_content(right, self, request_id, task_id, digest, rows):
     return right(self, request_id, task_id, digest, rows)
 
 
-def overlaps(right, rows, page_size):
-    packing = right(rows, page_size)
+def overlaps(right, *arguments):
+    packing = right(*arguments)
     places = (RowPlace(page, max(0, offset - 8)) for page, offset in packing.places)
     return Packing(tuple(places), packing.lengths)
 
