@@ -446,7 +446,7 @@ def test_a_rank_that_may_not_start_tells_the_others_why(monkeypatch, own, text, 
 
 
 def test_ranks_that_may_not_start_at_all_say_so_each(monkeypatch):
-    found = start_all(monkeypatch, 2, new_hosts(), by_rank=dict.fromkeys((0, 1), {"seed": "x"}))
+    found = start_all(monkeypatch, 2, new_hosts(), by_rank={0: {"seed": "x"}, 1: {"seed": "x"}})
     assert [type(it) for it in found] == [ConfigError] * 2
 
 
@@ -474,6 +474,15 @@ def test_a_rank_that_cannot_be_built_ends_the_others_with_its_text(monkeypatch):
     first, second = start_all(monkeypatch, 2, new_hosts())
     assert (type(first), str(first)) == (RankError, "rank 1 failed: ConfigError: the disk is gone")
     assert (type(second), str(second)) == (ConfigError, "the disk is gone")
+
+
+def test_a_process_of_a_rank_looks_for_no_garbage_as_it_ends(monkeypatch):
+    """Among the objects of torch that takes longer than all else."""
+    registered = []
+    monkeypatch.setattr(ranks.atexit, "register", registered.append)
+    with serving(monkeypatch, 2) as it:
+        serve(it)
+    assert gc.freeze in registered
 
 
 def test_starts_and_ends_leave_nothing_open(monkeypatch):

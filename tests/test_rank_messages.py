@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_st
 from rank_digests import OTHERS, SCHEDULE, digests
+from rank_links import at_once, linked
 from test_request_fuzz import hostile_values, processor
 
 from gptmanager import InferenceRequest, errors
@@ -29,6 +30,7 @@ from gptmanager.host.rank_messages import (
     stops_digest,
 )
 from gptmanager.peft_cache.work import AdapterDone
+from gptmanager.ranks.links import Message
 from gptmanager.request.inference_request import KEYWORDS, TENSORS
 from gptmanager.step import Failure, Intake
 
@@ -179,6 +181,28 @@ def test_weights_of_an_adapter_come_whole(value):
     request.tensors["draft_logits"] = value((0, 4))
     turn = Turn(Intake(0.0, (request,)), 0, 0, False)
     assert told(Unpacker()(pack(turn))) == told(turn)
+
+
+def test_an_adapter_of_200_megabytes_comes_in_an_intake():
+    """And nobody is taken for dead meanwhile."""
+    weights = np.arange(25_000_000, dtype=np.float64).reshape(5, -1)
+    request = InferenceRequest.from_tokens(1, [1, 2], 5, lora_weights=weights)
+    data = pack(Turn(Intake(1.0, (request,)), 0, 0, False))
+
+    def exchanged(links):
+        if links.rank == 0:
+            links.send(Message.INTAKE, data)
+            return links.receive(from_rank=1).payload
+        (came,) = Unpacker()(links.receive().payload).intake.requests
+        links.send(Message.RESULT, b"it came")
+        return came
+
+    with linked(2, timeout_s=5.0) as both:
+        said, came = at_once(exchanged, both)
+    assert said == b"it came"
+    assert np.array_equal(came.lora_weights, weights) and came.input_ids.tolist() == [1, 2]
+    came.lora_weights[0, 0] = 1.0  # it is the request's own
+    assert came.input_ids.base is None  # and does not hold what came with it
 
 
 @pytest.mark.filterwarnings("ignore")  # of NumPy, about what is converted

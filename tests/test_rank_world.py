@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from rank_links import at_once
+from ranks_by_hand import free_port
 
 from gptmanager import ParallelConfig
 from gptmanager.errors import ConfigError
+from gptmanager.ranks import world as world_module
 from gptmanager.ranks.layout import RankLayout
-from gptmanager.ranks.world import find_world
+from gptmanager.ranks.world import World, find_world
 
 WHERE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -85,3 +88,21 @@ def test_every_part_of_every_stage_is_one_ranks(parts, stages):
             following = layouts[layout.next_stage_rank]
             assert (following.stage, following.part) == (layout.stage + 1, layout.part)
             assert following.previous_stage_rank == layout.rank
+
+
+def test_managers_one_after_another_have_the_same_store(monkeypatch):
+    """Rank 0's process may be quicker to leave one, and rank 1's to begin the next."""
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world_module, "_stores", {})
+
+    def managers(rank):
+        found = []
+        for number in range(8):
+            store = World(RankLayout(rank, 2, 1), "127.0.0.1").store(5.0)
+            if rank == 0:
+                store.set("said", str(number))
+            found.append(int(store.get("said")))
+        return found
+
+    assert at_once(managers, range(2)) == [[*range(8)]] * 2

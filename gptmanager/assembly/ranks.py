@@ -4,8 +4,10 @@ all of them have room for.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import gc
 import hashlib
 import os
 import platform
@@ -123,6 +125,9 @@ def connect(
     config, layout = params.parallel_config, world.layout
     if config is None or layout.size == 1:
         return None
+    # else Python would look for garbage among all of torch's objects before it ends
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     boot_s = max(BOOT_S, config.timeout_s)
     store = world.store(boot_s)
     links = Links(

@@ -24,6 +24,7 @@ BOOT_S = 60.0  # at least so long ranks wait for each other at the start
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT")
+_stores: dict[tuple[Any, ...], Any] = {}  # by process, rank, and where it is
 
 
 class World(NamedTuple):
@@ -37,17 +38,28 @@ class World(NamedTuple):
         """A `torch.distributed.Store` for one manager of each rank: their first ones have the same,
         and so on. RankError when no other rank can be reached.
         """
-        rank, size = self.layout.rank, self.layout.size
+        rank = self.layout.rank
         try:
             if self.group is not None:
                 store = dist.distributed_c10d._get_default_store()
             else:
-                timeout = timedelta(seconds=timeout_s)
-                store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
+                store = self._rendezvous(timedelta(seconds=timeout_s))
             number = store.add(f"gptmanager/managers-of-{rank}", 1)
         except (RuntimeError, ValueError, OSError) as error:
             raise RankError(f"rank {rank} finds no other rank at {self.host}: {error}") from error
         return dist.PrefixStore(f"gptmanager/{number}", store)
+
+    def _rendezvous(self, timeout: timedelta) -> Any:
+        """The store that the launcher has, or rank 0's process. That one counts managers as long as
+        it lives: so it does until the process ends.
+        """
+        where = os.getpid(), self.layout.rank, *map(os.environ.get, _NEEDED)
+        if where not in _stores:
+            rank, size = self.layout.rank, self.layout.size
+            found = dist.rendezvous("env://", rank, size, timeout=timeout)
+            _stores[where], _, _ = next(iter(found))
+        _stores[where].set_timeout(timeout)
+        return _stores[where]
 
 
 def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = os.environ) -> World:
