@@ -148,7 +148,6 @@ memory/                   tensors that outlive a step, and the files that weight
     weights               tensors loaded by name into storage the executor owns
 models/                   the network: packed inputs, decoder families as a table
     batch                 a schedule as packed tensors
-    fields                a checkpoint's config, read with checks
     rope                  rotary positions
     spec                  which network a checkpoint holds, and its parameters
     splits                which part of which parameter a rank has, as a table
@@ -341,6 +340,7 @@ server/                   a manager behind HTTP and gRPC
     model_card            what a server knows of its model beside the weights
     responses             JSON, errors as one object, server-sent events (no torch)
     keys                  who may use the server (no torch)
+    fields                a checkpoint's config, read with checks
     body                  bodies of requests, within their limits (no torch)
     adapters              the adapters that clients may name
     metrics               what the manager and the server count (no torch)
@@ -368,6 +368,7 @@ server/                   a manager behind HTTP and gRPC
     openai.answer         all outputs of a request, while they are generated
     openai.completions    prompts as they are, and what follows them
     openai                what OpenAI's clients know
+    openapi               the OpenAPI document
     app                   all endpoints as one application
     serving               a server from its settings to its end
     command               serve, on the command line

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from gptmanager.errors import GptManagerError
-from gptmanager.server import health, live, metrics, models, tokenization
+from gptmanager.server import health, live, metrics, models, openapi, tokenization
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import KeyGuard
@@ -27,6 +27,7 @@ _FRONTS: Sequence[Routes] = (
     models.routes,
     tokenization.routes,
     completions.routes,
+    openapi.routes,
     live.routes,
 )
 

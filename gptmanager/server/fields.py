@@ -63,6 +63,8 @@ def object_schema(fields: Mapping[str, Field], *, closed: bool = True) -> dict[s
     properties = {}
     for name, field in fields.items():
         schema = field.kind.schema()
+        if not field.required:
+            schema = {"anyOf": [schema, {"type": "null"}]}
         properties[name] = {**schema, "description": field.help} if field.help else schema
     found: dict[str, Any] = {"type": "object", "properties": properties}
     required = [name for name, field in fields.items() if field.required]

@@ -14,8 +14,15 @@ from gptmanager.server.adapters import Adapter
 from gptmanager.server.body import read_json, until_disconnected
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import Field, Text, by_name, read_fields
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
+
+_NAME = Field("lora_name", Text(1, 256), "what clients call the adapter", required=True)
+LOAD = by_name(
+    [_NAME, Field("lora_path", Text(1, 4096), "its folder, as PEFT saves it", required=True)]
+)
+UNLOAD = by_name([_NAME])
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
@@ -35,14 +42,15 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
 
     async def load(request: Request) -> Response:
         _check_caller(request, settings)
-        body = await read_json(request)
-        name, path = _text(body, "lora_name"), _text(body, "lora_path")
-        adapter = await until_disconnected(request, engine.load_adapter(name, path))
+        given, _ = read_fields(await read_json(request), LOAD, lenient=settings.lenient)
+        loading = engine.load_adapter(given["lora_name"], given["lora_path"])
+        adapter = await until_disconnected(request, loading)
         return json_response(_adapter(engine, adapter))
 
     async def unload(request: Request) -> Response:
         _check_caller(request, settings)
-        name = _text(await read_json(request), "lora_name")
+        given, _ = read_fields(await read_json(request), UNLOAD, lenient=settings.lenient)
+        name = given["lora_name"]
         engine.unload_adapter(name)
         return json_response({"id": name, "object": "model", "deleted": True})
 
@@ -52,6 +60,12 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         Route("/v1/load_lora_adapter", load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
     ]
+
+
+def check_model(engine: Engine, name: str | None) -> None:
+    """ApiError 404 for a name that is neither the model's nor an adapter's."""
+    if name is not None and name != engine.card.name and name not in engine.adapters:
+        raise unknown_model(name)
 
 
 def unknown_model(name: str) -> ApiError:
@@ -79,13 +93,6 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
         "owned_by": "gptmanager",
         "max_model_len": length,
     }
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not value.strip():
-        raise ApiError(400, f"{name} = {shown(value)} is no text", param=name)
-    return value
 
 
 def _check_caller(request: Request, settings: ServerSettings) -> None:

@@ -40,7 +40,7 @@ JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-3, 12)
-    | st.floats(-3, 3, allow_nan=False)
+    | st.sampled_from([-1.5, 0.25, 1.75])
     | st.sampled_from(["", "a", "b", "7", "never", "long text"]),
     lambda inner: (
         st.lists(inner, max_size=4)
@@ -55,9 +55,6 @@ JSON = st.recursive(
 def test_a_kind_takes_what_its_schema_describes(kind, value):
     fields = {"x": Field("x", KINDS[kind])}
     schema = object_schema(fields)
-    # null inside an object is absent here, and a schema does not say so
-    if "None" in repr(value):
-        return
     is_described = jsonschema.Draft202012Validator(schema).is_valid({"x": value})
     try:
         read_fields({"x": value}, fields)
@@ -91,6 +88,12 @@ def test_refusals_name_field_value_and_limit(body, message):
     with pytest.raises(ApiError) as refused:
         read_fields(body, FIELDS)
     assert message in refused.value.message
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    assert Integer(0, 9).read("x", 5.0) == 5
+    with pytest.raises(ApiError, match="5.5 is no integer"):
+        Integer(0, 9).read("x", 5.5)
 
 
 def test_null_is_absent_and_unknown_fields_may_be_a_warning():

@@ -16,7 +16,7 @@ from gptmanager.server.body import begun, read_json, until_disconnected
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import Field, Flag, Integer, Text, by_name, read_fields, wrong
-from gptmanager.server.models import unknown_model
+from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
@@ -44,7 +44,7 @@ class Prompts:
 
     def read(self, where: str, value: Any) -> list[Any]:
         if isinstance(value, str):
-            return [value]
+            return [Text(1).read(where, value)]
         if not isinstance(value, list) or not value:
             raise wrong(
                 where,
@@ -59,14 +59,15 @@ class Prompts:
                 odd = next((i for i, one in enumerate(prompt) if type(one) is not int), None)
                 if odd is not None:
                     raise wrong(where, f"{at}[{odd}] = {shown(prompt[odd])} is no token id")
-            elif not isinstance(prompt, str):
+            elif not isinstance(prompt, str) or not prompt:
                 raise wrong(where, f"{at} = {shown(prompt)} is neither a text nor token ids")
         return prompts
 
     def schema(self) -> dict[str, Any]:
         ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-        several = {"type": "array", "items": {"anyOf": [{"type": "string"}, ids]}, "minItems": 1}
-        return {"anyOf": [{"type": "string"}, ids, {**several, "maxItems": _MAX_PROMPTS}]}
+        text = Text(1).schema()
+        several = {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1}
+        return {"anyOf": [text, ids, {**several, "maxItems": _MAX_PROMPTS}]}
 
 
 FIELDS = by_name(
@@ -154,9 +155,7 @@ class Completions:
 
 
 def _check(given: Mapping[str, Any], engine: Engine) -> None:
-    name = given.get("model")
-    if name is not None and name != engine.card.name and name not in engine.adapters:
-        raise unknown_model(name)
+    check_model(engine, given.get("model"))
     most = given.get("max_tokens")
     if most == 0 and not given.get("echo"):
         raise wrong("max_tokens", "max_tokens = 0 needs echo = true: else nothing is asked for")

@@ -1,0 +1,157 @@
+"""/openapi.json: what the server takes and answers, from the tables that read its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager import __version__
+from gptmanager.server import models, tokenization
+from gptmanager.server.engine import Engine
+from gptmanager.server.fields import Field, object_schema
+from gptmanager.server.openai import completions
+from gptmanager.server.responses import json_response
+from gptmanager.server.settings import ServerSettings
+
+_TEXT = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 0}
+_ERRORS = {
+    "400": "a field is wrong: `param` names it",
+    "401": "the key is wrong, or missing",
+    "403": "not for this caller",
+    "404": "there is no such model",
+    "413": "the body is too large",
+    "429": "too much waits; try again after `Retry-After` seconds",
+    "500": "the server failed",
+    "501": "this server cannot do that",
+    "503": "the server shuts down, or is dead",
+    "504": "the time of the request is over",
+}
+
+
+class Endpoint(NamedTuple):
+    """`fields`: of the body of a POST; None: a GET. `answer`: the properties of the answer, or a
+    media type. `parameter`: what stands in braces in the path.
+    """
+
+    path: str
+    summary: str
+    fields: Mapping[str, Field] | None = None
+    answer: Mapping[str, Any] | str = "application/json"
+    parameter: str = ""
+
+
+_COMPLETION = {
+    "id": _TEXT,
+    "object": _TEXT,
+    "created": _COUNT,
+    "model": _TEXT,
+    "choices": {"type": "array", "items": {"type": "object"}},
+    "usage": {
+        "type": "object",
+        "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+        "properties": {
+            "prompt_tokens": _COUNT,
+            "completion_tokens": _COUNT,
+            "total_tokens": _COUNT,
+        },
+    },
+}
+_MODEL = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "max_model_len": _COUNT}
+ENDPOINTS = (
+    Endpoint("/v1/completions", "prompts completed", completions.FIELDS, _COMPLETION),
+    Endpoint("/v1/models", "the model and its adapters", None, {"object": _TEXT, "data": {}}),
+    Endpoint("/v1/models/{name}", "one of them", None, _MODEL, "name"),
+    Endpoint("/v1/load_lora_adapter", "give an adapter a name", models.LOAD, _MODEL),
+    Endpoint("/v1/unload_lora_adapter", "forget an adapter", models.UNLOAD, {"id": _TEXT}),
+    Endpoint(
+        "/tokenize", "a text as tokens", tokenization.TOKENIZE, {"count": _COUNT, "tokens": {}}
+    ),
+    Endpoint("/detokenize", "tokens as a text", tokenization.DETOKENIZE, {"prompt": _TEXT}),
+    Endpoint("/health", "whether requests are taken", None, {"status": _TEXT}),
+    Endpoint("/health/live", "whether the loop runs", None, {"status": _TEXT}),
+    Endpoint("/health/ready", "whether requests are taken", None, {"status": _TEXT}),
+    Endpoint("/version", "the version of gptmanager", None, {"version": _TEXT}),
+)
+
+
+def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    found = document(has_key=settings.api_key is not None, lenient=settings.lenient)
+
+    async def openapi(request: Request) -> Response:
+        return json_response(found)
+
+    return [Route("/openapi.json", openapi)]
+
+
+def document(*, has_key: bool = False, lenient: bool = False) -> dict[str, Any]:
+    """The OpenAPI document, version 3.1."""
+    error = {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": _TEXT,
+                    "type": _TEXT,
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "integer", "null"]},
+                },
+            }
+        },
+    }
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "gptmanager", "version": __version__},
+        "paths": {it.path: _path(it, closed=not lenient) for it in ENDPOINTS},
+        "components": {"schemas": {"Error": error}},
+    }
+    if has_key:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return found
+
+
+def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
+    error = {"schema": {"$ref": "#/components/schemas/Error"}}
+    responses: dict[str, Any] = {
+        status: {"description": told, "content": {"application/json": error}}
+        for status, told in _ERRORS.items()
+    }
+    if endpoint.path.startswith("/health"):
+        told = "not well"
+        responses = {"503": {"description": told, "content": {"application/json": {}}}}
+    responses["200"] = {"description": endpoint.summary, "content": _answer(endpoint)}
+    operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
+    if endpoint.parameter:
+        operation["parameters"] = [
+            {"name": endpoint.parameter, "in": "path", "required": True, "schema": _TEXT}
+        ]
+    if endpoint.fields is None:
+        return {"get": operation}
+    schema = object_schema(endpoint.fields, closed=closed)
+    operation["requestBody"] = {
+        "required": True,
+        "content": {"application/json": {"schema": schema}},
+    }
+    return {"post": operation}
+
+
+def _answer(endpoint: Endpoint) -> dict[str, Any]:
+    if isinstance(endpoint.answer, str):
+        return {endpoint.answer: {}}
+    schema = {
+        "type": "object",
+        "required": list(endpoint.answer),
+        "properties": dict(endpoint.answer),
+    }
+    found: dict[str, Any] = {"application/json": {"schema": schema}}
+    if endpoint.fields is not None and "stream" in endpoint.fields:
+        found["text/event-stream"] = {}
+    return found

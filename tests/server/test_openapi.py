@@ -1,0 +1,49 @@
+"""The OpenAPI document describes the server; requests made up from it never make it fail."""
+
+import pytest
+from hypothesis import given, settings
+from server.test_endpoints import refusal
+
+from gptmanager.server.openapi import document
+
+
+def test_every_endpoint_is_described(server, client):
+    described = set(client.get("/openapi.json").json()["paths"])
+    there = {route.path.replace(":path", "") for route in server.server.config.app.routes}
+    undescribed = {"/openapi.json", "/", "/metrics", "/live/events"}
+    assert there - undescribed <= described | {p for p in there if p.startswith("/v2")}
+    assert described <= there
+
+
+def test_a_lenient_server_says_so():
+    def completions(**options):
+        path = document(**options)["paths"]["/v1/completions"]["post"]
+        return path["requestBody"]["content"]["application/json"]["schema"]
+
+    assert completions()["additionalProperties"] is False
+    assert "additionalProperties" not in completions(lenient=True)
+    assert "security" in document(has_key=True)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/load_lora_adapter"])
+def test_bodies_made_up_from_the_document_are_answered(client, path):
+    schemathesis = pytest.importorskip("schemathesis", reason="it makes up the bodies")
+    schema = schemathesis.openapi.from_dict(document())
+
+    @settings(max_examples=8, deadline=None)
+    @given(case=schema[path]["POST"].as_strategy())
+    def ask(case):
+        body = {**case.body, "max_tokens": 1} if "prompt" in case.body else case.body
+        response = client.post(path, json=body)
+        assert response.status_code < 500, response.text
+        if response.status_code != 200:
+            refusal(response, response.status_code)
+
+    ask()
+
+
+def test_every_field_has_its_word():
+    path = document()["paths"]["/v1/completions"]["post"]
+    schema = path["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["required"] == ["prompt"]
+    assert {"anyOf", "description"} == set(schema["properties"]["n"])
