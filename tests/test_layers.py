@@ -148,6 +148,7 @@ memory/                   tensors that outlive a step, and the files that weight
     weights               tensors loaded by name into storage the executor owns
 models/                   the network: packed inputs, decoder families as a table
     batch                 a schedule as packed tensors
+    fields                a checkpoint's config, read with checks
     rope                  rotary positions
     spec                  which network a checkpoint holds, and its parameters
     splits                which part of which parameter a rank has, as a table
@@ -340,7 +341,7 @@ server/                   a manager behind HTTP and gRPC
     model_card            what a server knows of its model beside the weights
     responses             JSON, errors as one object, server-sent events (no torch)
     keys                  who may use the server (no torch)
-    fields                a checkpoint's config, read with checks
+    fields                fields of JSON bodies, read and described (no torch)
     body                  bodies of requests, within their limits (no torch)
     adapters              the adapters that clients may name
     metrics               what the manager and the server count (no torch)
@@ -350,7 +351,6 @@ server/                   a manager behind HTTP and gRPC
     live                  the live page of the server (no torch)
     models                the model and its adapters
     tokenization          texts as tokens and back
-    fields                fields of JSON bodies, read and described (no torch)
     openai.template_program  a chat template filled in, and the program that does so (no torch)
     openai.templates      where chat templates are, and how one is filled in within bounds
     openai.messages       messages of a chat, as templates want them
