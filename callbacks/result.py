@@ -18,7 +18,10 @@ import torch
 from gptmanager import REQUEST_METRICS, FinishReason, InferenceRequest, NamedTensor, errors
 
 # tensors with the axis that counts tokens: a streaming response holds the new ones only
-_PER_TOKEN = {"context_logits": 1, "generation_logits": 2, "output_log_probs": 2}
+_PER_TOKEN = {
+    **{"context_logits": 1, "generation_logits": 2, "output_log_probs": 2},
+    **{"top_log_probs": 2, "top_log_prob_ids": 2},
+}
 _TOKENS = ("output_ids", "sequence_length")
 
 

@@ -182,6 +182,27 @@ class ContextLogits(NamedTuple):
     logits: Tensor
 
 
+class TopLogProbs(NamedTuple):
+    """The k best tokens of each choice of a row, best first: float32 and int32 `[n, k]`."""
+
+    row: int
+    log_probs: np.ndarray
+    ids: np.ndarray
+
+
+class PromptLogProbs(NamedTuple):
+    """Log probabilities of the n tokens of a prompt that stand behind `position` and those after
+    it: float32 `[n]`; and of the k best tokens there, best first: float32 and int32 `[n, k]`.
+    """
+
+    request_id: int
+    epoch: int
+    position: int
+    log_probs: Tensor
+    top_log_probs: Tensor
+    top_ids: Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
     """What some rows of a step were to yield besides tokens, on the CPU.
@@ -193,6 +214,8 @@ class Extras:
     log_probs: np.ndarray | None = None
     generation_logits: tuple[tuple[int, Tensor], ...] = ()
     context_logits: tuple[ContextLogits, ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    prompt_log_probs: tuple[PromptLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

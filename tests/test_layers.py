@@ -174,6 +174,7 @@ decoding/                 from logits to tokens, and to the end of an output
     random_numbers        functions of seed and position
     adjustments           bias, penalties, bans: what changes a row first
     choice                the best token of a row, or a drawn one
+    best_tokens           the best tokens of rows of scores
     sampling              one token from each row
     device_sampling       rows that a device can choose alone
     rejection             a draft that was sampled, accepted or replaced
@@ -181,6 +182,7 @@ decoding/                 from logits to tokens, and to the end of an output
     beam_state            beams as data, and back
 executor/                 one step on a device: input arrays, the network, the choice of tokens
     packed_rows           a batch as the CPU knows it, padded or cut (no torch)
+    prompt_scores         how likely the tokens of prompts were
     gathered_logits       what an executor keeps of its logits, by slot
     sequence_tables       tokens and blocks of each sequence, by line, and what a device has of them
     step_in_flight        a step under way: what belongs to which row
@@ -190,6 +192,7 @@ executor/                 one step on a device: input arrays, the network, the c
     forward_thread        forwards that run beside the loop
     out_of_memory         a batch that does not fit, in parts
     drawn_drafts          drafts that a host has drawn, accepted or replaced
+    top_tokens            the best tokens of choices, for rows that want them
     token_chooser         from the logits of a step to its tokens
     device_chooser        the same choice, enqueued on a device
     torch_executor        one step, in torch

@@ -29,11 +29,14 @@ ALL = {
     "return_generation_logits": True,
 }
 EXTRAS = ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs")
-AXES = {"output_ids": 2, "context_logits": 1, "generation_logits": 2, "output_log_probs": 2}
+AXES = {
+    **{"output_ids": 2, "context_logits": 1, "generation_logits": 2, "output_log_probs": 2},
+    **{"top_log_probs": 2, "top_log_prob_ids": 2},
+}
 VOCAB = 96
 
 
-def serve(source, requests, *, kv=None, policy=NO_EVICT, **options):
+def serve(source, requests, *, kv=None, policy=NO_EVICT, max_beam_width=1, **options):
     """Run all requests through a manager held to its contract; returns the recording."""
     host = RecordingCallbacks(requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
@@ -42,7 +45,7 @@ def serve(source, requests, *, kv=None, policy=NO_EVICT, **options):
     with GptManager(
         source,
         ModelType.INFLIGHT_FUSED_BATCHING,
-        1,
+        max_beam_width,
         SchedulerConfig(policy),
         checker.get_inference_requests,
         checker.send_response,

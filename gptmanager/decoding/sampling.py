@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gptmanager.cuda import adjustments, log_probs, sampling
 from gptmanager.decoding.adjustments import adjust
+from gptmanager.decoding.best_tokens import log_probs_beside
 from gptmanager.decoding.choice import (
     BLOCK,
     NOTHING,
@@ -182,7 +183,7 @@ class Sampler:
         self._choices[line] = sampling.pack(*given)
         self._adjustments[line] = adjustments.pack(*given, lists.ctypes.data)
         self._wanted[line] = NO_VALUE
-        if output_config.log_probs:
+        if output_config.log_probs or output_config.num_top_log_probs:
             self._wanted[line] = log_probs.LOG_PROB if output_config.normalized else LOGIT
 
     def sample(
@@ -221,6 +222,31 @@ class Sampler:
         scores = torch.log_softmax(logits, dim=1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         scores[~(best < torch.inf)] = torch.nan
         return scores
+
+    def log_probs_of(
+        self,
+        ids: Ints,
+        logits: Tensor,
+        lines: Ints,
+        tokens: npt.NDArray[np.int32],
+        log_probs: npt.NDArray[np.float32],
+    ) -> npt.NDArray[np.float32]:
+        """Of the tokens `ids` `[S, k]`, by what `sample` has left: float32 `[S, k]`.
+
+        These are its `logits`, changed, the `tokens` `[S]` that it has chosen, and their
+        `log_probs`. NaN in a row that has no token.
+        """
+        temperatures = self._choices["temperature"][lines][:, None]
+        chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]
+        known = np.where(tokens < 0, np.float32(np.nan), log_probs)
+        with np.errstate(over="ignore"):
+            scores, own = (
+                np.take_along_axis(logits.numpy(), wanted, 1) / temperatures
+                for wanted in (ids, chosen)
+            )
+        found = log_probs_beside(scores, own[:, 0], known)
+        is_normalized = (self._wanted[lines] != LOGIT)[:, None]
+        return np.minimum(found, 0, out=found, where=is_normalized)  # what is known was rounded
 
     def _run(
         self,

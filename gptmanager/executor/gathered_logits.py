@@ -6,7 +6,7 @@ slots and rows of schedules, nothing of requests and responses, nor of how logit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,50 +14,88 @@ import torch
 from torch import Tensor
 
 from gptmanager.executor.packed_rows import PackedRows
-from gptmanager.step import ContextLogits, Row, SequenceStart
+from gptmanager.request.output_options import NO_EXTRAS, OutputConfig
+from gptmanager.step import Row, SequenceStart
 
 Bring = Callable[[Tensor], Tensor]  # logits to the CPU, at once or later
 
 
 class ContextPart(NamedTuple):
-    """The first `num_tokens` tokens of a context row, whose logits are wanted."""
+    """A context row of which the logits of the first tokens are wanted.
+
+    `num_logits`: of so many by the host; `num_scored`: of so many to score the tokens behind them.
+    """
 
     number: int  # of the row in the batch
     row: Row
-    num_tokens: int
+    num_logits: int
+    num_scored: int
+
+    @property
+    def num_tokens(self) -> int:
+        return max(self.num_logits, self.num_scored)
 
 
 class GatheredLogits:
     """What each slot's sequence wants, since its start.
 
-    `any_context`, `any_generation`, `any_log_probs`: whether one of them wants such; where none
-    does, nothing must be asked.
+    `any_context`, `any_generation`, `any_log_probs`, `any_top`: whether one of them wants such;
+    where none does, nothing must be asked. Who wants top log probabilities wants those of chosen
+    tokens.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._context_end = np.zeros(num_slots, dtype=np.int64)  # 0: no context logits
+        self._scored_end = np.zeros(num_slots, dtype=np.int64)  # 0: no prompt log probabilities
+        self._num_top = np.zeros(num_slots, dtype=np.int32)
+        self._configs = [NO_EXTRAS] * num_slots
         self._generation = np.zeros(num_slots, dtype=np.bool_)
         self._log_probs = np.zeros(num_slots, dtype=np.bool_)
-        self.any_context = self.any_generation = self.any_log_probs = False
+        self.any_context = self.any_generation = self.any_log_probs = self.any_top = False
 
     def load(self, starts: Sequence[SequenceStart]) -> None:
         for start in starts:
-            output_config, slot = start.output_config, start.slot
-            self._context_end[slot] = start.orig_prompt_len if output_config.context_logits else 0
-            self._generation[slot] = output_config.generation_logits
-            self._log_probs[slot] = output_config.log_probs
-        self.any_context = bool(self._context_end.any())
+            config, slot, prompt_len = start.output_config, start.slot, start.orig_prompt_len
+            self._configs[slot] = config
+            self._context_end[slot] = prompt_len if config.context_logits else 0
+            self._scored_end[slot] = prompt_len - 1 if config.num_prompt_log_probs >= 0 else 0
+            self._generation[slot] = config.generation_logits
+            self._log_probs[slot] = config.log_probs or config.num_top_log_probs > 0
+            self._num_top[slot] = config.num_top_log_probs
+        self.any_context = bool(self._context_end.any() or self._scored_end.any())
         self.any_generation = bool(self._generation.any())
         self.any_log_probs = bool(self._log_probs.any())
+        self.any_top = bool(self._num_top.any())
+
+    def config(self, slot: int) -> OutputConfig:
+        """What the sequence there wants."""
+        return self._configs[slot]
 
     def context_parts(self, context_rows: Sequence[Row]) -> list[ContextPart]:
         """The tokens of these rows whose logits are wanted."""
         parts = []
         for number, row in enumerate(context_rows):
-            end = min(row.position + row.num_tokens, int(self._context_end[row.slot]))
-            if end > row.position:
-                parts.append(ContextPart(number, row, end - row.position))
+            counts = (_within(row, ends) for ends in (self._context_end, self._scored_end))
+            part = ContextPart(number, row, *counts)
+            if part.num_tokens:
+                parts.append(part)
         return parts
+
+    def batches(self, context_rows: Sequence[Row], most: int) -> Iterator[tuple[Row, ...]]:
+        """The rows in order, some cut in pieces: no batch has more than `most` tokens to score."""
+        batch: list[Row] = []
+        room = most
+        for row in context_rows:
+            while (wanted := _within(row, self._scored_end)) > room:
+                if room:
+                    batch.append(row._replace(num_tokens=room, samples=False, num_drafts=0))
+                yield tuple(batch)
+                rest = row.num_tokens - room
+                row = row._replace(position=row.position + room, num_tokens=rest)
+                batch, room = [], most
+            batch.append(row)
+            room -= wanted
+        yield tuple(batch)
 
     def generation_logits(
         self, slots: np.ndarray, firsts: np.ndarray, logits: Tensor, bring: Bring
@@ -79,6 +117,16 @@ class GatheredLogits:
         """Whether a sequence in one of these slots does."""
         return bool(self._log_probs[slots].any())
 
+    def num_top(self, slots: np.ndarray) -> np.ndarray:
+        """Of how many of the best tokens each of them wants log probabilities, int32."""
+        counts: np.ndarray = self._num_top[slots]
+        return counts
+
+
+def _within(row: Row, ends: np.ndarray) -> int:
+    """How many of its tokens stand before the end that its slot has in `ends`."""
+    return max(0, min(row.num_tokens, int(ends[row.slot]) - row.position))
+
 
 def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
     """With the logits of these parts behind those that are sampled from."""
@@ -90,12 +138,9 @@ def with_context(rows: PackedRows, parts: Sequence[ContextPart]) -> PackedRows:
 
 
 def split_context(
-    logits: Tensor, parts: Sequence[ContextPart], bring: Bring
-) -> tuple[Tensor, tuple[ContextLogits, ...]]:
-    """The logits that are sampled from, and those of the context behind them, brought."""
+    logits: Tensor, parts: Sequence[ContextPart]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The logits that are sampled from, and those of each part behind them."""
     sizes = [part.num_tokens for part in parts]
     sampled, *pieces = torch.split(logits, [len(logits) - sum(sizes), *sizes])
-    return sampled, tuple(
-        ContextLogits(part.row.request_id, part.row.epoch, part.row.position, bring(piece))
-        for part, piece in zip(parts, pieces, strict=True)
-    )
+    return sampled, tuple(pieces)

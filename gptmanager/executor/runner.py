@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gptmanager.cuda.uploads import Array
 from gptmanager.executor.packed_rows import PackedRows
+from gptmanager.executor.prompt_scores import PromptScorer, Scores
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool
@@ -58,6 +59,7 @@ class Runner:
         self._adapter_slots = np.full(len(tables.tokens), -1, dtype=np.int32)  # by line
         self._has_adapters = False  # or had: any line
         self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
+        self._scorer: PromptScorer | None = None  # until somebody asks
 
     def load(
         self,
@@ -85,6 +87,12 @@ class Runner:
     def bring(self, logits: Tensor) -> Tensor:
         """Logits that a host wants, float32 on the CPU by the time of the step's result."""
         return logits
+
+    def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
+        """As of `PromptScorer`, there as what `bring` gives is."""
+        if self._scorer is None:
+            self._scorer = PromptScorer(logits.shape[1])
+        return self._scorer.score(logits, targets, count, normalized=normalized)
 
     def relieve(self) -> None:
         """Give back memory that is held for later."""

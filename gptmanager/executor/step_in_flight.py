@@ -21,8 +21,10 @@ from gptmanager.step import (
     ContextLogits,
     Drafts,
     Failure,
+    PromptLogProbs,
     Row,
     Schedule,
+    TopLogProbs,
 )
 
 
@@ -69,6 +71,7 @@ class ChosenTokens(NamedTuple):
     beams: tuple[BeamCandidates, ...] = ()
     failed: Mapping[int, BaseException] = MappingProxyType({})
     generation_logits: tuple[tuple[int, Tensor], ...] = ()
+    top_log_probs: tuple[TopLogProbs, ...] = ()
 
 
 PendingTokens = Callable[[], ChosenTokens]  # waits for them; called once
@@ -88,6 +91,7 @@ class StepInFlight:
     context_logits: tuple[ContextLogits, ...]
     inputs: ChoiceInputs | None
     out_of_memory: tuple[Failure, ...]
+    prompt_log_probs: tuple[PromptLogProbs, ...] = ()
     pending: PendingTokens | None = None  # once the step is sampled
 
 

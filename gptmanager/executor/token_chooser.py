@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.decoding.best_tokens import best_ids, best_tokens
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.logits import PostProcessing
 from gptmanager.decoding.random_numbers import derive_seed
@@ -30,9 +31,25 @@ from gptmanager.executor.step_in_flight import (
     candidates,
     part_of,
 )
-from gptmanager.step import NOT_FINITE, BeamCandidates, SequenceStart
+from gptmanager.executor.top_tokens import TopTokens, joined
+from gptmanager.step import NOT_FINITE, BeamCandidates, SequenceStart, TopLogProbs
 
 _Beams = tuple[BeamCandidates, ...]
+
+
+class _Picked(NamedTuple):
+    """Tokens and log probabilities of all S; candidates of the rows with several beams; the best
+    tokens of rows that want them.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray | None
+    beams: _Beams
+    top: TopTokens | None
+
+    @property
+    def top_log_probs(self) -> tuple[TopLogProbs, ...]:
+        return () if self.top is None else self.top.by_row()
 
 
 class Chooser(Protocol):
@@ -100,27 +117,52 @@ class TokenChooser:
                 chosen = self._verify_in_order(rows, step.logits)._replace(generation_logits=raw)
             else:
                 rows, logits, failed = self._prepare(rows, step.logits)
-                tokens, log_probs, beams = self._pick(rows, logits)
-                found = self._by_row(rows, tokens, log_probs)
-                chosen = ChosenTokens(*found, beams, failed, raw)
+                picked = self._pick(rows, logits)
+                found = self._by_row(rows, picked.tokens, picked.log_probs)
+                chosen = ChosenTokens(*found, picked.beams, failed, raw, picked.top_log_probs)
         if self._drawn.by_slot:
             self._drawn.forget(rows)
         return lambda: chosen
 
-    def _pick(
-        self, rows: SamplingRows, logits: Tensor
-    ) -> tuple[np.ndarray, np.ndarray | None, _Beams]:
-        """Tokens and log probabilities of all S; candidates of the rows with several beams."""
-        log_probs = None
+    def _pick(self, rows: SamplingRows, logits: Tensor) -> _Picked:
+        log_probs, top = None, None
         if self.gathered.any_log_probs and self.gathered.wants_log_probs(rows.slots):
             log_probs = np.zeros(len(rows.lines), dtype=np.float32)
-        logits = logits.cpu()
+            top = self._top_tokens(rows)
+        logits = logits.cpu().contiguous()  # they are changed in place
+        beams: _Beams = ()
         if self.lines.max_beam_width > 1 and any(row.beam_width > 1 for row in rows.rows):
-            tokens, beams = self._search(rows, logits, log_probs)
+            tokens, beams = self._search(rows, logits, log_probs, top)
         else:
-            tokens, beams = self._sampler.sample(logits, rows.lines, rows.positions, log_probs), ()
+            tokens = self._sampler.sample(logits, rows.lines, rows.positions, log_probs)
+            if top is not None and log_probs is not None:
+                self._rank(top, np.arange(len(tokens)), logits, rows.lines, tokens, log_probs)
         self._write(rows, tokens)
-        return tokens, log_probs, beams
+        return _Picked(tokens, log_probs, beams, top)
+
+    def _top_tokens(self, rows: SamplingRows) -> TopTokens | None:
+        """None: no row wants its best tokens."""
+        if not self.gathered.any_top:
+            return None
+        counts = self.gathered.num_top(rows.slots)
+        return TopTokens(rows, counts) if counts.any() else None
+
+    def _rank(
+        self,
+        top: TopTokens,
+        choices: np.ndarray,
+        logits: Tensor,
+        lines: np.ndarray,
+        tokens: np.ndarray,
+        log_probs: np.ndarray,
+    ) -> None:
+        """The best tokens of those `choices` that want them, by what was sampled for all."""
+        own = np.flatnonzero(top.wanted[choices])
+        if own.size:
+            logits = logits[torch.from_numpy(own)]
+            ids = best_ids(logits, top.most)
+            sampled = logits, lines[own], tokens[own], log_probs[own]
+            top.put(choices[own], self._sampler.log_probs_of(ids, *sampled), ids)
 
     def _write(self, rows: SamplingRows, tokens: np.ndarray, own: np.ndarray | None = None) -> None:
         """Tokens `[S]`, of all or of `own`, are their sequences' next inputs; 0 where none is.
@@ -192,7 +234,11 @@ class TokenChooser:
         return spread, torch.cat([*pieces, logits[end:]])
 
     def _search(
-        self, rows: SamplingRows, logits: Tensor, log_probs: np.ndarray | None
+        self,
+        rows: SamplingRows,
+        logits: Tensor,
+        log_probs: np.ndarray | None,
+        top: TopTokens | None,
     ) -> tuple[np.ndarray, _Beams]:
         """Tokens of what is sampled, of a searched beam 0 or NOT_FINITE; candidates of all."""
         counts = self._num_candidates[rows.slots]
@@ -200,21 +246,24 @@ class TokenChooser:
         tokens = np.zeros(len(rows.lines), dtype=np.int32)
         values = np.zeros(len(rows.lines), dtype=np.float32) if log_probs is None else log_probs
         single, beams = np.flatnonzero(~searched), np.flatnonzero(searched)
-        own = values[single]
-        tokens[single] = self._sampler.sample(
-            logits[torch.from_numpy(single)], rows.lines[single], rows.positions[single], own
-        )
+        own, part, lines = values[single], logits[torch.from_numpy(single)], rows.lines[single]
+        tokens[single] = self._sampler.sample(part, lines, rows.positions[single], own)
         values[single] = own
         scores = self._sampler.log_probs(
             logits[torch.from_numpy(beams)], rows.lines[beams], rows.positions[beams]
         )
         tokens[beams[torch.isnan(scores[:, 0]).numpy()]] = NOT_FINITE
-        best = _best(scores, int(counts.max(initial=1)))
+        if top is not None:
+            self._rank(top, single, part, lines, tokens[single], own)
+            wanted = np.flatnonzero(top.wanted[beams])
+            ids = best_ids(scores[torch.from_numpy(wanted)], top.most)
+            top.put(beams[wanted], np.take_along_axis(scores.numpy()[wanted], ids, 1), ids)
+        best = best_tokens(scores, int(counts.max(initial=1)))
         most = best[0].shape[1]
-        best_tokens = np.zeros((len(rows.lines), most), dtype=np.int32)
-        best_values = np.zeros((len(rows.lines), most), dtype=np.float32)
-        best_tokens[beams], best_values[beams] = best
-        return tokens, candidates(rows, counts, tokens, values, best_tokens, best_values)
+        found_tokens = np.zeros((len(rows.lines), most), dtype=np.int32)
+        found_values = np.zeros((len(rows.lines), most), dtype=np.float32)
+        found_tokens[beams], found_values[beams] = best
+        return tokens, candidates(rows, counts, tokens, values, found_tokens, found_values)
 
     # Drafts of which each depends on the one before --------------------------------------------
 
@@ -238,24 +287,28 @@ class TokenChooser:
         drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
         tokens, log_probs = np.zeros(len(rows.lines), dtype=np.int32), None
         beams: _Beams = ()
+        top: dict[int, list[TopLogProbs]] = {}
         failed: dict[int, BaseException] = {}
         left = np.arange(len(rows.rows))
         for offset in range(1 + max(row.num_drafts for row in rows.rows)):
             part, part_logits, errors = self._prepare(*part_of(rows, logits, left, offset))
             compared = self._drawn.at(offset, part, part_logits)
-            picked, values, searched = self._pick(part, part_logits)
+            picked = self._pick(part, part_logits)
+            values = picked.log_probs
             self._drawn.replace_rejected(
-                offset, part, compared, picked, values, self._tables.tokens
+                offset, part, compared, picked.tokens, values, self._tables.tokens
             )
+            for own in picked.top_log_probs:
+                top.setdefault(int(left[own.row]), []).append(own)
             numbers, heads = rows.firsts[left] + offset, part.firsts[:-1]
-            tokens[numbers] = picked[heads]
+            tokens[numbers] = picked.tokens[heads]
             if values is not None:
                 if log_probs is None:
                     log_probs = np.zeros(len(tokens), dtype=np.float32)
                 log_probs[numbers] = values[heads]
             failed |= {int(left[index]): error for index, error in errors.items()}
             if not offset:
-                beams = searched
+                beams = picked.beams
             agree = [
                 row.num_drafts > offset
                 and drafts[row.slot][offset] == tokens[number]
@@ -265,18 +318,5 @@ class TokenChooser:
             left = left[agree]
             if not left.size:
                 break
-        return ChosenTokens(*accepted(rows, tokens, log_probs), beams, failed)
-
-
-def _best(log_probs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log probabilities of the `count` best of each row, the lowest id on a tie."""
-    values, ids = (found.numpy() for found in log_probs.topk(min(count, log_probs.shape[1]), dim=1))
-    rows, last = log_probs.numpy(), values[:, -1:]
-    ties = ((rows >= last).sum(1) > ids.shape[1]) & (last[:, 0] > -np.inf)
-    for index in np.flatnonzero(ties):  # of equals any may have been found
-        row, lowest = rows[index], last[index]
-        best = np.flatnonzero(row > lowest)
-        ids[index] = np.concatenate((best, np.flatnonzero(row == lowest)))[: ids.shape[1]]
-        values[index] = row[ids[index]]
-    order = np.lexsort((ids, -values))
-    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+        ranked = tuple(joined(row, parts) for row, parts in top.items())
+        return ChosenTokens(*accepted(rows, tokens, log_probs), beams, failed, top_log_probs=ranked)

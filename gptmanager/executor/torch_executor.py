@@ -10,12 +10,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gptmanager.decoding.lines import Lines
 from gptmanager.errors import response_text
-from gptmanager.executor.gathered_logits import split_context, with_context
+from gptmanager.executor.gathered_logits import ContextPart, split_context, with_context
 from gptmanager.executor.out_of_memory import Cuts, failures, joined
 from gptmanager.executor.packed_rows import PackedRows, offsets
+from gptmanager.executor.prompt_scores import MOST_LOGITS
 from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import SamplingRows, StepInFlight
@@ -23,7 +25,15 @@ from gptmanager.executor.token_chooser import Chooser
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.statistics import Memory
-from gptmanager.step import ContextLogits, Extras, Failure, Row, Schedule, StepResult
+from gptmanager.step import (
+    ContextLogits,
+    Extras,
+    Failure,
+    PromptLogProbs,
+    Row,
+    Schedule,
+    StepResult,
+)
 
 Rows = tuple[Row, ...]
 
@@ -53,6 +63,7 @@ class TorchExecutor:
         self._chooser = chooser
         self._gathered = chooser.gathered
         self._window = attention_window
+        self._most_scored = max(1, MOST_LOGITS // runner.model.spec.vocab_size)  # tokens at once
         self._cuts: Cuts | None = None
         if cuts:
             self._cuts = Cuts(runner.model.spec.vocab_size, runner.kv_pool.keys.device)
@@ -89,8 +100,12 @@ class TorchExecutor:
             counts = np.ones(len(rows), dtype=np.int32) if counts is None else counts
             counts[[row.request_id in ids for row in rows]] = 0
         extras = None
-        if step.context_logits or chosen.generation_logits or chosen.log_probs is not None:
-            extras = Extras(chosen.log_probs, chosen.generation_logits, step.context_logits)
+        of_prompts = step.context_logits or step.prompt_log_probs
+        if of_prompts or chosen.generation_logits or chosen.log_probs is not None:
+            extras = Extras(
+                *(chosen.log_probs, chosen.generation_logits, step.context_logits),
+                *(chosen.top_log_probs, step.prompt_log_probs),
+            )
         return StepResult(
             chosen.tokens,
             monotonic(),
@@ -141,7 +156,7 @@ class TorchExecutor:
         """Logits of the sequences that yield a token, and those of prompts that a host wants."""
         results: list[Computed] = []
         sampled: list[tuple[np.ndarray, np.ndarray]] = []
-        context_logits: tuple[ContextLogits, ...] = ()
+        of_prompts: list[ContextLogits | PromptLogProbs] = []
         for context, generation in self._batches(schedule):
             rows = self._pack(context, generation)
             index = rows.sample_index
@@ -151,24 +166,49 @@ class TorchExecutor:
                 results.append(self._run(rows))
                 continue
             computed = self._run(with_context(rows, parts))
-            logits, brought = split_context(computed.logits, parts, self.runner.bring)
+            logits, pieces = split_context(computed.logits, parts)
             results.append(computed._replace(logits=logits))
-            context_logits += brought
+            for part, piece in zip(parts, pieces, strict=True):
+                of_prompts += self._told(part, piece)
         whole, (lines, positions) = results[0], sampled[0]
         if len(results) > 1:
             whole = joined(results)
             lines, positions = map(np.concatenate, zip(*sampled, strict=True))
         choices = _sampling_rows(schedule, lines, positions)
         lost = failures(self.lines, schedule, whole) if whole.lost else ()
-        return StepInFlight(schedule, choices, whole.logits, context_logits, whole.inputs, lost)
+        context_logits = tuple(p for p in of_prompts if isinstance(p, ContextLogits))
+        prompt_log_probs = tuple(p for p in of_prompts if isinstance(p, PromptLogProbs))
+        return StepInFlight(
+            *(schedule, choices, whole.logits, context_logits, whole.inputs, lost),
+            prompt_log_probs=prompt_log_probs,
+        )
+
+    def _told(self, part: ContextPart, logits: Tensor) -> Iterator[ContextLogits | PromptLogProbs]:
+        """What hosts want to know of a part of a prompt, by its logits."""
+        row = part.row
+        name = row.request_id, row.epoch, row.position
+        if part.num_logits:
+            yield ContextLogits(*name, self.runner.bring(logits[: part.num_logits]))
+        if part.num_scored and logits.shape[1]:  # else this rank has none
+            config, line = self._gathered.config(row.slot), self.lines.of(row.slot)
+            behind = slice(row.position + 1, row.position + 1 + part.num_scored)
+            targets = self._tables.tokens[line, behind].astype(np.int64)
+            count = config.num_prompt_log_probs
+            scores = self.runner.score(logits[: part.num_scored], targets, count, config.normalized)
+            yield PromptLogProbs(*name, *scores)
 
     def _batches(self, schedule: Schedule) -> Iterator[tuple[Rows, Rows]]:
         """Context and generation rows that run at once."""
+        most = self._most_scored
         context, generation = schedule.context_rows, schedule.generation_rows
         if self._window is not None:
             pieces = [piece for row in context for piece in _pieces(row, self._window)]
             context = tuple(piece for piece, is_last in pieces if is_last)
-            yield from (((piece,), ()) for piece, is_last in pieces if not is_last)
+            for early in [piece for piece, is_last in pieces if not is_last]:
+                yield from ((batch, ()) for batch in self._gathered.batches((early,), most))
+        if self._gathered.any_context:
+            *batches, context = self._gathered.batches(context, most)
+            yield from ((batch, ()) for batch in batches)
         if self.fused or not (context and generation):
             yield context, generation
         else:

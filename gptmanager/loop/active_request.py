@@ -171,12 +171,11 @@ class ActiveRequest(LlmRequest):
 
     @property
     def wanted_from_start(self) -> OutputConfig:
-        """What a start that comes now must yield: context logits only if they are not known."""
-        if self.times.first_token is None:
-            return self.output.config
-        return self.output.config._replace(context_logits=False)
+        """What a start that comes now must yield: that of the prompt only if it is not known."""
+        config = self.output.config
+        return config if self.times.first_token is None else config.without_prompt
 
     @property
     def reads_cache(self) -> bool:
-        """Context logits come of computing the context, all of it."""
-        return not self.output.config.context_logits or self.times.first_token is not None
+        """What is told of the prompt comes of computing it, all of it."""
+        return not self.wanted_from_start.asks_of_prompt

@@ -44,6 +44,7 @@ _LATER = ("position_ids",)
 _LORA_TENSORS = ("lora_task_id", "lora_weights", "lora_config")
 
 _TINY, _HUGE = 1e-30, 1e30  # of a penalty or a temperature
+_MOST_LOG_PROBS = 128  # of one position
 _SAMPLING_TENSORS = ("runtime_top_k", "runtime_top_p", "runtime_min_p", "temperature")
 
 
@@ -214,11 +215,23 @@ def _read_output_options(
     def is_asked(name: str) -> bool:
         return read_bool(name, tensors.get(name, False))
 
+    def count(name: str, none: int) -> int:
+        found = read_int(name, tensors.get(name, none), none, _MOST_LOG_PROBS)
+        return min(found, limits.vocab_size)
+
+    num_prompt = count("num_prompt_log_probs", -1)
+    if num_prompt >= 0 and "prompt_embedding_table" in tensors:
+        raise InvalidRequestError(
+            f"num_prompt_log_probs = {num_prompt} is refused with prompt_embedding_table: its "
+            "tokens have no logits"
+        )
     config = OutputConfig(
         log_probs=is_asked("return_log_probs"),
         normalized=limits.normalize_log_probs,
         generation_logits=is_asked("return_generation_logits") or limits.gather_generation_logits,
         context_logits=is_asked("return_context_logits") or limits.gather_context_logits,
+        num_top_log_probs=count("num_top_log_probs", 0),
+        num_prompt_log_probs=num_prompt,
     )
     return OutputOptions(
         read_bool("is_streaming", request.is_streaming),

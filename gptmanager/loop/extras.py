@@ -8,19 +8,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gptmanager.decoding.beam_search import BeamNode
 from gptmanager.loop.active_request import ActiveRequest
-from gptmanager.step import Extras, Row
+from gptmanager.step import Extras, PromptLogProbs, Row
+
+
+class LogProbsByRank(NamedTuple):
+    """The best tokens of n positions: float32 and int32 `[n, k]`."""
+
+    log_probs: Tensor
+    ids: Tensor
+
+
+class _PromptScores(NamedTuple):
+    """Of all tokens of a prompt but the first: `[n]`, `[n, k]` and `[n, k]`."""
+
+    log_probs: Tensor
+    top_log_probs: Tensor
+    top_ids: Tensor
 
 
 class RequestExtras:
     """One request's. What is taken for sending is no longer held."""
 
-    __slots__ = ("_context", "_context_end", "_generation", "_log_probs", "_vocab_size")
+    __slots__ = (
+        *("_context", "_context_end", "_generation", "_log_probs", "_vocab_size"),
+        *("_prompt", "_prompt_end", "_top", "prompt_is_sent"),
+    )
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -28,6 +48,10 @@ class RequestExtras:
         self._context_end = 0  # positions of it that are computed
         self._generation: dict[int, Tensor] = {}  # by index, [beam, vocab]
         self._log_probs: list[float] = []
+        self._top: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by index, each [beam, k]
+        self._prompt: _PromptScores | None = None
+        self._prompt_end = 0  # tokens of it that are scored
+        self.prompt_is_sent = False
 
     def add_context(self, prompt_len: int, position: int, logits: Tensor) -> None:
         """Logits `[n, vocab]` of the prompt from `position` on; a restart brings them again."""
@@ -36,6 +60,22 @@ class RequestExtras:
         end = position + len(logits)
         self._context[position:end] = logits
         self._context_end = end
+
+    def add_prompt(self, prompt_len: int, found: PromptLogProbs) -> None:
+        """Those of a part of the prompt; a restart brings them again."""
+        if self._prompt is None:
+            shape = prompt_len - 1, found.top_ids.shape[1]
+            self._prompt = _PromptScores(
+                torch.empty(shape[0]), torch.empty(shape), torch.empty(shape, dtype=torch.int32)
+            )
+        self._prompt_end = found.position + len(found.log_probs)
+        own = slice(found.position, self._prompt_end)
+        for whole, part in zip(self._prompt, found[3:], strict=True):
+            whole[own] = part
+
+    def add_top(self, index: int, each: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Log probabilities and ids `[beam, k]`, of each token from `index` on."""
+        self._top.update(enumerate(each, index))
 
     def add_generation(self, index: int, logits: Sequence[Tensor]) -> None:
         """Those `[beam, vocab]` from which each token from `index` on is chosen."""
@@ -57,6 +97,35 @@ class RequestExtras:
         if context is None:
             return torch.empty(1, 0, self._vocab_size)
         return context[None, :end]
+
+    def take_prompt(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`[1, n]` and, of the `count` best, twice `[1, n, count]`: of all tokens behind the first
+        one, or of what was computed of them; once.
+        """
+        found, end = self._prompt, self._prompt_end
+        self._prompt, self._prompt_end, self.prompt_is_sent = None, 0, True
+        if found is None:
+            ids = torch.empty(1, 0, count, dtype=torch.int32)
+            return torch.empty(1, 0), torch.empty(1, 0, count), ids
+        return (
+            found.log_probs[None, :end],
+            found.top_log_probs[None, :end],
+            found.top_ids[None, :end],
+        )
+
+    def take_top(self, start: int, end: int, count: int) -> LogProbsByRank:
+        """Of the generated tokens `start <= index < end`, of one text."""
+        return _stacked([self._top.pop(i) for i in range(start, end) if i in self._top], count)
+
+    def beam_top(self, nodes: Sequence[BeamNode], count: int) -> LogProbsByRank:
+        """Of the tokens that each node's was chosen among; a replay has none of it."""
+        known = self._top
+        found = [
+            tuple(array[node.beam, None] for array in known[node.length - 1])
+            for node in nodes
+            if node.length - 1 in known
+        ]
+        return _stacked(found, count)
 
     def take_generation(self, start: int, end: int) -> Tensor:
         """`[1, 1, n, vocab]` of the generated tokens `start <= index < end`."""
@@ -94,18 +163,36 @@ class HeldExtras(dict[int, RequestExtras]):
         for request_id, epoch, position, logits in extras.context_logits:
             if (request := _find(by_id, request_id, epoch)) is not None:
                 self[request_id].add_context(request.orig_prompt_len, position, logits)
+        for found in extras.prompt_log_probs:
+            if (request := _find(by_id, found.request_id, found.epoch)) is not None:
+                self[found.request_id].add_prompt(request.orig_prompt_len, found)
         requests = [_find(by_id, row.request_id, row.epoch) for row in rows]
+        for index, log_probs, ids in extras.top_log_probs:
+            if (request := requests[index]) is not None:
+                if request.search is None:  # one text, n tokens
+                    each = list(zip(log_probs[:, None], ids[:, None], strict=True))
+                else:
+                    each = [(log_probs, ids)]
+                self[request.request_id].add_top(request.num_output, each)
         for index, logits in extras.generation_logits:
             if (request := requests[index]) is not None:
-                each = torch.split(logits, 1) if request.search is None else [logits]
-                self[request.request_id].add_generation(request.num_output, each)
+                own = torch.split(logits, 1) if request.search is None else [logits]
+                self[request.request_id].add_generation(request.num_output, own)
         if extras.log_probs is None:
             return
-        for request, log_probs in zip(requests, extras.log_probs.tolist(), strict=True):
+        for request, own in zip(requests, extras.log_probs.tolist(), strict=True):
             if request is not None and request.output.config.log_probs:
-                self[request.request_id].add_log_probs(request.num_output, log_probs)
+                self[request.request_id].add_log_probs(request.num_output, own)
 
 
 def _find(by_id: Mapping[int, ActiveRequest], request_id: int, epoch: int) -> ActiveRequest | None:
     request = by_id.get(request_id)
     return request if request is not None and request.epoch == epoch else None
+
+
+def _stacked(found: Sequence[tuple[np.ndarray, ...]], count: int) -> LogProbsByRank:
+    """Those of n tokens, each `[1, count]`, as one."""
+    if not found:
+        return LogProbsByRank(torch.empty(0, count), torch.empty(0, count, dtype=torch.int32))
+    log_probs, ids = (torch.from_numpy(np.concatenate(own)) for own in zip(*found, strict=True))
+    return LogProbsByRank(log_probs, ids)

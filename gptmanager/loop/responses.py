@@ -37,7 +37,11 @@ REQUEST_METRICS = (
 
 _NEVER = float("-inf")  # the log probability of a beam that there is not
 # tensors beside the tokens, in the order of the table
-_EXTRAS = ("context_logits", "generation_logits", "output_log_probs", "cum_log_probs")
+_EXTRAS = (
+    *("context_logits", "generation_logits", "output_log_probs", "cum_log_probs"),
+    *("top_log_probs", "top_log_prob_ids"),
+    *("prompt_log_probs", "prompt_top_log_probs", "prompt_top_log_prob_ids"),
+)
 # sent whenever logits were not asked for: the contract's dummies, shared by all responses
 _NO_LOGITS = (
     NamedTensor("context_logits", torch.zeros(1, 1, 1, dtype=torch.float32)),
@@ -133,7 +137,25 @@ def _extras(
             log_probs, sums = _padded(beams.nodes, _log_probs), torch.tensor([beams.cum_log_probs])
         tensors.append(NamedTensor("output_log_probs", log_probs))
         tensors.append(NamedTensor("cum_log_probs", sums))
+    if config.num_top_log_probs:
+        tensors += _top(found, config.num_top_log_probs, start, end, beams)
+    if config.num_prompt_log_probs >= 0 and not found.prompt_is_sent:
+        parts = found.take_prompt(config.num_prompt_log_probs)
+        names = _EXTRAS[-3:] if config.num_prompt_log_probs else _EXTRAS[-3:-2]
+        tensors += [NamedTensor(name, part) for name, part in zip(names, parts, strict=False)]
     return tensors
+
+
+def _top(
+    found: RequestExtras, count: int, start: int, end: int, beams: Beams | None
+) -> list[NamedTensor]:
+    """The best tokens at the output positions `start` to `end`, `[1, beam, n, count]`."""
+    if beams is None:
+        log_probs, ids = (part[None, None] for part in found.take_top(start, end, count))
+    else:
+        log_probs = _padded(beams.nodes, lambda nodes: found.beam_top(nodes, count).log_probs)
+        ids = _padded(beams.nodes, lambda nodes: found.beam_top(nodes, count).ids)
+    return [NamedTensor("top_log_probs", log_probs), NamedTensor("top_log_prob_ids", ids)]
 
 
 def _tokens(request: ActiveRequest, start: int, end: int, beams: Beams | None) -> list[NamedTensor]:

@@ -58,6 +58,7 @@ TENSORS = (
     *("min_length", "bad_words_list", "embedding_bias", "stop_words_list"),
     *("beam_width", "num_return_sequences", "len_penalty", "early_stopping"),
     *("return_log_probs", "return_context_logits", "return_generation_logits"),
+    *("num_top_log_probs", "num_prompt_log_probs"),
     *("include_stop_in_output", "prompt_embedding_table", "prompt_vocab_size"),
     *("lora_task_id", "lora_weights", "lora_config", "draft_input_ids", "draft_logits"),
 )

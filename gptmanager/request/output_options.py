@@ -6,17 +6,34 @@ from typing import NamedTuple
 
 
 class OutputConfig(NamedTuple):
-    """What a request is told besides its tokens. `normalized`: log probabilities, not logits."""
+    """What a request is told besides its tokens. `normalized`: log probabilities, not logits.
+
+    `num_top_log_probs`: of so many of the best tokens at each output position. Of the prompt's
+    tokens their own log probabilities and `num_prompt_log_probs` of the best; -1: nothing.
+    """
 
     log_probs: bool = False
     normalized: bool = True
     generation_logits: bool = False
     context_logits: bool = False
+    num_top_log_probs: int = 0
+    num_prompt_log_probs: int = -1
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Anything that comes of computing the whole prompt."""
+        return self.context_logits or self.num_prompt_log_probs >= 0
 
     @property
     def asks(self) -> bool:
         """Anything at all."""
-        return self.log_probs or self.generation_logits or self.context_logits
+        of_output = self.log_probs or self.generation_logits or self.num_top_log_probs > 0
+        return of_output or self.asks_of_prompt
+
+    @property
+    def without_prompt(self) -> OutputConfig:
+        """What is left when that of the prompt is known."""
+        return self._replace(context_logits=False, num_prompt_log_probs=-1)
 
 
 NO_EXTRAS = OutputConfig()

@@ -28,7 +28,8 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("input_lengths", "request_output_len", "end_id", "pad_id", "beam_width", "runtime_top_k",
          "min_length", "early_stopping", "noRepeatNgramSize", "random_seed", "client_id",
-         "num_return_sequences", "prompt_vocab_size", "lora_task_id", "retention_priority"),
+         "num_return_sequences", "prompt_vocab_size", "lora_task_id", "retention_priority",
+         "num_top_log_probs", "num_prompt_log_probs"),
         lambda value: type(value) is int, "an integer",
     ),
     (

@@ -54,7 +54,8 @@ class ContractChecker:
     """Stands between a manager and a host's callbacks, and holds both to the contract.
 
     The manager: every request that Get returns has exactly one final response; streamed offsets
-    continue each other; nothing follows a final. The host: Get returns an iterable of
+    continue each other; log probabilities go with the tokens, those of a prompt come once; nothing
+    follows a final. The host: Get returns an iterable of
     InferenceRequests, each once, with ids that are not in use (unless `tolerates_duplicates`: a
     manager answers them), does not change them afterwards, and does not raise; SendResponse does
     not raise for a final response; Poll gives request ids and does not raise; none of them takes
@@ -81,6 +82,7 @@ class ContractChecker:
         self._clock = clock
         self._live: dict[int, _Taken] = {}
         self._offsets: dict[int, int] = {}
+        self._prompts_told: set[int] = set()  # whose prompt log probabilities have come
         self._duplicates: Counter[int] = Counter()
         self._ended: set[int] = set()
         self._complaints = Counter[str]()  # of the host, and how often
@@ -220,6 +222,7 @@ class ContractChecker:
                     f"request {request_id} was changed after Get had returned it: {change}"
                 )
             del self._live[request_id], self._offsets[request_id]
+            self._prompts_told.discard(request_id)
             self._ended.add(request_id)
 
     def _inspect_tensors(
@@ -238,6 +241,9 @@ class ContractChecker:
             complain(f"{name}: output_ids is {output_ids.dtype} {list(output_ids.shape)}")
         elif int(lengths.max()) > output_ids.shape[2]:
             complain(f"{name}: sequence_length exceeds output_ids {list(output_ids.shape)}")
+        for text in _wrong_log_probs(request, tensors, int(lengths.max())):
+            complain(f"{name}: {text}")
+        self._inspect_prompt(request, tensors, is_final)
         if not request.is_streaming:
             if not is_final:
                 complain(f"{name} does not stream, yet got a response before its final")
@@ -248,6 +254,47 @@ class ContractChecker:
         self._offsets[request.request_id] = offset + int(lengths.max())
         if not is_final and not int(lengths.max()):
             complain(f"{name}: a response without tokens that is not final")
+
+    def _inspect_prompt(
+        self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
+    ) -> None:
+        """The log probabilities of a prompt come with the first response, and never again."""
+        was_told = request.request_id in self._prompts_told
+        if _number(request, "num_prompt_log_probs", -1) < 0:
+            expected = 0
+        else:
+            expected = 0 if was_told else 1
+            self._prompts_told.add(request.request_id)
+        if ("prompt_log_probs" in tensors) != expected:
+            text = "lacks" if expected else "has again, or was not asked for,"
+            self.violations.append(
+                f"request {request.request_id}: a response {text} prompt_log_probs"
+            )
+
+
+def _number(request: InferenceRequest, name: str, default: int) -> int:
+    """The value of a tensor that a manager has accepted."""
+    value = request.tensors.get(name)
+    return default if value is None else int(torch.as_tensor(value).reshape(-1)[0])
+
+
+def _wrong_log_probs(
+    request: InferenceRequest, tensors: dict[str, Tensor], length: int
+) -> Iterator[str]:
+    """What is wrong with those of a response whose sequences have `length` tokens at most."""
+    count = _number(request, "num_top_log_probs", 0)
+    rows = tensors["sequence_length"].shape[1]
+    for name, dtype in (("top_log_probs", torch.float32), ("top_log_prob_ids", torch.int32)):
+        found = tensors.get(name)
+        if not count or found is None:
+            if count or found is not None:
+                yield f"a response lacks {name}" if count else f"{name} was not asked for"
+            continue
+        fits = found.dtype == dtype and found.dim() == 4 and found.shape[:2] == (1, rows)
+        if not fits or found.shape[3] > count:
+            yield f"{name} is {found.dtype} {list(found.shape)}"
+        elif request.is_streaming and found.shape[2] != length:
+            yield f"{name} has {found.shape[2]} positions, the response {length} tokens"
 
 
 def _copied(value: Any) -> Any:

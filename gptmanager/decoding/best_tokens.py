@@ -1,0 +1,54 @@
+"""The best tokens of rows of scores, and their log probabilities, given that of one token each.
+
+Knows nothing of how tokens are chosen, nor of who wants to know.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+
+def best_tokens(scores: Tensor, count: int) -> tuple[Ids, Floats]:
+    """The `count` best of each row `[S, vocab]` and their scores, the lowest id on a tie.
+
+    Which of those that are -inf is open.
+    """
+    values, ids = (found.numpy() for found in scores.topk(min(count, scores.shape[1]), dim=1))
+    rows, last = scores.numpy(), values[:, -1:]
+    ties = ((rows >= last).sum(1) > ids.shape[1]) & (last[:, 0] > -np.inf)
+    for index in np.flatnonzero(ties):  # of equals any may have been found
+        row, lowest = rows[index], last[index]
+        best = np.flatnonzero(row > lowest)
+        ids[index] = np.concatenate((best, np.flatnonzero(row == lowest)))[: ids.shape[1]]
+        values[index] = row[ids[index]]
+    order = np.lexsort((ids, -values))
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
+
+
+def best_ids(scores: Tensor, count: int) -> Ids:
+    """As `best_tokens`, and of those that are -inf the lowest ids, too."""
+    ids, values = best_tokens(scores, count)
+    for index in np.flatnonzero(values[:, -1:] == -np.inf):
+        missing = int((values[index] == -np.inf).sum())
+        impossible = np.flatnonzero(scores[index].numpy() == -np.inf)
+        ids[index, ids.shape[1] - missing :] = impossible[:missing]
+    return ids
+
+
+def log_probs_beside(scores: Floats, known_scores: Floats, known_log_probs: Floats) -> Floats:
+    """Log probabilities of tokens with the logits `scores` `[S, k]`, behind the temperature.
+
+    In each row that of one token, of the logit `known_scores` `[S]`, is known. Log probabilities
+    differ as logits do, so no row is summed a second time. Two that are +inf are equal.
+    """
+    with np.errstate(invalid="ignore"):
+        apart = scores.astype(np.float64) - known_scores.astype(np.float64)[:, None]
+    apart[np.isneginf(scores)] = -np.inf
+    apart[scores == known_scores[:, None]] = 0.0
+    found: Floats = (known_log_probs.astype(np.float64)[:, None] + apart).astype(np.float32)
+    return found

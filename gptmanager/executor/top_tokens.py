@@ -1,0 +1,43 @@
+"""`TopTokens`: the best tokens of a step's choices, for the rows that want them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from gptmanager.executor.step_in_flight import SamplingRows
+from gptmanager.step import TopLogProbs
+
+
+class TopTokens:
+    """Of S choices: `wanted` int32 `[S]` of the best tokens of each, `most` at most.
+
+    `counts` int32 `[rows]`: how many each row wants.
+    """
+
+    def __init__(self, rows: SamplingRows, counts: np.ndarray) -> None:
+        self.wanted = counts.repeat(np.diff(rows.firsts))
+        self.most = int(counts.max(initial=0))
+        self._counts = counts
+        self._firsts = rows.firsts
+        self._log_probs = np.zeros((len(self.wanted), self.most), dtype=np.float32)
+        self._ids = np.zeros((len(self.wanted), self.most), dtype=np.int32)
+
+    def put(self, choices: np.ndarray, log_probs: np.ndarray, ids: np.ndarray) -> None:
+        """Of these, `[n, most]`, best first."""
+        self._log_probs[choices], self._ids[choices] = log_probs, ids
+
+    def by_row(self) -> tuple[TopLogProbs, ...]:
+        """Those of each row that wants any."""
+        found = []
+        for row in np.flatnonzero(self._counts).tolist():
+            own, count = slice(self._firsts[row], self._firsts[row + 1]), self._counts[row]
+            found.append(TopLogProbs(row, self._log_probs[own, :count], self._ids[own, :count]))
+        return tuple(found)
+
+
+def joined(row: int, parts: Iterable[TopLogProbs]) -> TopLogProbs:
+    """Those of positions of a row, one behind the other."""
+    _, log_probs, ids = zip(*parts, strict=True)
+    return TopLogProbs(row, np.concatenate(log_probs), np.concatenate(ids))
