@@ -178,7 +178,7 @@ TAKEN = {
             "max_new_tokens", "request_output_len", "end_id", "pad_id", "beam_width", "top_k",
             "runtime_top_k", "min_length", "early_stopping", "noRepeatNgramSize",
             "no_repeat_ngram_size", "random_seed", "num_return_sequences", "prompt_vocab_size",
-            "lora_task_id", "client_id", "retention_priority", "request_id", "input_lengths",
+            "lora_task_id", "client_id", "retention_priority", "num_top_log_probs", "num_prompt_log_probs", "request_id", "input_lengths",
         ),
         ("integer",),
     ),
