@@ -370,6 +370,7 @@ server/                   a manager behind HTTP and gRPC
     openai.processors     what an output has to fit, or must not contain
     openai.answer         all outputs of a request, while they are generated
     openai.completions    prompts as they are, and what follows them
+    openai.chat           /v1/chat/completions
     openai                what OpenAI's clients know
     openapi               the OpenAPI document
     app                   all endpoints as one application

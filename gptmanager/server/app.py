@@ -16,7 +16,7 @@ from gptmanager.server import health, live, metrics, models, openapi, tokenizati
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import KeyGuard
-from gptmanager.server.openai import completions
+from gptmanager.server.openai import chat, completions
 from gptmanager.server.responses import error_response
 from gptmanager.server.settings import ServerSettings
 
@@ -27,6 +27,7 @@ _FRONTS: Sequence[Routes] = (
     models.routes,
     tokenization.routes,
     completions.routes,
+    chat.routes,
     openapi.routes,
     live.routes,
 )

@@ -13,7 +13,7 @@ from gptmanager import __version__
 from gptmanager.server import models, tokenization
 from gptmanager.server.engine import Engine
 from gptmanager.server.fields import Field, object_schema
-from gptmanager.server.openai import completions
+from gptmanager.server.openai import chat, completions
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
 
@@ -64,6 +64,7 @@ _COMPLETION = {
 _MODEL = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "max_model_len": _COUNT}
 ENDPOINTS = (
     Endpoint("/v1/completions", "prompts completed", completions.FIELDS, _COMPLETION),
+    Endpoint("/v1/chat/completions", "a chat answered", chat.FIELDS, _COMPLETION),
     Endpoint("/v1/models", "the model and its adapters", None, {"object": _TEXT, "data": {}}),
     Endpoint("/v1/models/{name}", "one of them", None, _MODEL, "name"),
     Endpoint("/v1/load_lora_adapter", "give an adapter a name", models.LOAD, _MODEL),

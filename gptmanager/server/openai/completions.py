@@ -104,7 +104,7 @@ class Completions:
         self._engine = engine
         self._is_lenient = settings.lenient
         self._texts = engine.card.tokenizer and TokenTexts(engine.card.tokenizer)
-        self._processors = Processors(engine.card)
+        self._processors = Processors(engine)
 
     async def handle(self, request: Request) -> Response:
         body = await read_json(request)

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from gptmanager.callbacks import BannedTexts
+from gptmanager.server.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, wrong
-from gptmanager.server.model_card import ModelCard
 from gptmanager.server.openai.structured import StructuredOutputs, read_output_rule
 
 _OBJECT = AsItIs({"type": "object"})
@@ -25,9 +25,9 @@ STRUCTURED = (
 class Processors:
     """Those of one model; what takes long to prepare is prepared once."""
 
-    def __init__(self, card: ModelCard) -> None:
-        self.structured = StructuredOutputs(card.tokenizer, card.token_defaults.end_ids)
-        self._card = card
+    def __init__(self, engine: Engine) -> None:
+        self.structured = StructuredOutputs.of(engine)
+        self._card = engine.card
 
     async def of(self, given: Mapping[str, Any]) -> Any:
         """None: the model says what it likes. Raises ApiError 400."""

@@ -1,0 +1,253 @@
+"""/v1/chat/completions: messages in, an answer in the shape of a chat out, whole or as it comes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager.server.body import begun, read_json, until_disconnected
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import (
+    AsItIs,
+    Field,
+    Flag,
+    Integer,
+    ListOf,
+    Object,
+    Text,
+    by_name,
+    read_fields,
+    wrong,
+)
+from gptmanager.server.models import check_model
+from gptmanager.server.openai.answer import Answer
+from gptmanager.server.openai.chat_answer import ChatAnswer
+from gptmanager.server.openai.chat_prompt import ChatPrompt, ChatPrompts
+from gptmanager.server.openai.completions import warning
+from gptmanager.server.openai.generation_fields import (
+    IGNORED,
+    MAX_TOP_LOG_PROBS,
+    SAMPLING,
+    SERVING,
+)
+from gptmanager.server.openai.log_probs import TokenLogProb, TokenTexts, chat_shape, prompt_shape
+from gptmanager.server.openai.outputs import Delta
+from gptmanager.server.openai.processors import STRUCTURED, Processors
+from gptmanager.server.openai.sampling import Wanted, check
+from gptmanager.server.openai.structured import read_output_rule
+from gptmanager.server.openai.tools import Tools, read_tools
+from gptmanager.server.responses import DONE, EventStream, event, json_response
+from gptmanager.server.settings import ServerSettings
+
+_OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
+_MAX_TOKENS = Integer(1, 2**31 - 1)
+
+FIELDS = by_name(
+    [
+        Field("messages", _OBJECTS, "objects with role and content", required=True),
+        Field("max_completion_tokens", _MAX_TOKENS, "new tokens; absent: as many as there is room"),
+        Field("max_tokens", _MAX_TOKENS, "the same by its older name"),
+        Field("logprobs", Flag(), "log probabilities of the tokens"),
+        Field("top_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "and of so many others each"),
+        Field("tools", _OBJECTS, "functions that may be called"),
+        Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),
+        Field("parallel_tool_calls", Flag(), "false: one call at most"),
+        Field("add_generation_prompt", Flag(), "absent: true, unless the last message goes on"),
+        Field("continue_final_message", Flag(), "the answer goes on with the last message"),
+        Field("chat_template", Text(), "instead of the model's, if the server allows that"),
+        Field("chat_template_kwargs", Object(), "variables of the template"),
+        Field("documents", ListOf(Object()), "for templates that know them"),
+    ],
+    SAMPLING,
+    SERVING,
+    STRUCTURED,
+    IGNORED,
+    [
+        Field(name, AsItIs(), "taken without effect")
+        for name in ("modalities", "prediction", "reasoning_effort", "verbosity")
+    ],
+)
+
+
+def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    chats = Chats(engine, settings)
+    return [Route("/v1/chat/completions", chats.handle, methods=["POST"])]
+
+
+class Chats:
+    """The endpoint. ConfigError for a chat template that cannot be read."""
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._is_lenient = settings.lenient
+        self._texts = engine.card.tokenizer and TokenTexts(engine.card.tokenizer)
+        self._processors = Processors(engine)
+        self._prompts = ChatPrompts(engine, settings)
+
+    async def handle(self, request: Request) -> Response:
+        body = await read_json(request)
+        given, unknown = read_fields(body, FIELDS, lenient=self._is_lenient)
+        headers = warning(unknown)
+        check_model(self._engine, given.get("model"))
+        if "top_logprobs" in given and not given.get("logprobs"):
+            raise wrong("top_logprobs", "top_logprobs needs logprobs = true")
+        chat = await until_disconnected(request, self._begin(given))
+        if given.get("stream"):
+            return EventStream(await until_disconnected(request, begun(chat.frames())), headers)
+        return json_response(await until_disconnected(request, chat.whole()), headers=headers)
+
+    async def _begin(self, given: dict[str, Any]) -> _Chat:
+        card = self._engine.card
+        parallel = given.get("parallel_tool_calls", True)
+        tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
+        prompt = await self._prompts.read(given, tools)
+        num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
+        processor = await self._processor(given, tools, prompt)
+        wanted = Wanted(given, num_top, given.get("prompt_logprobs"), processor)
+        check(wanted, card)
+        left = max(1, card.max_model_len - len(prompt.tokens))
+        most = given.get("max_completion_tokens", given.get("max_tokens", left))
+        answer = Answer(self._engine, wanted, [prompt.tokens], [most])
+        shapes = [ChatAnswer(tools, prompt.tool_format) for _ in answer.outputs]
+        return _Chat(given, answer, shapes, self._texts, card.name)
+
+    async def _processor(
+        self, given: Mapping[str, Any], tools: Tools | None, prompt: ChatPrompt
+    ) -> Any:
+        if tools is None or prompt.tool_format is None:
+            return await self._processors.of(given)
+        rule = read_output_rule(given)
+        if "bad_words" in given:
+            if tools.required or rule is not None:
+                other = "tool_choice" if rule is None else rule.where
+                raise wrong("bad_words", f"bad_words stands beside {other}: one is possible")
+            return self._processors.banned(given)
+        structured = self._processors.structured
+        return await structured.processor_with_tools(rule, tools, prompt.tool_format)
+
+
+class _Chat:
+    """The JSON of one request's answer. `shapes`: of each output."""
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        answer: Answer,
+        shapes: list[ChatAnswer],
+        texts: TokenTexts | None,
+        model: str,
+    ) -> None:
+        self._given = given
+        self._answer = answer
+        self._shapes = shapes
+        self._texts = texts
+        self._has_begun = [False] * len(shapes)
+        self._head = {
+            "id": given.get("request_id") or f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if given.get("stream") else "chat.completion",
+            "created": int(time.time()),
+            "model": given.get("model") or model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        outputs = self._answer.outputs
+        token_ids: list[list[int]] = [[] for _ in outputs]
+        log_probs: list[list[TokenLogProb]] = [[] for _ in outputs]
+        async for index, delta in self._answer.deltas():
+            self._shapes[index].push(delta.text)
+            token_ids[index] += delta.token_ids
+            log_probs[index] += delta.log_probs
+        choices = []
+        for index, (shape, output) in enumerate(zip(self._shapes, outputs, strict=True)):
+            shape.flush()
+            delta = Delta("", token_ids[index], log_probs[index], output.finish_reason)
+            choices.append({"index": index, "message": shape.message(), **self._told(index, delta)})
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": self._answer.usage(),
+            **self._of_prompt(),
+        }
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        options = self._given.get("stream_options") or {}
+        has_usage = options.get("include_usage", False)
+        is_continuous = options.get("continuous_usage_stats", False)
+        try:
+            async for index, delta in self._answer.deltas():
+                for choice in self._choices(index, delta):
+                    chunk = {**self._head, "choices": [choice]}
+                    if not any(self._has_begun):
+                        chunk.update(self._of_prompt())
+                    self._has_begun[index] = True
+                    if is_continuous:
+                        chunk["usage"] = self._answer.usage()
+                    elif has_usage:
+                        chunk["usage"] = None
+                    yield event(chunk)
+        except ApiError as error:
+            if not any(self._has_begun):
+                raise
+            yield event(error.body())
+        else:
+            if has_usage:
+                yield event({**self._head, "choices": [], "usage": self._answer.usage()})
+        yield DONE
+
+    def _choices(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """What a delta of an output tells: the role first, and at the end why it ended."""
+        shape = self._shapes[index]
+        deltas = shape.push(delta.text)
+        is_done = delta.finish_reason is not None
+        if is_done:
+            deltas += shape.flush()
+        if not self._has_begun[index]:
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        if is_done or not deltas:
+            deltas.append({})  # with the reason, or with log probabilities of what is held back
+        # the tokens go with the first that is more than the role
+        at = min(len(deltas) - 1, 0 if self._has_begun[index] else 1)
+        choices = []
+        for position, one in enumerate(deltas):
+            has_tokens, is_last = position == at, position == len(deltas) - 1
+            told = Delta(
+                "",
+                delta.token_ids if has_tokens else [],
+                delta.log_probs if has_tokens else [],
+                delta.finish_reason if is_last else None,
+            )
+            choices.append({"index": index, "delta": one, **self._told(index, told)})
+        return choices
+
+    def _told(self, index: int, delta: Delta) -> dict[str, Any]:
+        """What stands beside the message, or the delta."""
+        given, reason = self._given, delta.finish_reason
+        told: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": reason and self._shapes[index].finish_reason(reason),
+            "stop_reason": reason and self._answer.outputs[index].stop_reason,
+        }
+        if delta.log_probs and self._texts is not None:
+            told["logprobs"] = chat_shape(
+                delta.log_probs, given.get("top_logprobs", 0), self._texts
+            )
+        if given.get("return_token_ids"):
+            told["token_ids"] = delta.token_ids
+        return told
+
+    def _of_prompt(self) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        (of_prompt,) = self._answer.prompt_log_probs
+        if "prompt_logprobs" in self._given and of_prompt is not None and self._texts is not None:
+            num_top = self._given["prompt_logprobs"]
+            told["prompt_logprobs"] = prompt_shape(of_prompt, num_top, self._texts)
+        if self._given.get("return_token_ids"):
+            (told["prompt_token_ids"],) = self._answer.prompts
+        return told

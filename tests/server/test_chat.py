@@ -1,0 +1,381 @@
+"""Chats through OpenAI's own client: text, streams, tools, and answers in a form."""
+
+import json
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from shutil import copy
+from typing import Literal
+
+import jsonschema
+import openai
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+from running_server import MODEL, running_server, settings_of
+
+from gptmanager import GptManager
+from gptmanager.callbacks import load_tokenizer
+from gptmanager.server import serving
+from gptmanager.testing import ScriptedModel
+
+TEMPLATES = Path(__file__).parent / "chat_templates"
+ADD = [{"role": "user", "content": "17 + 25 ="}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Zürich"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+SCHEMAS = {
+    "get_weather": PARAMETERS,
+    "stop": {"type": "object", "additionalProperties": False},
+}
+TAGS = ("<tool_call>", "</tool_call>", "<think>")
+
+
+def client_of(server):
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def chat(server):
+    with client_of(server) as client:
+        yield client.chat.completions
+
+
+def joined(stream):
+    """Message, finish reason and chunks of a stream, joined as clients do it."""
+    content, calls, reason, chunks = "", [], None, list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    for chunk in chunks:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+            for call in choice.delta.tool_calls or ():
+                if call.id is not None:
+                    assert call.index == len(calls)
+                    calls.append([call.function.name, call.function.arguments])
+                else:
+                    assert call.function.name is None
+                    calls[call.index][1] += call.function.arguments
+    return content, calls, reason, chunks
+
+
+# The bundled model
+
+
+def test_an_answer(chat):
+    answer = chat.create(model="tiny_llama", messages=ADD)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", " 42")
+    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert answer.usage.prompt_tokens == 7 and answer.usage.completion_tokens == 4
+
+
+def test_a_stream_is_the_answer(chat):
+    options = {"include_usage": True}
+    stream = chat.create(model="tiny_llama", messages=ADD, stream=True, stream_options=options)
+    content, calls, reason, chunks = joined(stream)
+    assert (content, calls, reason) == (" 42", [], "stop")
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 4
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_last_message_is_continued(chat):
+    messages = [*ADD, {"role": "assistant", "content": " 4"}]
+    answer = chat.create(model="tiny_llama", messages=messages,
+                         extra_body={"continue_final_message": True})  # fmt: skip
+    assert answer.choices[0].message.content == "2"
+
+
+def test_max_tokens_and_what_is_left(chat):
+    cut = chat.create(model="tiny_llama", messages=ADD, max_completion_tokens=1)
+    assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 1
+    with pytest.raises(openai.BadRequestError, match="the model takes 512"):
+        chat.create(model="tiny_llama", messages=ADD, max_tokens=512)
+
+
+def test_log_probs_and_tokens_of_a_stream_are_those_of_the_whole(chat):
+    given = {"model": "tiny_llama", "messages": ADD, "logprobs": True,
+             "extra_body": {"return_token_ids": True}}  # fmt: skip
+    whole = chat.create(**given)
+    (choice,) = whole.choices
+    listed = choice.logprobs.content
+    assert "".join(one.token for one in listed) == choice.message.content
+    assert all(one.logprob <= 0 and bytes(one.bytes).decode() == one.token for one in listed)
+    assert len(choice.token_ids) == whole.usage.completion_tokens
+    assert len(whole.prompt_token_ids) == 7
+    chunks = list(chat.create(stream=True, **given))
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    told = [chunk.choices[0] for chunk in chunks]
+    assert [token for one in told for token in one.token_ids] == choice.token_ids
+    streamed = [one for piece in told if piece.logprobs for one in piece.logprobs.content]
+    assert streamed == listed and not told[0].token_ids
+
+
+def test_a_text_that_stops(chat):
+    given = {"model": "tiny_llama", "stop": ["2"], "messages": ADD}
+    (choice,) = chat.create(**given).choices
+    assert (choice.message.content, choice.finish_reason, choice.stop_reason) == (" 4", "stop", "2")
+    content, _, reason, chunks = joined(chat.create(stream=True, **given))
+    assert (content, reason, chunks[-1].choices[0].stop_reason) == (" 4", "stop", "2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": None}, "messages"),
+        ({"message": []}, "message"),
+        ({"bad_words": ["a"], "guided_regex": "a"}, "bad_words"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0].type"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "many"}, "tool_choice"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"structured_outputs": {"json": {"type": "strin"}}}, "structured_outputs.json"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_come_before_the_first_event(client, fields, param, stream):
+    body = {"model": "tiny_llama", "messages": ADD, "stream": stream, **fields}
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_choices_are_of_the_list(chat):
+    answer = chat.create(model="tiny_llama", messages=ADD, n=3, seed=1, temperature=1.0,
+                         extra_body={"guided_choice": ["red", "blue"]})  # fmt: skip
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} <= {"red", "blue"}
+
+
+class Color(str, Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Ball(BaseModel):
+    color: Color
+    size: Literal[1, 2, 3]
+    tags: list[Literal["a", "b"]] = Field(max_length=2)
+
+
+def test_pydantic_models_are_parsed(chat):
+    answer = chat.parse(model="tiny_llama", messages=ADD, response_format=Ball,
+                        temperature=1.0, seed=3)  # fmt: skip
+    assert isinstance(answer.choices[0].message.parsed, Ball)
+
+
+def test_a_json_object(chat):
+    answer = chat.create(model="tiny_llama", messages=ADD, temperature=1.0, seed=1, max_tokens=40,
+                         response_format={"type": "json_object"})  # fmt: skip
+    (choice,) = answer.choices
+    assert choice.message.content.startswith("{")
+    assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+
+
+# Tools: formats by the template, models by a script
+
+
+@contextmanager
+def scripted(tmp_path_factory, template, tags=(), **fields):
+    """Asks a server whose model says the text given, unless something forbids that.
+
+    `tags`: tokens of their own in its vocabulary.
+    """
+    folder = tmp_path_factory.mktemp(template)
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+        "generation_config.json",
+    ):
+        copy(MODEL / name, folder)
+    copy(TEMPLATES / f"{template}.jinja", folder / "chat_template.jinja")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(list(tags))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    says = {"prompt": None, "script": []}
+
+    def next_token(history):
+        if says["prompt"] is None:
+            says["prompt"] = len(history)
+        done = len(history) - says["prompt"]
+        return says["script"][done] if done < len(says["script"]) else 0
+
+    def manager(path, *rest):
+        model = ScriptedModel(next_token, vocab_size=700, max_position_embeddings=4096)
+        return GptManager(model, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "GptManager", manager)
+        config = json.loads((folder / "config.json").read_text())
+        config.update(max_position_embeddings=4096, vocab_size=700)
+        (folder / "config.json").write_text(json.dumps(config))
+        settings = settings_of(model=folder, served_model_name="scripted", **fields)
+        with running_server(settings) as server, client_of(server) as client:
+
+            def ask(text, **fields):
+                says.update(prompt=None, script=tokenizer.encode(text).ids)
+                fields = {"messages": ADD, "tools": TOOLS, **fields}
+                return client.chat.completions.create(model="scripted", **fields)
+
+            yield ask
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory, one_torch_thread):
+    with scripted(tmp_path_factory, "llama3") as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory, one_torch_thread):
+    given = {"tags": TAGS, "trust_request_chat_template": True}
+    with scripted(tmp_path_factory, "qwen", **given) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory, one_torch_thread):
+    """Tags in letters."""
+    with scripted(tmp_path_factory, "qwen") as ask:
+        yield ask
+
+
+CALLS = (
+    "I look.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+)
+FOUND = [["get_weather", '{"city": "Zürich", "days": 2}'], ["stop", "{}"]]
+
+
+def calls_of(choice):
+    return [[one.function.name, one.function.arguments] for one in choice.message.tool_calls or ()]
+
+
+def fits(name, arguments):
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    return True
+
+
+def test_calls_in_a_text(qwen):
+    (choice,) = qwen(CALLS).choices
+    found = calls_of(choice)
+    assert (choice.message.content, found) == ("I look.", FOUND)
+    assert choice.finish_reason == "tool_calls"
+    content, calls, reason, chunks = joined(qwen(CALLS, stream=True))
+    assert (content, calls, reason) == ("I look.", FOUND, "tool_calls")
+    assert len(chunks) > 10
+
+
+def test_calls_of_llama_3(llama3):
+    text = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'
+    found = [["get_weather", '{"city": "Rome", "days": 1}']]
+    (choice,) = llama3(text).choices
+    assert (choice.message.content, calls_of(choice)) == (None, found)
+    assert joined(llama3(text, stream=True))[:3] == ("", found, "tool_calls")
+    (choice,) = llama3('{"answer": 42} is what I think').choices
+    assert choice.message.content == '{"answer": 42} is what I think'
+    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
+
+
+@pytest.mark.parametrize("form", ["qwen", "hermes", "llama3"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_is_right_whatever_the_model_says(request, form, stream):
+    ask = request.getfixturevalue(form)
+    named = {"type": "function", "function": {"name": "stop"}}
+    wants = (("required", {"get_weather", "stop"}), (named, {"stop"}))
+    for choice, names in wants:
+        for says in ("Hello!", '<tool_call>\n{"name": "other"', '{"name": "get_weather", "p'):
+            fields = {"tool_choice": choice, "parallel_tool_calls": False}
+            if stream:
+                content, calls, reason, _ = joined(ask(says, stream=True, **fields))
+            else:
+                (found,) = ask(says, **fields).choices
+                content, calls = found.message.content or "", calls_of(found)
+                reason = found.finish_reason
+            assert (content, len(calls), reason) == ("", 1, "tool_calls")
+            assert calls[0][0] in names and fits(*calls[0])
+
+
+@pytest.mark.parametrize("form", ["qwen", "hermes"])
+def test_a_call_that_has_begun_becomes_a_right_one(request, form):
+    qwen = request.getfixturevalue(form)
+    says = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 70}}'
+    (choice,) = qwen(says).choices
+    (call,) = calls_of(choice)
+    assert call[0] == "get_weather" and fits(*call) and choice.finish_reason == "tool_calls"
+
+
+def test_a_call_that_is_cut_off_says_so(qwen):
+    (choice,) = qwen(CALLS, max_tokens=40).choices
+    assert choice.finish_reason == "length"
+
+
+def test_no_calls_where_none_are_wanted(qwen):
+    (choice,) = qwen(CALLS, tool_choice="none").choices
+    assert choice.message.content == CALLS and choice.message.tool_calls is None
+
+
+def test_a_call_or_json(qwen):
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [42]}}}
+    (choice,) = qwen(CALLS.removeprefix("I look.\n"), response_format=schema).choices
+    assert calls_of(choice) == FOUND
+    (choice,) = qwen("42", response_format=schema).choices
+    assert (choice.message.content, choice.finish_reason) == ("42", "stop")
+    with pytest.raises(openai.BadRequestError, match="stands beside tools"):
+        qwen("42", extra_body={"guided_regex": "a"})
+
+
+def test_words_that_no_call_and_no_text_holds(qwen):
+    (choice,) = qwen(CALLS, extra_body={"bad_words": ["look"]}).choices
+    assert "look" not in (choice.message.content or "")
+    with pytest.raises(openai.BadRequestError, match="bad_words stands beside tool_choice"):
+        qwen(CALLS, tool_choice="required", extra_body={"bad_words": ["look"]})
+
+
+def test_calls_go_back_into_the_prompt(qwen):
+    (choice,) = qwen(CALLS).choices
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "fine"}
+        for call in choice.message.tool_calls
+    ]
+    messages = [*ADD, choice.message.model_dump(), *results]
+    assert qwen("Thanks.", messages=messages).choices[0].message.content == "Thanks."
+
+
+def test_a_template_that_a_request_brings(qwen):
+    short = qwen("Hi", tools=[], extra_body={"chat_template": "{{ messages[0].content }}"})
+    assert short.usage.prompt_tokens == 7
+    with pytest.raises(openai.BadRequestError, match="the chat template: No cats"):
+        qwen("Hi", tools=[], extra_body={"chat_template": "{{ raise_exception('No cats') }}"})
+    template = "{% if range == 2 %}{{ messages[0].content }}{% endif %}"
+    body = {"chat_template": template, "chat_template_kwargs": {"self": 1, "range": 2}}
+    assert qwen("Hi", tools=[], extra_body=body).usage.prompt_tokens == 7
+
+
+def test_the_words_of_a_template_that_refuses(tmp_path, client):
+    settings = settings_of(chat_template=TEMPLATES / "gemma.jinja")
+    with running_server(settings) as server, client_of(server) as own:
+        with pytest.raises(openai.BadRequestError, match="System role not supported"):
+            messages = [{"role": "system", "content": "x"}, *ADD]
+            own.chat.completions.create(model="tiny_llama", messages=messages)
