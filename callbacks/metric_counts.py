@@ -61,6 +61,8 @@ class IterationCounts:
         self.last: dict[str, Any] | None = None
         self.iterations = 0
         self.context_tokens = 0
+        self.recomputed_tokens = 0
+        self.recomputed_tokens = 0
         self.pauses = 0
         self.gil_wait_us = 0
         self.tokens = Histogram(METRIC["iteration_tokens"].buckets)
@@ -84,12 +86,14 @@ class IterationCounts:
         if generated is None:  # V1
             generated = record["Total Generation Tokens"]
         latency_us, gil_wait_us = own["iteration_latency_us"]["total"], own["gil_wait_us"]
+        recomputed_tokens = own["recomputed_tokens"]
         paused, last = record["Paused Requests"], self.last
         if last is not None and record["Iteration Counter"] <= last["Iteration Counter"]:
             self._carried = self.totals()  # another manager: its sums since the start begin at 0
         self.last = record
         self.iterations += 1
         self.context_tokens += context_tokens
+        self.recomputed_tokens += recomputed_tokens
         self.pauses += paused
         self.gil_wait_us += gil_wait_us
         self.tokens.observe(context_tokens + generated)

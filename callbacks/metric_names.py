@@ -100,6 +100,7 @@ METRICS = (
         *("prefix_cache_hits", "gpu_prefix_cache_hits"),
     ),
     _counter("preemptions", "Pauses of requests.", "num_preemptions"),
+    _counter("recomputed_tokens", "Context tokens of requests that had been paused."),
     _counter(
         "requests_finished", "Requests that ended.", "request_success", labels=("finish_reason",)
     ),

@@ -148,6 +148,7 @@ class PrometheusSink:
         yield "iterations", (), iterations.iterations
         yield "context_tokens", (), iterations.context_tokens
         yield "preemptions", (), iterations.pauses
+        yield "recomputed_tokens", (), iterations.recomputed_tokens
         yield "gil_wait_seconds", (), iterations.gil_wait_us / 1e6
         yield "iteration_tokens", (), iterations.tokens
         yield "iteration_latency_seconds", (), iterations.latency

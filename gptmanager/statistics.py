@@ -45,6 +45,8 @@ class DraftCounts(NamedTuple):
 class Counts:
     """What one iteration ran and left behind. `sampled`: rows that yielded a token.
 
+    `recomputed_tokens`: of the context tokens those of requests that had been paused.
+
     `logits_errors`: requests that a LogitsError has ended, since the start.
     """
 
@@ -63,6 +65,7 @@ class Counts:
     block_reuse: ReuseCounts = ReuseCounts()
     drafts: DraftCounts = DraftCounts()
     logits_errors: int = 0
+    recomputed_tokens: int = 0
     adapters: PeftCacheCounts = PeftCacheCounts()
 
 
@@ -140,6 +143,7 @@ class StatisticsReport:
                     "adapters": counts.adapters._asdict(),
                     "draft_tokens": counts.drafts._asdict(),
                     "logits_errors": counts.logits_errors,
+                    "recomputed_tokens": counts.recomputed_tokens,
                     "iteration_latency_us": latency_us,
                     "gil_wait_us": gil_wait_us,
                     "callback_us": {timer.name: timer.total_ns // 1000 for timer in self._timers},

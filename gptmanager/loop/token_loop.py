@@ -7,7 +7,7 @@ very same object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from gptmanager.errors import SchedulerError
@@ -116,6 +116,7 @@ class TokenLoop:
         self.finish_recalled(decision)
         schedule = self.allocate(decision, intake.now, pending)
         num_active = len(self.table.active)
+        num_recomputed = _num_recomputed(schedule, self.table.by_id) if schedule else 0
         step = self.forward(schedule) if schedule else None
         if step is None or len(self.pending) == self.max_pending:
             self.finish_pending()
@@ -130,7 +131,7 @@ class TokenLoop:
         if step is None and not pending:
             return False
         if schedule is not None:
-            self.report(schedule, num_active)
+            self.report(schedule, num_active, num_recomputed)
         return True
 
     @timed_phase
@@ -258,7 +259,7 @@ class TokenLoop:
     def poll(self) -> None:
         self.table.host.poll()
 
-    def report(self, schedule: Schedule, num_active: int) -> None:
+    def report(self, schedule: Schedule, num_active: int, num_recomputed: int) -> None:
         if self.table.adapters.has_changed:
             self.table.adapters.count()
         kv_cache = self.allocator.kv_cache
@@ -269,6 +270,7 @@ class TokenLoop:
             context=len(schedule.context_rows),
             generation=len(schedule.generation_rows),
             context_tokens=schedule.num_context_tokens,
+            recomputed_tokens=num_recomputed,
             sampled=schedule.num_sampling_rows,
             paused=len(schedule.paused),
             micro_batch_id=schedule.micro_batch_id,
@@ -322,3 +324,9 @@ class TokenLoop:
         """Let go of the executor, its weights and pages: the loop will not iterate again."""
         self.pending = ()
         del self.executor
+
+
+def _num_recomputed(schedule: Schedule, by_id: Mapping[int, ActiveRequest]) -> int:
+    """Context tokens of requests that had been paused."""
+    rows = schedule.context_rows
+    return sum(row.num_tokens for row in rows if by_id[row.request_id].pause_count)

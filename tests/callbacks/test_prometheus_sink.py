@@ -231,7 +231,11 @@ def test_a_pause_and_a_found_prefix_are_counted(registry):
     )
 
     found = samples(registry)
-    assert found["gptmanager_preemptions_total"][""] > 0
+    pauses = found["gptmanager_preemptions_total"][""]
+    assert pauses > 0
+    # each computes its whole prompt again, but for the blocks that it finds
+    recomputed = found["gptmanager_recomputed_tokens_total"][""]
+    assert pauses <= recomputed < found["gptmanager_context_tokens_total"][""]
     assert found["gptmanager_prefix_cache_queries_total"] == {"": 128}
     assert 0 < found["gptmanager_prefix_cache_hits_total"][""] < 128
     assert found["gptmanager_requests_finished_total"]["finish_reason=length"] == 4
