@@ -1,4 +1,4 @@
-"""Log probabilities of chosen tokens: the log-softmax after adjustments and temperature."""
+"""Log probabilities of tokens: the log-softmax after adjustments and temperature."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def log_probs(
 ) -> None:
     """Write to `values` `[S]` float32 what the slots of the rows want of `tokens` `[S]` int32.
 
+    Both may be `[S, n]`: of several tokens of each row.
+
     `logits` `[S, V]`, bfloat16, float16 or float32, adjusted;
     `params` `[slots, sampling.PARAMS.itemsize]` uint8: an array of those, as bytes;
     `wanted` `[slots]` uint8: NOTHING leaves the row's value as it is,
-    LOGIT is the token's logit divided by the temperature, LOG_PROB logit - log(sum(exp(logits)))
+    LOGIT is a token's logit divided by the temperature, LOG_PROB logit - log(sum(exp(logits)))
     of such logits. `slots` `[S]` int32, -1: nothing is wanted. One pass over the row.
 
     A temperature of 0 counts as 1, NaN as -inf; where a logit is +inf, or all are -inf, the value
@@ -35,15 +37,17 @@ def log_probs(
     ValueError for other tensors.
     """
     num_rows, vocab_size = logits.shape
+    shape = (num_rows, *tokens.shape[1:2])
     check_tensors(
-        values=(values, (num_rows,), torch.float32),
+        values=(values, shape, torch.float32),
         logits=(logits, (num_rows, vocab_size), sampling.logits_dtype(logits)),
-        tokens=(tokens, (num_rows,), torch.int32),
+        tokens=(tokens, shape, torch.int32),
         params=(params, (None, sampling.PARAMS.itemsize), torch.uint8),
         wanted=(wanted, (len(params),), torch.uint8),
         slots=(slots, (num_rows,), torch.int32),
     )
-    if num_rows == 0:
+    count = tokens.shape[1] if tokens.dim() > 1 else 1
+    if num_rows == 0 or count == 0:
         return
     name = sampling.instantiation("log_probs", logits.dtype, vocab_size)
     arguments: tuple[Argument, ...] = (
@@ -53,6 +57,6 @@ def log_probs(
         params,
         wanted,
         slots,
-        *ints(vocab_size),
+        *ints(vocab_size, count),
     )
     launcher.kernel(PROGRAM, name)((num_rows,), (_THREADS,), arguments)

@@ -46,7 +46,15 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.models import load_model
 from gptmanager.ranks.layout import RankLayout
 from gptmanager.statistics import PhaseTimes
-from gptmanager.step import BeamCandidates, ContextLogits, Extras, Failure, StepResult
+from gptmanager.step import (
+    BeamCandidates,
+    ContextLogits,
+    Extras,
+    Failure,
+    PromptLogProbs,
+    StepResult,
+    TopLogProbs,
+)
 
 VOCAB_SIZE, LONGEST = 48, 40
 CONFIG = {
@@ -88,7 +96,10 @@ def results(draw):
     if draw(st.booleans()):
         log_probs = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
         logits = torch.randn(draw(st.integers(0, 2)), 4)
-        extras = Extras(log_probs, ((0, logits),), (ContextLogits(2**64 - 1, 3, 4, logits),))
+        top = TopLogProbs(1, logits.numpy(), np.arange(logits.numel()).reshape(logits.shape))
+        of_prompt = PromptLogProbs(2**64 - 1, 3, 4, logits[:, 0], logits, logits.int())
+        context = (ContextLogits(2**64 - 1, 3, 4, logits),)
+        extras = Extras(log_probs, ((0, logits),), context, (top,), (of_prompt,))
     return StepResult(
         array.astype(np.int32).reshape(rows, columns),
         draw(st.floats(0, 1e9)),
@@ -125,6 +136,10 @@ def test_a_result_comes_back(result, data):
     check_equal(whole, result)
     if result.extras is not None:
         np.testing.assert_array_equal(whole.extras.log_probs, result.extras.log_probs)
+        for name in ("top_log_probs", "prompt_log_probs"):
+            (own,), (other,) = getattr(whole.extras, name), getattr(result.extras, name)
+            for one, same in zip(own, other, strict=True):
+                np.testing.assert_array_equal(one, same)
         for (_, own), (_, other) in zip(
             whole.extras.generation_logits, result.extras.generation_logits, strict=True
         ):

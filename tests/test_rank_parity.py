@@ -65,7 +65,7 @@ def mixed_request(number, rng):
     if rng.random() < 0.2:
         options |= {"stop_words_list": [[rng.randrange(VOCAB_SIZE)], [1, 2]]}
     if rng.random() < 0.2:
-        options |= {"return_log_probs": True}
+        options |= {"return_log_probs": True, "num_top_log_probs": 1 + number}
     if rng.random() < 0.1:
         options |= {"return_context_logits": True, "return_generation_logits": True}
     if rng.random() < 0.15:
@@ -76,6 +76,8 @@ def mixed_request(number, rng):
         numbers = torch.Generator().manual_seed(number)
         options |= {"prompt_embedding_table": torch.randn(3, 32, generator=numbers)}
         prompt = [VOCAB_SIZE, VOCAB_SIZE + 2, VOCAB_SIZE + 1, *prompt]
+    elif number % 4 == 0:
+        options |= {"num_prompt_log_probs": number % 3}
     if rng.random() < 0.1:
         options |= {"deadline_s": rng.choice((1e-9, 1e6))}
     if rng.random() < 0.3 and "beams" not in kind:

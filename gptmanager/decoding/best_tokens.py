@@ -44,11 +44,10 @@ def log_probs_beside(scores: Floats, known_scores: Floats, known_log_probs: Floa
     """Log probabilities of tokens with the logits `scores` `[S, k]`, behind the temperature.
 
     In each row that of one token, of the logit `known_scores` `[S]`, is known. Log probabilities
-    differ as logits do, so no row is summed a second time. Two that are +inf are equal.
+    differ as logits do, so no row is summed a second time. Two that are infinite are equal.
     """
     with np.errstate(invalid="ignore"):
         apart = scores.astype(np.float64) - known_scores.astype(np.float64)[:, None]
-    apart[np.isneginf(scores)] = -np.inf
     apart[scores == known_scores[:, None]] = 0.0
     found: Floats = (known_log_probs.astype(np.float64)[:, None] + apart).astype(np.float32)
     return found

@@ -28,7 +28,8 @@ class Choice(NamedTuple):
     """What is chosen for S rows, on the device.
 
     `tokens` int32 `[S]`; `inputs` int32 `[S]`: the same as inputs of the next step, 0 where there
-    is none. `log_probs` float32 `[S]`, of meaning where a line wants them; None: nowhere.
+    is none. `log_probs` float32 `[S]`, of meaning where a line wants them; None: nowhere;
+    `[S, 1 + n]` where those of the n best continuations follow.
     `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best continuations of beams.
     """
 
@@ -96,14 +97,16 @@ class DeviceSampler(Sampler):
         positions: Tensor,
         counts: Tensor | None,
         most: int,
+        most_scored: int,
         histories: Tensor,
         upload: Upload,
     ) -> Choice:
-        """The next tokens of S rows, and the best continuations of beams, at most `most` of each.
+        """The next tokens of S rows, and the best continuations of some, at most `most` of each.
 
         `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed;
         `lines` int32, `positions` int64 and, with `most`, `counts` int32 `[S]`
-        (how many continuations each row wants) are on the device, as `histories`
+        (how many continuations each row wants) are on the device; `log_probs` are those of the
+        first `most_scored` continuations, too. On the device are also `histories`
         int32 `[num_lines, length]`. `cpu_lines`: the lines on the CPU. What changed since the last
         call travels by `upload`.
         """
@@ -117,17 +120,22 @@ class DeviceSampler(Sampler):
             *(self._launcher, tokens, inputs, logits, choice, lines, positions, self._workspace)
         )
         values = best_tokens = best_log_probs = None
-        if self._wanted[cpu_lines].any():
-            values = torch.zeros(len(cpu_lines), device=logits.device)
-            log_probs.log_probs(
-                self._launcher, values, logits, inputs, choice, self._wanted_table, lines
-            )
         if counts is not None and most:
             shape = len(cpu_lines), most
-            best_tokens = torch.empty(shape, dtype=torch.int32, device=logits.device)
+            new = torch.zeros if most_scored else torch.empty  # read in rows that want none, too
+            best_tokens = new(shape, dtype=torch.int32, device=logits.device)
             best_log_probs = torch.empty(shape, device=logits.device)
             beam_step.best_of_rows(
                 self._launcher, best_tokens, best_log_probs, logits, choice, lines, counts
+            )
+        if self._wanted[cpu_lines].any():
+            scored = inputs
+            if best_tokens is not None and most_scored:
+                parts = inputs[:, None], best_tokens[:, :most_scored]
+                scored = torch.cat(parts, dim=1).clamp_(min=0)  # -1 where there are fewer
+            values = torch.zeros(scored.shape, device=logits.device)
+            log_probs.log_probs(
+                self._launcher, values, logits, scored, choice, self._wanted_table, lines
             )
         return Choice(inputs, tokens, values, best_tokens, best_log_probs)
 

@@ -239,12 +239,10 @@ class Sampler:
         temperatures = self._choices["temperature"][lines][:, None]
         chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]
         known = np.where(tokens < 0, np.float32(np.nan), log_probs)
+        scores, own = (np.take_along_axis(logits.numpy(), wanted, 1) for wanted in (ids, chosen))
         with np.errstate(over="ignore"):
-            scores, own = (
-                np.take_along_axis(logits.numpy(), wanted, 1) / temperatures
-                for wanted in (ids, chosen)
-            )
-        found = log_probs_beside(scores, own[:, 0], known)
+            found = log_probs_beside(scores / temperatures, (own / temperatures)[:, 0], known)
+        found[(scores == -np.inf) & ~np.isnan(found)] = -np.inf
         is_normalized = (self._wanted[lines] != LOGIT)[:, None]
         return np.minimum(found, 0, out=found, where=is_normalized)  # what is known was rounded
 

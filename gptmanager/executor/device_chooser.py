@@ -24,6 +24,7 @@ from gptmanager.executor.step_in_flight import (
     candidates,
 )
 from gptmanager.executor.token_chooser import TokenChooser
+from gptmanager.executor.top_tokens import TopTokens
 from gptmanager.step import BeamCandidates, SequenceStart
 
 
@@ -73,7 +74,8 @@ class DeviceChooser(TokenChooser):
             )
         with torch.inference_mode():
             rows, logits, failed = self._prepare(rows, logits)
-            choice, is_single = self._enqueue(rows, logits, step.inputs, counts)
+            top = self._top_tokens(rows)
+            choice, is_single = self._enqueue(rows, logits, step.inputs, counts, top)
             download = self._downloads.send(choice[1:])  # inputs stay
         if self._drawn.by_slot:
             self._drawn.forget(rows)
@@ -85,37 +87,55 @@ class DeviceChooser(TokenChooser):
                 None if tensor is None else tensor.numpy() for tensor in download.tensors
             )
             assert tokens is not None
+            if top is not None and log_probs is not None:
+                is_searched = counts.repeat(np.diff(rows.firsts)) > 0
+                _put(top, log_probs[:, 1:], *best, is_searched)
+                log_probs = log_probs[:, 0]
             beams: tuple[BeamCandidates, ...] = ()
             if not is_single.all():
                 beams = candidates(rows, counts, tokens, log_probs, *best)
             # another sequence may have started in a line meanwhile
             self._write(rows, tokens, is_single & (starts == self._num_starts[rows.lines]))
             pieces = tuple((row, pinned.clone()) for row, pinned in raw)
-            return ChosenTokens(*self._by_row(rows, tokens, log_probs), beams, failed, pieces)
+            found = self._by_row(rows, tokens, log_probs)
+            ranked = () if top is None else top.by_row()
+            return ChosenTokens(*found, beams, failed, pieces, ranked)
 
         return receive
 
     def _enqueue(
-        self, rows: SamplingRows, logits: Tensor, inputs: ChoiceInputs | None, counts: np.ndarray
+        self,
+        rows: SamplingRows,
+        logits: Tensor,
+        inputs: ChoiceInputs | None,
+        counts: np.ndarray,
+        top: TopTokens | None,
     ) -> tuple[Choice, np.ndarray]:
         """Choose for all S, `counts[row]` candidates; which belong to requests of one beam."""
+        most_top = most = 0
+        if top is not None or self.lines.max_beam_width > 1:
+            each = counts.repeat(np.diff(rows.firsts))
+            if top is not None:
+                each, most_top = np.maximum(each, top.wanted), top.most
+            most = int(each.max(initial=0))
         tables, upload = self._tables, self._uploads.upload
         tables.flush(upload)  # the histories of beams that part here
-        is_single, most = np.ones(len(rows.lines), dtype=np.bool_), 0
+        is_single = np.ones(len(rows.lines), dtype=np.bool_)
         if inputs is None:
             cells = tables.cells(rows.lines, rows.positions)
             arrays = [rows.lines.astype(np.int32), rows.positions, cells]
             if self.lines.max_beam_width > 1:
-                num_beams = np.diff(rows.firsts)
                 widths = np.array([row.beam_width for row in rows.rows], dtype=np.int64)
-                is_single = widths.repeat(num_beams) == 1
+                is_single = widths.repeat(np.diff(rows.firsts)) == 1
                 cells[~is_single] = tables.tokens.size  # a fork will bring them
-                most = int(counts.max(initial=0))
-                arrays.append(counts.repeat(num_beams))
+            if most:
+                arrays.append(each)
             inputs = ChoiceInputs(*upload(arrays))
+        elif most:
+            inputs = inputs._replace(counts=upload((each,))[0])
         choice = self._sampler.enqueue(
             *(logits, rows.lines, inputs.lines, inputs.positions, inputs.counts, most),
-            *(tables.token_tensor, upload),
+            *(most_top, tables.token_tensor, upload),
         )
         # behind a wrong draft they are overwritten before anything reads them
         tables.token_cells.index_copy_(0, inputs.cells, choice.inputs)
@@ -131,6 +151,24 @@ class DeviceChooser(TokenChooser):
         fits = cells < tables.tokens.size
         tokens = tables.tokens[rows.lines[fits], rows.positions[fits]]
         tables.token_cells.index_copy_(0, *upload((cells[fits], tokens)))
-        if step.context_logits:
+        if step.context_logits or step.prompt_log_probs:
             self._downloads.send(()).copied.synchronize()
         return pending
+
+
+def _put(
+    top: TopTokens,
+    log_probs: np.ndarray,
+    best_tokens: np.ndarray,
+    best_log_probs: np.ndarray,
+    is_searched: np.ndarray,
+) -> None:
+    """Of the best tokens their log probabilities; of beams those that they are searched by."""
+    ids = best_tokens[:, : top.most]
+    searched = best_log_probs[:, : top.most]
+    log_probs = np.where(is_searched[:, None], searched, log_probs)
+    log_probs[ids < 0] = -np.inf  # behind what the row wants
+    # which rank by log probabilities of fewer digits
+    order = np.lexsort((np.where(ids < 0, np.iinfo(np.int32).max, ids), -log_probs))
+    ranked = (np.take_along_axis(array, order, 1) for array in (log_probs, ids))
+    top.put(np.arange(len(ids)), *ranked)

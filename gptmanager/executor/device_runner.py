@@ -20,6 +20,7 @@ from gptmanager.cuda.launch import NAMES
 from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import PackedRows, offsets, padded
+from gptmanager.executor.prompt_scores import DevicePromptScorer, Scores
 from gptmanager.executor.runner import Computed, Runner
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
@@ -65,6 +66,7 @@ class DeviceRunner(Runner):
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._graph_logits: Tensor | None = None
+        self._device_scorer: DevicePromptScorer | None = None  # until somebody asks
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
             with torch.inference_mode():
                 # a recording of the emulator runs it again, and would hold its owner
@@ -93,6 +95,14 @@ class DeviceRunner(Runner):
 
     def bring(self, logits: Tensor) -> Tensor:
         return self._downloads.bring(logits.float())
+
+    def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
+        if self._device_scorer is None:
+            place = self.stream.launcher, logits.device
+            self._device_scorer = DevicePromptScorer(*place, logits.shape[1], self.upload)
+        scores, ids = self._device_scorer.score(logits, targets, count, normalized=normalized)
+        scores, ids = self._downloads.bring(scores), self._downloads.bring(ids)
+        return scores[:, 0], scores[:, 1:], ids
 
     def relieve(self) -> None:
         self.stream.relieve()

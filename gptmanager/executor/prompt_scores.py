@@ -10,6 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.cuda import beam_step, sampling
+from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.log_probs import LOG_PROB, LOGIT, log_probs
+from gptmanager.cuda.uploads import Upload
 from gptmanager.decoding.best_tokens import best_ids
 from gptmanager.decoding.sampling import Ints, Sampler
 from gptmanager.request.output_options import OutputConfig
@@ -49,3 +53,41 @@ class PromptScorer:
             torch.from_numpy(found[:, 1:]),
             torch.from_numpy(top_ids.astype(np.int32)),
         )
+
+
+class DevicePromptScorer:
+    """Scores on a device, that nothing waits for."""
+
+    def __init__(
+        self, launcher: Launcher, device: torch.device, vocab_size: int, upload: Upload
+    ) -> None:
+        self._launcher = launcher
+        self._upload = upload
+        records = np.array([sampling.pack(_PLAIN, 0, vocab_size)] * 2, dtype=sampling.PARAMS)
+        table = torch.from_numpy(records.view(np.uint8).reshape(2, -1))
+        self._params = table.to(device, copy=True)
+        self._wanted = torch.tensor([LOGIT, LOG_PROB], dtype=torch.uint8).to(device, copy=True)
+
+    def score(
+        self, logits: Tensor, targets: Ints, count: int, *, normalized: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As of `PromptScorer`, on the device: all log probabilities `[n, 1 + count]`, those of
+        `targets` first, and the best tokens `[n, count]`.
+        """
+        num_rows, device = len(targets), logits.device
+        line = np.full(num_rows, int(normalized), dtype=np.int32)
+        counts = np.full(num_rows, count, dtype=np.int32)
+        tokens, lines, wanted = self._upload((targets.astype(np.int32), line, counts))
+        ids = torch.zeros((num_rows, count), dtype=torch.int32, device=device)
+        scored = tokens[:, None].contiguous()
+        if count:
+            unused = torch.empty((num_rows, count), device=device)
+            beam_step.best_of_rows(self._launcher, ids, unused, logits, self._params, lines, wanted)
+            scored = torch.cat((scored, ids), dim=1)
+        scores = torch.empty(scored.shape, device=device)
+        log_probs(self._launcher, scores, logits, scored, self._params, self._wanted, lines)
+        if count:  # the kernel ranks by log probabilities of fewer digits
+            best, order = scores[:, 1:].sort(dim=1, descending=True, stable=True)
+            scores[:, 1:], ids = best, ids.gather(1, order)
+        is_odd = ~(logits.amax(dim=1, keepdim=True) < torch.inf)
+        return scores.masked_fill_(is_odd, torch.nan), ids

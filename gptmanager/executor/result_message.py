@@ -15,7 +15,15 @@ from torch import Tensor
 
 from gptmanager import errors
 from gptmanager.errors import GptManagerError, RankError, response_text
-from gptmanager.step import BeamCandidates, ContextLogits, Extras, Failure, StepResult
+from gptmanager.step import (
+    BeamCandidates,
+    ContextLogits,
+    Extras,
+    Failure,
+    PromptLogProbs,
+    StepResult,
+    TopLogProbs,
+)
 
 # number of the schedule, clock, rows and columns of tokens, flags, bytes of JSON
 _HEADER = struct.Struct("<qdIIBI")
@@ -166,8 +174,19 @@ def _of_extras(extras: Extras) -> tuple[dict[str, Any], list[bytes]]:
     tensors = [logits for _, logits in extras.generation_logits]
     tensors += [part.logits for part in extras.context_logits]
     arrays += [_bytes(tensor.numpy(), _FLOAT32) for tensor in tensors]
-    has_log_probs = extras.log_probs is not None
-    return {"log_probs": has_log_probs, "generation": generation, "context": context}, arrays
+    for top in extras.top_log_probs:
+        arrays += [_bytes(top.log_probs, _FLOAT32), _bytes(top.ids, _INT32)]
+    for own in extras.prompt_log_probs:
+        arrays += [_bytes(scores.numpy(), _FLOAT32) for scores in own[3:5]]
+        arrays.append(_bytes(own.top_ids.numpy(), _INT32))
+    told = {
+        "log_probs": extras.log_probs is not None,
+        "generation": generation,
+        "context": context,
+        "top": [(own.row, *own.ids.shape) for own in extras.top_log_probs],
+        "prompt": [(*own[:3], *own.top_ids.shape) for own in extras.prompt_log_probs],
+    }
+    return told, arrays
 
 
 def _read_extras(reader: _Reader, told: dict[str, Any], shape: tuple[int, ...]) -> Extras:
@@ -180,4 +199,15 @@ def _read_extras(reader: _Reader, told: dict[str, Any], shape: tuple[int, ...]) 
         ContextLogits(request_id, epoch, position, tensor(*sizes))
         for request_id, epoch, position, *sizes in told["context"]
     )
-    return Extras(log_probs, generation, context)
+    top = tuple(
+        TopLogProbs(row, reader.array(_FLOAT32, *sizes), reader.array(_INT32, *sizes))
+        for row, *sizes in told["top"]
+    )
+    prompt = tuple(
+        PromptLogProbs(
+            *(request_id, epoch, position, tensor(count), tensor(count, num_top)),
+            torch.from_numpy(reader.array(_INT32, count, num_top)),
+        )
+        for request_id, epoch, position, count, num_top in told["prompt"]
+    )
+    return Extras(log_probs, generation, context, top, prompt)

@@ -31,7 +31,7 @@ def run(machine, logits, tokens, temperatures, wanted):
         torch.tensor(wanted[::-1], dtype=torch.uint8),
         torch.from_numpy(slots),
     ]
-    values = machine.tensor(torch.full((count,), UNTOUCHED))
+    values = machine.tensor(torch.full(given[0].shape, UNTOUCHED))
     log_probs(machine.launcher, values, machine.tensor(logits), *map(machine.tensor, given))
     return values.cpu()
 
@@ -100,6 +100,18 @@ def test_odd_logits_as_on_the_cpu(machine):
     inputs = np.maximum(tokens, 0).tolist()
     got = run(machine, logits, inputs, temperatures, [LOG_PROB] * 7)
     close(got[tokens >= 0], torch.from_numpy(expected[tokens >= 0]).double())
+
+
+def test_several_tokens_of_a_row(machine):
+    """Each has the bits that it has alone; more than a block has threads."""
+    logits = randn(3, 1003) * 5
+    tokens = [[(17 * row + 5 * i) % 1003 for i in range(700)] for row in range(3)]
+    rest = TEMPERATURES[1:], [LOGIT, LOG_PROB, NOTHING]
+    got = run(machine, logits, tokens, *rest)
+    for column in (0, 1, 511, 512, 699):
+        alone = run(machine, logits, [own[column] for own in tokens], *rest)
+        assert torch.equal(got[:, column], alone)
+    assert run(machine, logits, [[]] * 3, *rest).shape == (3, 0)
 
 
 def test_there_is_no_race(checked_machine):

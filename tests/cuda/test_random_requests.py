@@ -79,6 +79,8 @@ def random_request(chance, request_id, favor):
         "noRepeatNgramSize": chance.choice([1, 2, 3]),
         "min_length": chance.choice([1, 4]),
         "return_log_probs": True,
+        "num_top_log_probs": chance.choice([1, 7, VOCAB_SIZE]),
+        "num_prompt_log_probs": chance.choice([0, 3]),
         "return_context_logits": True,
         "return_generation_logits": True,
         "include_stop_in_output": True,
@@ -97,7 +99,7 @@ def random_request(chance, request_id, favor):
         options |= {"beam_width": chance.choice([2, 3]), "len_penalty": chance.choice([0.0, 2.0])}
     if kind == "guesses":
         options["draft_input_ids"] = words(chance, 1)[0]
-    if chance.random() < 0.3:
+    if "num_prompt_log_probs" not in options and chance.random() < 0.3:
         rows = np.random.default_rng(request_id).normal(0, 0.3, (3, HIDDEN))
         options["prompt_embedding_table"] = rows.astype(np.float32)
         prompt[0] = VOCAB_SIZE + 2
