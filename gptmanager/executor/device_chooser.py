@@ -83,13 +83,13 @@ class DeviceChooser(TokenChooser):
 
         def receive() -> ChosenTokens:
             download.copied.synchronize()
-            tokens, log_probs, *best = (
+            tokens, log_probs, *best = (  # None where nobody wants them
                 None if tensor is None else tensor.numpy() for tensor in download.tensors
             )
             assert tokens is not None
             if top is not None and log_probs is not None:
                 is_searched = counts.repeat(np.diff(rows.firsts)) > 0
-                _put(top, log_probs[:, 1:], *best, is_searched)
+                _put(top, log_probs[:, 1:], is_searched, best[0], best[1])
                 log_probs = log_probs[:, 0]
             beams: tuple[BeamCandidates, ...] = ()
             if not is_single.all():
@@ -159,11 +159,12 @@ class DeviceChooser(TokenChooser):
 def _put(
     top: TopTokens,
     log_probs: np.ndarray,
-    best_tokens: np.ndarray,
-    best_log_probs: np.ndarray,
     is_searched: np.ndarray,
+    best_tokens: np.ndarray | None,
+    best_log_probs: np.ndarray | None,
 ) -> None:
     """Of the best tokens their log probabilities; of beams those that they are searched by."""
+    assert best_tokens is not None and best_log_probs is not None
     ids = best_tokens[:, : top.most]
     searched = best_log_probs[:, : top.most]
     log_probs = np.where(is_searched[:, None], searched, log_probs)

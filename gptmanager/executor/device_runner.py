@@ -99,7 +99,7 @@ class DeviceRunner(Runner):
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
         if self._device_scorer is None:
             place = self.stream.launcher, logits.device
-            self._device_scorer = DevicePromptScorer(*place, logits.shape[1], self.upload)
+            self._device_scorer = DevicePromptScorer(*place, logits.shape[1], self._uploads.upload)
         scores, ids = self._device_scorer.score(logits, targets, count, normalized=normalized)
         scores, ids = self._downloads.bring(scores), self._downloads.bring(ids)
         return scores[:, 0], scores[:, 1:], ids
