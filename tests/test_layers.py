@@ -353,7 +353,6 @@ server/                   a manager behind HTTP and gRPC
     health                whether the server lives, and takes requests
     live                  the live page of the server (no torch)
     models                the model and its adapters
-    tokenization          texts as tokens and back
     openai.template_program  a chat template filled in, and the program that does so (no torch)
     openai.templates      where chat templates are, and how one is filled in within bounds
     openai.messages       messages of a chat, as templates want them
@@ -372,6 +371,7 @@ server/                   a manager behind HTTP and gRPC
     openai.completions    prompts as they are, and what follows them
     openai.chat           /v1/chat/completions
     openai                what OpenAI's clients know
+    tokenization          texts as tokens and back
     openapi               the OpenAPI document
     app                   all endpoints as one application
     serving               a server from its settings to its end

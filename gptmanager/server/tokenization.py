@@ -8,11 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.server.body import read_json
+from gptmanager.server.body import read_json, until_disconnected
 from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import Field, Flag, Integer, ListOf, Text, by_name, read_fields, wrong
 from gptmanager.server.models import check_model
+from gptmanager.server.openai.chat_prompt import OBJECTS, TEMPLATE_FIELDS, ChatPrompts
+from gptmanager.server.openai.tools import read_tools
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
 
@@ -20,22 +22,34 @@ _MODEL = Field("model", Text(), "the model's name, or an adapter's")
 TOKENIZE = by_name(
     [
         _MODEL,
-        Field("prompt", Text(), "a text", required=True),
-        Field("add_special_tokens", Flag(), "the tokenizer's own around it; absent: true"),
+        Field("prompt", Text(), "a text"),
+        Field("messages", OBJECTS, "instead of it: a chat, as the model is given it"),
+        Field("add_special_tokens", Flag(), "the tokenizer's own; absent: around a prompt alone"),
         Field("return_token_strs", Flag(), "the tokens' names, too"),
+        Field("tools", OBJECTS, "functions that the template shows"),
+        *TEMPLATE_FIELDS,
     ]
 )
+_ONLY_CHAT = ("tools", *(field.name for field in TEMPLATE_FIELDS))
 DETOKENIZE = by_name(
     [_MODEL, Field("tokens", ListOf(Integer(0, 2**31 - 1)), "token ids", required=True)]
 )
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    chats = ChatPrompts(engine, settings)
+
+    async def tokens(given: dict[str, Any]) -> list[int]:
+        if "messages" not in given:
+            special = given.get("add_special_tokens", True)
+            return await engine.encode("prompt", given["prompt"], special=special)
+        return (await chats.read(given, read_tools(given.get("tools"), None, True))).tokens
+
     async def tokenize(request: Request) -> Response:
         given, _ = read_fields(await read_json(request), TOKENIZE, lenient=settings.lenient)
         check_model(engine, given.get("model"))
-        special = given.get("add_special_tokens", True)
-        ids = await engine.encode("prompt", given["prompt"], special=special)
+        _check_one(given)
+        ids = await until_disconnected(request, tokens(given))
         found: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": engine.card.max_model_len,
@@ -63,3 +77,16 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]
+
+
+def _check_one(given: dict[str, Any]) -> None:
+    """A prompt, or messages with what belongs to them."""
+    if "messages" in given:
+        if "prompt" in given:
+            raise wrong("prompt", "prompt stands beside messages: one is possible")
+        return
+    if "prompt" not in given:
+        raise wrong("prompt", "prompt or messages is needed")
+    for name in _ONLY_CHAT:
+        if name in given:
+            raise wrong(name, f"{name} needs messages")

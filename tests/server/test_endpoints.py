@@ -86,3 +86,31 @@ def test_another_model_is_a_404(client):
         httpx.codes.OK
         == client.post("/tokenize", json={"prompt": "x", "model": "tiny_llama"}).status_code
     )
+
+
+MESSAGES = [{"role": "user", "content": "17 + 25 ="}]
+
+
+def test_a_chat_as_tokens_is_the_prompt_that_the_model_gets(client):
+    found = client.post("/tokenize", json={"messages": MESSAGES}).json()
+    chat = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    assert found["tokens"] == answer["prompt_token_ids"] and found["count"] == len(found["tokens"])
+    text = client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+    assert "17 + 25 =" in text
+    bare = {"messages": MESSAGES, "add_generation_prompt": False}
+    shorter = client.post("/tokenize", json=bare).json()["tokens"]
+    assert shorter == found["tokens"][: len(shorter)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": MESSAGES, "prompt": "x"}, "prompt"),
+        ({"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
+    ],
+)
+def test_what_is_no_chat_is_not_tokenized(client, body, param):
+    assert refusal(client.post("/tokenize", json=body), 400)["param"] == param

@@ -14,22 +14,11 @@ from starlette.routing import BaseRoute, Route
 from gptmanager.server.body import begun, read_json, until_disconnected
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import (
-    AsItIs,
-    Field,
-    Flag,
-    Integer,
-    ListOf,
-    Object,
-    Text,
-    by_name,
-    read_fields,
-    wrong,
-)
+from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, read_fields, wrong
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.chat_answer import ChatAnswer
-from gptmanager.server.openai.chat_prompt import ChatPrompt, ChatPrompts
+from gptmanager.server.openai.chat_prompt import OBJECTS, TEMPLATE_FIELDS, ChatPrompt, ChatPrompts
 from gptmanager.server.openai.completions import warning
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
@@ -46,25 +35,20 @@ from gptmanager.server.openai.tools import Tools, read_tools
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 
-_OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
 _MAX_TOKENS = Integer(1, 2**31 - 1)
 
 FIELDS = by_name(
     [
-        Field("messages", _OBJECTS, "objects with role and content", required=True),
+        Field("messages", OBJECTS, "objects with role and content", required=True),
         Field("max_completion_tokens", _MAX_TOKENS, "new tokens; absent: as many as there is room"),
         Field("max_tokens", _MAX_TOKENS, "the same by its older name"),
         Field("logprobs", Flag(), "log probabilities of the tokens"),
         Field("top_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "and of so many others each"),
-        Field("tools", _OBJECTS, "functions that may be called"),
+        Field("tools", OBJECTS, "functions that may be called"),
         Field("tool_choice", AsItIs(), "none, auto, required, or a function by its name"),
         Field("parallel_tool_calls", Flag(), "false: one call at most"),
-        Field("add_generation_prompt", Flag(), "absent: true, unless the last message goes on"),
-        Field("continue_final_message", Flag(), "the answer goes on with the last message"),
-        Field("chat_template", Text(), "instead of the model's, if the server allows that"),
-        Field("chat_template_kwargs", Object(), "variables of the template"),
-        Field("documents", ListOf(Object()), "for templates that know them"),
     ],
+    TEMPLATE_FIELDS,
     SAMPLING,
     SERVING,
     STRUCTURED,

@@ -12,6 +12,7 @@ from typing import Any
 
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
+from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
 from gptmanager.server.openai.messages import read_messages
 from gptmanager.server.openai.template_program import TemplateError
 from gptmanager.server.openai.templates import (
@@ -23,6 +24,15 @@ from gptmanager.server.openai.templates import (
 from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
 from gptmanager.server.settings import ServerSettings
 
+OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
+# of every request that has messages
+TEMPLATE_FIELDS = (
+    Field("add_generation_prompt", Flag(), "absent: true, unless the last message goes on"),
+    Field("continue_final_message", Flag(), "the answer goes on with the last message"),
+    Field("chat_template", Text(), "instead of the model's, if the server allows that"),
+    Field("chat_template_kwargs", Object(), "variables of the template"),
+    Field("documents", ListOf(Object()), "for templates that know them"),
+)
 # what a template gets from other fields
 _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -62,7 +72,8 @@ class ChatPrompts:
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
         text = await self._filled_in(template, process, messages, body, tools)
-        tokens = await self._engine.encode("messages", text, special=False)
+        special = body.get("add_special_tokens", False)  # the template has them
+        tokens = await self._engine.encode("messages", text, special=special)
         return ChatPrompt(tokens, form)
 
     def _template(self, body: Mapping[str, Any], has_tools: bool) -> tuple[str, TemplateProcess]:
