@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from gptmanager import GptManager
+from gptmanager import GptManager, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, Generation
-from gptmanager.errors import GptManagerError
+from gptmanager.errors import GptManagerError, ManagerDeadError
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.run.text_encoder import TextEncoder
 from gptmanager.server.adapters import Adapter, Adapters
@@ -73,6 +73,11 @@ class Engine:
         health = self.manager.health()
         return health.alive and health.accepting and not self.is_draining
 
+    def check_alive(self) -> None:
+        """ManagerDeadError, which says why, if the manager has failed."""
+        if self.manager.state is ManagerState.FAILED:
+            self.manager.notify()
+
     # Requests ---------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[EngineRequest]) -> Call:
@@ -81,8 +86,7 @@ class Engine:
         Raises ApiError: 404 for an adapter that is not loaded, 400 for what can never run, 429
         with Retry-After where too much waits, 503 while the server ends, or is dead.
         """
-        if self.is_draining:
-            raise ApiError(503, "the server shuts down", code="shutting_down")
+        self._check_open()
         adapters = [
             None if it.adapter is None else self.adapters.find(it.adapter) for it in requests
         ]
@@ -110,6 +114,14 @@ class Engine:
         self._calls.add(call)
         return call
 
+    def _check_open(self) -> None:
+        try:
+            self.check_alive()
+        except ManagerDeadError as error:
+            raise api_error(error) from error
+        if self.is_draining:
+            raise ApiError(503, "the server shuts down", code="shutting_down")
+
     def _check_length(self, request: EngineRequest) -> None:
         """That prompt and output fit; the manager would cut the output silently."""
         limit, length = self.card.max_model_len, len(request.tokens)
@@ -130,10 +142,19 @@ class Engine:
 
     def _check_room(self, requests: Sequence[EngineRequest]) -> None:
         settings = self._settings
-        running = self.queue.num_open
+        running, limit = self.queue.num_open, settings.max_queued_tokens
+        most = settings.concurrency + settings.max_queued_requests
         waiting = running + len(requests) - settings.concurrency
         if waiting <= 0:
             return
+        if len(requests) > most:  # a 429 would be tried again for ever
+            raise ApiError(
+                400,
+                f"these are {len(requests)} requests at once: no more than {most} may run and wait "
+                f"(--max-concurrency {settings.concurrency}, --max-queued-requests "
+                f"{settings.max_queued_requests})",
+                code="too_many_requests_at_once",
+            )
         if waiting > settings.max_queued_requests:
             raise ApiError(
                 429,
@@ -141,8 +162,15 @@ class Engine:
                 f"--max-queued-requests allows {settings.max_queued_requests}",
                 code="queue_full",
             )
-        limit = settings.max_queued_tokens
         tokens = sum(len(request.tokens) for request in requests)
+        if limit is not None and len(requests) > settings.concurrency and tokens > limit:
+            raise ApiError(
+                400,
+                f"these {len(requests)} prompts have {tokens} tokens, and only "
+                f"{settings.concurrency} run at once: no more may wait than --max-queued-tokens = "
+                f"{limit}",
+                code="too_many_requests_at_once",
+            )
         if limit is not None and self.queue.num_pending_tokens + tokens > limit:
             raise ApiError(
                 429,
@@ -191,6 +219,7 @@ class Engine:
         """Read an adapter, try it, and give it a name. ApiError where that cannot be."""
         if not self.has_adapters:
             raise ApiError(501, "this server's manager takes no adapters")
+        self._check_open()
         if name == self.card.name:
             raise ApiError(400, f"{shown(name)} is the model's name", param="lora_name")
         self.adapters.check_free(name)
@@ -200,11 +229,14 @@ class Engine:
         try:
             with self._start(request, None, False) as generation:
                 await generation
+            self.adapters.add(adapter)  # another of its name may have come meanwhile
         except GptManagerError as error:
             raise ApiError(
                 api_error(error).status, f"lora_path = {shown(path)}: {error}", param="lora_path"
             ) from error
-        self.adapters.add(adapter)
+        except BaseException:
+            self.manager.forget_adapter(adapter.task_id)
+            raise
         return adapter
 
     def unload_adapter(self, name: str) -> None:

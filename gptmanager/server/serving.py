@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from gptmanager import GptManager, InferenceRequest
+from gptmanager import GptManager, InferenceRequest, ManagerState
 from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
@@ -26,18 +28,21 @@ from gptmanager.server.settings import ServerSettings
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection that nobody uses
+_LOOK_S = 0.1  # between looks whether the manager is alive
 _LAST_WRITES_S = 1  # a client that does not read its last events holds up the end as long
 
 
 def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
-    """Until SIGTERM or SIGINT. ConfigError: a model or a port that cannot be.
+    """Until SIGTERM or SIGINT. ConfigError: a model or a port that cannot be. ManagerDeadError:
+    the manager has failed, and its requests have been told.
 
-    `tell` gets a line for people when the server is ready.
+    `tell` gets a text for people when the server is ready: the first line ends with the address.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         with open_engine(settings) as engine, _signals_restored():
             if uvloop.run(_serve(engine, settings, listener, tell)):
                 raise KeyboardInterrupt
+            engine.check_alive()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -143,15 +148,46 @@ async def _serve(
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, end)
-    host, port = listener.getsockname()[:2]
-    server.on_start = lambda: tell(f"{engine.card.name} is served at http://{host}:{port}")
+    server.on_start = lambda: tell(welcome(engine, settings, address_of(listener)))
+    watching = loop.create_task(_end_with_manager(server, engine))
     await server.serve(sockets=[listener])
+    watching.cancel()
     return server.force_exit
 
 
 async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
     await engine.drain(timeout_s)
     server.should_exit = True
+
+
+async def _end_with_manager(server: Server, engine: Engine) -> None:
+    """A server without its manager is of no use: whoever watches the process starts another."""
+    while engine.manager.state is not ManagerState.FAILED:
+        await asyncio.sleep(_LOOK_S)
+    await _end(server, engine, _LAST_WRITES_S)
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def welcome(engine: Engine, settings: ServerSettings, address: str) -> str:
+    """What a person may do next; a key is not shown."""
+    has_key, name = settings.api_key is not None, engine.card.name
+    is_text = engine.card.tokenizer is not None
+    body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}
+    key = "-H 'Authorization: Bearer KEY' " if has_key else ""
+    kind = "-H 'Content-Type: application/json'"
+    return "\n".join(
+        [
+            f"{name} is served at {address}",
+            f"  live page  {address}/{'?key=KEY' if has_key else ''}",
+            f"  try        curl {address}/v1/completions {key}{kind} "
+            f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
+            "  end        Ctrl-C; requests that run may end, a second one stops them",
+        ]
+    )
 
 
 class Server(uvicorn.Server):

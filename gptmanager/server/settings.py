@@ -69,6 +69,12 @@ class ServerSettings:
             raise ConfigError(f"chat_template = {self.chat_template}: there is no such file")
         if self.api_key == "":
             raise ConfigError("api_key is empty: without a key leave it out")
+        if self.api_key is not None and not (
+            self.api_key.isprintable() and self.api_key == self.api_key.strip()
+        ):
+            raise ConfigError(
+                "api_key must be printable, without spaces around it: a header could not bring it"
+            )
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError(f"served_model_name = {self.name!r} is no name of a model")
 

@@ -149,12 +149,23 @@ def test_no_more_wait_than_may(narrow):
 
 def test_a_call_that_does_not_fit_as_a_whole_runs_not_at_all(narrow):
     async def main():
-        error = refused(narrow.engine, *[a_request(3) for _ in range(5)])
-        assert error.status == 429 and narrow.engine.counts == (0, 0)
+        async with narrow.engine.submit([a_request()]):
+            error = refused(narrow.engine, *[a_request(3) for _ in range(4)])
+            assert error.status == 429 and sum(narrow.engine.counts) == 1
+        await asyncio.to_thread(narrow.wait_idle)
         found = await results(narrow.engine, *[a_request(3, [5]) for _ in range(4)])
         assert len(found) == 4
 
     narrow.run(main())
+
+
+def test_more_at_once_than_ever_fits_is_not_to_be_tried_again(narrow):
+    many = refused(narrow.engine, *[a_request(3, [5]) for _ in range(5)])
+    assert many.status == 400 and "5 requests" in many.message and "4 may run" in many.message
+    long = refused(narrow.engine, *[a_request(3, [5] * 4) for _ in range(3)])
+    assert long.status == 400 and "12 tokens" in long.message
+    assert "--max-queued-tokens = 10" in long.message
+    assert narrow.engine.counts == (0, 0)
 
 
 def test_prompts_that_wait_are_counted_in_tokens(narrow):

@@ -1,7 +1,10 @@
 """A server from its start to its end: what cannot start, signals, and what still runs then."""
 
 import asyncio
+import contextlib
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,12 +16,12 @@ import pytest
 from running_server import MODEL, settings_of, wait_for
 from starlette.routing import Route
 
-from gptmanager import cli
-from gptmanager.errors import ConfigError
+from gptmanager import ManagerState, cli
+from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
 from gptmanager.server import app
 from gptmanager.server.call import EngineRequest
 from gptmanager.server.responses import DONE, EventStream, event
-from gptmanager.server.serving import serve
+from gptmanager.server.serving import address_of, bind, serve, welcome
 from gptmanager.server.settings import ServerSettings
 
 
@@ -33,7 +36,7 @@ class Outside:
 
     def tell(self, line):
         """The server is ready."""
-        self.url = line.rpartition(" ")[2]
+        self.url = line.partition("\n")[0].rpartition(" ")[2]
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
@@ -170,7 +173,7 @@ def test_a_missing_extra_is_one_sentence(capsys, monkeypatch, package):
 def test_settings_are_checked_by_name():
     for field, value in [
         ("port", 70000), ("grpc_port", -1), ("max_concurrency", 0), ("max_queued_requests", -1),
-        ("api_key", ""), ("served_model_name", " "), ("max_body_bytes", 0),
+        ("api_key", ""), ("api_key", "a\nb"), ("api_key", "a "), ("api_key", "\udcff"), ("served_model_name", " "), ("max_body_bytes", 0),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=field):
             ServerSettings(model=MODEL, **{field: value})
@@ -184,6 +187,50 @@ def test_the_command_serves_and_ends_with_0():
         line = process.stderr.readline()
         url = line.strip().rpartition(" ")[2]
         assert status(url + "/health") == 200
+        shown = [process.stderr.readline() for _ in range(3)]
+        assert f" {url}/\n" in shown[0]  # the live page
+        call = shlex.split(shown[1].partition("curl ")[2])
+        body = call[call.index("-d") + 1]
+        json_type = {"Content-Type": "application/json"}
+        answer = httpx.post(call[0], content=body, headers=json_type)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"]
         process.send_signal(signal.SIGTERM)
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
+    seen = []
+
+    def act(outside):
+        with httpx.stream("GET", outside.url + "/test/stream", timeout=20) as response:
+            lines = response.iter_lines()
+            seen.append(next(lines))
+            loop = outside.engine.manager._worker.loop
+            monkeypatch.setattr(loop, "schedule", raises)
+            wait_for(lambda: outside.engine.manager.state is ManagerState.FAILED)
+            for path in ("/health", "/health/live"):
+                assert status(outside.url + path) == 503
+            refused = httpx.get(outside.url + "/test/stream")
+            assert b"SchedulerError: it is mad" in refused.content
+            outside.may_end.set()
+            seen.extend(lines)
+
+    def raises():
+        raise SchedulerError("it is mad")
+
+    with pytest.raises(ManagerDeadError, match="SchedulerError: it is mad"):
+        Outside(act).serve(monkeypatch)
+    error = json.loads(seen[-4].removeprefix("data: "))["error"]
+    assert error["type"] == "internal_server_error" and "it is mad" in error["message"]
+    assert seen[-2:] == ["data: [DONE]", ""]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_person_is_told_what_to_do(engine, host):
+    settings = settings_of(api_key="secret", host=host)
+    with contextlib.closing(bind(host, 0)) as listener:
+        address = address_of(listener)
+        told = welcome(engine, settings, address)
+    assert httpx.URL(address).host == host
+    assert "?key=KEY" in told and "Bearer KEY" in told and "secret" not in told
