@@ -14,9 +14,11 @@ import torch
 
 from gptmanager.callbacks.peft_config import PeftConfig
 from gptmanager.errors import ConfigError
-from gptmanager.memory.checkpoint_files import shown_path
+from gptmanager.memory.checkpoint_files import read_object, shown_path
 from gptmanager.memory.tensor_sources import FLOATS, SafetensorsFolder, TensorInfo, tensor_name
 from gptmanager.models.families import FAMILIES
+from gptmanager.models.lora_modules import lora_modules
+from gptmanager.models.read_spec import read_spec
 from gptmanager.request.adapter import LORA_MODULE_IDS
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,15 +67,16 @@ class _Pair(NamedTuple):
 
 
 def load_peft_adapter(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     """`lora_weights` float32 `[n, width]` and `lora_config` int32 `[n, 3]` of a PEFT folder.
 
     The folder holds `adapter_config.json` and `adapter_model.safetensors`. A row is A `[D, Hi]` and
     then B `[Ho, D]` times lora_alpha / D (rsLoRA: / sqrt(D)), with the rank D of its module,
     padded with zeros. Rows ascend by layer and module id. Modules are those of the families that
-    the library has, by the names of transformers. No model is needed: whether the adapter fits one
-    is checked with the request.
+    the library has, by the names of transformers. No model is needed: a request whose rows are too
+    short for its model is refused. But one of a wider model looks like a row with padding: give the
+    checkpoint's folder as `model` to have all widths compared.
 
     ConfigError, which names what was found, for anything but plain LoRA (DoRA, biases, embeddings,
     saved modules, other methods), other modules, and files that are broken or contradict each
@@ -86,6 +89,8 @@ def load_peft_adapter(
     source = SafetensorsFolder(path, _TENSORS)
     where = shown_path(path / _TENSORS)
     pairs = _find_pairs(where, source.describe(), config)
+    if model is not None:
+        _check_widths(where, pairs, Path(model))
     rows = sorted(pairs)
     width = max(pair.num_elements for pair in pairs.values())
     try:
@@ -126,6 +131,20 @@ def _find_pairs(
     if not modules:
         raise ConfigError(f"{where} holds no tensors")
     return {key: _pair(where, tensors, module, config) for key, module in modules.items()}
+
+
+def _check_widths(where: str, pairs: Mapping[tuple[int, int], _Pair], model: Path) -> None:
+    """ConfigError for an adapter of a model with other widths."""
+    modules = lora_modules(read_spec(read_object(model / "config.json")))
+    for (_, module_id), pair in pairs.items():
+        module = modules.get(module_id)  # one that the model has not is told with the request
+        own = pair.input_width, pair.num_columns
+        if module is not None and own != (module.input_width, module.num_columns):
+            raise ConfigError(
+                f"{where} is of another model: its {pair.module} takes {own[0]} inputs and gives "
+                f"{own[1]} outputs, in {shown_path(model)} these are {module.input_width} and "
+                f"{module.num_columns}"
+            )
 
 
 def _pair(where: str, tensors: Mapping[str, TensorInfo], module: str, config: PeftConfig) -> _Pair:

@@ -29,9 +29,12 @@ class Adapter:
 
 
 class Adapters:
-    """By their names. `root`: the folder below which adapters must lie; None: anywhere."""
+    """By their names, of the model in the folder `model`. `root`: the folder below which adapters
+    must lie; None: anywhere.
+    """
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, model: Path, root: Path | None) -> None:
+        self._model = model
         self._root = None if root is None else root.resolve()
         self._by_name: dict[str, Adapter] = {}
         self._task_ids = itertools.count(_FIRST_TASK)
@@ -57,7 +60,7 @@ class Adapters:
         """
         folder = self._folder(path)
         try:
-            weights, config = load_peft_adapter(folder)
+            weights, config = load_peft_adapter(folder, model=self._model)
         except (ConfigError, OSError) as error:
             raise ApiError(400, f"lora_path = {shown(path)}: {error}", param="lora_path") from error
         tensors = {"lora_weights": weights, "lora_config": config}

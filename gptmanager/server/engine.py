@@ -55,7 +55,7 @@ class Engine:
         self.manager = manager
         self.queue = queue
         self.metrics = metrics
-        self.adapters = Adapters(settings.adapter_dir)
+        self.adapters = Adapters(card.folder, settings.adapter_dir)
         self.has_adapters = has_adapters
         self.is_draining = False
         self._settings = settings
@@ -192,7 +192,8 @@ class Engine:
         submit = functools.partial(
             self.queue.submit, request.tokens, request.max_new_tokens, timeout=0.0, **by_name
         )
-        return self.metrics.submit(by_name["request_id"], submit)
+        is_try = adapter is not None and not with_weights
+        return self.metrics.submit(by_name["request_id"], submit, is_try=is_try)
 
     def _timeout_s(self, request: EngineRequest) -> float | None:
         own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from gptmanager import NamedTensor
 from gptmanager.callbacks import AsyncRequestQueue, Generation, PrometheusSink
-from gptmanager.errors import DuplicateRequestIdError
+from gptmanager.errors import AdapterError, DuplicateRequestIdError
 from gptmanager.server.settings import ServerSettings
 
 
@@ -38,23 +38,36 @@ class ServerMetrics(PrometheusSink):
             info={"model_type": settings.manager.model_type.name},
         )
         self._queue = queue
+        self._tries: set[int] = set()
         self.get_inference_requests = self.fetching(queue.get_inference_requests)
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
         """The queue's SendResponse, observed: who has an answer finds it counted."""
-        self.send_response(request_id, tensors, is_final, error)
+        if is_final and self._ends_try(request_id, error):
+            self.withdraw(request_id)
+        else:
+            self.send_response(request_id, tensors, is_final, error)
         self._queue.send_response(request_id, tensors, is_final, error)
 
-    def submit(self, request_id: int, submit: Callable[[], Generation]) -> Generation:
-        """A request that waits from now on, unless `submit` raises."""
+    def submit(
+        self, request_id: int, submit: Callable[[], Generation], *, is_try: bool = False
+    ) -> Generation:
+        """A request that waits from now on, unless `submit` raises.
+
+        `is_try`: it names an adapter that may have left the cache. Where it has, this does not
+        count: it will be sent again with the weights.
+        """
         self.arrived(request_id)
+        if is_try:
+            self._tries.add(request_id)
         try:
             return submit()
         except DuplicateRequestIdError:
             raise  # the other request of this id waits or runs
         except BaseException:
+            self._tries.discard(request_id)
             self.withdraw(request_id)
             raise
 
@@ -63,7 +76,15 @@ class ServerMetrics(PrometheusSink):
         self.ends_as(generation.request_id, finish_reason)
         generation.cancel()
         if generation.done():  # the manager will never see it, or has ended it
+            self._tries.discard(generation.request_id)
             self.withdraw(generation.request_id, finish_reason)
+
+    def _ends_try(self, request_id: int, error: str) -> bool:
+        """This ends a try, in vain."""
+        if request_id not in self._tries:
+            return False
+        self._tries.discard(request_id)
+        return error.startswith(f"{AdapterError.__name__}: ")
 
 
 def counts_of(queue: AsyncRequestQueue) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -196,3 +197,15 @@ def test_a_folder_without_its_files_says_what_it_needs(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match=r"an object is needed"):
         load_peft_adapter(tmp_path)
+
+
+def test_the_widths_of_a_model_are_compared_where_it_is_given(tmp_path):
+    model = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
+    save_adapter(tmp_path, {Q: pair(inputs=128, outputs=128)})
+    weights, _ = load_peft_adapter(tmp_path, model=model)
+    assert weights.shape == (1, 8 * 256)
+    for inputs, outputs in [(64, 192), (128, 256), (256, 128)]:
+        save_adapter(tmp_path, {Q: pair(inputs=inputs, outputs=outputs)})
+        told = rf"{Q} takes {inputs} inputs and gives {outputs} outputs.* are 128 and 128"
+        with pytest.raises(ConfigError, match=told):
+            load_peft_adapter(tmp_path, model=model)

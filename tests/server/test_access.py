@@ -1,5 +1,7 @@
 """Keys, bodies within their limit, and adapters: who may load which."""
 
+import asyncio
+
 import httpx
 import pytest
 import torch
@@ -131,7 +133,41 @@ def test_an_adapter_that_left_the_cache_is_sent_again(guarded, with_key):
     assert load(with_key, "due", "two").status_code == 200
     before = greedy(guarded, "due")
     guarded.engine.manager.forget_adapter(guarded.engine.adapters.find("due").task_id)
+    finished = dict(guarded.engine.metrics.requests.finished)
     assert greedy(guarded, "due") == before
+    guarded.wait_idle()
+    finished["length"] += 1  # and no error: the first try is no request of its own
+    assert guarded.engine.metrics.requests.finished == finished
+
+
+def test_of_two_adapters_that_come_at_once_by_one_name_one_is_loaded(guarded):
+    an_adapter(guarded.settings.adapter_dir / "twin", seed=3)
+
+    async def both():
+        loads = [guarded.engine.load_adapter("twin", "twin") for _ in range(2)]
+        return await asyncio.gather(*loads, return_exceptions=True)
+
+    adapter, error = sorted(guarded.run(both()), key=lambda found: isinstance(found, ApiError))
+    assert error.status == 400 and "loaded already" in error.message
+    assert guarded.engine.adapters.find("twin") is adapter
+    guarded.wait_idle()
+
+
+def test_an_adapter_may_be_unloaded_while_it_runs(guarded, with_key):
+    an_adapter(guarded.settings.adapter_dir / "five", seed=5)
+    assert load(with_key, "cinque", "five").status_code == 200
+    whole = greedy(guarded, "cinque")
+
+    async def main():
+        request = EngineRequest([5, 6, 7], 12, adapter="cinque", end_id=-1, is_streaming=True)
+        async with guarded.engine.submit([request]) as call:
+            parts = call.parts()
+            first = await anext(parts)
+            guarded.engine.unload_adapter("cinque")
+            rest = [part async for _, part in parts]
+        return sum((part.tokens for part in (first[1], *rest)), [])
+
+    assert tuple(guarded.run(main())) == whole
     guarded.wait_idle()
 
 
@@ -149,10 +185,12 @@ def test_what_is_no_adapter_of_this_model_is_refused(guarded, with_key):
     root = guarded.settings.adapter_dir
     (root / "empty").mkdir()
     an_adapter(root / "narrow", width=64)
-    for path in ("empty", "nowhere", "narrow", "a\0b"):
+    an_adapter(root / "wide", width=256)
+    for path in ("empty", "nowhere", "narrow", "wide", "a\0b"):
         response = load(with_key, "quattro", path)
         assert response.status_code == 400, (path, response.text)
         assert response.json()["error"]["param"] == "lora_path"
+    assert "256 outputs" in load(with_key, "quattro", "wide").json()["error"]["message"]
     assert load(with_key, "tiny_llama", "empty").status_code == 400
     assert load(with_key, "", "empty").json()["error"]["param"] == "lora_name"
     assert "quattro" not in guarded.engine.adapters
