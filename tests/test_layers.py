@@ -374,6 +374,7 @@ server/                   a manager behind HTTP and gRPC
     tokenization          texts as tokens and back
     openapi               the OpenAPI document
     app                   all endpoints as one application
+    http_protocol         HTTP's bytes, within bounds (no torch)
     serving               a server from its settings to its end
     command               serve, on the command line
 bench/                    measures speed, its own and that of other libraries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -13,19 +14,23 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.responses import disconnected
 
 _T = TypeVar("_T")
+_DROP_S = 0.3
 
 
 async def read_body(request: Request) -> bytes:
-    """At most `--max-body-bytes` of it; a 413 for more, before more is read."""
+    """At most `--max-body-bytes` of it; a 413 for more, which is not kept."""
     limit: int = request.app.state.settings.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
+        if "expect" not in request.headers:
+            await _drop(request, limit)
         raise _too_large(f"{length} bytes", limit)
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size > limit:
+            await _drop(request, limit)
             raise _too_large("more", limit)
         pieces.append(piece)
     return b"".join(pieces)
@@ -42,6 +47,19 @@ async def read_json(request: Request) -> dict[str, Any]:
         kind = type(found).__name__
         raise ApiError(400, f"the body must be a JSON object, not {kind}", code="invalid_json")
     return found
+
+
+async def _drop(request: Request, most: int) -> None:
+    """A client that still writes sees a closed connection, and not the answer before it. So read
+    on for a little while.
+    """
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_DROP_S):
+            more = True
+            while more and most > 0:
+                message = await request.receive()
+                most -= len(message.get("body", b""))
+                more = message.get("more_body", False)
 
 
 def _too_large(found: str, limit: int) -> ApiError:

@@ -22,6 +22,7 @@ from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
 from gptmanager.server.engine import Engine
+from gptmanager.server.http_protocol import HttpProtocol
 from gptmanager.server.metrics import ServerMetrics
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
@@ -209,7 +210,7 @@ def new_server(engine: Engine, settings: ServerSettings) -> Server:
     config = uvicorn.Config(
         create_app(engine, settings),
         loop="none",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
