@@ -4,10 +4,13 @@ import json
 
 import openai
 import pytest
+import torch
 from server.test_endpoints import refusal
 
+from gptmanager import GptManager, InferenceRequest, ModelType
 from gptmanager.callbacks import generate, load_tokenizer
 from gptmanager.server.openai.sampling import mixed_seed
+from gptmanager.testing import RecordingCallbacks
 
 MODEL = "examples/tiny_llama"
 TOKENIZER = load_tokenizer(MODEL)
@@ -157,6 +160,92 @@ def test_log_probs_are_those_of_the_tokens(client):
     assert shape["text_offset"] == [sum(map(len, shape["tokens"][:i])) for i in range(6)]
     assert all(-0.7 < value < 0 for value in shape["token_logprobs"])  # greedy and sure
     assert shape["top_logprobs"][0] == {shape["tokens"][0]: shape["token_logprobs"][0]}
+
+
+@pytest.fixture(scope="module")
+def logits_of():
+    """The logits behind each of the tokens, from another manager that keeps them all."""
+
+    def logits(tokens):
+        requests = [
+            InferenceRequest.from_tokens(0, tokens, 1, return_context_logits=True, end_id=-1)
+        ]
+        host = RecordingCallbacks(requests)
+        with GptManager(MODEL, ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords()) as manager:
+            assert manager.wait_idle(30)
+        return dict(host.of(0)[-1].tensors)["context_logits"][0].double()
+
+    return logits
+
+
+def test_top_log_probs_are_those_of_the_logits(client, logits_of):
+    prompt = TOKENIZER.encode(COUNT).ids
+    body = {"prompt": prompt, "temperature": 0.5, "seed": 3, "max_tokens": 6, "ignore_eos": True}
+    (choice,) = complete(client, **body, logprobs=3, return_token_ids=True)["choices"]
+    rows = torch.log_softmax(logits_of(prompt + choice["token_ids"]) / 0.5, -1)[len(prompt) - 1 :]
+    shape = choice["logprobs"]
+    for index, token in enumerate(choice["token_ids"]):
+        values, ids = rows[index].topk(3)
+        expected = {
+            TOKENIZER.decode([i], skip_special_tokens=False): value
+            for i, value in zip(ids.tolist(), values.tolist(), strict=True)
+        }
+        expected[TOKENIZER.decode([token])] = rows[index, token].item()
+        assert shape["top_logprobs"][index] == pytest.approx(expected, abs=1e-4)
+        assert shape["token_logprobs"][index] == pytest.approx(rows[index, token].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_prompt_is_scored_by_echo(client, logits_of, most):
+    """As lm-eval asks for it."""
+    text = "Tom had a red ball. €"
+    prompt = TOKENIZER.encode(text).ids
+    body = {"prompt": [text, prompt], "max_tokens": most, "temperature": 0, "echo": True, "n": 2}
+    choices = complete(client, **body, logprobs=1)["choices"]
+    rows = torch.log_softmax(logits_of(prompt), -1)
+    for choice in choices:
+        shape = choice["logprobs"]
+        assert len(shape["tokens"]) == len(prompt) + most
+        scores = [rows[i, token].item() for i, token in enumerate(prompt[1:])]
+        assert shape["token_logprobs"][0] is shape["top_logprobs"][0] is None
+        assert shape["token_logprobs"][1 : len(prompt)] == pytest.approx(scores, abs=1e-4)
+        best = [max(top, key=top.get) for top in shape["top_logprobs"][1:]]
+        assert best[0] == TOKENIZER.decode([rows[0].argmax().item()])
+        starts = [
+            len(TOKENIZER.decode(prompt[:i]))
+            for i in range(len(TOKENIZER.encode("Tom had a red ball. ").ids))
+        ]
+        assert shape["text_offset"][: len(starts)] == starts
+        assert choice["text"].startswith(text)
+
+
+def test_a_stream_has_the_prompts_scores_before_each_choice(client):
+    body = {"prompt": [COUNT, "Tom had"], "echo": True, "logprobs": 2, "n": 3, "max_tokens": 5}
+    body |= {"seed": 1, "prompt_logprobs": 1}
+    whole = complete(client, **body)["choices"]
+    found = chunks(client, **body)
+    first = {}
+    for chunk in found:
+        (part,) = chunk["choices"]
+        first.setdefault(part["index"], part)
+    for mine, theirs in zip(joined(found), whole, strict=True):
+        for key in theirs:
+            assert mine[key] == theirs[key], key
+    for index, part in first.items():
+        assert part["prompt_logprobs"] == whole[index]["prompt_logprobs"]
+        assert part["logprobs"]["token_logprobs"][0] is None
+
+
+def test_tokens_may_be_told_by_their_ids(client):
+    body = {"prompt": COUNT, "temperature": 0, "max_tokens": 3, "return_token_ids": True}
+    options = {"logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = complete(client, **body, **options)["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+
+
+def test_a_full_context_may_be_echoed(client):
+    answer = complete(client, prompt=[66] * 512, echo=True, max_tokens=0)
+    assert answer["usage"]["completion_tokens"] == 0
 
 
 def test_bias_bans_and_forces(client):

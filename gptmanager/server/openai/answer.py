@@ -42,7 +42,7 @@ class Answer:
         self.prompt_log_probs: list[list[TokenLogProb] | None] = [None] * len(prompts)
         self._wanted = wanted
         self._is_silent = is_silent
-        self._num_cached = 0
+        self._num_cached = self._num_generated = 0
         count = wanted.num_choices
         ends = ends_of(wanted, engine.card)
         self.outputs = [
@@ -56,6 +56,7 @@ class Answer:
             for index, prompt in enumerate(prompts)
             for _ in range(count)
         ]
+        self._has_ended = [False] * len(self.outputs)  # and its last delta is told
         requests = [
             requests_of(wanted, engine.card, index, prompt, most)
             for index, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True))
@@ -71,32 +72,36 @@ class Answer:
         Log probabilities of a prompt are there with the first delta of its first output. Raises
         ApiError, as `Engine.submit` does: then nothing runs.
         """
+        if self._is_silent and self._wanted.num_prompt_top is None:
+            for index, output in enumerate(self.outputs):  # the prompts are known already
+                output.finish(FinishReason.LENGTH)
+                yield index, output.take()
+            return
         # only here: what nobody reads must not be queued
         call = self._engine.submit(self._requests)
         async with call, contextlib.aclosing(call.parts()) as parts:
             async for request, part in parts:
-                for index in self._take(request, part):
-                    output = self.outputs[index]
-                    was_done = output.finish_reason is not None
-                    self._push(output, index, request, part)
-                    if was_done:
+                prompt = request // self._num_requests
+                knew_prompt = self._knows(prompt)
+                indices = self._take(request, part)
+                for index in indices:
+                    self._push(self.outputs[index], index, part)
+                if part.result is None and self.outputs[indices[0]].finish_reason is not None:
+                    call.stop(request)
+                if not self._knows(prompt):
+                    continue
+                for index in indices if knew_prompt else self._outputs_of(prompt):
+                    if self._has_ended[index]:
                         continue
-                    if output.finish_reason is not None and part.result is None:
-                        call.stop(request)
-                    delta = output.take()
+                    delta = self.outputs[index].take()
                     if delta.finish_reason or any(delta[:3]):
+                        self._has_ended[index] = delta.finish_reason is not None
                         yield index, delta
-
-    async def whole(self) -> None:
-        """Return when all outputs have ended. Raises ApiError: 504 past a deadline."""
-        async with contextlib.aclosing(self.deltas()) as deltas:
-            async for _ in deltas:
-                pass
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far, those that end an output included."""
         prompt = sum(map(len, self.prompts))
-        generated = sum(len(output.token_ids) for output in self.outputs)
+        generated = self._num_generated
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -107,23 +112,29 @@ class Answer:
     def _take(self, request: int, part: GenerationPart) -> range:
         """What a part tells of its prompt. Returns the outputs that it is for."""
         prompt, choice = divmod(request, self._num_requests)
-        if "prompt_log_probs" in part.tensors and self.prompt_log_probs[prompt] is None:
+        if choice == 0 and "prompt_log_probs" in part.tensors and not self._knows(prompt):
             self.prompt_log_probs[prompt] = prompt_log_probs(self.prompts[prompt], part.tensors)
         if part.result is not None:
             if choice == 0:
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
             if not self._wanted.streams:
                 check_in_time(part.result)
+        outputs = self._outputs_of(prompt)
+        return outputs if self._is_search else outputs[choice : choice + 1]
+
+    def _outputs_of(self, prompt: int) -> range:
         first = prompt * self._wanted.num_choices
-        if self._is_search:
-            return range(first, first + self._wanted.num_choices)
-        return range(first + choice, first + choice + 1)
+        return range(first, first + self._wanted.num_choices)
+
+    def _knows(self, prompt: int) -> bool:
+        """Whether its outputs may be told: the log probabilities of a prompt stand before them."""
+        return self._wanted.num_prompt_top is None or self.prompt_log_probs[prompt] is not None
 
     @property
     def _is_search(self) -> bool:
         return self._wanted.beam_width > 1
 
-    def _push(self, output: Output, index: int, request: int, part: GenerationPart) -> None:
+    def _push(self, output: Output, index: int, part: GenerationPart) -> None:
         result = part.result
         beam = index % self._wanted.num_choices if self._is_search else 0
         if self._is_silent:
@@ -134,6 +145,8 @@ class Answer:
         if self._is_search and result is not None:
             tokens = result.generated_ids[beam]
         has_log_probs = self._wanted.num_top is not None
+        before = len(output.token_ids)
         output.push(tokens, output_log_probs(tokens, part.tensors, beam) if has_log_probs else ())
+        self._num_generated += len(output.token_ids) - before
         if result is not None:
             output.finish(result.finish_reasons[beam])

@@ -71,7 +71,7 @@ class Chats:
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine
         self._is_lenient = settings.lenient
-        self._texts = engine.card.tokenizer and TokenTexts(engine.card.tokenizer)
+        self._texts = TokenTexts(engine.card.tokenizer)
         self._processors = Processors(engine)
         self._prompts = ChatPrompts(engine, settings)
 
@@ -100,7 +100,8 @@ class Chats:
         most = given.get("max_completion_tokens", given.get("max_tokens", left))
         answer = Answer(self._engine, wanted, [prompt.tokens], [most])
         shapes = [ChatAnswer(tools, prompt.tool_format) for _ in answer.outputs]
-        return _Chat(given, answer, shapes, self._texts, card.name)
+        texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
+        return _Chat(given, answer, shapes, texts, card.name)
 
     async def _processor(
         self, given: Mapping[str, Any], tools: Tools | None, prompt: ChatPrompt
@@ -125,7 +126,7 @@ class _Chat:
         given: Mapping[str, Any],
         answer: Answer,
         shapes: list[ChatAnswer],
-        texts: TokenTexts | None,
+        texts: TokenTexts,
         model: str,
     ) -> None:
         self._given = given
@@ -218,7 +219,7 @@ class _Chat:
             "finish_reason": reason and self._shapes[index].finish_reason(reason),
             "stop_reason": reason and self._answer.outputs[index].stop_reason,
         }
-        if delta.log_probs and self._texts is not None:
+        if delta.log_probs:
             told["logprobs"] = chat_shape(
                 delta.log_probs, given.get("top_logprobs", 0), self._texts
             )
@@ -229,7 +230,7 @@ class _Chat:
     def _of_prompt(self) -> dict[str, Any]:
         told: dict[str, Any] = {}
         (of_prompt,) = self._answer.prompt_log_probs
-        if "prompt_logprobs" in self._given and of_prompt is not None and self._texts is not None:
+        if "prompt_logprobs" in self._given and of_prompt is not None:
             num_top = self._given["prompt_logprobs"]
             told["prompt_logprobs"] = prompt_shape(of_prompt, num_top, self._texts)
         if self._given.get("return_token_ids"):

@@ -103,7 +103,7 @@ class Completions:
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self._engine = engine
         self._is_lenient = settings.lenient
-        self._texts = engine.card.tokenizer and TokenTexts(engine.card.tokenizer)
+        self._texts = TokenTexts(engine.card.tokenizer)
         self._processors = Processors(engine)
 
     async def handle(self, request: Request) -> Response:
@@ -137,7 +137,8 @@ class Completions:
             offsets=[len(prompt.text) if is_echo else 0 for prompt in prompts],
             is_silent=most == 0,
         )
-        return _Completion(given, answer, prompts, self._texts, card.name)
+        texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
+        return _Completion(given, answer, prompts, texts, card.name)
 
     async def _prompt(self, prompt: Any, given: Mapping[str, Any]) -> _Prompt:
         tokenizer = self._engine.card.tokenizer
@@ -186,7 +187,7 @@ class _Completion:
         given: Mapping[str, Any],
         answer: Answer,
         prompts: Sequence[_Prompt],
-        texts: TokenTexts | None,
+        texts: TokenTexts,
         model: str,
     ) -> None:
         self._given = given
@@ -247,12 +248,12 @@ class _Completion:
             "stop_reason": output.stop_reason if is_done else None,
         }
         of_prompt = self._answer.prompt_log_probs[prompt_index]
-        if "logprobs" in given and self._texts is not None:
+        if "logprobs" in given:
             listed = delta.log_probs
             if echoes and of_prompt is not None:
-                listed = [*self._texts.placed(of_prompt), *listed]
+                listed = [*self._texts.placed(of_prompt, prompt.text), *listed]
             choice["logprobs"] = completion_shape(listed, given["logprobs"], self._texts)
-        if is_first and "prompt_logprobs" in given and of_prompt is not None and self._texts:
+        if is_first and "prompt_logprobs" in given and of_prompt is not None:
             choice["prompt_logprobs"] = prompt_shape(
                 of_prompt, given["prompt_logprobs"], self._texts
             )

@@ -102,11 +102,12 @@ SERVING = (
     Field("request_id", Text(1, 256), "comes back in `id`"),
     Field("prompt_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of the prompt"),
     Field("return_token_ids", Flag(), "token ids beside the texts"),
+    Field("return_tokens_as_token_ids", Flag(), "log probabilities name tokens token_id:N"),
 )
 IGNORED = tuple(
     Field(name, AsItIs(), "taken without effect")
     for name in (
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("spaces_between_special_tokens", "prompt_cache_retention", "return_tokens_as_token_ids"),
+        *("spaces_between_special_tokens", "prompt_cache_retention"),
     )
 )

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from gptmanager.callbacks.token_bytes import token_bytes
 from gptmanager.errors import ConfigError
 
+_LOWEST = -9999.0
+
 
 class TokenLogProb(NamedTuple):
     """`log_prob` None: of the first token of a prompt. `top`: (token, log prob), best first.
@@ -35,7 +37,7 @@ def output_log_probs(
     """Of the new tokens of one beam, from the tensors that came with them."""
     if "output_log_probs" not in tensors:
         return []
-    chosen = tensors["output_log_probs"][0, beam].tolist()
+    chosen = _numbers(tensors["output_log_probs"][0, beam])
     tops = _tops(tensors, "top_log_prob_ids", "top_log_probs", beam, len(tokens))
     return [
         TokenLogProb(token, log_prob, top)
@@ -47,7 +49,7 @@ def prompt_log_probs(
     prompt: Sequence[int], tensors: Mapping[str, torch.Tensor]
 ) -> list[TokenLogProb]:
     """Of all tokens of a prompt; nothing comes before the first one."""
-    chosen = tensors["prompt_log_probs"][0].tolist()
+    chosen = _numbers(tensors["prompt_log_probs"][0])
     tops = _tops(tensors, "prompt_top_log_prob_ids", "prompt_top_log_probs", None, len(prompt) - 1)
     return [
         TokenLogProb(prompt[0], None),
@@ -63,18 +65,29 @@ def _tops(
     found = [tensors[name][0] if beam is None else tensors[name][0, beam] for name in (ids, values)]
     return [
         [*zip(row, column, strict=True)]
-        for row, column in zip(found[0].tolist(), found[1].tolist(), strict=True)
+        for row, column in zip(found[0].tolist(), _numbers(found[1]), strict=True)
     ]
 
 
-class TokenTexts:
-    """The text of single tokens."""
+def _numbers(tensor: torch.Tensor) -> Any:
+    """JSON has no infinity; -9999 is what clients of vLLM know for it."""
+    return tensor.clamp(min=_LOWEST).tolist()
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+
+class TokenTexts:
+    """The text of single tokens. `tokenizer` None: a token is told by its id alone."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+
+    def as_ids(self) -> TokenTexts:
+        """The same, but that every token is told by its id."""
+        return TokenTexts(None)
 
     @cached_property
     def _bytes(self) -> list[bytes]:
+        if self._tokenizer is None:
+            return []
         try:
             return token_bytes(self._tokenizer)
         except ConfigError:  # an unusual decoder: characters that two tokens share are unknown
@@ -82,18 +95,30 @@ class TokenTexts:
 
     def bytes_of(self, token: int) -> bytes:
         """Its own bytes: a part of a character, perhaps. Of a special token its name."""
+        if self._tokenizer is None:
+            return f"token_id:{token}".encode()
         known = self._bytes[token] if token < len(self._bytes) else b""
         return known or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_of(self, token: int) -> str:
         return self.bytes_of(token).decode(errors="replace")
 
-    def placed(self, listed: Sequence[TokenLogProb]) -> list[TokenLogProb]:
-        """Those of a prompt, with the start of each token's text in the prompt's."""
-        found, text = [], b""
+    def placed(self, listed: Sequence[TokenLogProb], text: str) -> list[TokenLogProb]:
+        """Those of a prompt, with the start of each token in `text`, in characters.
+
+        A token that the tokenizer has put around the text has no part of it.
+        """
+        data, at, num_characters = text.encode(errors="replace"), 0, 0
+        found = []
         for one in listed:
-            found.append(one._replace(start=len(text.decode(errors="replace"))))
-            text += self.bytes_of(one.token)
+            found.append(one._replace(start=num_characters))
+            own = self.bytes_of(one.token)
+            if not data.startswith(own, at):
+                # SentencePiece writes a space before the first word
+                own = own[1:] if own[:1] == b" " and data.startswith(own[1:], at) else b""
+            passed = data[at : at + len(own)]
+            num_characters += sum(byte & 0xC0 != 0x80 for byte in passed)
+            at += len(passed)
         return found
 
     def name_of(self, token: int) -> str:
