@@ -340,6 +340,7 @@ run/                      a file of requests, run by a manager
     command               run, on the command line
 server/                   a manager behind HTTP and gRPC
     settings              what a server is told, checked
+    extras                modules that need an extra (no torch)
     errors                a refusal as every client gets it
     model_card            what a server knows of its model beside the weights
     responses             JSON, errors as one object, server-sent events (no torch)
@@ -371,6 +372,19 @@ server/                   a manager behind HTTP and gRPC
     openai.completions    prompts as they are, and what follows them
     openai.chat           /v1/chat/completions
     openai                what OpenAI's clients know
+    triton.errors         refusals in Triton's protocol
+    triton.messages       a call and its answers, whatever has carried them (no torch)
+    triton.datatypes      tensors as bytes and as numbers (no torch)
+    triton.tensors        what a model takes and gives, and a call's inputs, checked (no torch)
+    triton.token_model    token ids in, token ids out
+    triton.text_model     text in, text out
+    triton.inference      calls, from their tensors to their responses
+    triton.repository     metadata and configurations
+    triton.http_messages  bodies of HTTP's infer call (no torch)
+    triton.http           /v2/..., with the generate extension
+    triton.grpc_messages  messages of the generated service
+    triton.grpc_service   the service, and its server
+    triton                what clients of the C++ backend know
     tokenization          texts as tokens and back
     openapi               the OpenAPI document
     app                   all endpoints as one application

@@ -19,6 +19,7 @@ from gptmanager.server.keys import KeyGuard
 from gptmanager.server.openai import chat, completions
 from gptmanager.server.responses import error_response
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton import http as triton
 
 Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
 _FRONTS: Sequence[Routes] = (
@@ -28,6 +29,7 @@ _FRONTS: Sequence[Routes] = (
     tokenization.routes,
     completions.routes,
     chat.routes,
+    triton.routes,
     openapi.routes,
     live.routes,
 )
@@ -54,8 +56,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
 
 def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, (ApiError, GptManagerError)):
-        return error_response(api_error(error))
-    return error_response(ApiError(500, "the server failed; its log tells more"))
+        return error_response(api_error(error), request.url.path)
+    refusal = ApiError(500, "the server failed; its log tells more")
+    return error_response(refusal, request.url.path)
 
 
 def _refuse_http(request: Request, error: Exception) -> Response:
@@ -66,7 +69,8 @@ def _refuse_http(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed at {request.url.path}",
     }
     message = messages.get(error.status_code, error.detail)
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    refusal = ApiError(error.status_code, message, headers=error.headers)
+    return error_response(refusal, request.url.path)
 
 
 def _client_gone(request: Request, error: Exception) -> Response:

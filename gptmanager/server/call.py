@@ -91,8 +91,7 @@ class Call:
         for it in self._running:
             if it.timer is not None:
                 it.timer.cancel()
-            if not it.generation.done():
-                self._cancel(it.generation, "cancelled")
+        self.cancel()
         self._on_end(self)
 
     async def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
@@ -101,6 +100,13 @@ class Call:
         A request that was stopped by `--request-timeout`, or its own deadline, has finish reason
         TIMED_OUT. Raises ApiError for a request that fails.
         """
+        async for index, part in self.outcomes():
+            if isinstance(part, ApiError):
+                raise part
+            yield index, part
+
+    async def outcomes(self) -> AsyncGenerator[tuple[int, GenerationPart | ApiError], None]:
+        """As `parts`, but a request that fails ends with its error, and the others go on."""
         running = dict(enumerate(self._running))
         while running:
             nothing_came = True
@@ -109,7 +115,9 @@ class Call:
                 if part is None:
                     continue
                 nothing_came = False
-                if part.result is not None:
+                if isinstance(part, ApiError):
+                    del running[index]
+                elif part.result is not None:
                     del running[index]
                     if it.has_timed_out:
                         part = replace(part, result=_timed_out(part.result))
@@ -134,6 +142,12 @@ class Call:
         if not generation.done():
             self._cancel(generation, "stop")
 
+    def cancel(self) -> None:
+        """End all that still runs; it counts as cancelled. The last parts still come."""
+        for it in self._running:
+            if not it.generation.done():
+                self._cancel(it.generation, "cancelled")
+
     def time_out(self) -> None:
         """End all that still runs, as past a deadline."""
         for it in self._running:
@@ -144,17 +158,25 @@ class Call:
             it.has_timed_out = True
             self._cancel(it.generation, "timeout")
 
-    def _take(self, it: _Running) -> GenerationPart | None:
+    def _take(self, it: _Running) -> GenerationPart | ApiError | None:
         try:
             return it.reader.take(self._waiter)
         except AdapterError as error:
             if it.send_again is None or it.has_timed_out:
-                raise api_error(error) from error
-            it.generation, it.send_again = it.send_again(), None
-            it.reader = PartReader(it.generation)
-            return it.reader.take(self._waiter)
+                return api_error(error)
+            return self._again(it, it.send_again)
         except Exception as error:
-            raise api_error(error) from error
+            return api_error(error)
+
+    def _again(
+        self, it: _Running, send_again: Callable[[], Generation]
+    ) -> GenerationPart | ApiError | None:
+        try:
+            it.generation, it.send_again = send_again(), None
+        except Exception as error:
+            return api_error(error)
+        it.reader = PartReader(it.generation)
+        return it.reader.take(self._waiter)
 
 
 def check_in_time(result: GenerationResult) -> None:

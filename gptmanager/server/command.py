@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import signal
 from pathlib import Path
 from typing import Any
 
-from gptmanager.errors import ConfigError
 from gptmanager.run.follow import follow, is_follower
+from gptmanager.server.extras import load_extra
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.arguments import folder, natural, positive, seconds
 from gptmanager.terminal.options import (
@@ -21,7 +20,6 @@ from gptmanager.terminal.options import (
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.streams import tell
 
-_NEEDED = ("starlette", "uvicorn", "uvloop", "httptools", "jinja2", "prometheus_client")
 _HELP = """\
 Serve a model over HTTP, for clients of OpenAI's API.
 
@@ -90,18 +88,5 @@ def _serve(options: argparse.Namespace) -> int:
         follow(*model, settings.max_beam_width)
         return 0
     given.params.on_progress = ProgressBars(options.region).tell
-    load("gptmanager.server.serving").serve(settings, tell)
+    load_extra("server", "gptmanager.server.serving").serve(settings, tell)
     return 0
-
-
-def load(module: str) -> Any:
-    """A module of this package that needs the extra. ConfigError: it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _NEEDED:
-            raise
-        raise ConfigError(
-            f"gptmanager serve needs {error.name}, which is not installed: "
-            "pip install 'gptmanager[server]'"
-        ) from error

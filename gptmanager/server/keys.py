@@ -18,7 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gptmanager.server.errors import ApiError
 from gptmanager.server.responses import error_response
 
-OPEN_PATHS = ("/health", "/health/live", "/health/ready")
+OPEN_PATHS = (
+    *("/health", "/health/live", "/health/ready"),
+    *("/v2/health/live", "/v2/health/ready"),
+)
 PAGE_PATHS = ("/", "/live/events")
 _COOKIE = "gptmanager_key"
 
@@ -69,7 +72,7 @@ class KeyGuard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
     def _has_cookie(self, header: bytes) -> bool:
         try:

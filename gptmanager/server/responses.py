@@ -25,8 +25,11 @@ def json_response(
     return Response(orjson.dumps(content), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+def error_response(error: ApiError, path: str = "/") -> Response:
+    """`path`: what was asked for; below /v2 clients read an error as Triton writes it."""
+    is_triton = path == "/v2" or path.startswith("/v2/")
+    body = {"error": error.message} if is_triton else error.body()
+    return json_response(body, error.status, error.headers)
 
 
 def event(content: Any) -> bytes:

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,13 @@ from gptmanager.callbacks import AsyncRequestQueue, broadcast
 from gptmanager.errors import ConfigError
 from gptmanager.server.app import create_app
 from gptmanager.server.engine import Engine
+from gptmanager.server.extras import load_extra
 from gptmanager.server.http_protocol import HttpProtocol
 from gptmanager.server.metrics import ServerMetrics
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.settings import ServerSettings
 
+_GRPC = "gptmanager.server.triton.grpc_service"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection that nobody uses
 _LOOK_S = 0.1  # between looks whether the manager is alive
@@ -40,13 +42,16 @@ def serve(settings: ServerSettings, tell: Callable[[str], None]) -> None:
     `tell` gets a text for people when the server is ready: the first line ends with the address.
     """
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
+        if settings.grpc_port is not None:  # told before the model is read
+            bind(settings.host, settings.grpc_port, "--grpc-port").close()
+            load_extra("triton", _GRPC)
         with open_engine(settings) as engine, _signals_restored():
             if uvloop.run(_serve(engine, settings, listener, tell)):
                 raise KeyboardInterrupt
             engine.check_alive()
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, option: str = "--port") -> socket.socket:
     """A socket that listens later. ConfigError: somebody else has the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -56,7 +61,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--host {host} --port {port} cannot be used: {reason}") from error
+        raise ConfigError(f"--host {host} {option} {port} cannot be used: {reason}") from error
     return listener
 
 
@@ -149,11 +154,28 @@ async def _serve(
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, end)
-    server.on_start = lambda: tell(welcome(engine, settings, address_of(listener)))
-    watching = loop.create_task(_end_with_manager(server, engine))
-    await server.serve(sockets=[listener])
-    watching.cancel()
+    async with _grpc(engine, settings, server) as grpc_port:
+        lines = welcome(engine, settings, address_of(listener), grpc_port)
+        server.on_start = lambda: tell(lines)
+        watching = loop.create_task(_end_with_manager(server, engine))
+        await server.serve(sockets=[listener])
+        watching.cancel()
     return server.force_exit
+
+
+@contextlib.asynccontextmanager
+async def _grpc(
+    engine: Engine, settings: ServerSettings, server: Server
+) -> AsyncIterator[int | None]:
+    """Triton's protocol over gRPC for `--grpc-port`; gives the port."""
+    if settings.grpc_port is None:
+        yield None
+        return
+    front = await load_extra("triton", _GRPC).GrpcFront.start(engine, settings)
+    try:
+        yield front.port
+    finally:
+        await front.stop(0 if server.force_exit else _LAST_WRITES_S)
 
 
 async def _end(server: Server, engine: Engine, timeout_s: float) -> None:
@@ -173,16 +195,20 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def welcome(engine: Engine, settings: ServerSettings, address: str) -> str:
+def welcome(
+    engine: Engine, settings: ServerSettings, address: str, grpc_port: int | None = None
+) -> str:
     """What a person may do next; a key is not shown."""
     has_key, name = settings.api_key is not None, engine.card.name
     is_text = engine.card.tokenizer is not None
     body = {"model": name, "prompt": "17 + 25 =" if is_text else [1, 2, 3], "max_tokens": 16}
     key = "-H 'Authorization: Bearer KEY' " if has_key else ""
     kind = "-H 'Content-Type: application/json'"
+    grpc = [] if grpc_port is None else [f"  gRPC       {settings.host}:{grpc_port}, as Triton"]
     return "\n".join(
         [
             f"{name} is served at {address}",
+            *grpc,
             f"  live page  {address}/{'?key=KEY' if has_key else ''}",
             f"  try        curl {address}/v1/completions {key}{kind} "
             f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",

@@ -65,6 +65,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1 << 16:
                 raise ConfigError(f"{name} = {value} is no port: 0 to 65535, 0 for any free one")
+        if self.port and self.port == self.grpc_port:
+            raise ConfigError(f"port and grpc_port are both {self.port}: they must differ")
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigError(f"chat_template = {self.chat_template}: there is no such file")
         if self.api_key == "":

@@ -1,0 +1,26 @@
+"""Modules that need an extra of this package, loaded when they are needed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from gptmanager.errors import ConfigError
+
+_PACKAGES = {
+    "server": ("starlette", "uvicorn", "uvloop", "httptools", "jinja2", "prometheus_client"),
+    "triton": ("google", "grpc", "tritonclient"),
+}
+
+
+def load_extra(extra: str, module: str) -> Any:
+    """A module of this package. ConfigError: a package of the extra is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _PACKAGES[extra]:
+            raise
+        raise ConfigError(
+            f"gptmanager serve needs {error.name}, which is not installed: "
+            f"pip install 'gptmanager[{extra}]'"
+        ) from error

@@ -1,0 +1,1 @@
+"""Triton's protocol: clients of the C++ batch manager's backend find their models here."""

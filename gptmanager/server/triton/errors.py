@@ -1,0 +1,17 @@
+"""Refusals in Triton's protocol: of what a call itself is wrong about."""
+
+from __future__ import annotations
+
+from gptmanager.server.errors import ApiError
+
+INVALID = "invalid_argument"
+
+
+def invalid(param: str | None, message: str) -> ApiError:
+    """A call that does not fit the model's tensors: INVALID_ARGUMENT over gRPC, else a 400."""
+    return ApiError(400, message, param=param, code=INVALID)
+
+
+def unsupported(message: str) -> ApiError:
+    """An extension of the protocol that is not here: UNIMPLEMENTED over gRPC, else a 501."""
+    return ApiError(501, message)

@@ -1,0 +1,98 @@
+"""Messages of the generated gRPC service, from and to calls and answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.triton.datatypes import check_datatype, from_bytes, from_values, to_bytes
+from gptmanager.server.triton.errors import invalid, unsupported
+from gptmanager.server.triton.inference import VERSION, Model
+from gptmanager.server.triton.messages import InferRequest, InferResponse, InputTensor, Parameter
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def read_request(message: Any, *, may_have_many: bool) -> InferRequest:
+    """A ModelInferRequest. ApiError for tensors that their bytes do not fit."""
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        raise invalid(
+            None,
+            f"expected {len(message.inputs)} raw_input_contents, one for each input, "
+            f"got {len(raw)}",
+        )
+    inputs: dict[str, InputTensor] = {}
+    for index, tensor in enumerate(message.inputs):
+        if tensor.name in inputs:
+            raise invalid(tensor.name, f"the input {shown(tensor.name)} is given twice")
+        _check_in_message(tensor)
+        array = (
+            from_bytes(tensor.name, tensor.datatype, tensor.shape, raw[index])
+            if raw
+            else _typed(tensor)
+        )
+        inputs[tensor.name] = InputTensor(tensor.datatype, array)
+    for tensor in message.outputs:
+        _check_in_message(tensor)
+        if "classification" in tensor.parameters:
+            raise unsupported(f"output {shown(tensor.name)}: classification is not supported")
+    return InferRequest(
+        message.model_name,
+        inputs,
+        message.model_version,
+        message.id,
+        [tensor.name for tensor in message.outputs] or None,
+        {name: _parameter(value) for name, value in message.parameters.items()},
+        may_have_many,
+    )
+
+
+def _check_in_message(tensor: Any) -> None:
+    if "shared_memory_region" in tensor.parameters:
+        raise unsupported(f"{shown(tensor.name)}: shared memory is not supported")
+
+
+def _typed(tensor: Any) -> np.ndarray:
+    name = tensor.name
+    check_datatype(name, tensor.datatype)
+    field = _CONTENTS.get(tensor.datatype)
+    if field is None:
+        raise invalid(name, f"input {shown(name)}: {tensor.datatype} has raw contents alone")
+    values = getattr(tensor.contents, field)
+    return from_values(name, tensor.datatype, tensor.shape, list(values))
+
+
+def _parameter(value: Any) -> Parameter:
+    kind = value.WhichOneof("parameter_choice")
+    found: Parameter = getattr(value, kind) if kind else False
+    return found
+
+
+def write_response(response: InferResponse, model: Model, *, in_stream: bool) -> Any:
+    """A ModelInferResponse."""
+    request = response.request
+    message = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=request.id)
+    for name, array in response.outputs.items():
+        datatype = model.outputs[name].datatype
+        message.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        message.raw_output_contents.append(to_bytes(array))
+    if in_stream:
+        message.parameters["triton_final_response"].bool_param = response.is_final
+    return message

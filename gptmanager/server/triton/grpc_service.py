@@ -1,0 +1,242 @@
+"""Triton's protocol over gRPC, with the service that tritonclient's wheel has generated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from tritonclient.grpc import model_config_pb2
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError, api_error
+from gptmanager.server.keys import bearer, is_key
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton import repository
+from gptmanager.server.triton.errors import INVALID
+from gptmanager.server.triton.grpc_messages import read_request, write_response
+from gptmanager.server.triton.inference import Inference
+
+_logger = logging.getLogger(__name__)
+_CODES = {
+    400: grpc.StatusCode.INTERNAL,  # the engine's own refusals, as the C++ backend has them
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+_OPEN = ("ServerLive", "ServerReady")  # health needs no key
+_NOT_HERE = (
+    *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"),
+    *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
+    *(
+        "ModelStatistics",
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        "TraceSetting",
+        "LogSettings",
+    ),
+)
+_MOST_UNREAD = 16  # responses of a stream that wait for a client to read them
+
+
+class GrpcFront:
+    """The server beside the HTTP one, on the same event loop. `port`: where it listens."""
+
+    def __init__(self, server: grpc.aio.Server, port: int) -> None:
+        self._server = server
+        self.port = port
+
+    @classmethod
+    async def start(cls, engine: Engine, settings: ServerSettings) -> GrpcFront:
+        """ConfigError: the port cannot be used."""
+        interceptors = [] if settings.api_key is None else [KeyInterceptor(settings.api_key)]
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=[
+                ("grpc.max_receive_message_length", settings.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),  # else a second server would share the port
+            ],
+        )
+        service = TritonService(Inference.of(engine, settings), settings)
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        try:
+            port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--host {settings.host} --grpc-port {settings.grpc_port} cannot be used: {error}"
+            ) from error
+        await server.start()
+        return cls(server, port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Calls that still run are cancelled after `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+class KeyInterceptor(grpc.aio.ServerInterceptor):
+    """The server's key comes as metadata: `authorization`, "Bearer KEY"."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+        async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the key is missing or wrong: metadata 'authorization: Bearer KEY' is needed",
+            )
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refuse_stream = grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = details.method.rpartition("/")[2]
+        given = dict(details.invocation_metadata or ()).get("authorization")
+        if method in _OPEN or is_key(bearer(given), self._key):
+            return await continuation(details)
+        return self._refuse_stream if method == "ModelStreamInfer" else self._refuse
+
+
+def _told(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method of the service whose errors end the call with their status."""
+
+    async def method(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await work(self, request)
+        except Exception as error:
+            refused = refusal(error)
+            await context.abort(status_of(refused), refused.message)
+
+    return method
+
+
+def refusal(error: Exception) -> ApiError:
+    """What a client is told of an error; one that nobody expected is logged, too."""
+    if isinstance(error, (ApiError, GptManagerError)):
+        return api_error(error)
+    _logger.error("a call over gRPC failed", exc_info=error)
+    return ApiError(500, "the server failed; its log tells more")
+
+
+def status_of(refused: ApiError) -> grpc.StatusCode:
+    if refused.code == INVALID:
+        return grpc.StatusCode.INVALID_ARGUMENT
+    return _CODES.get(refused.status, grpc.StatusCode.INTERNAL)
+
+
+class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """The calls that clients of the C++ backend make."""
+
+    def __init__(self, inference: Inference, settings: ServerSettings) -> None:
+        self._inference = inference
+        self._settings = settings
+
+    @_told
+    async def ServerLive(self, request: Any) -> Any:
+        return pb.ServerLiveResponse(live=self._inference.is_live)
+
+    @_told
+    async def ServerReady(self, request: Any) -> Any:
+        return pb.ServerReadyResponse(ready=self._inference.is_ready)
+
+    @_told
+    async def ModelReady(self, request: Any) -> Any:
+        has = request.name in self._inference.models and request.version in ("", "1")
+        return pb.ModelReadyResponse(ready=has and self._inference.is_ready)
+
+    @_told
+    async def ServerMetadata(self, request: Any) -> Any:
+        return pb.ServerMetadataResponse(**repository.server_metadata())
+
+    @_told
+    async def ModelMetadata(self, request: Any) -> Any:
+        model = self._inference.find(request.name, request.version)
+        return pb.ModelMetadataResponse(**repository.model_metadata(model))
+
+    @_told
+    async def ModelConfig(self, request: Any) -> Any:
+        model = self._inference.find(request.name, request.version)
+        config = repository.model_config(model, self._inference.most_rows, self._settings)
+        message = json_format.ParseDict(config, model_config_pb2.ModelConfig())
+        return pb.ModelConfigResponse(config=message)
+
+    @_told
+    async def RepositoryIndex(self, request: Any) -> Any:
+        return pb.RepositoryIndexResponse(models=repository.index(self._inference))
+
+    @_told
+    async def ModelInfer(self, message: Any) -> Any:
+        request = read_request(message, may_have_many=False)
+        response = await self._inference.one_response(request)
+        return write_response(response, self._inference.find(request.model_name), in_stream=False)
+
+    async def ModelStreamInfer(
+        self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[Any]:
+        """Calls run beside each other; their responses come as they are ready."""
+        answers: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
+        working: set[asyncio.Task[None]] = set()
+
+        async def read() -> None:
+            async for message in messages:
+                task = asyncio.create_task(self._answer(message, answers.put))
+                working.add(task)
+                task.add_done_callback(working.discard)
+            await asyncio.gather(*working)
+            await answers.put(None)
+
+        reading = asyncio.create_task(read())
+        try:
+            while (answer := await answers.get()) is not None:
+                yield answer
+        finally:
+            left = {reading, *working}
+            for task in left:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*left, return_exceptions=True)
+
+    async def _answer(self, message: Any, put: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        try:
+            request = read_request(message, may_have_many=True)
+            model = self._inference.find(request.model_name, request.model_version)
+            async with contextlib.aclosing(self._inference.responses(request)) as responses:
+                async for response in responses:
+                    error = response.error
+                    await put(
+                        pb.ModelStreamInferResponse(
+                            error_message="" if error is None else error.message,
+                            infer_response=write_response(response, model, in_stream=True),
+                        )
+                    )
+        except Exception as error:
+            told = pb.ModelInferResponse(id=message.id)
+            told.parameters["triton_final_response"].bool_param = True
+            message_of = refusal(error).message
+            await put(pb.ModelStreamInferResponse(error_message=message_of, infer_response=told))
+
+
+def _not_here(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def method(self: Any, request: Any) -> Any:
+        raise ApiError(501, f"{name} is not supported: this server has one model, in this process")
+
+    return _told(method)
+
+
+for _name in _NOT_HERE:
+    setattr(TritonService, _name, _not_here(_name))

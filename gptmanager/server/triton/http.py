@@ -1,0 +1,167 @@
+"""Triton's protocol over HTTP: /v2/..., with the generate extension.
+
+Its errors are `{"error": "text"}`, as Triton's clients read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.body import begun, read_body, read_json, until_disconnected
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import api_error
+from gptmanager.server.responses import EventStream, event, json_response
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton import repository
+from gptmanager.server.triton.datatypes import from_values, to_values
+from gptmanager.server.triton.errors import invalid
+from gptmanager.server.triton.http_messages import (
+    HEADER,
+    read_request,
+    unpacked,
+    write_response,
+)
+from gptmanager.server.triton.inference import VERSION, Inference, Model
+from gptmanager.server.triton.messages import InferRequest, InferResponse, InputTensor
+
+_ONE_MODEL = "/v2/models/{name}"
+_ONE_VERSION = "/v2/models/{name}/versions/{version}"
+
+
+def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    front = HttpFront(Inference.of(engine, settings), settings)
+    found: list[BaseRoute] = [
+        Route("/v2", front.server),
+        Route("/v2/health/live", front.live),
+        Route("/v2/health/ready", front.ready),
+        Route("/v2/repository/index", front.index, methods=["POST"]),
+    ]
+    for path in (_ONE_MODEL, _ONE_VERSION):
+        found += [
+            Route(path, front.metadata),
+            Route(f"{path}/ready", front.model_ready),
+            Route(f"{path}/config", front.config),
+            Route(f"{path}/infer", front.infer, methods=["POST"]),
+            Route(f"{path}/generate", front.generate, methods=["POST"]),
+            Route(f"{path}/generate_stream", front.generate_stream, methods=["POST"]),
+        ]
+    return found
+
+
+class HttpFront:
+    """The endpoints."""
+
+    def __init__(self, inference: Inference, settings: ServerSettings) -> None:
+        self._inference = inference
+        self._settings = settings
+
+    async def server(self, request: Request) -> Response:
+        return json_response(repository.server_metadata())
+
+    async def live(self, request: Request) -> Response:
+        return Response(status_code=200 if self._inference.is_live else 503)
+
+    async def ready(self, request: Request) -> Response:
+        return Response(status_code=200 if self._inference.is_ready else 503)
+
+    async def index(self, request: Request) -> Response:
+        return json_response(repository.index(self._inference))
+
+    async def metadata(self, request: Request) -> Response:
+        return json_response(repository.model_metadata(self._model(request)))
+
+    async def model_ready(self, request: Request) -> Response:
+        self._model(request)
+        return await self.ready(request)
+
+    async def config(self, request: Request) -> Response:
+        model, most = self._model(request), self._inference.most_rows
+        return json_response(repository.model_config(model, most, self._settings))
+
+    async def infer(self, request: Request) -> Response:
+        """One call, one response, in JSON or as bytes."""
+        model = self._model(request)
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        body = unpacked(await read_body(request), encoding, self._settings.max_body_bytes)
+        call, binary = read_request(body, request.headers.get(HEADER), model.name, VERSION)
+        response = await until_disconnected(request, self._inference.one_response(call))
+        content, headers = write_response(response, model, binary)
+        return Response(content, headers=headers)
+
+    async def generate(self, request: Request) -> Response:
+        """JSON by the tensors' names; there must be one response."""
+        model = self._model(request)
+        call = _generate_request(await read_json(request), model)
+        response = await until_disconnected(request, self._inference.one_response(call))
+        return json_response(_told(response, model))
+
+    async def generate_stream(self, request: Request) -> Response:
+        """An event for each response."""
+        model = self._model(request)
+        call = _generate_request(await read_json(request), model)
+        call.may_have_many = True
+        frames = self._frames(call, model)
+        return EventStream(await until_disconnected(request, begun(frames)))
+
+    async def _frames(self, call: InferRequest, model: Model) -> AsyncIterator[bytes]:
+        has_begun = False
+        try:
+            async with contextlib.aclosing(self._inference.responses(call)) as responses:
+                async for response in responses:
+                    if response.error is not None:
+                        raise response.error
+                    has_begun = True
+                    yield event(_told(response, model))
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield event({"error": api_error(error).message})
+
+    def _model(self, request: Request) -> Model:
+        return self._inference.find(**request.path_params)
+
+
+def _generate_request(body: Mapping[str, Any], model: Model) -> InferRequest:
+    """The keys that are no inputs are parameters of the request, as Triton takes them."""
+    inputs = {}
+    for name, value in body.items():
+        if name in model.inputs and value is not None:
+            datatype = model.inputs[name].datatype
+            shape = (1, *(_shape(value) if isinstance(value, list) else (1,)))
+            inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
+    request_id, parameters = body.get("id", ""), body.get("parameters", {})
+    if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
+        raise invalid("id", f"id = {shown(request_id)} is no text")
+    if not isinstance(parameters, dict):
+        raise invalid("parameters", f"parameters = {shown(parameters)} is no JSON object")
+    if not inputs:
+        raise invalid(None, f"no input of model {shown(model.name)} is given")
+    named = {name: body[name] for name in ("priority", "timeout") if name in body}
+    return InferRequest(model.name, inputs, VERSION, str(request_id), None, {**parameters, **named})
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of lists in lists, as deep as the first elements go."""
+    found = []
+    while isinstance(value, list):
+        found.append(len(value))
+        value = value[0] if value else None
+    return tuple(found)
+
+
+def _told(response: InferResponse, model: Model) -> dict[str, Any]:
+    """Tensors by name; what has one element is no list."""
+    told: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
+    if response.request.id:
+        told["id"] = response.request.id
+    for name, array in response.outputs.items():
+        values = to_values(array)
+        told[name] = values[0] if len(values) == 1 else values
+    return told

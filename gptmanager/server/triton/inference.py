@@ -1,0 +1,257 @@
+"""`Inference`: calls of Triton's protocol, from their tensors to their responses.
+
+Knows the models by name, runs the rows of a call beside each other, and stops calls by their ids.
+Knows nothing of HTTP and of gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from gptmanager.callbacks import GenerationPart
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.call import Call, EngineRequest
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton.errors import invalid
+from gptmanager.server.triton.messages import InferRequest, InferResponse
+from gptmanager.server.triton.tensors import TensorSpec, read_rows
+from gptmanager.server.triton.text_model import TextModel
+from gptmanager.server.triton.token_model import Tensors, TokenModel, refused
+
+VERSION = "1"  # of each model
+
+
+class Reply(Protocol):
+    """One sequence of a row: what the engine is asked for, and what becomes of the parts."""
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    @property
+    def streams(self) -> bool: ...
+
+    @property
+    def has_all(self) -> bool: ...
+
+    def take(self, part: GenerationPart) -> list[Tensors]: ...
+
+
+class Model(Protocol):
+    """`inputs`, `outputs`: its tensors by name. `needs_outputs`: those that a client must list."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]: ...
+
+    @property
+    def needs_outputs(self) -> Sequence[str]: ...
+
+    async def replies(self, row: Mapping[str, Any]) -> Sequence[Reply]: ...
+
+
+class Inference:
+    """`models`: those there are, by name; `most_rows`: of one call."""
+
+    _of_engines: ClassVar[WeakKeyDictionary[Engine, Inference]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, engine: Engine, settings: ServerSettings) -> Inference:
+        """The one that HTTP and gRPC share, so that a call is stopped by whichever."""
+        if engine not in cls._of_engines:
+            cls._of_engines[engine] = cls(engine, settings)
+        return cls._of_engines[engine]
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        tokens = TokenModel(engine, settings)
+        self.models: dict[str, Model] = {tokens.name: tokens}
+        if engine.card.tokenizer is not None:
+            for name in ("ensemble", "tensorrt_llm_bls"):
+                self.models[name] = TextModel(name, engine, settings, tokens)
+        self.most_rows = settings.concurrency
+        self._engine = engine
+        self._running: dict[str, set[_Running]] = defaultdict(set)  # by the clients' ids
+
+    @property
+    def is_live(self) -> bool:
+        health = self._engine.manager.health()
+        return health.alive and health.progressing
+
+    @property
+    def is_ready(self) -> bool:
+        return self._engine.is_ready
+
+    def find(self, name: str, version: str = "") -> Model:
+        """ApiError 404 for a model that is not here."""
+        if name not in self.models or version not in ("", VERSION):
+            told = f" version {shown(version)}" if name in self.models else ""
+            raise ApiError(
+                404,
+                f"Request for unknown model: {shown(name)}{told} is not found; "
+                f"there are {', '.join(self.models)}, version {VERSION}",
+                param="model_name",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    async def one_response(self, request: InferRequest) -> InferResponse:
+        """The response to a call that has one. ApiError for a call that has several."""
+        async with contextlib.aclosing(self.responses(request)) as responses:
+            async for response in responses:
+                if response.error is not None:
+                    raise response.error
+                return response
+        raise AssertionError("every call has a response")
+
+    async def responses(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+        """All responses, as they come; leaving cancels what still runs.
+
+        A row that fails gives its error, the others go on. Raises ApiError for a call that cannot
+        be run at all.
+        """
+        model = self.find(request.model_name, request.model_version)
+        rows = read_rows(model.name, model.inputs, request.inputs, self.most_rows)
+        _check_outputs(request, model)
+        if any(row.get("stop") for row in rows):
+            self._stop(request.id)
+            yield InferResponse(request, {}, True)
+            return
+        with self._listed(request.id) as running:
+            replies: list[tuple[int, Reply]] = []
+            for index, row in enumerate(rows):
+                replies += [(index, reply) for reply in await model.replies(row)]
+            _check_one(request, [reply for _, reply in replies])
+            wanted = [_with_parameters(reply.request, request.parameters) for _, reply in replies]
+            async with self._engine.submit(wanted) as call:
+                running.begin(call)
+                async with contextlib.aclosing(_outputs(call, replies)) as found:
+                    async for outputs, is_final in found:
+                        if isinstance(outputs, ApiError):
+                            yield InferResponse(request, {}, is_final, outputs)
+                        else:
+                            yield InferResponse(request, _chosen(outputs, request), is_final)
+
+    def _stop(self, request_id: str) -> None:
+        """All calls of this id; none is no error, since it may have ended."""
+        if not request_id:
+            raise refused("Cannot send stop request without specifying a request_id")
+        for running in self._running.get(request_id, ()):
+            running.stop()
+
+    @contextlib.contextmanager
+    def _listed(self, request_id: str) -> Iterator[_Running]:
+        running = _Running()
+        if not request_id:
+            yield running
+            return
+        self._running[request_id].add(running)
+        try:
+            yield running
+        finally:
+            self._running[request_id].discard(running)
+            if not self._running[request_id]:
+                del self._running[request_id]
+
+
+class _Running:
+    """A call that can be stopped, even before the engine has its requests."""
+
+    def __init__(self) -> None:
+        self._call: Call | None = None
+        self._is_stopped = False
+
+    def begin(self, call: Call) -> None:
+        self._call = call
+        if self._is_stopped:
+            call.cancel()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._call is not None:
+            self._call.cancel()
+
+
+async def _outputs(
+    call: Call, replies: Sequence[tuple[int, Reply]]
+) -> AsyncGenerator[tuple[Tensors | ApiError, bool], None]:
+    """(the tensors of a response, or the error of its row; whether it is the last)."""
+    num_left = len(replies)
+    async for index, part in call.outcomes():
+        row, reply = replies[index]
+        try:
+            if isinstance(part, ApiError):
+                raise part
+            found = reply.take(part)
+        except ApiError as error:
+            num_left -= 1
+            yield error, num_left == 0
+            continue
+        if part.result is not None:
+            num_left -= 1
+        elif reply.has_all:
+            call.stop(index)
+        for position, tensors in enumerate(found):
+            tensors["batch_index"] = np.array([[row]], dtype=np.int32)
+            yield tensors, num_left == 0 and position == len(found) - 1
+
+
+def _check_outputs(request: InferRequest, model: Model) -> None:
+    for name in request.outputs or ():
+        if name not in model.outputs:
+            raise invalid(
+                name, f"unexpected inference output {shown(name)} for model {shown(model.name)}"
+            )
+    for name in model.needs_outputs if request.outputs is not None else ():
+        if name not in request.outputs:
+            raise refused(f"{name} is missing among the outputs of the request")
+
+
+def _check_one(request: InferRequest, replies: Sequence[Reply]) -> None:
+    """That a client which takes one response will not get several."""
+    if request.may_have_many:
+        return
+    if len(replies) > 1:
+        told = f"{len(replies)} rows and sequences make as many responses"
+    elif replies[0].streams:
+        told = "a stream has a response for each token"
+    else:
+        return
+    raise invalid(
+        None,
+        f"{told}, and this call takes one: use ModelStreamInfer over gRPC, generate_stream over "
+        "HTTP",
+    )
+
+
+def _with_parameters(request: EngineRequest, parameters: Mapping[str, Any]) -> EngineRequest:
+    """`timeout` in microseconds; `priority`: 1 is the highest, 0 stands for the default."""
+    for name in ("priority", "timeout"):
+        value = parameters.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise invalid(name, f"the parameter {name} = {shown(value)} must be an integer from 0")
+        if value and name == "timeout":
+            request.by_name["deadline_s"] = value / 1e6
+        elif value:
+            request.by_name["priority"] = 1 / value
+    return request
+
+
+def _chosen(outputs: Tensors, request: InferRequest) -> Tensors:
+    if request.outputs is None:
+        return outputs
+    return {name: outputs[name] for name in request.outputs}

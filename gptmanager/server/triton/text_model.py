@@ -1,0 +1,215 @@
+"""The models `ensemble` and `tensorrt_llm_bls`: text in, text out.
+
+As in Triton's model repository they are `tensorrt_llm` with a tokenizer before and behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gptmanager.callbacks import BannedTexts, GenerationPart
+from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.outputs import Ends, Output
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton.tensors import table
+from gptmanager.server.triton.token_model import (
+    LOG_PROBS_AND_LOGITS,
+    Tensors,
+    TokenModel,
+    TokenReply,
+    refused,
+)
+
+INPUTS = table(
+    ("text_input", "BYTES", (1,), False),
+    ("max_tokens", "INT32", (1,), False),
+    ("decoder_text_input", "BYTES"),
+    ("bad_words stop_words", "BYTES", (-1,)),
+    ("end_id pad_id top_k", "INT32"),
+    ("top_p temperature length_penalty", "FP32"),
+    ("repetition_penalty presence_penalty frequency_penalty", "FP32"),
+    ("min_length", "INT32"),
+    ("random_seed", "UINT64"),
+    ("return_log_probs return_context_logits return_generation_logits", "BOOL"),
+    ("beam_width num_return_sequences", "INT32"),
+    ("stream exclude_input_in_output", "BOOL"),
+    ("prompt_embedding_table", "FP16", (-1, -1), True, True),
+    ("prompt_vocab_size", "INT32"),
+    ("prompt_table_extra_id", "UINT64"),
+    ("embedding_bias_words", "BYTES", (-1,)),
+    ("embedding_bias_weights", "FP32", (-1,)),
+    ("lora_task_id", "UINT64"),
+    ("lora_weights", "FP16", (-1, -1), True, True),
+    ("lora_config", "INT32", (-1, 3)),
+)
+BLS_INPUTS = {**INPUTS, **table(("num_draft_tokens", "INT32"), ("use_draft_logits", "BOOL"))}
+OUTPUTS = {**table(("text_output", "BYTES", (-1,))), **LOG_PROBS_AND_LOGITS}
+_RENAMED = {
+    "max_tokens": "request_output_len",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "length_penalty": "len_penalty",
+}
+_OWN = frozenset(
+    ("text_input", "decoder_text_input", "bad_words", "stop_words", "stream")
+    + ("prompt_table_extra_id", "embedding_bias_words", "embedding_bias_weights")
+    + ("exclude_input_in_output", "num_draft_tokens", "use_draft_logits")
+)
+_MAX_STOPS, _MAX_BANNED = 64, 1024
+_MAX_WORD = 1 << 16  # characters
+
+
+class TextModel:
+    """`name`: what clients call it. `tokens`: the model that generates."""
+
+    outputs = OUTPUTS
+    needs_outputs = ()
+
+    def __init__(
+        self, name: str, engine: Engine, settings: ServerSettings, tokens: TokenModel
+    ) -> None:
+        self.name = name
+        self.backend = "python" if name == "tensorrt_llm_bls" else "ensemble"
+        self.inputs = BLS_INPUTS if name == "tensorrt_llm_bls" else INPUTS
+        self._engine = engine
+        self._tokens = tokens
+        self._excludes_input = settings.manager.params.exclude_input_in_output
+        assert engine.card.tokenizer is not None
+        self._tokenizer = engine.card.tokenizer
+        self._banned = BannedTexts(self._tokenizer)
+
+    async def replies(self, row: Mapping[str, Any]) -> list[TextReply]:
+        """One for each sequence that the row asks for. ApiError: the row cannot be run."""
+        _check(row)
+        text = _text("text_input", row["text_input"][0])
+        prompt = await self._engine.encode("text_input", text)
+        prompt = [*self._virtual_tokens(row), *prompt]
+        stops = _words("stop_words", row, _MAX_STOPS)
+        width, streams = row.get("beam_width", 1), row.get("stream", False)
+        if stops and width > 1:
+            raise refused(f"stop_words with beam_width = {width}: a search is not ended by texts")
+        tokens_row = {_RENAMED.get(key, key): row[key] for key in row.keys() - _OWN}
+        tokens_row.update(
+            input_ids=np.array(prompt, dtype=np.int32),
+            input_lengths=len(prompt),
+            streaming=streams or bool(stops),  # they are looked for while the text comes
+            exclude_input_in_output=True,
+        )
+        tokens_row.setdefault("end_id", None)  # the checkpoint's
+        if "prompt_table_extra_id" in row:
+            tokens_row["prompt_table_extra_ids"] = np.array([row["prompt_table_extra_id"]])
+        if "embedding_bias_words" in row:
+            tokens_row["embedding_bias"] = self._bias(row)
+        banned = _words("bad_words", row, _MAX_BANNED)
+        before = "" if streams or row.get("exclude_input_in_output", self._excludes_input) else text
+        replies = []
+        for reply in await self._tokens.replies(tokens_row):
+            if banned:
+                reply.request.by_name["logits_post_processor"] = self._banned.bind(banned)
+            outputs = [Output(self._tokenizer, prompt, Ends(stops=stops)) for _ in range(width)]
+            replies.append(TextReply(reply, outputs, before, streams))
+        return replies
+
+    def _virtual_tokens(self, row: Mapping[str, Any]) -> range:
+        """Those of a prompt table stand before the text."""
+        if "prompt_embedding_table" not in row:
+            return range(0)
+        first = self._engine.card.vocab_size
+        return range(
+            first, first + row.get("prompt_vocab_size", len(row["prompt_embedding_table"]))
+        )
+
+    def _bias(self, row: Mapping[str, Any]) -> np.ndarray:
+        """Each token of a word gets its weight: of the word at the start, and after a space."""
+        words, weights = row["embedding_bias_words"], row.get("embedding_bias_weights", ())
+        if len(words) != len(weights):
+            raise refused(
+                f"embedding_bias_words has {len(words)} words, and embedding_bias_weights "
+                f"{len(weights)} weights"
+            )
+        bias = np.zeros(self._engine.card.vocab_size, dtype=np.float32)
+        for index, (raw, weight) in enumerate(zip(words, weights, strict=True)):
+            word = _text(f"embedding_bias_words[{index}]", raw)
+            ids: set[int] = set()
+            for text in (word, " " + word):
+                ids.update(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            bias[[token for token in ids if token < len(bias)]] += weight
+        return bias
+
+
+class TextReply:
+    """Makes texts of what `reply` gives; what is not decided yet waits for the next response."""
+
+    def __init__(self, reply: TokenReply, outputs: list[Output], before: str, streams: bool):
+        self.request = reply.request
+        self.index = reply.index
+        self._reply = reply
+        self._outputs = outputs  # of the beams
+        self._texts = [before] * len(outputs)  # not given yet
+        self.streams = streams
+        self._held: list[Tensors] = []
+
+    @property
+    def has_all(self) -> bool:
+        """A stop word has ended the text."""
+        return self._outputs[0].finish_reason is not None
+
+    def take(self, part: GenerationPart) -> list[Tensors]:
+        """As `TokenReply.take`."""
+        responses = self._reply.take(part)
+        found = []
+        for index, tensors in enumerate(responses):
+            is_last = part.result is not None and index == len(responses) - 1
+            ids, lengths = tensors.pop("output_ids")[0], tensors.pop("sequence_length")[0]
+            if not self.has_all or not self._held:  # else it is of tokens behind the end
+                self._held.append(tensors)
+            for beam, output in enumerate(self._outputs[: len(ids)]):
+                output.push(ids[beam, : lengths[beam]].tolist())
+                if is_last:
+                    assert part.result is not None
+                    output.finish(part.result.finish_reasons[beam])
+                self._texts[beam] += output.take().text
+            if is_last or (self.streams and self._texts[0] and not self.has_all):
+                found.append(self._give())
+        return found
+
+    def _give(self) -> Tensors:
+        tensors = dict(self._held[-1])
+        for name in self._reply.asked.of_tokens:
+            tensors[name] = np.concatenate([one[name] for one in self._held], axis=2)
+        tensors["context_logits"] = self._held[0]["context_logits"]
+        texts = np.empty((1, len(self._texts)), dtype=object)
+        texts[0] = [text.encode() for text in self._texts]
+        self._held, self._texts = [], [""] * len(self._texts)
+        return {"text_output": texts, **tensors}
+
+
+def _check(row: Mapping[str, Any]) -> None:
+    if "decoder_text_input" in row:
+        raise refused("decoder_text_input is not supported: the model has no encoder")
+    for name in ("num_draft_tokens", "use_draft_logits"):
+        if row.get(name):
+            raise refused(f"{name} = {row[name]} is not supported: there is no draft model")
+
+
+def _text(name: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"{name} is no UTF-8: {error}", param=name) from None
+
+
+def _words(name: str, row: Mapping[str, Any], most: int) -> tuple[str, ...]:
+    """Without the empty ones, which clients send for none."""
+    given = [_text(f"{name}[{index}]", raw) for index, raw in enumerate(row.get(name, ()))]
+    if len(given) > most:
+        raise refused(f"{name} has {len(given)} words, {most} are allowed")
+    for index, word in enumerate(given):
+        if len(word) > _MAX_WORD:
+            raise refused(f"{name}[{index}] = {shown(word)} is longer than {_MAX_WORD} characters")
+    return tuple(word for word in given if word)

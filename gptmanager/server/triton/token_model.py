@@ -1,0 +1,264 @@
+"""The model `tensorrt_llm`: token ids in, token ids out, with the tensors of the C++ backend.
+
+Decides what its inputs mean to the engine, and what the tensors of its responses hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gptmanager.callbacks import GenerationPart, GenerationResult
+from gptmanager.server.call import EngineRequest, check_in_time
+from gptmanager.server.engine import Engine
+from gptmanager.server.errors import ApiError
+from gptmanager.server.openai.sampling import mixed_seed
+from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton.tensors import table
+
+Tensors = dict[str, np.ndarray]
+
+INPUTS = table(
+    ("input_ids", "INT32", (-1,), False),
+    ("input_lengths", "INT32", (1,), False),
+    ("request_output_len", "INT32", (1,), False),
+    ("decoder_input_ids", "INT32", (-1,)),
+    ("decoder_input_lengths end_id pad_id", "INT32"),
+    ("stop_words_list bad_words_list", "INT32", (2, -1)),
+    ("embedding_bias", "FP32", (-1,)),
+    ("beam_width num_return_sequences", "INT32"),
+    ("temperature repetition_penalty presence_penalty frequency_penalty", "FP32"),
+    ("runtime_top_k", "INT32"),
+    ("runtime_top_p runtime_top_p_min runtime_top_p_decay", "FP32"),
+    ("runtime_top_p_reset_ids", "INT32"),
+    ("len_penalty beam_search_diversity_rate", "FP32"),
+    ("early_stopping", "BOOL"),
+    ("min_length", "INT32"),
+    ("random_seed", "UINT64"),
+    ("return_log_probs return_context_logits return_generation_logits", "BOOL"),
+    ("stop streaming", "BOOL"),
+    ("prompt_embedding_table", "FP16", (-1, -1), True, True),
+    ("prompt_vocab_size", "INT32"),
+    ("prompt_table_extra_ids", "UINT64", (-1,)),
+    ("draft_input_ids", "INT32", (-1,)),
+    ("draft_logits", "FP32", (-1, -1)),
+    ("draft_acceptance_threshold", "FP32"),
+    ("lora_task_id", "UINT64"),
+    ("lora_weights", "FP16", (-1, -1), True, True),
+    ("lora_config", "INT32", (-1, 3)),
+    ("exclude_input_in_output", "BOOL"),
+    ("context_phase_params", "UINT8", (-1,)),
+)
+LOG_PROBS_AND_LOGITS = table(
+    ("cum_log_probs", "FP32", (-1,)),
+    ("output_log_probs", "FP32", (-1, -1)),
+    ("context_logits", "FP32", (-1, -1)),
+    ("generation_logits", "FP32", (-1, -1, -1)),
+    ("batch_index sequence_index", "INT32"),
+)
+OUTPUTS = {
+    **table(("output_ids", "INT32", (-1, -1)), ("sequence_length", "INT32", (-1,))),
+    **LOG_PROBS_AND_LOGITS,
+}
+MAX_SEQUENCES = 128
+PAD = -1  # behind the shorter beams of a response
+_SAME = (
+    *("end_id", "pad_id", "stop_words_list", "bad_words_list", "embedding_bias", "beam_width"),
+    *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("runtime_top_k", "runtime_top_p", "len_penalty", "min_length", "random_seed"),
+    *("return_log_probs", "return_context_logits", "return_generation_logits"),
+    *("prompt_embedding_table", "prompt_vocab_size", "draft_input_ids", "draft_logits"),
+    *("lora_task_id", "lora_weights", "lora_config"),
+)
+# what this engine does not do, with the values that ask for nothing
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "decoder_input_ids": (),
+    "decoder_input_lengths": (),
+    "runtime_top_p_decay": (1.0,),
+    "beam_search_diversity_rate": (0.0,),
+    "draft_acceptance_threshold": (),
+    "context_phase_params": (),
+}
+
+
+class TokenModel:
+    """`replies` makes the engine's requests for a row of a call, and what reads their parts."""
+
+    name = "tensorrt_llm"
+    backend = "tensorrtllm"
+    inputs = INPUTS
+    outputs = OUTPUTS
+    needs_outputs = ("output_ids", "sequence_length")
+
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self._card = engine.card
+        self._params = settings.manager.params
+
+    async def replies(self, row: Mapping[str, Any]) -> list[TokenReply]:
+        """One for each sequence that the row asks for. ApiError: the row cannot be run."""
+        count = row.get("num_return_sequences", 1)
+        width = row.get("beam_width", 1)
+        if not 1 <= count <= MAX_SEQUENCES:
+            raise refused(f"num_return_sequences = {count} is outside 1..{MAX_SEQUENCES}")
+        is_streaming = row.get("streaming", False)
+        if is_streaming and width > 1:
+            raise refused(f"beam_width = {width} with streaming: only one beam can be streamed")
+        by_name = self._by_name(row)
+        prompt = self._prompt(row)
+        most = self._max_new_tokens(row, len(prompt))
+        if width > 1:  # the engine returns so many of its beams
+            by_name["num_return_sequences"], count = count, 1
+            if "num_return_sequences" not in row:
+                by_name["num_return_sequences"] = width
+        gathers = self._params.gather_context_logits, self._params.gather_generation_logits
+        found = []
+        for index in range(count):
+            if index and "random_seed" in row:
+                by_name = {**by_name, "random_seed": mixed_seed(row["random_seed"], 0, index)}
+            request = EngineRequest(prompt, most, is_streaming=is_streaming, **by_name)
+            asked = Asked(
+                row.get("return_log_probs", False),
+                row.get("return_context_logits", False) or gathers[0],
+                row.get("return_generation_logits", False) or gathers[1],
+                row.get("exclude_input_in_output", self._params.exclude_input_in_output),
+            )
+            found.append(TokenReply(request, asked, index))
+        return found
+
+    def _prompt(self, row: Mapping[str, Any]) -> list[int]:
+        ids, length = row["input_ids"], row["input_lengths"]
+        if not 1 <= length <= len(ids):
+            raise refused(f"input_lengths = {length} is outside 1..{len(ids)}, that of input_ids")
+        prompt: list[int] = ids[:length].tolist()
+        return prompt
+
+    def _max_new_tokens(self, row: Mapping[str, Any], length: int) -> int:
+        most: int = row["request_output_len"]
+        limit = self._card.max_model_len
+        if most < 1:
+            raise refused(f"request_output_len = {most} must be at least 1")
+        if length + most > limit:
+            raise refused(
+                f"the prompt has {length} tokens and request_output_len is {most}: together "
+                f"{length + most}, the model takes {limit}"
+            )
+        return most
+
+    def _by_name(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        for name, idle in _WITHOUT_EFFECT.items():
+            if name in row and not any(row[name] == value for value in idle):
+                told = f", but for {idle[0]:g}" if idle else ""
+                raise refused(f"{name} is not supported{told}")
+        by_name = {name: row[name] for name in _SAME if name in row}
+        by_name["include_stop_in_output"] = False
+        by_name.setdefault("end_id", -1)  # and not the checkpoint's
+        if "early_stopping" in row:
+            by_name["early_stopping"] = int(row["early_stopping"])
+        if "prompt_table_extra_ids" in row:  # who has others must not share cached blocks
+            by_name["cache_salt"] = str(row["prompt_table_extra_ids"].tolist())
+        return by_name
+
+
+class Asked(NamedTuple):
+    """What a row wants besides its new tokens."""
+
+    log_probs: bool
+    context_logits: bool
+    generation_logits: bool
+    excludes_input: bool
+
+    @property
+    def of_tokens(self) -> list[str]:
+        """Names of the tensors whose third dimension counts new tokens."""
+        names = {"output_log_probs": self.log_probs, "generation_logits": self.generation_logits}
+        return [name for name, is_asked in names.items() if is_asked]
+
+
+class TokenReply:
+    """Makes responses of the parts of one engine request: of a stream one for each token."""
+
+    has_all = False  # the engine knows all ends itself
+
+    def __init__(self, request: EngineRequest, asked: Asked, index: int) -> None:
+        self.request = request
+        self.index = index  # of the sequence
+        self.streams: bool = request.by_name["is_streaming"]
+        self.asked = asked
+        self._cum_log_prob = 0.0
+        self._context_logits = np.zeros((1, 1, 1), dtype=np.float32)
+
+    def take(self, part: GenerationPart) -> list[Tensors]:
+        """The tensors of the responses that this part makes; the last part makes at least one.
+        Raises ApiError 504 past a deadline.
+        """
+        if part.result is not None:
+            check_in_time(part.result)
+        if self.asked.context_logits and "context_logits" in part.tensors:
+            self._context_logits = part.tensors["context_logits"].numpy()
+        if not self.streams:
+            return [] if part.result is None else [self._whole(part, part.result)]
+        found = [self._token(part, index) for index in range(len(part.tokens))]
+        if part.result is not None and not found:
+            found.append(self._tensors([()], part, 0, 0))
+        return found
+
+    def _whole(self, part: GenerationPart, result: GenerationResult) -> Tensors:
+        beams = result.generated_ids or ((),)
+        tensors = self._tensors(beams, part, 0, max(map(len, beams)))
+        if self.asked.log_probs and "cum_log_probs" in part.tensors:
+            tensors["cum_log_probs"] = part.tensors["cum_log_probs"].numpy()
+        if not self.asked.excludes_input:
+            prompt = np.array([self.request.tokens], dtype=np.int32)
+            ids = tensors["output_ids"]
+            before = np.broadcast_to(prompt, (1, len(beams), prompt.shape[1]))
+            tensors["output_ids"] = np.concatenate([before, ids], axis=2)
+            tensors["sequence_length"] = tensors["sequence_length"] + np.int32(prompt.shape[1])
+        return tensors
+
+    def _token(self, part: GenerationPart, index: int) -> Tensors:
+        if self.asked.log_probs:
+            self._cum_log_prob += float(part.tensors["output_log_probs"][0, 0, index])
+        return self._tensors([part.tokens[index : index + 1]], part, index, index + 1)
+
+    def _tensors(
+        self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
+    ) -> Tensors:
+        """Of the tokens `begin` to `end` of a part. What is not asked for is zeros."""
+        ids = np.full((1, len(beams), max(map(len, beams))), PAD, dtype=np.int32)
+        for beam, tokens in enumerate(beams):
+            ids[0, beam, : len(tokens)] = tokens
+        log_probs = np.zeros((1, 1, len(self.request.tokens)), dtype=np.float32)
+        logits = np.zeros((1, 1, 1, 1), dtype=np.float32)
+        if self.asked.log_probs:
+            log_probs = _piece(part, "output_log_probs", begin, end, (1, len(beams), 0))
+        if self.asked.generation_logits:
+            logits = _piece(part, "generation_logits", begin, end, (1, len(beams), 0, 1))
+        context_logits = self._context_logits
+        if self.asked.context_logits:  # once
+            self._context_logits = context_logits[:, :0]
+        return {
+            "output_ids": ids,
+            "sequence_length": np.array([[len(tokens) for tokens in beams]], dtype=np.int32),
+            "cum_log_probs": np.full((1, 1), self._cum_log_prob, dtype=np.float32),
+            "output_log_probs": log_probs,
+            "context_logits": context_logits,
+            "generation_logits": logits,
+            "sequence_index": np.array([[self.index]], dtype=np.int32),
+        }
+
+
+def _piece(
+    part: GenerationPart, name: str, begin: int, end: int, nothing: tuple[int, ...]
+) -> np.ndarray:
+    """A piece along the axis of tokens; `nothing`: the shape where none came."""
+    if name not in part.tensors:
+        return np.zeros(nothing, dtype=np.float32)
+    found: np.ndarray = part.tensors[name][:, :, begin:end].numpy()
+    return found
+
+
+def refused(message: str) -> ApiError:
+    """As the engine refuses a request: INTERNAL over gRPC, else a 400."""
+    return ApiError(400, message, code="InvalidRequestError")
