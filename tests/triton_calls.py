@@ -1,4 +1,4 @@
-"""Calls of Triton's protocol, as clients of the C++ backend make them, with the real tritonclient."""
+"""Calls of Triton's protocol, made with the real tritonclient as clients of the backend do."""
 
 from __future__ import annotations
 
