@@ -66,10 +66,11 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> np
             f"expecting {count * size}",
         )
     if datatype == "BOOL":  # any other byte than 0 would be no bool of NumPy's
-        return np.frombuffer(raw, dtype=np.uint8).reshape(shape) != 0
+        return np.frombuffer(raw, dtype=np.uint8).reshape(shape).astype(np.bool_)
     if datatype == "BF16":
         halves = np.frombuffer(raw, dtype="<u2").astype("<u4")
-        return (halves << 16).view("<f4").reshape(shape)
+        floats: np.ndarray = (halves << 16).view("<f4")
+        return floats.reshape(shape)
     return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
 

@@ -74,6 +74,7 @@ class GrpcFront:
         try:
             port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
         except RuntimeError as error:
+            await server.stop(None)
             raise ConfigError(
                 f"--host {settings.host} --grpc-port {settings.grpc_port} cannot be used: {error}"
             ) from error
@@ -85,7 +86,7 @@ class GrpcFront:
         await self._server.stop(grace_s)
 
 
-class KeyInterceptor(grpc.aio.ServerInterceptor):
+class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """The server's key comes as metadata: `authorization`, "Bearer KEY"."""
 
     def __init__(self, key: str) -> None:

@@ -216,8 +216,8 @@ def _check_outputs(request: InferRequest, model: Model) -> None:
             raise invalid(
                 name, f"unexpected inference output {shown(name)} for model {shown(model.name)}"
             )
-    for name in model.needs_outputs if request.outputs is not None else ():
-        if name not in request.outputs:
+    for name in model.needs_outputs:
+        if request.outputs is not None and name not in request.outputs:
             raise refused(f"{name} is missing among the outputs of the request")
 
 

@@ -89,6 +89,8 @@ class TextModel:
         text = _text("text_input", row["text_input"][0])
         prompt = await self._engine.encode("text_input", text)
         prompt = [*self._virtual_tokens(row), *prompt]
+        if not prompt:
+            raise refused("text_input has no tokens, at least 1 is needed")
         stops = _words("stop_words", row, _MAX_STOPS)
         width, streams = row.get("beam_width", 1), row.get("stream", False)
         if stops and width > 1:
@@ -108,7 +110,7 @@ class TextModel:
         banned = _words("bad_words", row, _MAX_BANNED)
         before = "" if streams or row.get("exclude_input_in_output", self._excludes_input) else text
         replies = []
-        for reply in await self._tokens.replies(tokens_row):
+        for reply in await self._tokens.replies(tokens_row, output_len="max_tokens"):
             if banned:
                 reply.request.by_name["logits_post_processor"] = self._banned.bind(banned)
             outputs = [Output(self._tokenizer, prompt, Ends(stops=stops)) for _ in range(width)]

@@ -96,8 +96,13 @@ class TokenModel:
         self._card = engine.card
         self._params = settings.manager.params
 
-    async def replies(self, row: Mapping[str, Any]) -> list[TokenReply]:
-        """One for each sequence that the row asks for. ApiError: the row cannot be run."""
+    async def replies(
+        self, row: Mapping[str, Any], *, output_len: str = "request_output_len"
+    ) -> list[TokenReply]:
+        """One for each sequence that the row asks for. ApiError: the row cannot be run.
+
+        `output_len`: what the client calls that input.
+        """
         count = row.get("num_return_sequences", 1)
         width = row.get("beam_width", 1)
         if not 1 <= count <= MAX_SEQUENCES:
@@ -107,7 +112,7 @@ class TokenModel:
             raise refused(f"beam_width = {width} with streaming: only one beam can be streamed")
         by_name = self._by_name(row)
         prompt = self._prompt(row)
-        most = self._max_new_tokens(row, len(prompt))
+        most = self._max_new_tokens(row, len(prompt), output_len)
         if width > 1:  # the engine returns so many of its beams
             by_name["num_return_sequences"], count = count, 1
             if "num_return_sequences" not in row:
@@ -134,15 +139,15 @@ class TokenModel:
         prompt: list[int] = ids[:length].tolist()
         return prompt
 
-    def _max_new_tokens(self, row: Mapping[str, Any], length: int) -> int:
+    def _max_new_tokens(self, row: Mapping[str, Any], length: int, name: str) -> int:
         most: int = row["request_output_len"]
         limit = self._card.max_model_len
         if most < 1:
-            raise refused(f"request_output_len = {most} must be at least 1")
+            raise refused(f"{name} = {most} must be at least 1")
         if length + most > limit:
             raise refused(
-                f"the prompt has {length} tokens and request_output_len is {most}: together "
-                f"{length + most}, the model takes {limit}"
+                f"the prompt has {length} tokens and {name} is {most}: together {length + most}, "
+                f"the model takes {limit}"
             )
         return most
 

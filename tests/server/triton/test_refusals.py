@@ -1,0 +1,219 @@
+"""Calls over gRPC that cannot be: each is refused by name, and harms nothing else."""
+
+from dataclasses import replace
+
+import grpc as grpc_package
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from running_server import running_server, settings_of
+from triton_calls import SPECS, inputs_of, prompt, streaming
+from tritonclient.utils import InferenceServerException
+
+from gptmanager.errors import ConfigError
+from gptmanager.server.triton.grpc_service import GrpcFront
+from gptmanager.server.triton.token_model import INPUTS
+
+pb, service = grpcclient.service_pb2, grpcclient.service_pb2_grpc
+TOKENS = [9, 30, 71, 5, 12]
+CODES = grpc_package.StatusCode
+
+
+@pytest.fixture(scope="module")
+def stub(front):
+    with grpc_package.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+        yield service.GRPCInferenceServiceStub(channel)
+
+
+def message(model="tensorrt_llm", **values):
+    found = pb.ModelInferRequest(model_name=model, id="x")
+    for tensor in inputs_of(grpcclient, **values):
+        found.inputs.append(tensor._get_tensor())
+        found.raw_input_contents.append(tensor._get_content())
+    return found
+
+
+def refused(stub, call):
+    with pytest.raises(grpc_package.RpcError) as error:
+        stub.ModelInfer(call, timeout=20)
+    return error.value.code(), error.value.details()
+
+
+@pytest.mark.parametrize(
+    "values, code, told",
+    [
+        ({"stop_words_list": [[1]]}, CODES.INVALID_ARGUMENT, "Expected [-1, 2, -1], got [1, 1, 1]"),
+        ({"input_lengths": 0}, CODES.INTERNAL, "input_lengths = 0 is outside 1..5"),
+        ({"request_output_len": 0}, CODES.INTERNAL, "request_output_len = 0 must be at least 1"),
+        ({"request_output_len": 600}, CODES.INTERNAL, "together 605, the model takes 512"),
+        ({"input_ids": [1, 2, 3, 4, 640]}, CODES.INTERNAL, "input_ids[4] = 640"),
+        ({"temperature": -1.0}, CODES.INTERNAL, "temperature = -1"),
+        ({"beam_width": 99}, CODES.INTERNAL, "beam_width = 99"),
+        ({"beam_width": 2, "streaming": True}, CODES.INTERNAL, "only one beam can be streamed"),
+        ({"num_return_sequences": 0}, CODES.INTERNAL, "num_return_sequences = 0 is outside 1..128"),
+        ({"runtime_top_p_decay": 0.5}, CODES.INTERNAL, "runtime_top_p_decay is not supported, but"),
+        ({"beam_search_diversity_rate": 1.0}, CODES.INTERNAL, "diversity_rate is not supported"),
+        ({"decoder_input_ids": [1]}, CODES.INTERNAL, "decoder_input_ids is not supported"),
+        ({"context_phase_params": [1, 2]}, CODES.INTERNAL, "context_phase_params is not supported"),
+        ({"draft_acceptance_threshold": 0.5}, CODES.INTERNAL, "draft_acceptance_threshold is not"),
+        ({"streaming": True}, CODES.INVALID_ARGUMENT, "use ModelStreamInfer"),
+        ({"num_return_sequences": 2}, CODES.INVALID_ARGUMENT, "use ModelStreamInfer"),
+        ({"lora_task_id": 404}, CODES.INTERNAL, "404"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_refusals_name_field_value_and_limit(stub, server, values, code, told):
+    found, details = refused(stub, message(**prompt(*TOKENS, **values)))
+    assert found is code and told in details
+    server.wait_idle()
+
+
+def test_messages_that_contradict_themselves(stub):
+    good = message(**prompt(*TOKENS))
+
+    def wrong(**changes):
+        call = pb.ModelInferRequest()
+        call.CopyFrom(good)
+        for name, value in changes.items():
+            if name == "raw":
+                call.raw_input_contents[0] = value
+            elif name == "fewer":
+                del call.raw_input_contents[value:]
+            elif name == "region":
+                call.inputs[0].parameters["shared_memory_region"].string_param = value
+            elif name == "classes":
+                call.outputs.add(name="output_ids").parameters["classification"].int64_param = value
+            elif name == "model":
+                call.model_name = value
+            elif name == "twice":
+                call.inputs[1].CopyFrom(call.inputs[0])
+            else:
+                setattr(call.inputs[0], name, value)
+        return refused(stub, call)
+
+    assert wrong(raw=b"123") == (
+        CODES.INVALID_ARGUMENT,
+        "unexpected total byte size 3 for input 'input_ids', expecting 20",
+    )
+    assert "raw_input_contents, one for each input, got 2" in wrong(fewer=2)[1]
+    assert "has 0 elements in" in wrong(fewer=0)[1] or "elements, expected" in wrong(fewer=0)[1]
+    assert "unknown data-type 'INT9'" in wrong(datatype="INT9")[1]
+    assert "unexpected inference input 'a'" in wrong(name="a")[1]
+    assert "'input_ids' is given twice" in wrong(twice=True)[1]
+    assert wrong(region="r")[0] is wrong(classes=2)[0] is CODES.UNIMPLEMENTED
+    assert wrong(model="none")[0] is CODES.NOT_FOUND
+    assert wrong(model="")[0] is CODES.NOT_FOUND
+
+
+def test_a_refusal_in_a_stream_leaves_the_stream(stream):
+    bad = stream.send(**prompt(*TOKENS, request_output_len=0))
+    assert bad and "request_output_len = 0" in str(stream.next().error)
+    good = stream.send(**prompt(*TOKENS, new=3))
+    response = stream.next()
+    assert response.id == good and len(response.tokens) == 8
+
+
+def test_what_is_not_here_says_so(grpc, http):
+    for call in (
+        lambda: grpc.get_system_shared_memory_status(),
+        lambda: grpc.get_inference_statistics(),
+        lambda: grpc.load_model("ensemble"),
+        lambda: grpc.get_trace_settings(),
+    ):
+        with pytest.raises(InferenceServerException, match="is not supported"):
+            call()
+
+
+numbers = st.one_of(
+    st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, -1]), st.floats(width=32)
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_tensors_are_answered_or_refused(stub, server, expected, data):
+    """With values, shapes and datatypes that clients do not send, alone and beside each other."""
+    call = message(**prompt(*TOKENS, new=2))
+    for name in data.draw(st.lists(st.sampled_from(sorted(INPUTS)), max_size=3, unique=True)):
+        spec = SPECS[name]
+        dims = [1, *(data.draw(st.integers(0, 3)) if size < 0 else size for size in spec.dims)]
+        values = data.draw(
+            st.lists(numbers, min_size=int(np.prod(dims)), max_size=int(np.prod(dims)))
+        )
+        dtypes = {"INT32": "<i4", "FP32": "<f4", "FP16": "<f2", "UINT64": "<u8"}
+        with np.errstate(all="ignore"):
+            array = np.nan_to_num(np.array(values, dtype=np.float64), posinf=9, neginf=-9)
+            raw = array.astype(dtypes.get(spec.datatype, "u1")).tobytes()
+        if data.draw(st.booleans()) and spec.datatype == "FP32":
+            raw = np.array(values, dtype="<f4").tobytes()  # NaN and infinity, too
+        old = [index for index, tensor in enumerate(call.inputs) if tensor.name == name]
+        for index in old:
+            del call.inputs[index], call.raw_input_contents[index]
+        call.inputs.add(name=name, datatype=spec.datatype, shape=dims)
+        call.raw_input_contents.append(raw)
+    try:
+        answer = stub.ModelInfer(call, timeout=20)
+        assert answer.id == "x"
+    except grpc_package.RpcError as error:
+        assert error.code() in (CODES.INTERNAL, CODES.INVALID_ARGUMENT), error
+        assert error.details() and "Traceback" not in error.details()
+        assert "the server failed" not in error.details()
+
+
+def test_nothing_is_left_of_them(server, stub, expected):
+    server.wait_idle()
+    answer = stub.ModelInfer(message(**prompt(*TOKENS, new=2)), timeout=20)
+    raw = answer.raw_output_contents[0]
+    assert np.frombuffer(raw, dtype="<i4").tolist() == list(expected(TOKENS, 2).output_ids[0])
+
+
+KEY = "secret"
+
+
+def test_the_key_comes_as_metadata():
+    with running_server(settings_of(api_key=KEY, grpc_port=0)) as server:
+        front = server.run(GrpcFront.start(server.engine, server.settings))
+        headers = {"authorization": f"Bearer {KEY}"}
+        inputs = inputs_of(grpcclient, **prompt(*TOKENS, new=2))
+        with grpcclient.InferenceServerClient(f"127.0.0.1:{front.port}") as client:
+            assert client.is_server_live() and client.is_server_ready()
+            assert client.is_model_ready("ensemble", headers=headers)
+            assert client.infer("tensorrt_llm", inputs, headers=headers)
+            for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": KEY}):
+                for call in (
+                    lambda: client.infer("tensorrt_llm", inputs, headers=wrong),  # noqa: B023
+                    lambda: client.get_model_config("ensemble", headers=wrong),  # noqa: B023
+                    lambda: client.is_model_ready("ensemble", headers=wrong),  # noqa: B023
+                ):
+                    with pytest.raises(InferenceServerException, match="key is missing") as error:
+                        call()
+                    assert "UNAUTHENTICATED" in error.value.status()
+            with streaming(client) as stream:
+                assert "key is missing" in str(stream.next().error)
+        for path, status in (
+            ("/v2", 401),
+            ("/v2/models/ensemble", 401),
+            ("/v2/health/live", 200),
+            ("/v2/health/ready", 200),
+        ):
+            response = httpx.get(server.url + path)
+            assert response.status_code == status
+            assert status == 200 or isinstance(response.json()["error"], str)
+        server.run(front.stop(0))
+
+
+def test_a_port_that_somebody_has(front, server):
+    taken = replace(server.settings, grpc_port=front.port)
+    with pytest.raises(ConfigError, match=f"--grpc-port {front.port} cannot be used"):
+        server.run(GrpcFront.start(server.engine, taken))
+
+
+def test_large_messages_are_refused(stub, server):
+    limit = server.settings.max_body_bytes
+    call = message(**prompt(*TOKENS))
+    call.raw_input_contents[0] = b"0" * limit
+    code, _ = refused(stub, call)
+    assert code is CODES.RESOURCE_EXHAUSTED
