@@ -9,6 +9,7 @@ proper beginning of a word. (These are the states of Aho and Corasick, "Efficien
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from gptmanager.errors import InvalidRequestError
 
 Ints = npt.NDArray[np.int64]
 
+_CPU = torch.device("cpu")
 _MAX_KEPT = 1 << 22  # token ids that the states of a list of words may keep: 32 MiB
 
 
@@ -80,6 +82,12 @@ class BannedWords:
 
     def prepare(self, device: str) -> Future[Any]:
         return self._states
+
+    def banned_after(self, history: Sequence[int]) -> Ints:
+        """The ids of the tokens that would complete a word, int64; after `prepare`."""
+        states = self._states.result()
+        found: Ints = states.banned(states.state(history), sys.maxsize, _CPU).numpy()
+        return found
 
     def __call__(
         self, request_id: int, logits: Tensor, tokens: Sequence[Sequence[int]], *ignored: Any

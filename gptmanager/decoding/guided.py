@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,16 @@ from gptmanager.request.post_processor import BoundProcessor
 
 _NUM_BUFFERS = 4  # of masks: more than steps are under way
 Words = npt.NDArray[np.int32]
+
+
+class TextBans(Protocol):
+    """What bans tokens by the text before them; a processor that may stand beside a grammar."""
+
+    def prepare(self, device: str) -> Future[Any]: ...
+
+    def banned_after(self, history: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Ids of tokens that may not come next, prompt and output being `history`."""
+        ...
 
 
 class GuidedDecoding(RowProcessor):
@@ -143,17 +153,28 @@ class GuidedDecoding(RowProcessor):
 class Grammar(BoundProcessor):
     """A grammar that is being compiled, or has been; any number of requests may bring it."""
 
-    def __init__(self, owner: GuidedDecoding, kind: str, compiled: Future[Any]) -> None:
+    def __init__(
+        self, owner: GuidedDecoding, kind: str, compiled: Future[Any], bans: TextBans | None = None
+    ) -> None:
         super().__init__(owner)
         self.kind = kind
         self.compiled = compiled
+        self.bans = bans
 
     @property
     def name(self) -> str:
         return self.kind
 
+    def without(self, bans: TextBans) -> Grammar:
+        """The same, but for texts that hold a banned word: `grammar.without(banned.bind(words))`
+        of a `BannedTexts`.
+        """
+        return Grammar(self.owner, self.kind, self.compiled, bans)
+
     def prepare(self, device: str) -> Future[Any]:
-        return self.compiled
+        if self.bans is None:
+            return self.compiled
+        return _both(self.compiled, self.bans.prepare(device))
 
 
 @dataclass(slots=True, eq=False)
@@ -259,6 +280,9 @@ class _Session(RowSession):
                 history = rows.tokens[lines[index], sequence.orig_prompt_len : lengths[index]]
                 progress = self._followed(sequence, history)
                 self._compute(masks, index, sequence.end_id, progress)
+                if sequence.bound.bans is not None:
+                    text = rows.tokens[lines[index], : lengths[index]]
+                    _clear_bits(masks[index], sequence.bound.bans.banned_after(text))
                 progresses[index] = progress
             except BaseException as error:  # noqa: B036 - a panic of llguidance, too
                 errors[index] = error
@@ -266,7 +290,8 @@ class _Session(RowSession):
         if self._apply(masks, rows) > len(errors):  # nothing may come, though nothing has failed
             for index in np.flatnonzero(~masks.any(axis=1)).tolist():
                 if index in progresses:
-                    errors[index] = _dead_end(progresses[index])
+                    bound = rows.sequences[index].bound
+                    errors[index] = _dead_end(progresses[index], has_bans=bound.bans is not None)
         # a search pads its beams with dead ones, of any text, where the grammar permits too few
         return {
             index: error
@@ -329,10 +354,36 @@ def _set_bit(mask: Words, token: int, may_come: bool) -> None:
     bits[token >> 3] = bits[token >> 3] & (255 - bit) | (bit if may_come else 0)
 
 
-def _dead_end(progress: _Progress) -> LogitsError:
+def _clear_bits(mask: Words, tokens: npt.NDArray[np.int64]) -> None:
+    bits = mask.view(np.uint8)
+    tokens = tokens[tokens < 8 * len(bits)]
+    np.bitwise_and.at(bits, tokens >> 3, 255 - (1 << (tokens & 7)).astype(np.uint8))
+
+
+def _dead_end(progress: _Progress, *, has_bans: bool = False) -> LogitsError:
     text = f"no token continues the grammar as generated token {progress.num_tokens + 1}"
+    text += " without a bad word" if has_bans else ""
     fault = fault_of(progress.matcher)
     return LogitsError(f"{text}: {fault}" if fault else text)
+
+
+def _both(first: Future[Any], second: Future[Any]) -> Future[Any]:
+    """Done when both are, or when one has failed."""
+    joined: Future[Any] = Future()
+    joined.set_running_or_notify_cancel()  # nobody can cancel it from now on
+
+    def then(done: Future[Any], go_on: Callable[[], None]) -> None:
+        error = CancelledError() if done.cancelled() else done.exception()
+        if error is None:
+            go_on()
+        else:
+            joined.set_exception(error)
+
+    def end(done: Future[Any]) -> None:
+        then(done, lambda: joined.set_result(None))
+
+    first.add_done_callback(lambda done: then(done, lambda: second.add_done_callback(end)))
+    return joined
 
 
 def _started(bound: Grammar) -> _Progress:
