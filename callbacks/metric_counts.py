@@ -128,15 +128,18 @@ def _since_start(own: dict[str, Any]) -> Totals:
 
 
 class _Open:
-    """A request without a final response. `wait_s`: before Get returned it."""
+    """A request without a final response. `wait_s`: before Get returned it. `is_scoring`: nobody
+    gets what it generates.
+    """
 
-    __slots__ = ("arrival", "wait_s", "num_streamed", "finish_reason")
+    __slots__ = ("arrival", "wait_s", "num_streamed", "finish_reason", "is_scoring")
 
     def __init__(self) -> None:
         self.arrival: float | None = None
         self.wait_s = 0.0
         self.num_streamed = 0
         self.finish_reason: str | None = None
+        self.is_scoring = False
 
 
 class RequestCounts:
@@ -163,8 +166,9 @@ class RequestCounts:
     def num_open(self) -> int:
         return len(self._open)
 
-    def arrive(self, request_id: int) -> None:
+    def arrive(self, request_id: int, *, is_scoring: bool = False) -> None:
         request = self._of(request_id)
+        request.is_scoring = is_scoring
         if request.arrival is None:
             request.arrival = self._clock()
 
@@ -194,9 +198,11 @@ class RequestCounts:
             else:
                 self._end(request, dict(tensors))
         else:
-            num_tokens = tensors[0].tensor.shape[-1]
-            self._of(request_id).num_streamed += num_tokens
-            self.generation_tokens += num_tokens
+            request = self._of(request_id)
+            if not request.is_scoring:
+                num_tokens = tensors[0].tensor.shape[-1]
+                request.num_streamed += num_tokens
+                self.generation_tokens += num_tokens
 
     def _of(self, request_id: int) -> _Open:
         request = self._open.get(request_id)
@@ -212,12 +218,12 @@ class RequestCounts:
         self._finish(request.finish_reason or _FINISH_REASONS[reason])
         metrics = by_name["request_metrics"].tolist()[:_NUM_METRICS]
         queue_s, first_s, last_s, _, cached, prompt, generated = metrics
-        num_generated = int(generated)
+        num_generated = 0 if request.is_scoring else int(generated)
         self.prompt_tokens += int(prompt)
         self.generation_tokens += max(num_generated - request.num_streamed, 0)
         observe = self._observe
         observe("request_prompt_tokens", prompt)
-        observe("request_generation_tokens", generated)
+        observe("request_generation_tokens", num_generated)
         if math.isnan(queue_s):  # it never ran
             return
         self.looked_for += int(prompt)
@@ -225,7 +231,8 @@ class RequestCounts:
         observe("request_queue_time_seconds", request.wait_s + queue_s)
         if math.isnan(first_s):
             return
-        observe("time_to_first_token_seconds", request.wait_s + first_s)
+        if num_generated:
+            observe("time_to_first_token_seconds", request.wait_s + first_s)
         observe("e2e_request_latency_seconds", request.wait_s + last_s)
         observe("request_prefill_time_seconds", first_s - queue_s)
         observe("request_decode_time_seconds", last_s - first_s)

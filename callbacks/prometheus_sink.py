@@ -93,9 +93,12 @@ class PrometheusSink:
 
     # From any thread ------------------------------------------------------------------------
 
-    def arrived(self, request_id: int) -> None:
-        """A client's request waits from now on; told before Get may return it."""
-        self.requests.arrive(request_id)
+    def arrived(self, request_id: int, *, is_scoring: bool = False) -> None:
+        """A client's request waits from now on; told before Get may return it.
+
+        `is_scoring`: only its prompt is asked about, and what it generates does not count.
+        """
+        self.requests.arrive(request_id, is_scoring=is_scoring)
 
     def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
         """Get will never return this request, which had arrived. It counts as one that ended with

@@ -22,6 +22,7 @@ from gptmanager.server.errors import ApiError, api_error
 class EngineRequest:
     """One prompt and what to get for it. `by_name`: names and keywords of
     `InferenceRequest.from_tokens`, without the request id; `adapter`: the name of a loaded one.
+    `is_scoring`: only the prompt is asked about; what is generated beyond it does not count.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class EngineRequest:
         max_new_tokens: int,
         *,
         adapter: str | None = None,
+        is_scoring: bool = False,
         **by_name: Any,
     ) -> None:
         self.tokens = tokens
         self.max_new_tokens = max_new_tokens
         self.adapter = adapter
+        self.is_scoring = is_scoring
         self.by_name = by_name
 
 

@@ -91,7 +91,9 @@ class Engine:
             None if it.adapter is None else self.adapters.find(it.adapter) for it in requests
         ]
         for request in requests:
-            self._check_length(request)
+            if request.is_scoring:
+                self._check_scored(len(request.tokens))
+            self.check_length(len(request.tokens), request.max_new_tokens)
         self._check_room(requests)
         generations: list[Generation] = []
         try:
@@ -122,21 +124,35 @@ class Engine:
         if self.is_draining:
             raise ApiError(503, "the server shuts down", code="shutting_down")
 
-    def _check_length(self, request: EngineRequest) -> None:
-        """That prompt and output fit; the manager would cut the output silently."""
-        limit, length = self.card.max_model_len, len(request.tokens)
+    def check_length(
+        self, length: int, max_new_tokens: int, *, prompt: str = "prompt", most: str = "max_tokens"
+    ) -> None:
+        """That prompt and output fit; the manager would cut the output silently. ApiError 400
+        says so of the fields `prompt` and `most`.
+        """
+        limit = self.card.max_model_len
         if not length:
-            raise ApiError(400, "the prompt is empty, at least 1 token is needed", param="prompt")
-        if request.max_new_tokens < 1:
-            raise ApiError(
-                400, f"max_tokens = {request.max_new_tokens} must be at least 1", param="max_tokens"
-            )
-        if length + request.max_new_tokens > limit:
+            raise ApiError(400, "the prompt is empty, at least 1 token is needed", param=prompt)
+        if max_new_tokens < 1:
+            raise ApiError(400, f"{most} = {max_new_tokens} must be at least 1", param=most)
+        if length + max_new_tokens > limit:
             raise ApiError(
                 400,
-                f"the prompt has {length} tokens and max_tokens is {request.max_new_tokens}: "
-                f"together {length + request.max_new_tokens}, the model takes {limit}",
-                param="prompt" if length >= limit else "max_tokens",
+                f"the prompt has {length} tokens and {most} is {max_new_tokens}: "
+                f"together {length + max_new_tokens}, the model takes {limit}",
+                param=prompt if length >= limit else most,
+                code="context_length_exceeded",
+            )
+
+    def _check_scored(self, length: int) -> None:
+        """That a prompt of which nothing else is wanted can be scored."""
+        limit = self.card.max_model_len
+        if length >= limit:
+            raise ApiError(
+                400,
+                f"the prompt has {length} tokens, at most {limit - 1} can be scored: "
+                f"the model takes {limit}",
+                param="prompt",
                 code="context_length_exceeded",
             )
 
@@ -193,7 +209,9 @@ class Engine:
             self.queue.submit, request.tokens, request.max_new_tokens, timeout=0.0, **by_name
         )
         is_try = adapter is not None and not with_weights
-        return self.metrics.submit(by_name["request_id"], submit, is_try=is_try)
+        return self.metrics.submit(
+            by_name["request_id"], submit, is_try=is_try, is_scoring=request.is_scoring
+        )
 
     def _timeout_s(self, request: EngineRequest) -> float | None:
         own, limit = request.by_name.get("deadline_s"), self._settings.request_timeout

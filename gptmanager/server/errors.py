@@ -11,6 +11,7 @@ from gptmanager.errors import (
     CapacityError,
     ConfigError,
     InvalidRequestError,
+    LogitsError,
     ManagerDeadError,
 )
 
@@ -78,4 +79,6 @@ def api_error(error: BaseException) -> ApiError:
         return error
     status = next((status for cls, status in _STATUSES if isinstance(error, cls)), 500)
     message = str(error) or type(error).__name__
+    if isinstance(error, LogitsError) and "NaN" not in message:
+        status = 400  # no token is left by what the request itself bans
     return ApiError(status, message, code=type(error).__name__)

@@ -83,20 +83,24 @@ def wrong(where: str, message: str, *, code: str | None = None) -> ApiError:
 
 
 class Number(NamedTuple):
-    """A finite number within `low..high`."""
+    """A finite number within `low..high`; `or_zero`: or 0, which lies below."""
 
     low: float = -math.inf
     high: float = math.inf
+    or_zero: bool = False
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
             raise wrong(where, f"{where} = {shown(value)} is no number")
-        if not self.low <= value <= self.high:
-            raise wrong(where, f"{where} = {shown(value)} is {_outside(self.low, self.high)}")
+        if not (self.low <= value <= self.high or (self.or_zero and value == 0)):
+            outside = _outside(self.low, self.high)
+            told = f"{outside}, and not 0" if self.or_zero else outside
+            raise wrong(where, f"{where} = {shown(value)} is {told}")
         return float(value)
 
     def schema(self) -> dict[str, Any]:
-        return {"type": "number", **_bounds(self.low, self.high)}
+        found: dict[str, Any] = {"type": "number", **_bounds(self.low, self.high)}
+        return {"anyOf": [found, {"const": 0}]} if self.or_zero else found
 
 
 class Integer(NamedTuple):
@@ -106,13 +110,14 @@ class Integer(NamedTuple):
     high: float = math.inf
 
     def read(self, where: str, value: Any) -> int:
-        if type(value) is float and value.is_integer() and abs(value) < 2**53:
-            value = int(value)
-        if type(value) is not int:
+        whole = int(value) if type(value) is float and value.is_integer() else value
+        if type(whole) is not int:
             raise wrong(where, f"{where} = {shown(value)} is no integer")
-        if not self.low <= value <= self.high:
+        if not self.low <= whole <= self.high:
             raise wrong(where, f"{where} = {shown(value)} is {_outside(self.low, self.high)}")
-        return value
+        if whole is not value and abs(whole) >= 2**53:
+            raise wrong(where, f"{where} = {shown(value)} is no exact integer")
+        return whole
 
     def schema(self) -> dict[str, Any]:
         return {"type": "integer", **_bounds(self.low, self.high)}
@@ -240,11 +245,12 @@ class AsItIs(NamedTuple):
 
 
 def _outside(low: float, high: float) -> str:
+    least, most = (str(it) if type(it) is int else f"{it:g}" for it in (low, high))
     if math.isinf(high):
-        return f"less than {low:g}"
+        return f"less than {least}"
     if math.isinf(low):
-        return f"more than {high:g}"
-    return f"outside {low:g} to {high:g}"
+        return f"more than {most}"
+    return f"outside {least} to {most}"
 
 
 def _bounds(low: float, high: float) -> dict[str, Any]:

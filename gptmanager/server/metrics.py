@@ -52,14 +52,19 @@ class ServerMetrics(PrometheusSink):
         self._queue.send_response(request_id, tensors, is_final, error)
 
     def submit(
-        self, request_id: int, submit: Callable[[], Generation], *, is_try: bool = False
+        self,
+        request_id: int,
+        submit: Callable[[], Generation],
+        *,
+        is_try: bool = False,
+        is_scoring: bool = False,
     ) -> Generation:
         """A request that waits from now on, unless `submit` raises.
 
         `is_try`: it names an adapter that may have left the cache. Where it has, this does not
-        count: it will be sent again with the weights.
+        count: it will be sent again with the weights. `is_scoring`: as of `arrived`.
         """
-        self.arrived(request_id)
+        self.arrived(request_id, is_scoring=is_scoring)
         if is_try:
             self._tries.add(request_id)
         try:

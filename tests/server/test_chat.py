@@ -134,7 +134,9 @@ def test_a_text_that_stops(chat):
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": None}, "messages"),
         ({"message": []}, "message"),
-        ({"bad_words": ["a"], "guided_regex": "a"}, "bad_words"),
+        ({"bad_words": ["a"], "guided_regex": "a"}, None),
+        ({"max_completion_tokens": 512}, "max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content[0].type"),
@@ -349,8 +351,10 @@ def test_a_call_or_json(qwen):
 def test_words_that_no_call_and_no_text_holds(qwen):
     (choice,) = qwen(CALLS, extra_body={"bad_words": ["look"]}).choices
     assert "look" not in (choice.message.content or "")
-    with pytest.raises(openai.BadRequestError, match="bad_words stands beside tool_choice"):
-        qwen(CALLS, tool_choice="required", extra_body={"bad_words": ["look"]})
+    for tool_choice in ("required", "auto"):
+        (choice,) = qwen(CALLS, tool_choice=tool_choice, extra_body={"bad_words": ["Z"]}).choices
+        (name, arguments), *_ = calls_of(choice)
+        assert name == "get_weather" and json.loads(arguments)["city"] == "Rome"
 
 
 def test_calls_go_back_into_the_prompt(qwen):

@@ -260,6 +260,16 @@ def test_words_that_no_text_contains(client):
     assert "oat" not in complete(client, bad_words=["oat"], **body)["choices"][0]["text"]
 
 
+def test_an_answer_in_a_form_holds_no_bad_word(client):
+    given = {"guided_choice": ["red", "blue", "brown"], "prompt": "a", "n": 4, "seed": 1}
+    answer = complete(client, bad_words=["r", "x"], **given)
+    assert {choice["text"] for choice in answer["choices"]} == {"blue"}
+    response = client.post("/v1/completions", json={**given, "bad_words": ["e", "o"]})
+    assert "without a bad word" in refusal(response, 400)["message"]
+    response = client.post("/v1/completions", json={**given, "min_tokens": 9})
+    assert "choice, min_length" in refusal(response, 400)["message"]
+
+
 def test_usage_tells_cached_tokens_and_may_be_continuous(client):
     prompt = list(range(40, 200))
     first = complete(client, prompt=prompt, max_tokens=1, cache_salt="usage")
@@ -296,7 +306,11 @@ def test_what_has_no_effect_is_taken(client):
         ({"stop_token_ids": [700]}, "stop_token_ids[0]", "outside 0 to 639"),
         ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "more than max_tokens = 16"),
         ({"guided_regex": "("}, "guided_regex", "guided_regex"),
-        ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "beside guided_regex"),
+        ({"guided_regex": "a", "bad_words": ["a"]}, None, "without a bad word"),
+        ({"guided_grammar": "a" * 5000}, "guided_grammar", "..."),
+        ({"temperature": 1e-31}, "temperature", "1e-31 is outside 1e-30 to 100, and not 0"),
+        ({"seed": 2**65}, "seed", "is outside -9223372036854775808 to 18446744073709551615"),
+        ({"echo": True, "max_tokens": 0, "logprobs": 1, "prompt": [3] * 512}, "prompt", "511"),
         ({"model": "other"}, "model", "does not exist"),
     ],
     ids=str,
@@ -322,6 +336,9 @@ def test_beams_are_choices_best_first(client):
 
 
 def test_a_deadline(client):
+    scored = {"prompt": COUNT, "deadline_s": 0, "prompt_logprobs": 1, "n": 2}
+    ended = joined(chunks(client, **scored))  # before the prompt was read
+    assert [choice["finish_reason"] for choice in ended] == ["timeout", "timeout"]
     body = {"prompt": COUNT, "max_tokens": 400, "ignore_eos": True, "deadline_s": 0.05}
     refusal(client.post("/v1/completions", json=body), 504)
     assert joined(chunks(client, **body))[0]["finish_reason"] == "timeout"

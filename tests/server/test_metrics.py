@@ -110,3 +110,19 @@ def test_a_prefix_that_cannot_be_is_refused(server):
     settings = dataclasses.replace(server.settings, metrics_prefix="a b")
     with pytest.raises(ConfigError, match="prefix = 'a b'"):
         ServerMetrics(settings, server.engine.queue)
+
+
+def test_what_scoring_generates_does_not_count(client):
+    body = {"prompt": ["Tom had", "Mia"], "echo": True, "max_tokens": 0, "logprobs": 1, "n": 3}
+    before = scrape(client)
+    usage = client.post("/v1/completions", json=body).json()["usage"]
+    after = scrape(client)
+
+    assert usage["completion_tokens"] == 0 and usage["prompt_tokens"] == 3
+    assert rises(before, after, "gptmanager_requests_finished_total", "length") == 2
+    assert rises(before, after, "gptmanager_prompt_tokens_total") == 3
+    assert rises(before, after, "gptmanager_generation_tokens_total") == 0
+    assert rises(before, after, "gptmanager_request_generation_tokens_sum") == 0
+    assert rises(before, after, "gptmanager_request_generation_tokens_count") == 2
+    assert rises(before, after, "gptmanager_time_to_first_token_seconds_count") == 0
+    assert rises(before, after, "gptmanager_e2e_request_latency_seconds_count") == 2

@@ -17,15 +17,15 @@ from gptmanager.server.call import check_in_time
 from gptmanager.server.engine import Engine
 from gptmanager.server.openai.log_probs import TokenLogProb, output_log_probs, prompt_log_probs
 from gptmanager.server.openai.outputs import Delta, Output
-from gptmanager.server.openai.sampling import Wanted, ends_of, requests_of
+from gptmanager.server.openai.sampling import Wanted, ends_of, requests_of, scoring_request
 
 
 class Answer:
     """Prompts, and `num_choices` outputs for each: output p x n + k is choice k of prompt p.
 
     `prompts`: token ids. `max_new_tokens`: for each prompt. `offsets`: characters that stand before
-    each prompt's outputs. `is_silent`: one token is generated and neither told nor counted, since
-    only the prompts are asked about.
+    each prompt's outputs. `is_silent`: the outputs are empty, since only the prompts are asked
+    about.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class Answer:
     ) -> None:
         self.prompts = prompts
         self.prompt_log_probs: list[list[TokenLogProb] | None] = [None] * len(prompts)
+        # whose outputs may be told: the log probabilities of a prompt stand before them
+        self._knows = [wanted.num_prompt_top is None] * len(prompts)
         self._wanted = wanted
         self._is_silent = is_silent
         self._num_cached = self._num_generated = 0
@@ -58,7 +60,9 @@ class Answer:
         ]
         self._has_ended = [False] * len(self.outputs)  # and its last delta is told
         requests = [
-            requests_of(wanted, engine.card, index, prompt, most)
+            [scoring_request(wanted, engine.card, prompt)]
+            if is_silent
+            else requests_of(wanted, engine.card, index, prompt, most)
             for index, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True))
         ]
         self._num_requests = len(requests[0])  # of a prompt
@@ -82,13 +86,13 @@ class Answer:
         async with call, contextlib.aclosing(call.parts()) as parts:
             async for request, part in parts:
                 prompt = request // self._num_requests
-                knew_prompt = self._knows(prompt)
+                knew_prompt = self._knows[prompt]
                 indices = self._take(request, part)
                 for index in indices:
                     self._push(self.outputs[index], index, part)
                 if part.result is None and self.outputs[indices[0]].finish_reason is not None:
                     call.stop(request)
-                if not self._knows(prompt):
+                if not self._knows[prompt]:
                     continue
                 for index in indices if knew_prompt else self._outputs_of(prompt):
                     if self._has_ended[index]:
@@ -112,23 +116,21 @@ class Answer:
     def _take(self, request: int, part: GenerationPart) -> range:
         """What a part tells of its prompt. Returns the outputs that it is for."""
         prompt, choice = divmod(request, self._num_requests)
-        if choice == 0 and "prompt_log_probs" in part.tensors and not self._knows(prompt):
+        if choice == 0 and "prompt_log_probs" in part.tensors and not self._knows[prompt]:
             self.prompt_log_probs[prompt] = prompt_log_probs(self.prompts[prompt], part.tensors)
+            self._knows[prompt] = True
         if part.result is not None:
             if choice == 0:
+                self._knows[prompt] = True  # there are none if its time was over before
                 self._num_cached += int(part.result.metrics.get("cached_tokens", 0))
             if not self._wanted.streams:
                 check_in_time(part.result)
         outputs = self._outputs_of(prompt)
-        return outputs if self._is_search else outputs[choice : choice + 1]
+        return outputs if self._num_requests == 1 else outputs[choice : choice + 1]
 
     def _outputs_of(self, prompt: int) -> range:
         first = prompt * self._wanted.num_choices
         return range(first, first + self._wanted.num_choices)
-
-    def _knows(self, prompt: int) -> bool:
-        """Whether its outputs may be told: the log probabilities of a prompt stand before them."""
-        return self._wanted.num_prompt_top is None or self.prompt_log_probs[prompt] is not None
 
     @property
     def _is_search(self) -> bool:
@@ -139,7 +141,8 @@ class Answer:
         beam = index % self._wanted.num_choices if self._is_search else 0
         if self._is_silent:
             if result is not None:
-                output.finish(FinishReason.LENGTH)
+                is_late = result.finish_reasons[0] is FinishReason.TIMED_OUT
+                output.finish(FinishReason.TIMED_OUT if is_late else FinishReason.LENGTH)
             return
         tokens: Sequence[int] = part.tokens
         if self._is_search and result is not None:

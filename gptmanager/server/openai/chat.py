@@ -18,7 +18,7 @@ from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, read
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.chat_answer import ChatAnswer
-from gptmanager.server.openai.chat_prompt import OBJECTS, TEMPLATE_FIELDS, ChatPrompt, ChatPrompts
+from gptmanager.server.openai.chat_prompt import OBJECTS, TEMPLATE_FIELDS, ChatPrompts
 from gptmanager.server.openai.completions import warning
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
@@ -30,8 +30,7 @@ from gptmanager.server.openai.log_probs import TokenLogProb, TokenTexts, chat_sh
 from gptmanager.server.openai.outputs import Delta
 from gptmanager.server.openai.processors import STRUCTURED, Processors
 from gptmanager.server.openai.sampling import Wanted, check
-from gptmanager.server.openai.structured import read_output_rule
-from gptmanager.server.openai.tools import Tools, read_tools
+from gptmanager.server.openai.tools import read_tools
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 
@@ -93,29 +92,17 @@ class Chats:
         tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
-        processor = await self._processor(given, tools, prompt)
+        processor = await self._processors.of(given, tools, prompt.tool_format)
         wanted = Wanted(given, num_top, given.get("prompt_logprobs"), processor)
         check(wanted, card)
         left = max(1, card.max_model_len - len(prompt.tokens))
-        most = given.get("max_completion_tokens", given.get("max_tokens", left))
+        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        most = given.get(name, left)
+        self._engine.check_length(len(prompt.tokens), most, prompt="messages", most=name)
         answer = Answer(self._engine, wanted, [prompt.tokens], [most])
         shapes = [ChatAnswer(tools, prompt.tool_format) for _ in answer.outputs]
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts
         return _Chat(given, answer, shapes, texts, card.name)
-
-    async def _processor(
-        self, given: Mapping[str, Any], tools: Tools | None, prompt: ChatPrompt
-    ) -> Any:
-        if tools is None or prompt.tool_format is None:
-            return await self._processors.of(given)
-        rule = read_output_rule(given)
-        if "bad_words" in given:
-            if tools.required or rule is not None:
-                other = "tool_choice" if rule is None else rule.where
-                raise wrong("bad_words", f"bad_words stands beside {other}: one is possible")
-            return self._processors.banned(given)
-        structured = self._processors.structured
-        return await structured.processor_with_tools(rule, tools, prompt.tool_format)
 
 
 class _Chat:

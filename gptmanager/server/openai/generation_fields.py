@@ -23,6 +23,7 @@ MAX_CHOICES = 128  # of each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
 _MAX_WORDS = 1024
+TEMPERATURE = Number(1e-30, 100, or_zero=True)
 _INT64 = (-(2**63), 2**64 - 1)
 
 
@@ -70,7 +71,7 @@ STREAM_OPTIONS = Object(
 )
 
 SAMPLING = (
-    Field("temperature", Number(0, 100), "0: greedy; absent: the checkpoint's, else 1"),
+    Field("temperature", TEMPERATURE, "0: greedy; absent: the checkpoint's, else 1"),
     Field("top_p", Number(0, 1), "absent: the checkpoint's, else 1"),
     Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
     Field("min_p", Number(0, 1), "least share of the best token's probability"),

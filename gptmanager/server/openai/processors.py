@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gptmanager.callbacks import BannedTexts
 from gptmanager.server.engine import Engine
 from gptmanager.server.fields import AsItIs, Field, wrong
-from gptmanager.server.openai.structured import StructuredOutputs, read_output_rule
+from gptmanager.server.openai.structured import (
+    StructuredOutputs,
+    prepared,
+    read_output_rule,
+)
+from gptmanager.server.openai.tools import ToolFormat, Tools
 
 _OBJECT = AsItIs({"type": "object"})
 STRUCTURED = (
@@ -26,28 +30,28 @@ class Processors:
     """Those of one model; what takes long to prepare is prepared once."""
 
     def __init__(self, engine: Engine) -> None:
-        self.structured = StructuredOutputs.of(engine)
-        self._card = engine.card
+        self._structured = StructuredOutputs.of(engine)
+        tokenizer = engine.card.tokenizer
+        self._texts = None if tokenizer is None else BannedTexts(tokenizer)
 
-    async def of(self, given: Mapping[str, Any]) -> Any:
-        """None: the model says what it likes. Raises ApiError 400."""
-        rule = read_output_rule(given)
-        if rule is not None:
-            if "bad_words" in given:
-                raise wrong("bad_words", f"bad_words stands beside {rule.where}: one is possible")
-            return await self.structured.processor(rule)
-        return self.banned(given)
+    async def of(
+        self, given: Mapping[str, Any], tools: Tools | None = None, form: ToolFormat | None = None
+    ) -> Any:
+        """None: the model says what it likes. `tools` may be called, in `form`. ApiError 400."""
+        rule, bans = read_output_rule(given), await self._bans(given.get("bad_words"))
+        grammar = None
+        if tools is not None and form is not None:
+            grammar = await self._structured.processor_with_tools(rule, tools, form)
+        elif rule is not None:
+            grammar = await self._structured.processor(rule)
+        if grammar is None or bans is None:
+            return bans if grammar is None else grammar
+        return grammar.without(bans)
 
-    def banned(self, given: Mapping[str, Any]) -> Any:
-        """For `bad_words` alone."""
-        words = given.get("bad_words")
+    async def _bans(self, words: Sequence[str] | None) -> Any:
+        texts = self._texts
         if not words:
             return None
-        if self._card.tokenizer is None:
+        if texts is None:
             raise wrong("bad_words", "bad_words needs a tokenizer, and the model has none")
-        return self._texts.bind(words)
-
-    @cached_property
-    def _texts(self) -> BannedTexts:
-        assert self._card.tokenizer is not None
-        return BannedTexts(self._card.tokenizer)
+        return await prepared("bad_words", lambda: texts.bind(words))

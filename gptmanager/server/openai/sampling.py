@@ -20,6 +20,7 @@ from gptmanager.server.fields import wrong
 from gptmanager.server.model_card import ModelCard
 from gptmanager.server.openai.outputs import Ends
 
+_SERVING = ("cache_salt", "deadline_s", "priority")
 _BY_NAME = {
     "temperature": "temperature",
     "top_p": "runtime_top_p",
@@ -28,9 +29,7 @@ _BY_NAME = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
-    "cache_salt": "cache_salt",
-    "deadline_s": "deadline_s",
-    "priority": "priority",
+    **{name: name for name in _SERVING},
 }
 
 
@@ -123,15 +122,28 @@ def requests_of(
         common.update(beam_width=width, num_return_sequences=wanted.num_choices)
     base = wanted.given.get("seed")
     base = random.getrandbits(64) if base is None else base
-    name = wanted.given.get("model")
     found = []
     for choice in range(1 if width > 1 else wanted.num_choices):
         by_name = {**common, "random_seed": mixed_seed(base, prompt_index, choice)}
         if choice == 0 and wanted.num_prompt_top is not None:
             by_name["num_prompt_log_probs"] = wanted.num_prompt_top
-        adapter = None if name is None or name == card.name else name
-        found.append(EngineRequest(tokens, max_new_tokens, adapter=adapter, **by_name))
+        found.append(
+            EngineRequest(tokens, max_new_tokens, adapter=_adapter(wanted, card), **by_name)
+        )
     return found
+
+
+def scoring_request(wanted: Wanted, card: ModelCard, tokens: list[int]) -> EngineRequest:
+    """The engine's request for one prompt of which only the log probabilities are asked for."""
+    given = wanted.given
+    by_name = {name: given[name] for name in _SERVING if name in given}
+    by_name["num_prompt_log_probs"] = wanted.num_prompt_top
+    return EngineRequest(tokens, 1, adapter=_adapter(wanted, card), is_scoring=True, **by_name)
+
+
+def _adapter(wanted: Wanted, card: ModelCard) -> str | None:
+    name = wanted.given.get("model")
+    return None if name == card.name else name
 
 
 def mixed_seed(seed: int, prompt_index: int, choice: int) -> int:

@@ -22,6 +22,7 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.tools import ToolFormat, Tools, marks_of
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_LONGEST = 1000  # characters of what is wrong with a grammar, which may quote all of it
 _ANY_OBJECT = {"type": "object"}
 _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
@@ -169,15 +170,7 @@ class StructuredOutputs:
             return None
 
     async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
-        try:
-            grammar = await asyncio.to_thread(lambda: make(self._for_tokenizer()))
-            # others may wait for the same one, so that who goes away must not cancel it
-            await asyncio.shield(asyncio.wrap_future(grammar.prepare("cpu")))
-        except ConfigError as error:
-            raise _wrong(where, str(error)) from None
-        except (ValueError, RequestError) as error:
-            raise _wrong(where, str(error).removeprefix("logits_post_processor ")) from None
-        return grammar
+        return await prepared(where, lambda: make(self._for_tokenizer()))
 
     def _for_tokenizer(self) -> GuidedDecoding:
         with self._lock:
@@ -186,6 +179,20 @@ class StructuredOutputs:
                     raise ConfigError("the model has no tokenizer, which guided decoding needs")
                 self._guided = GuidedDecoding(self._tokenizer, self._end_ids)
             return self._guided
+
+
+async def prepared(where: str, make: Callable[[], Any]) -> Any:
+    """The logits post-processor that `make` gives, when it is ready; ApiError (400) if it cannot
+    be.
+    """
+    try:
+        processor = await asyncio.to_thread(make)
+        # others may wait for the same one, so that who goes away must not cancel it
+        await asyncio.shield(asyncio.wrap_future(processor.prepare("cpu")))
+    except (ValueError, RequestError) as error:  # a ConfigError is a ValueError, too
+        text = str(error).removeprefix("logits_post_processor ")
+        raise _wrong(where, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...") from None
+    return processor
 
 
 def _wrong(where: str, what: str) -> ApiError:
