@@ -351,8 +351,9 @@ def test_a_call_or_json(qwen):
 def test_words_that_no_call_and_no_text_holds(qwen):
     (choice,) = qwen(CALLS, extra_body={"bad_words": ["look"]}).choices
     assert "look" not in (choice.message.content or "")
+    says, fields = CALLS.removeprefix("I look.\n"), {"extra_body": {"bad_words": ["Z"]}}
     for tool_choice in ("required", "auto"):
-        (choice,) = qwen(CALLS, tool_choice=tool_choice, extra_body={"bad_words": ["Z"]}).choices
+        (choice,) = qwen(says, tool_choice=tool_choice, **fields).choices
         (name, arguments), *_ = calls_of(choice)
         assert name == "get_weather" and json.loads(arguments)["city"] == "Rome"
 
