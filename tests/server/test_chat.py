@@ -1,7 +1,7 @@
 """Chats through OpenAI's own client: text, streams, tools, and answers in a form."""
 
 import json
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from shutil import copy
@@ -226,20 +226,22 @@ def scripted(tmp_path_factory, template, tags=(), **fields):
         model = ScriptedModel(next_token, vocab_size=700, max_position_embeddings=4096)
         return GptManager(model, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "GptManager", manager)
-        config = json.loads((folder / "config.json").read_text())
-        config.update(max_position_embeddings=4096, vocab_size=700)
-        (folder / "config.json").write_text(json.dumps(config))
-        settings = settings_of(model=folder, served_model_name="scripted", **fields)
-        with running_server(settings) as server, client_of(server) as client:
+    config = json.loads((folder / "config.json").read_text())
+    config.update(max_position_embeddings=4096, vocab_size=700)
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = settings_of(model=folder, served_model_name="scripted", **fields)
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:  # not of servers that start later
+            patch.setattr(serving, "GptManager", manager)
+            server = stack.enter_context(running_server(settings))
+        client = stack.enter_context(client_of(server))
 
-            def ask(text, **fields):
-                says.update(prompt=None, script=tokenizer.encode(text).ids)
-                fields = {"messages": ADD, "tools": TOOLS, **fields}
-                return client.chat.completions.create(model="scripted", **fields)
+        def ask(text, **fields):
+            says.update(prompt=None, script=tokenizer.encode(text).ids)
+            fields = {"messages": ADD, "tools": TOOLS, **fields}
+            return client.chat.completions.create(model="scripted", **fields)
 
-            yield ask
+        yield ask
 
 
 @pytest.fixture(scope="module")
