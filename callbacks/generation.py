@@ -72,9 +72,11 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         self._wakeups = wakeups
         self._responses = ResponseCollector(request, exclude_input=exclude_input)
         self._tokens: list[int] = []
-        self._news = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # guards what follows
+        self._news = threading.Condition(self._lock)
         self._async_waiters: list[AsyncWaiter] = []
         self._is_ending = False  # all tokens are here, the result not yet
+        self._has_ended = False  # with its result, or its error
 
     def __repr__(self) -> str:
         state = "done" if self.done() else f"{len(self._tokens)} tokens so far"
@@ -115,10 +117,10 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         try:
             while not reader.is_at_end:
                 part = reader.take(waiter)
-                if part is None:
-                    await waiter.wait()
-                else:
+                if part is not None:
                     yield part
+                if not reader.is_at_end:
+                    await waiter.wait()
         except asyncio.CancelledError:
             self._forget(waiter)
             self.cancel()
@@ -150,7 +152,7 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             return self._tokens[seen:]
 
     def _forget(self, waiter: AsyncWaiter) -> None:
-        with self._news:
+        with self._lock:
             if waiter in self._async_waiters:
                 self._async_waiters.remove(waiter)
 
@@ -162,11 +164,11 @@ class Generation(concurrent.futures.Future[GenerationResult]):
             self.fail(error_of(error))
             return
         if not is_final:
-            with self._news:
+            with self._lock:
                 self._tokens.extend(self._responses.add(tensors))
                 self._wake_readers()
             return
-        with self._news:
+        with self._lock:
             tokens: Iterable[int] = self._responses.add(tensors)
             result = self._responses.result()
             if not self.request.is_streaming:
@@ -184,7 +186,8 @@ class Generation(concurrent.futures.Future[GenerationResult]):
         try:
             settle()
         finally:
-            with self._news:
+            with self._lock:
+                self._has_ended = self.done()
                 self._wake_readers()
 
     def _wake_readers(self) -> None:
@@ -210,22 +213,25 @@ class PartReader:
         return self._generation._wakeups.waiter()
 
     def take(self, waiter: AsyncWaiter | None = None) -> GenerationPart | None:
-        """What came since the last call; None: nothing, and `waiter` is woken when there is more.
+        """What came since the last call; None: nothing. `waiter` is woken when there is more.
 
         Raises the error of the request after everything that came before it.
         """
         generation = self._generation
-        with generation._news:
-            done = generation.done()
+        with generation._lock:
+            done = generation._has_ended
             tokens = generation._tokens[self._num_tokens :]
+            if not done and waiter is not None and waiter not in generation._async_waiters:
+                generation._async_waiters.append(waiter)
             if not done and (not tokens or generation._is_ending):
-                if waiter is not None and waiter not in generation._async_waiters:
-                    generation._async_waiters.append(waiter)
                 return None
             self._num_tokens += len(tokens)
             tensors = generation._responses.new_tensors(self._num_tensors)
-        error = generation.exception() if done else None
-        if error is not None and tokens:
-            return GenerationPart(tokens, tensors)  # the error comes with the next call
-        self.is_at_end = done
-        return GenerationPart(tokens, tensors, generation.result() if done else None)
+        if not done:
+            return GenerationPart(tokens, tensors)
+        if tokens and generation.exception() is not None:  # which comes with the next call
+            if waiter is not None:
+                waiter.wake()
+            return GenerationPart(tokens, tensors)
+        self.is_at_end = True
+        return GenerationPart(tokens, tensors, generation.result())

@@ -80,7 +80,7 @@ class ResponseCollector:
             lengths = by_name.pop("sequence_length", None)
             by_name.pop("output_offset", None)
             if output_ids is not None and lengths is not None:
-                tokens = self._stream(output_ids[0], lengths[0].tolist())
+                tokens = self._stream(output_ids.tolist()[0], lengths.tolist()[0])
         for name, tensor in by_name.items():
             if name in _PER_TOKEN:
                 self._parts.setdefault(name, []).append(tensor)
@@ -122,8 +122,7 @@ class ResponseCollector:
             _parts=self._parts,
         )
 
-    def _stream(self, output_ids: torch.Tensor, lengths: list[int]) -> list[int]:
-        beams: list[list[int]] = output_ids.tolist()
+    def _stream(self, beams: list[list[int]], lengths: list[int]) -> list[int]:
         new = [beam[:length] for beam, length in zip(beams, lengths, strict=True)]
         self._streamed = self._streamed or [[] for _ in new]
         for beam, tokens in zip(self._streamed, new, strict=True):

@@ -33,40 +33,53 @@ class AsyncWakeups:
 
 
 class AsyncWaiter:
-    """Waits in its own event loop, is woken from any thread, and may be used again."""
+    """Waits in its own event loop, one task at a time; is woken from any thread, and may be used
+    again.
+    """
+
+    __slots__ = ("_loop", "_mailbox", "_waiting", "_is_woken")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, mailbox: _Mailbox) -> None:
         self._loop = loop
         self._mailbox = mailbox
-        self._woken = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None
+        self._is_woken = False
 
     async def wait(self) -> None:
         """Return after the next `wake`; at once if one came since the last `wait`."""
-        await self._woken.wait()
-        self._woken.clear()
+        if not self._is_woken:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        self._is_woken = False
 
     def wake(self) -> None:
-        self._mailbox.post(self._loop, self._woken)
+        self._mailbox.post(self._loop, self)
+
+    def open(self) -> None:
+        """The wake-up has come; in the event loop."""
+        self._is_woken = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class _Mailbox:
-    """Events to set in an event loop. Holds no loop, so a closed one can be collected."""
+    """Waiters to wake in an event loop. Holds no loop, so a closed one can be collected."""
 
     def __init__(self) -> None:
-        self._events: deque[asyncio.Event] = deque()
+        self._woken: deque[AsyncWaiter] = deque()
         self._is_called = False  # a call of `_open` is on its way
 
-    def post(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-        self._events.append(event)
+    def post(self, loop: asyncio.AbstractEventLoop, waiter: AsyncWaiter) -> None:
+        self._woken.append(waiter)
         if not self._is_called:
             self._is_called = True
             try:
                 loop.call_soon_threadsafe(self._open)
             except RuntimeError:  # the loop is closed: nothing waits in it any more
-                self._events.clear()
+                self._woken.clear()
 
     def _open(self) -> None:
-        # cleared first: an event posted from here on gets a call of its own
+        # cleared first: a waiter posted from here on gets a call of its own
         self._is_called = False
-        while self._events:
-            self._events.popleft().set()
+        while self._woken:
+            self._woken.popleft().open()

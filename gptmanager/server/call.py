@@ -112,12 +112,10 @@ class Call:
         """As `parts`, but a request that fails ends with its error, and the others go on."""
         running = dict(enumerate(self._running))
         while running:
-            nothing_came = True
             for index, it in list(running.items()):
                 part = self._take(it)
                 if part is None:
                     continue
-                nothing_came = False
                 if isinstance(part, ApiError):
                     del running[index]
                 elif part.result is not None:
@@ -125,7 +123,7 @@ class Call:
                     if it.has_timed_out:
                         part = replace(part, result=_timed_out(part.result))
                 yield index, part
-            if nothing_came:
+            if running:
                 await self._waiter.wait()
 
     async def results(self) -> list[GenerationResult]:

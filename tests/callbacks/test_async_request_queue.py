@@ -35,7 +35,7 @@ def test_a_stream_yields_what_came_since_the_last_look():
         assert take(requests) == [1]
         requests.send_response(1, streamed([5]), False, "")
         requests.send_response(1, streamed([6], 1), False, "")
-        await until(lambda: not requests._wakeups.waiter()._mailbox._events)
+        await until(lambda: not requests._wakeups.waiter()._mailbox._woken)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         requests.send_response(1, [*streamed([7], 2), *ending()], True, "")

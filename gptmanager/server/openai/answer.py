@@ -45,7 +45,8 @@ class Answer:
         self._wanted = wanted
         self._is_silent = is_silent
         self._num_cached = self._num_generated = 0
-        count = wanted.num_choices
+        self._num_choices = count = wanted.num_choices
+        self._is_search = wanted.beam_width > 1
         ends = ends_of(wanted, engine.card)
         self.outputs = [
             Output(
@@ -129,16 +130,12 @@ class Answer:
         return outputs if self._num_requests == 1 else outputs[choice : choice + 1]
 
     def _outputs_of(self, prompt: int) -> range:
-        first = prompt * self._wanted.num_choices
-        return range(first, first + self._wanted.num_choices)
-
-    @property
-    def _is_search(self) -> bool:
-        return self._wanted.beam_width > 1
+        first = prompt * self._num_choices
+        return range(first, first + self._num_choices)
 
     def _push(self, output: Output, index: int, part: GenerationPart) -> None:
         result = part.result
-        beam = index % self._wanted.num_choices if self._is_search else 0
+        beam = index % self._num_choices if self._is_search else 0
         if self._is_silent:
             if result is not None:
                 is_late = result.finish_reasons[0] is FinishReason.TIMED_OUT
