@@ -380,6 +380,7 @@ server/                   a manager behind HTTP and gRPC
     triton.text_model     text in, text out
     triton.inference      calls, from their tensors to their responses
     triton.repository     metadata and configurations
+    triton.described      paths below /v2 in the OpenAPI document
     triton.http_messages  bodies of HTTP's infer call (no torch)
     triton.http           /v2/..., with the generate extension
     triton.grpc_messages  messages of the generated service

@@ -16,6 +16,7 @@ from gptmanager.server.fields import Field, object_schema
 from gptmanager.server.openai import chat, completions
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.triton import described
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -110,7 +111,10 @@ def document(*, has_key: bool = False, lenient: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "gptmanager", "version": __version__},
-        "paths": {it.path: _path(it, closed=not lenient) for it in ENDPOINTS},
+        "paths": {
+            **{it.path: _path(it, closed=not lenient) for it in ENDPOINTS},
+            **described.paths(),
+        },
         "components": {"schemas": {"Error": error}},
     }
     if has_key:

@@ -1,0 +1,130 @@
+"""The paths below /v2 in the OpenAPI document, from the tables of the models' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gptmanager.server.triton import text_model, token_model
+from gptmanager.server.triton.inference import VERSION
+from gptmanager.server.triton.tensors import TensorSpec
+
+_TEXT = {"type": "string"}
+_OBJECT = {"type": "object"}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}}
+_STATUSES = (400, 401, 404, 413, 429, 500, 501, 503, 504)
+_OF_DATATYPE: dict[str, dict[str, Any]] = {
+    "BYTES": _TEXT,
+    "BOOL": {"type": "boolean"},
+    "INT32": {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1},
+    "UINT64": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+    "UINT8": {"type": "integer", "minimum": 0, "maximum": 255},
+    "FP32": {"type": "number"},
+    "FP16": {"type": "number"},
+}
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "shape", "datatype"],
+    "properties": {
+        "name": _TEXT,
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "datatype": _TEXT,
+        "data": {"type": "array"},
+        "parameters": _OBJECT,
+    },
+}
+_INFER = {
+    "type": "object",
+    "required": ["inputs"],
+    "properties": {
+        "id": _TEXT,
+        "inputs": {"type": "array", "items": _TENSOR},
+        "outputs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": _TEXT, "parameters": _OBJECT},
+            },
+        },
+        "parameters": _OBJECT,
+    },
+}
+
+
+def paths() -> dict[str, Any]:
+    """Path items by path."""
+    generate = {"anyOf": [_generate(token_model.INPUTS), _generate(text_model.BLS_INPUTS)]}
+    found = {
+        "/v2": {"get": _operation("the server's name and version")},
+        "/v2/health/live": {"get": _operation("whether the loop runs", answer=None)},
+        "/v2/health/ready": {"get": _operation("whether calls are taken", answer=None)},
+        "/v2/repository/index": {"post": _operation("the models")},
+    }
+    for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        of = {"path": path}
+        found[path] = {"get": _operation("a model's tensors", **of)}
+        found[f"{path}/ready"] = {"get": _operation("whether it takes calls", answer=None, **of)}
+        found[f"{path}/config"] = {"get": _operation("a model's configuration", **of)}
+        found[f"{path}/infer"] = {"post": _operation("one response", body=_INFER, **of)}
+        found[f"{path}/generate"] = {"post": _operation("one response", body=generate, **of)}
+        found[f"{path}/generate_stream"] = {
+            "post": _operation("a stream", body=generate, answer="text/event-stream", **of)
+        }
+    return found
+
+
+def _operation(
+    summary: str,
+    *,
+    path: str = "",
+    body: Mapping[str, Any] | None = None,
+    answer: str | None = "application/json",
+) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ERROR}}
+    responses: dict[str, Any] = {
+        str(status): {"description": "refused", "content": content} for status in _STATUSES
+    }
+    if answer is None:
+        responses["503"] = {"description": "it is not"}
+    responses["200"] = {"description": summary, **({"content": {answer: {}}} if answer else {})}
+    if body is not None and answer == "application/json":
+        responses["200"]["content"]["application/octet-stream"] = {}
+    found: dict[str, Any] = {"summary": summary, "responses": responses}
+    values = {"name": ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"], "version": [VERSION]}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {**_TEXT, "enum": known}}
+        for name, known in values.items()
+        if f"{{{name}}}" in path
+    ]
+    if parameters:
+        found["parameters"] = parameters
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return found
+
+
+def _generate(inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """An object with a tensor's name for each key."""
+    return {
+        "type": "object",
+        "required": [spec.name for spec in inputs.values() if not spec.is_optional],
+        "properties": {
+            "id": _TEXT,
+            "parameters": _OBJECT,
+            **{spec.name: _tensor(spec) for spec in inputs.values()},
+        },
+    }
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    """One element stands for a list of it."""
+    element = _OF_DATATYPE[spec.datatype]
+    if spec.dims == (1,):
+        return element
+    schema: dict[str, Any] = element
+    for size in reversed(spec.dims):
+        schema = {"type": "array", "items": schema}
+        if size >= 0:
+            schema.update(minItems=size, maxItems=size)
+    return {"anyOf": [schema, element]} if len(spec.dims) == 1 else schema
