@@ -62,14 +62,15 @@ def paths() -> dict[str, Any]:
         "/v2/repository/index": {"post": _operation("the models")},
     }
     for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-        of = {"path": path}
-        found[path] = {"get": _operation("a model's tensors", **of)}
-        found[f"{path}/ready"] = {"get": _operation("whether it takes calls", answer=None, **of)}
-        found[f"{path}/config"] = {"get": _operation("a model's configuration", **of)}
-        found[f"{path}/infer"] = {"post": _operation("one response", body=_INFER, **of)}
-        found[f"{path}/generate"] = {"post": _operation("one response", body=generate, **of)}
+        found[path] = {"get": _operation("a model's tensors", path=path)}
+        found[f"{path}/ready"] = {
+            "get": _operation("whether it takes calls", answer=None, path=path)
+        }
+        found[f"{path}/config"] = {"get": _operation("a model's configuration", path=path)}
+        found[f"{path}/infer"] = {"post": _operation("one response", body=_INFER, path=path)}
+        found[f"{path}/generate"] = {"post": _operation("one response", body=generate, path=path)}
         found[f"{path}/generate_stream"] = {
-            "post": _operation("a stream", body=generate, answer="text/event-stream", **of)
+            "post": _operation("a stream", body=generate, answer="text/event-stream", path=path)
         }
     return found
 
