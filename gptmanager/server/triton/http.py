@@ -129,18 +129,20 @@ class HttpFront:
 
 
 def _generate_request(body: Mapping[str, Any], model: Model) -> InferRequest:
-    """The keys that are no inputs are parameters of the request, as Triton takes them."""
-    inputs = {}
-    for name, value in body.items():
-        if name in model.inputs and value is not None:
-            datatype = model.inputs[name].datatype
-            shape = (1, *(_shape(value) if isinstance(value, list) else (1,)))
-            inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
-    request_id, parameters = body.get("id", ""), body.get("parameters", {})
+    """The keys that are no inputs are parameters of the request, as Triton takes them; and what is
+    among `parameters`, but is an input, is one.
+    """
+    request_id, parameters = body.get("id", ""), body.get("parameters") or {}
     if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
         raise invalid("id", f"id = {shown(request_id)} is no text")
     if not isinstance(parameters, dict):
         raise invalid("parameters", f"parameters = {shown(parameters)} is no JSON object")
+    inputs = {}
+    for name, value in {**parameters, **body}.items():
+        if name in model.inputs and value is not None:
+            datatype = model.inputs[name].datatype
+            shape = (1, *(_shape(value) if isinstance(value, list) else (1,)))
+            inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
     if not inputs:
         raise invalid(None, f"no input of model {shown(model.name)} is given")
     named = {name: body[name] for name in ("priority", "timeout") if name in body}

@@ -96,7 +96,8 @@ def test_generate_takes_and_gives_plain_json(post, expected):
     assert told["output_ids"] == list(expected(TOKENS, 4).output_ids[0])
     assert told["id"] == "7" and told["model_name"] == "tensorrt_llm"
     assert told["sequence_length"] == 9 and told["batch_index"] == 0
-    told = post("generate", TEXT, "ensemble").json()
+    told = post("generate", {"text_input": "Tom had", "parameters": TEXT}, "ensemble").json()
+    assert told == post("generate", TEXT, "ensemble").json()
     assert told["text_output"].startswith("Tom had") and told["model_version"] == "1"
     assert told["cum_log_probs"] == 0.0
     beams = post("generate", {**TEXT, "beam_width": 2}, "tensorrt_llm_bls").json()["text_output"]
