@@ -29,6 +29,7 @@ from gptmanager.errors import InvalidRequestError
 Ints = npt.NDArray[np.int64]
 
 _CPU = torch.device("cpu")
+_MAX_ROOM = 1 << 27  # bytes of the beginnings of words in all lists
 _MAX_KEPT = 1 << 22  # token ids that the states of a list of words may keep: 32 MiB
 
 
@@ -37,7 +38,7 @@ class BannedTexts:
 
     `tokenizer`: a `tokenizers.Tokenizer` whose decoder `token_bytes` knows. The end of the prompt
     counts as text: after "a red ba" the word "ball" is not completed. Special tokens are no text.
-    The last `max_word_lists` lists of words are kept for other requests.
+    The last `max_word_lists` lists of words are kept for other requests, fewer if they are long.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
@@ -59,7 +60,9 @@ class BannedTexts:
             if key not in self._kept:
                 self._kept[key] = BannedWords(key, self._threads.submit(self._look_up, key))
             self._kept.move_to_end(key)
-            while len(self._kept) > self._max_word_lists:
+            while len(self._kept) > self._max_word_lists or (
+                len(self._kept) > 1 and sum(map(_room, self._kept)) > _MAX_ROOM
+            ):
                 self._kept.popitem(last=False)
             return self._kept[key]
 
@@ -71,6 +74,11 @@ class BannedTexts:
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"bad words: {error}") from None
         return _States(encoded, self._vocabulary)
+
+
+def _room(words: Sequence[str]) -> int:
+    """About so many bytes do the beginnings of words take."""
+    return sum(len(word) * (len(word) + 500) for word in words)
 
 
 class BannedWords:

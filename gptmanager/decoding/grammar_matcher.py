@@ -20,6 +20,7 @@ NO_TEXT = "no text fits the grammar"
 _FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}  # what exhausts it takes 0.2 s
 _MOST = 2**63 - 1024  # the largest double below 2**63
 _EXACT = 2**53
+_TOO_DEEP = "the schema is nested too deeply"
 _UP = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
 _VALUES = ("const", "enum")
 _NAMES = ("properties", "patternProperties", "$defs", "definitions")  # of schemas, not keywords
@@ -68,8 +69,13 @@ def fault_of(matcher: Any) -> str:
 
 
 def text_of(schema: Any) -> str:
-    """A schema as JSON, if it is not given as such."""
-    return schema if isinstance(schema, str) else json.dumps(schema)
+    """A schema as JSON, if it is not given as such. ValueError if it is nested too deeply."""
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
 
 
 def rule_of(schema: Any) -> str:
@@ -87,7 +93,7 @@ def readable_schema(text: str) -> str:
     try:
         schema = json.loads(text)
     except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
     except ValueError:
         return text
     if schema is True:
@@ -99,7 +105,7 @@ def readable_schema(text: str) -> str:
     try:
         return json.dumps(_read(schema))
     except RecursionError:
-        raise ValueError("the schema is nested too deeply") from None
+        raise ValueError(_TOO_DEEP) from None
 
 
 def _read(part: Any) -> Any:

@@ -97,7 +97,7 @@ class GuidedDecoding(RowProcessor):
         """JSON that `schema` (an object, or its text) permits, its properties in that order.
 
         `whitespace_flexible`: with any white space between its parts; a model may then produce
-        nothing else for long.
+        nothing else for long. ValueError for an object that is nested too deeply.
         """
         text = text_of(schema)
         kind = "json_schema" if not whitespace_flexible else "json_schema with white space"

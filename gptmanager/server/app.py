@@ -49,6 +49,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
             Exception: _refuse,
         },
     )
+    app.router.redirect_slashes = False  # a 404 tells more than an empty redirection
     app.state.settings = settings
     app.state.engine = engine
     return app

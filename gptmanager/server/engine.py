@@ -156,21 +156,28 @@ class Engine:
                 code="context_length_exceeded",
             )
 
-    def _check_room(self, requests: Sequence[EngineRequest]) -> None:
+    def check_number(self, number: int) -> None:
+        """That so many requests may be made at once. ApiError 400: a 429 would be tried again for
+        ever.
+        """
         settings = self._settings
-        running, limit = self.queue.num_open, settings.max_queued_tokens
         most = settings.concurrency + settings.max_queued_requests
-        waiting = running + len(requests) - settings.concurrency
-        if waiting <= 0:
-            return
-        if len(requests) > most:  # a 429 would be tried again for ever
+        if number > most:
             raise ApiError(
                 400,
-                f"these are {len(requests)} requests at once: no more than {most} may run and wait "
+                f"these are {number} requests at once: no more than {most} may run and wait "
                 f"(--max-concurrency {settings.concurrency}, --max-queued-requests "
                 f"{settings.max_queued_requests})",
                 code="too_many_requests_at_once",
             )
+
+    def _check_room(self, requests: Sequence[EngineRequest]) -> None:
+        settings = self._settings
+        running, limit = self.queue.num_open, settings.max_queued_tokens
+        waiting = running + len(requests) - settings.concurrency
+        if waiting <= 0:
+            return
+        self.check_number(len(requests))
         if waiting > settings.max_queued_requests:
             raise ApiError(
                 429,

@@ -38,6 +38,7 @@ _STATUSES: tuple[tuple[type[BaseException], int], ...] = (
     (TimeoutError, 504),
 )
 RETRY_AFTER_S = 1
+_LONGEST = 1000
 
 
 class ApiError(Exception):
@@ -59,9 +60,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _cut(message)
         self.type = type or _TYPES.get(status, "internal_server_error")
-        self.param = param
+        self.param = param and _cut(param)
         self.code = code
         self.headers = dict(headers or {})
         if status == 429:
@@ -71,6 +72,11 @@ class ApiError(Exception):
         """What the client gets, as JSON."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def _cut(text: str) -> str:
+    """What a client has sent may stand in it: no answer grows with that."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -197,20 +197,27 @@ class ListOf(NamedTuple):
 
 
 class TextOrTexts(NamedTuple):
-    """A text, or a list of at most `longest`, as a list; none of them empty."""
+    """A text, or a list of at most `longest`, as a list; none of them empty. `longest_text`:
+    characters of each.
+    """
 
     longest: int
+    longest_text: int | None = None
 
     def read(self, where: str, value: Any) -> list[str]:
         if isinstance(value, str):
-            return [Text(1).read(where, value)]
+            return [self._text.read(where, value)]
         if not isinstance(value, list):
             raise wrong(where, f"{where} = {shown(value)} is neither a text nor a list of texts")
-        return ListOf(Text(1), longest=self.longest).read(where, value)
+        return ListOf(self._text, longest=self.longest).read(where, value)
 
     def schema(self) -> dict[str, Any]:
-        several = ListOf(Text(1), longest=self.longest).schema()
-        return {"anyOf": [Text(1).schema(), several]}
+        several = ListOf(self._text, longest=self.longest).schema()
+        return {"anyOf": [self._text.schema(), several]}
+
+    @property
+    def _text(self) -> Text:
+        return Text(1, self.longest_text)
 
 
 class Object(NamedTuple):

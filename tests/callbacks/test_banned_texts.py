@@ -139,6 +139,15 @@ def test_equal_words_are_shared_and_wrong_ones_refused():
             texts.bind(wrong)
 
 
+def test_long_lists_of_words_are_not_kept_in_great_number(monkeypatch):
+    monkeypatch.setattr(banned_texts, "_MAX_ROOM", 100_000)
+    texts = BannedTexts(byte_level([b"a"]))
+    first = texts.bind(["a" * 150])
+    assert texts.bind(["b"]) is texts.bind(["b"]) and texts.bind(["a" * 150]) is first
+    assert texts.bind(["c" * 1000]) is texts.bind(["c" * 1000])  # alone, and beyond the room
+    assert texts.bind(["a" * 150]) is not first
+
+
 def test_bytes_of_sentencepiece_tokens():
     vocabulary = {"<unk>": 0, "\u2581Tom": 1, "<0xE6>": 2, "s": 3, "\u2581": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))

@@ -360,6 +360,31 @@ def test_words_that_no_call_and_no_text_holds(qwen):
         assert name == "get_weather" and json.loads(arguments)["city"] == "Rome"
 
 
+SAYS = [
+    CALLS,
+    "I look. <tool_call>{ none } <tool_call>\n" + '{"name": "stop", "arguments": {}} then <tool',
+    '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}; {"name": "stop"',
+    '  {"answer": [1, "}"]} is what I think',
+]
+
+
+@pytest.mark.parametrize("form", ["qwen", "hermes", "llama3"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_stream_of_calls_says_what_the_whole_answer_says(request, form, choice):
+    ask = request.getfixturevalue(form)
+    for number, says in enumerate(SAYS):
+        given = {"tool_choice": choice, "seed": 1, "logprobs": True, "max_tokens": 13 + 29 * number}
+        if number % 2:
+            given.update(parallel_tool_calls=False, stop=["days", "ool", "}}"])
+        (whole,) = ask(says, **given).choices
+        content, calls, reason, chunks = joined(ask(says, stream=True, **given))
+        assert content == (whole.message.content or "")
+        assert (calls, reason) == (calls_of(whole), whole.finish_reason)
+        told = [chunk.choices[0].logprobs for chunk in chunks]
+        listed = [one for it in told if it for one in it.content]
+        assert listed == (whole.logprobs.content if whole.logprobs else [])
+
+
 def test_calls_go_back_into_the_prompt(qwen):
     (choice,) = qwen(CALLS).choices
     results = [

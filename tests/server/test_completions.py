@@ -307,7 +307,6 @@ def test_what_has_no_effect_is_taken(client):
         ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "more than max_tokens = 16"),
         ({"guided_regex": "("}, "guided_regex", "guided_regex"),
         ({"guided_regex": "a", "bad_words": ["a"]}, None, "without a bad word"),
-        ({"guided_grammar": "a" * 5000}, "guided_grammar", "..."),
         ({"temperature": 1e-31}, "temperature", "1e-31 is outside 1e-30 to 100, and not 0"),
         ({"seed": 2**65}, "seed", "is outside -9223372036854775808 to 18446744073709551615"),
         ({"echo": True, "max_tokens": 0, "logprobs": 1, "prompt": [3] * 512}, "prompt", "511"),
@@ -324,6 +323,23 @@ def test_refusals_come_before_the_first_event(client, body, param, message, stre
     response = client.post("/v1/completions", json={"prompt": "a", **body, "stream": stream})
     error = refusal(response, 404 if param == "model" else 400)
     assert error["param"] == param and message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"bad_words": "a" * 257}, "bad_words", "has 257 characters, 256 are allowed"),
+        ({"bad_words": ["a" * 256] * 33}, "bad_words", "has 8448 letters, 8192 are allowed"),
+        ({"prompt": ["a"] * 1024, "n": 128}, None, "these are 131072 requests at once"),
+        ({"x" * 5000: 1}, "x" * 1000 + "...", "'xx"),
+        ({"guided_grammar": "a" * 5000}, "guided_grammar", "..."),
+    ],
+    ids=["long word", "long words", "many", "long name", "long grammar"],
+)
+def test_what_is_too_much_is_refused_in_few_words(client, body, param, message):
+    error = refusal(client.post("/v1/completions", json={"prompt": "a", **body}), 400)
+    assert error["param"] == param and message in error["message"]
+    assert len(error["message"]) < 1100
 
 
 def test_beams_are_choices_best_first(client):

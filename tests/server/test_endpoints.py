@@ -38,6 +38,11 @@ def test_an_unknown_path_is_a_404(client):
     assert "/nothing" in refusal(client.get("/nothing"), 404)["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/%00"])
+def test_a_path_with_a_slash_too_many_is_a_404(client, path):
+    refusal(client.post(path, json={"prompt": "a"}), 404)
+
+
 def test_a_wrong_method_is_a_405(client):
     response = client.put("/health")
     refusal(response, 405)

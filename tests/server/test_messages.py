@@ -67,6 +67,11 @@ def test_an_answer_of_the_client_library_can_be_sent_back():
         ([user(tool_calls=[call("{}")])], "messages[0].tool_calls", "role user"),
         ([assistant("add")], "messages[0].tool_calls[0].function", "no object"),
         ([assistant(call("{"))], "messages[0].tool_calls[0].function.arguments", "is no JSON"),
+        (
+            [assistant(call("[" * 10**5))],
+            "messages[0].tool_calls[0].function.arguments",
+            "is no JSON",
+        ),
         ([assistant(call("[]"))], "messages[0].tool_calls[0].function.arguments", "[] is no"),
         ([assistant(call("{}", name=1))], "messages[0].tool_calls[0].function", "no object"),
     ],

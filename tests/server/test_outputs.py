@@ -13,7 +13,7 @@ from gptmanager.server.openai.stop_strings import StopStrings
 TOKENIZER = load_tokenizer("examples/tiny_llama")
 END = 0
 TEXTS = st.text(alphabet="ab€ \n", max_size=12)
-STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=3)
+STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), max_size=3)
 
 
 def pieces_of(items, cuts):
@@ -22,6 +22,12 @@ def pieces_of(items, cuts):
 
 
 CUTS = st.lists(st.integers(0, 30), max_size=8)
+
+
+def test_a_stop_string_that_never_begins_costs_nothing():
+    looked_for = StopStrings(["x" * 10**6, "ab" * 10**6])
+    assert looked_for.push("aabb" * 100) is None
+    assert [len(failures) for _, failures in looked_for._stops] == [0, 2]
 
 
 @given(text=TEXTS, stops=STOPS, cuts=CUTS)
@@ -40,7 +46,7 @@ def test_the_stop_string_that_is_complete_first_is_found_in_any_pieces(text, sto
             break
     assert found == expected
     if expected is None:
-        held = [n for n in range(1, 5) for stop in stops if n < len(stop) and text[-n:] == stop[:n]]
+        held = [n for n in range(1, 7) for stop in stops if n < len(stop) and text[-n:] == stop[:n]]
         assert looked_for.num_held == max((n for n in held if n <= len(text)), default=0)
 
 

@@ -1,6 +1,7 @@
 """Structured outputs: the fields that ask for them, and grammars that do not compile."""
 
 import asyncio
+import functools
 import sys
 from concurrent.futures import Future
 
@@ -12,6 +13,9 @@ from gptmanager.server.openai.structured import OutputRule, StructuredOutputs, r
 from gptmanager.server.openai.tools import HERMES, read_tools
 
 SCHEMA = {"type": "object"}
+
+
+DEEP = functools.reduce(lambda inner, _: {"items": inner}, range(1000), SCHEMA)
 
 
 def json_schema(schema, **more):
@@ -97,6 +101,7 @@ def refusal(outputs, rule):
         ("json", {"type": "strin"}, "here: json_schema: "),
         ("json", "{", "here: json_schema: "),
         ("json", False, "no text fits it"),
+        ("json", DEEP, "nested too deeply"),
         ("regex", "(", "here: regex: "),
         ("grammar", "start: foo", 'unknown name: "foo"'),
     ],
@@ -117,8 +122,9 @@ def test_a_wrong_schema_of_a_tool_is_refused_in_words_if_a_call_is_required(outp
         {"properties": {"a": {"type": "strin"}}},
         {**SCHEMA, "properties": {"a": False}, "required": ["a"]},
     ):
-        with pytest.raises(ApiError, match="tools: "):
+        with pytest.raises(ApiError) as refused:
             with_tools(outputs, None, "required", schema)
+        assert refused.value.param == "tools[0].function.parameters"
         assert with_tools(outputs, None, "auto", schema) is None
 
 

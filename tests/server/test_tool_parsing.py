@@ -118,6 +118,11 @@ def test_any_pieces_say_what_the_whole_says(tagged, text, expected):
         assert parsed(pieces, tagged=tagged) == expected
 
 
+def test_an_object_that_is_nested_too_deeply_is_text():
+    text = '<tool_call>{"id": ' + "[" * 10**4 + "]" * 10**4 + ', "name": "add"}</tool_call>'
+    assert parsed([text], tagged=True) == (text, [])
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_calls_come_back_as_they_were_written(seed):
     rng = random.Random(seed)

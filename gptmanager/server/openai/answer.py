@@ -47,6 +47,7 @@ class Answer:
         self._num_cached = self._num_generated = 0
         self._num_choices = count = wanted.num_choices
         self._is_search = wanted.beam_width > 1
+        engine.check_number(len(prompts) * wanted.num_requests)  # before work is done for them
         ends = ends_of(wanted, engine.card)
         self.outputs = [
             Output(
@@ -60,12 +61,10 @@ class Answer:
             for _ in range(count)
         ]
         self._has_ended = [False] * len(self.outputs)  # and its last delta is told
-        requests = [
-            [scoring_request(wanted, engine.card, prompt)]
-            if is_silent
-            else requests_of(wanted, engine.card, index, prompt, most)
-            for index, (prompt, most) in enumerate(zip(prompts, max_new_tokens, strict=True))
-        ]
+        if is_silent:
+            requests = [[scoring_request(wanted, engine.card, prompt)] for prompt in prompts]
+        else:
+            requests = requests_of(wanted, engine.card, prompts, max_new_tokens)
         self._num_requests = len(requests[0])  # of a prompt
         self._requests = [*itertools.chain.from_iterable(requests)]
         self._engine = engine

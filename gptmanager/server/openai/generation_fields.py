@@ -22,7 +22,7 @@ from gptmanager.server.fields import (
 MAX_CHOICES = 128  # of each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
-_MAX_WORDS = 1024
+_MAX_WORDS, _LONGEST_WORD = 1024, 256  # the room that words take grows with their squares
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
 _INT64 = (-(2**63), 2**64 - 1)
 
@@ -81,7 +81,7 @@ SAMPLING = (
     Field("frequency_penalty", Number(-2, 2), "the same for each occurrence"),
     Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
     Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),
-    Field("bad_words", TextOrTexts(_MAX_WORDS), "texts that no output contains"),
+    Field("bad_words", TextOrTexts(_MAX_WORDS, _LONGEST_WORD), "texts that no output contains"),
     Field("min_tokens", Integer(0, 2**31 - 1), "nothing ends an output within so many tokens"),
     Field("stop", TextOrTexts(MAX_STOPS), "texts that end an output"),
     Field("stop_token_ids", ListOf(Integer(0, 2**31 - 1), longest=_MAX_WORDS), "tokens that do"),

@@ -15,6 +15,7 @@ from gptmanager.server.openai.structured import (
 )
 from gptmanager.server.openai.tools import ToolFormat, Tools
 
+_MAX_LETTERS = 8192  # of all bad words of a request
 _OBJECT = AsItIs({"type": "object"})
 STRUCTURED = (
     Field("response_format", _OBJECT, "text, json_object, or json_schema"),
@@ -54,4 +55,7 @@ class Processors:
             return None
         if texts is None:
             raise wrong("bad_words", "bad_words needs a tokenizer, and the model has none")
+        length = sum(map(len, words))
+        if length > _MAX_LETTERS:
+            raise wrong("bad_words", f"bad_words has {length} letters, {_MAX_LETTERS} are allowed")
         return await prepared("bad_words", lambda: texts.bind(words))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,11 @@ class Wanted:
         if not self.given.get("use_beam_search"):
             return 1
         return int(self.given.get("beam_width", self.num_choices))
+
+    @property
+    def num_requests(self) -> int:
+        """The engine's, for each prompt."""
+        return 1 if self.beam_width > 1 else self.num_choices
 
     @property
     def streams(self) -> bool:
@@ -109,27 +114,28 @@ def ends_of(wanted: Wanted, card: ModelCard) -> Ends:
 
 
 def requests_of(
-    wanted: Wanted, card: ModelCard, prompt_index: int, tokens: list[int], max_new_tokens: int
-) -> list[EngineRequest]:
-    """The engine's requests for one prompt: one for each choice, or one search for all."""
+    wanted: Wanted, card: ModelCard, prompts: Sequence[list[int]], max_new_tokens: Sequence[int]
+) -> list[list[EngineRequest]]:
+    """The engine's requests for each prompt: one for each choice, or one search for all."""
     common = _common(wanted, card)
     if wanted.num_top is not None:
         common["return_log_probs"] = True
         if wanted.num_top:
             common["num_top_log_probs"] = wanted.num_top
-    width = wanted.beam_width
+    width, adapter = wanted.beam_width, _adapter(wanted, card)
     if width > 1:
         common.update(beam_width=width, num_return_sequences=wanted.num_choices)
     base = wanted.given.get("seed")
     base = random.getrandbits(64) if base is None else base
-    found = []
-    for choice in range(1 if width > 1 else wanted.num_choices):
-        by_name = {**common, "random_seed": mixed_seed(base, prompt_index, choice)}
-        if choice == 0 and wanted.num_prompt_top is not None:
-            by_name["num_prompt_log_probs"] = wanted.num_prompt_top
-        found.append(
-            EngineRequest(tokens, max_new_tokens, adapter=_adapter(wanted, card), **by_name)
-        )
+    found: list[list[EngineRequest]] = []
+    for tokens, most in zip(prompts, max_new_tokens, strict=True):
+        of_prompt = []
+        for choice in range(wanted.num_requests):
+            by_name = {**common, "random_seed": mixed_seed(base, len(found), choice)}
+            if choice == 0 and wanted.num_prompt_top is not None:
+                by_name["num_prompt_log_probs"] = wanted.num_prompt_top
+            of_prompt.append(EngineRequest(tokens, most, adapter=adapter, **by_name))
+        found.append(of_prompt)
     return found
 
 

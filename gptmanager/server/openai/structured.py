@@ -22,7 +22,6 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.openai.tools import ToolFormat, Tools, marks_of
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_LONGEST = 1000  # characters of what is wrong with a grammar, which may quote all of it
 _ANY_OBJECT = {"type": "object"}
 _ALIASES = {f"guided_{kind}": kind for kind in _KINDS[:4]}
 
@@ -165,9 +164,17 @@ class StructuredOutputs:
                 "tools", lambda guided: guided.lark(grammar, schemas=schemas)
             )
         except ApiError:
-            if tools.required or answer is not None:
-                raise
-            return None
+            if not tools.required and answer is None:
+                return None
+            await self._check_parameters(tools)
+            raise
+
+    async def _check_parameters(self, tools: Tools) -> None:
+        """ApiError (400) for the first tool whose schema does not compile alone."""
+        names = [tool["function"]["name"] for tool in tools.listed]
+        for name, schema in tools.parameters.items():
+            where = f"tools[{names.index(name)}].function.parameters"
+            await self._compiled(where, lambda guided, it=schema: guided.json_schema(it))
 
     async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
         return await prepared(where, lambda: make(self._for_tokenizer()))
@@ -190,8 +197,7 @@ async def prepared(where: str, make: Callable[[], Any]) -> Any:
         # others may wait for the same one, so that who goes away must not cancel it
         await asyncio.shield(asyncio.wrap_future(processor.prepare("cpu")))
     except (ValueError, RequestError) as error:  # a ConfigError is a ValueError, too
-        text = str(error).removeprefix("logits_post_processor ")
-        raise _wrong(where, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}...") from None
+        raise _wrong(where, str(error).removeprefix("logits_post_processor ")) from None
     return processor
 
 

@@ -259,7 +259,7 @@ def _read_call(text: str) -> tuple[str, str] | None:
     """Name and arguments (as JSON) of an object in any order of its keys; None if it is no call."""
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     name = call.get("name")
     arguments = call.get("arguments", call.get("parameters"))

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
 
 MAX_TOOLS = 128
@@ -176,7 +177,7 @@ def _tool(tool: Any, where: str) -> tuple[str, Any]:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _wrong(
             f"{where}.function.name",
-            f"{str(name)[:60]!r} is no name of 1 to 128 letters, digits, '_', '-', '.'",
+            f"{shown(name)} is no name of 1 to 128 letters, digits, '_', '-', '.'",
         )
     parameters = function.get("parameters")
     if parameters is None:
