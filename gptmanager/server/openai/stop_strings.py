@@ -2,7 +2,8 @@
 
 Each text is followed by the automaton of Knuth, Morris and Pratt, "Fast pattern matching in
 strings" (1977): its state is how much of the text the output ends with. So no piece is read twice,
-and what must be held back, because a text may have begun in it, is the longest of the states.
+and what must be held back, because a text may have begun in it, is the longest of the states. The
+automaton is made as far as its state has come: a text that never begins costs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class StopStrings:
     """Looks for several texts in one output."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _failures(stop)) for stop in stops]
+        # for each beginning that was seen: the length of its longest end that begins it, too
+        self._stops: list[tuple[str, list[int]]] = [(stop, []) for stop in stops]
         self._states = [0] * len(stops)
         self._num_seen = 0  # characters
 
@@ -45,6 +47,8 @@ class StopStrings:
                 while state and stop[state] != character:
                     state = failures[state - 1]
                 state += stop[state] == character
+                if state > len(failures):
+                    failures.append(_next_failure(stop, failures))
                 if state == len(stop):
                     if found is None or len(stop) > len(found):
                         found = stop
@@ -55,13 +59,10 @@ class StopStrings:
         return None
 
 
-def _failures(stop: str) -> list[int]:
-    """For each beginning of `stop`: the length of its longest end that begins `stop`, too."""
-    found = [0] * len(stop)
-    state = 0
-    for index in range(1, len(stop)):
-        while state and stop[state] != stop[index]:
-            state = found[state - 1]
-        state += stop[state] == stop[index]
-        found[index] = state
-    return found
+def _next_failure(stop: str, failures: Sequence[int]) -> int:
+    """For the beginning of `stop` that is a character longer than those of `failures`."""
+    index = len(failures)
+    state = failures[-1] if index else 0
+    while state and stop[state] != stop[index]:
+        state = failures[state - 1]
+    return state + (index > 0 and stop[state] == stop[index])
