@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -174,7 +175,7 @@ class StructuredOutputs:
         names = [tool["function"]["name"] for tool in tools.listed]
         for name, schema in tools.parameters.items():
             where = f"tools[{names.index(name)}].function.parameters"
-            await self._compiled(where, lambda guided, it=schema: guided.json_schema(it))
+            await self._compiled(where, partial(GuidedDecoding.json_schema, schema=schema))
 
     async def _compiled(self, where: str, make: Callable[[GuidedDecoding], Any]) -> Any:
         return await prepared(where, lambda: make(self._for_tokenizer()))
