@@ -42,6 +42,15 @@ def inputs_of(client: Any, **values: Any) -> list[Any]:
     return found
 
 
+def message_of(model: str = "tensorrt_llm", **values: Any) -> Any:
+    """A ModelInferRequest, as the client makes it."""
+    found = grpcclient.service_pb2.ModelInferRequest(model_name=model, id="x")
+    for tensor in inputs_of(grpcclient, **values):
+        found.inputs.append(tensor._get_tensor())
+        found.raw_input_contents.append(tensor._get_content())
+    return found
+
+
 def prompt(*tokens: int, new: int = 8, **others: Any) -> dict[str, Any]:
     """The inputs that clients of the C++ backend always send, for one row."""
     always = {

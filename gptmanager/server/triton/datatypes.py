@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.errors import invalid
 
 NUMPY = {
@@ -34,10 +35,12 @@ NUMPY = {
 }
 _LENGTH = struct.Struct("<I")
 _MOST_DIMS = 8
+_MOST_ELEMENTS = 1 << 40  # by the sizes that are not 0; NumPy has a limit there
 
 
 def check_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if len(shape) > _MOST_DIMS or any(size < 0 for size in shape):
+    count = math.prod(max(size, 1) for size in shape[: _MOST_DIMS + 1])
+    if len(shape) > _MOST_DIMS or min(shape, default=0) < 0 or count > _MOST_ELEMENTS:
         raise invalid(name, f"inference input {shown(name)} has shape {shown(list(shape))}")
     return tuple(shape)
 
@@ -55,9 +58,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> np
     dtype, shape = check_datatype(name, datatype), check_shape(name, shape)
     count = math.prod(shape)
     if datatype == "BYTES":
-        elements = np.empty(count, dtype=object)
-        elements[:] = _split(name, raw, count)
-        return elements.reshape(shape)
+        return _objects(_split(name, raw, count), shape)
     size = 2 if datatype == "BF16" else dtype.itemsize
     if len(raw) != count * size:
         raise invalid(
@@ -79,42 +80,77 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
     ApiError for any other number of them, and for those that the datatype does not hold.
     """
     dtype, shape = check_datatype(name, datatype), check_shape(name, shape)
-    found = _flat(name, values)
+    found = flat(name, values)
     count = math.prod(shape)
     if len(found) != count:
         raise invalid(
             name, f"input {shown(name)} has {len(found)} elements, expected {count} by its shape"
         )
-    index = next((i for i, value in enumerate(found) if not _fits(dtype, value)), None)
-    if index is not None:
+    if not _all_fit(dtype, found):
+        index = next(index for index, value in enumerate(found) if not _all_fit(dtype, [value]))
         told = f"{shown(name)}[{index}] = {shown(found[index])} is no {datatype}"
         raise invalid(name, f"input {told}")
-    if datatype != "BYTES":
-        with np.errstate(over="ignore"):
-            return np.array(found, dtype=dtype).reshape(shape)
-    elements = np.empty(count, dtype=object)
-    elements[:] = [one.encode() if isinstance(one, str) else one for one in found]
-    return elements.reshape(shape)
+    if datatype == "BYTES":
+        encoded = [one.encode() if isinstance(one, str) else one for one in found]
+        return _objects(encoded, shape)
+    with np.errstate(over="ignore"):
+        return np.array(found, dtype=dtype).reshape(shape)
 
 
-def _fits(dtype: np.dtype, value: Any) -> bool:
+def _all_fit(dtype: np.dtype, values: Sequence[Any]) -> bool:
+    """Quick for millions of them."""
+    kinds = set(map(type, values))
     if dtype == object:
-        return isinstance(value, (str, bytes))
-    if dtype.kind == "b" or isinstance(value, bool):
-        return dtype.kind == "b" and isinstance(value, bool)
-    if dtype.kind == "f":
-        return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
-    limits = np.iinfo(dtype)
-    return isinstance(value, int) and limits.min <= value <= limits.max
+        return kinds <= {str, bytes}
+    if dtype.kind == "b":
+        return kinds <= {bool, int} and all(value in (0, 1) for value in values)
+    if not kinds <= ({int, float} if dtype.kind == "f" else {int}):
+        return False
+    if int not in kinds:
+        return True
+    limits = (-(2**1000), 2**1000) if dtype.kind == "f" else _limits(dtype)
+    integers = values if len(kinds) == 1 else [one for one in values if type(one) is int]
+    return limits[0] <= min(integers) and max(integers) <= limits[1]
 
 
-def _flat(name: str, values: Any) -> list[Any]:
+def _limits(dtype: np.dtype) -> tuple[int, int]:
+    found = np.iinfo(dtype)
+    return int(found.min), int(found.max)
+
+
+def flat(name: str, values: Any) -> list[Any]:
+    """What is in lists of lists."""
     found = values if isinstance(values, list) else [values]
     for _ in range(_MOST_DIMS):
-        if not any(isinstance(one, list) for one in found):
+        if list not in set(map(type, found)):
             return found
         found = [inner for one in found for inner in (one if isinstance(one, list) else [one])]
-    raise invalid(name, f"input {shown(name)} has lists deeper than {_MOST_DIMS}")
+    raise _too_deep(name)
+
+
+def shape_of(name: str, values: Any) -> tuple[int, ...]:
+    """Of lists in lists. ApiError for those whose lengths differ."""
+    sizes: list[int] = []
+    level = [values]
+    while list in (kinds := set(map(type, level))):
+        lengths = {len(one) for one in level if isinstance(one, list)}
+        if len(kinds) > 1 or len(lengths) > 1:
+            raise invalid(name, f"input {shown(name)} has lists of different lengths")
+        if len(sizes) == _MOST_DIMS:
+            raise _too_deep(name)
+        sizes.append(lengths.pop())
+        level = [inner for one in level for inner in one]
+    return tuple(sizes)
+
+
+def _too_deep(name: str) -> ApiError:
+    return invalid(name, f"input {shown(name)} has lists deeper than {_MOST_DIMS}")
+
+
+def _objects(elements: Sequence[bytes], shape: Sequence[int]) -> np.ndarray:
+    found = np.empty(len(elements), dtype=object)
+    found[:] = elements
+    return found.reshape(shape)
 
 
 def to_values(array: np.ndarray) -> list[Any]:
@@ -131,15 +167,14 @@ def to_bytes(array: np.ndarray) -> bytes:
 
 
 def _split(name: str, raw: bytes, count: int) -> list[bytes]:
-    elements, at = [], 0
-    while at < len(raw):
+    elements: list[bytes] = []
+    at = 0
+    while at < len(raw) and len(elements) <= count:
         begin = at + _LENGTH.size
         if begin > len(raw) or (at := begin + _LENGTH.unpack_from(raw, begin - 4)[0]) > len(raw):
             raise invalid(name, f"incomplete string data for input {shown(name)}")
         elements.append(raw[begin:at])
     if len(elements) != count:
-        raise invalid(
-            name,
-            f"expected {count} string elements for input {shown(name)}, got {len(elements)}",
-        )
+        more = "more" if len(elements) > count else str(len(elements))
+        raise invalid(name, f"expected {count} string elements for input {shown(name)}, got {more}")
     return elements

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
@@ -46,7 +47,7 @@ _NOT_HERE = (
         "LogSettings",
     ),
 )
-_MOST_UNREAD = 16  # responses of a stream that wait for a client to read them
+_MOST_ENDING = 16  # calls of a stream beyond those that may run and wait
 
 
 class GrpcFront:
@@ -146,6 +147,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     def __init__(self, inference: Inference, settings: ServerSettings) -> None:
         self._inference = inference
         self._settings = settings
+        self._most_calls = settings.concurrency + settings.max_queued_requests + _MOST_ENDING
 
     @_told
     async def ServerLive(self, request: Any) -> Any:
@@ -188,48 +190,61 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
 
     async def ModelStreamInfer(
         self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[Any]:
-        """Calls run beside each other; their responses come as they are ready."""
-        answers: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
-        working: set[asyncio.Task[None]] = set()
+    ) -> None:
+        """Calls run beside each other; their responses come as they are ready.
 
-        async def read() -> None:
-            async for message in messages:
-                task = asyncio.create_task(self._answer(message, answers.put))
-                working.add(task)
-                task.add_done_callback(working.discard)
-            await asyncio.gather(*working)
-            await answers.put(None)
+        A client that does not read holds up its own calls, and then what it sends.
+        """
+        writing, room = asyncio.Lock(), asyncio.Semaphore(self._most_calls)
+        calls: set[asyncio.Task[None]] = set()
 
-        reading = asyncio.create_task(read())
+        async def write(answer: Any) -> None:
+            async with writing:
+                await context.write(answer)
+
+        def end(call: asyncio.Task[None]) -> None:
+            calls.discard(call)
+            room.release()
+
         try:
-            while (answer := await answers.get()) is not None:
-                yield answer
+            async for message in messages:
+                await room.acquire()
+                call = asyncio.create_task(self._answer(message, write))
+                calls.add(call)
+                call.add_done_callback(end)
+            await asyncio.gather(*calls)
+        except DecodeError:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "a message of the stream is no ModelInferRequest"
+            )
         finally:
-            left = {reading, *working}
-            for task in left:
-                task.cancel()
+            for call in calls:
+                call.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*left, return_exceptions=True)
+                await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _answer(self, message: Any, put: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    async def _answer(
+        self, message: Any, write: Callable[[Any], Coroutine[Any, Any, None]]
+    ) -> None:
         try:
             request = read_request(message, may_have_many=True)
             model = self._inference.find(request.model_name, request.model_version)
             async with contextlib.aclosing(self._inference.responses(request)) as responses:
                 async for response in responses:
                     error = response.error
-                    await put(
+                    await write(
                         pb.ModelStreamInferResponse(
                             error_message="" if error is None else error.message,
                             infer_response=write_response(response, model, in_stream=True),
                         )
                     )
+        except grpc.aio.BaseError as error:
+            _logger.debug("the client of a stream has gone", exc_info=error)
         except Exception as error:
             told = pb.ModelInferResponse(id=message.id)
             told.parameters["triton_final_response"].bool_param = True
             message_of = refusal(error).message
-            await put(pb.ModelStreamInferResponse(error_message=message_of, infer_response=told))
+            await write(pb.ModelStreamInferResponse(error_message=message_of, infer_response=told))
 
 
 def _not_here(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -20,7 +20,7 @@ from gptmanager.server.errors import api_error
 from gptmanager.server.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
-from gptmanager.server.triton.datatypes import from_values, to_values
+from gptmanager.server.triton.datatypes import from_values, shape_of, to_values
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.http_messages import (
     HEADER,
@@ -31,6 +31,7 @@ from gptmanager.server.triton.http_messages import (
 from gptmanager.server.triton.inference import VERSION, Inference, Model
 from gptmanager.server.triton.messages import InferRequest, InferResponse, InputTensor
 
+_NAMED = ("priority", "timeout")  # parameters that may stand beside the inputs
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
 
@@ -130,32 +131,24 @@ class HttpFront:
 
 def _generate_request(body: Mapping[str, Any], model: Model) -> InferRequest:
     """The keys that are no inputs are parameters of the request, as Triton takes them; and what is
-    among `parameters`, but is an input, is one.
+    among `parameters`, but is an input, is one. Null is absent.
     """
-    request_id, parameters = body.get("id", ""), body.get("parameters") or {}
+    given = {name: value for name, value in body.items() if value is not None}
+    request_id, parameters = given.get("id", ""), given.get("parameters", {})
     if not isinstance(request_id, (str, int)) or isinstance(request_id, bool):
         raise invalid("id", f"id = {shown(request_id)} is no text")
     if not isinstance(parameters, dict):
         raise invalid("parameters", f"parameters = {shown(parameters)} is no JSON object")
     inputs = {}
-    for name, value in {**parameters, **body}.items():
+    for name, value in {**parameters, **given}.items():
         if name in model.inputs and value is not None:
             datatype = model.inputs[name].datatype
-            shape = (1, *(_shape(value) if isinstance(value, list) else (1,)))
+            shape = (1, *(shape_of(name, value) or (1,)))
             inputs[name] = InputTensor(datatype, from_values(name, datatype, shape, value))
     if not inputs:
         raise invalid(None, f"no input of model {shown(model.name)} is given")
-    named = {name: body[name] for name in ("priority", "timeout") if name in body}
+    named: dict[str, Any] = {name: given[name] for name in _NAMED if name in given}
     return InferRequest(model.name, inputs, VERSION, str(request_id), None, {**parameters, **named})
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    """Of lists in lists, as deep as the first elements go."""
-    found = []
-    while isinstance(value, list):
-        found.append(len(value))
-        value = value[0] if value else None
-    return tuple(found)
 
 
 def _told(response: InferResponse, model: Model) -> dict[str, Any]:

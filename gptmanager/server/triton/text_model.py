@@ -113,7 +113,8 @@ class TextModel:
         for reply in await self._tokens.replies(tokens_row, output_len="max_tokens"):
             if banned:
                 reply.request.by_name["logits_post_processor"] = self._banned.bind(banned)
-            outputs = [Output(self._tokenizer, prompt, Ends(stops=stops)) for _ in range(width)]
+            ends = Ends(stops=stops)
+            outputs = [Output(self._tokenizer, prompt, ends) for _ in range(reply.num_beams)]
             replies.append(TextReply(reply, outputs, before, streams))
         return replies
 

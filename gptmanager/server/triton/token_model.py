@@ -194,6 +194,12 @@ class TokenReply:
         self._cum_log_prob = 0.0
         self._context_logits = np.zeros((1, 1, 1), dtype=np.float32)
 
+    @property
+    def num_beams(self) -> int:
+        """That the engine returns."""
+        found: int = self.request.by_name.get("num_return_sequences", 1)
+        return found
+
     def take(self, part: GenerationPart) -> list[Tensors]:
         """The tensors of the responses that this part makes; the last part makes at least one.
         Raises ApiError 504 past a deadline.

@@ -104,6 +104,36 @@ def test_generate_takes_and_gives_plain_json(post, expected):
     assert len(beams) == 2 and beams[0] != beams[1]
 
 
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"id": None, "parameters": None, "timeout": None, "stop_words": None}, None),
+        ({"temperature": 1, "stream": 0, "return_log_probs": 1, "max_tokens": [6]}, None),
+        ({"stop_words": []}, None),
+        ({"stream": 2}, "'stream'[0] = 2 is no BOOL"),
+        ({"max_tokens": 6.0}, "'max_tokens'[0] = 6.0 is no INT32"),
+        ({"max_tokens": [[6]]}, "Expected [-1, 1], got [1, 1, 1]"),
+        ({"text_input": None}, "'text_input' is missing"),
+        ({"text_input": ["a", "b"]}, "Expected [-1, 1], got [1, 2]"),
+        ({"text_input": "a " * 500_000}, "text_input has 1000000 bytes"),
+        ({"stop_words": [["a"], ["b", "c"]]}, "'stop_words' has lists of different lengths"),
+        ({"stop_words": [["a"], "b"]}, "'stop_words' has lists of different lengths"),
+        ({"lora_config": [[1, 2], [3], [4, 5, 6]]}, "lists of different lengths"),
+        ({"stop_words": [[[[[[[[[["a"]]]]]]]]]]}, "'stop_words' has lists deeper than 8"),
+        ({"temperature": 10**400}, "the body is not JSON"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_generate_takes_values_in_json_of_any_shape(post, given, told):
+    given = {**TEXT, "top_k": 1, **given}
+    response = post("generate", given, "ensemble")
+    if told is None:
+        wanted = post("generate", {**TEXT, "top_k": 1}, "ensemble").json()["text_output"]
+        assert response.json()["text_output"] == wanted
+    else:
+        assert response.status_code == 400 and told in response.json()["error"]
+
+
 def test_generate_takes_one_response_alone(post):
     for given in ({"stream": True}, {"num_return_sequences": 2}):
         response = post("generate", {**TEXT, **given}, "ensemble")
@@ -184,7 +214,11 @@ def changed(index, **fields):
         (changed(0, shape=[5]), "Expected [-1, -1], got [5]"),
         (changed(0, shape=[1, -5]), "has shape [1, -5]"),
         (changed(0, shape="15"), "shape = '15' is no list of integers"),
-        (changed(0, shape=[1, 2**62]), f"has 5 elements, expected {2**62}"),
+        (changed(0, shape=[1, 2**40]), f"has 5 elements, expected {2**40}"),
+        (changed(0, shape=[1, 2**62]), "has shape [1, 4611686018427387904]"),
+        (changed(0, shape=[0, 2**62], data=[]), "has shape [0, 4611686018427387904]"),
+        (changed(0, shape=[2**64 - 1], data=[]), "has shape [18446744073709551615]"),
+        (changed(0, data=[[[[[[[[[[9]]]]]]]]]]), "has lists deeper than 8"),
         (changed(0, data=TOKENS[1:]), "has 4 elements, expected 5"),
         (changed(0, data=[1, 2, 3, 4, 2**31]), "[4] = 2147483648 is no INT32"),
         (changed(0, data=[1, 2, 3, 4, 5.5]), "[4] = 5.5 is no INT32"),

@@ -10,7 +10,7 @@ import tritonclient.grpc as grpcclient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import running_server, settings_of
-from triton_calls import SPECS, inputs_of, prompt, streaming
+from triton_calls import SPECS, inputs_of, message_of, prompt, streaming
 from tritonclient.utils import InferenceServerException
 
 from gptmanager.errors import ConfigError
@@ -26,14 +26,6 @@ CODES = grpc_package.StatusCode
 def stub(front):
     with grpc_package.insecure_channel(f"127.0.0.1:{front.port}") as channel:
         yield service.GRPCInferenceServiceStub(channel)
-
-
-def message(model="tensorrt_llm", **values):
-    found = pb.ModelInferRequest(model_name=model, id="x")
-    for tensor in inputs_of(grpcclient, **values):
-        found.inputs.append(tensor._get_tensor())
-        found.raw_input_contents.append(tensor._get_content())
-    return found
 
 
 def refused(stub, call):
@@ -66,13 +58,13 @@ def refused(stub, call):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_refusals_name_field_value_and_limit(stub, server, values, code, told):
-    found, details = refused(stub, message(**prompt(*TOKENS, **values)))
+    found, details = refused(stub, message_of(**prompt(*TOKENS, **values)))
     assert found is code and told in details
     server.wait_idle()
 
 
 def test_messages_that_contradict_themselves(stub):
-    good = message(**prompt(*TOKENS))
+    good = message_of(**prompt(*TOKENS))
 
     def wrong(**changes):
         call = pb.ModelInferRequest()
@@ -80,6 +72,8 @@ def test_messages_that_contradict_themselves(stub):
         for name, value in changes.items():
             if name == "raw":
                 call.raw_input_contents[0] = value
+            elif name == "shape":
+                call.inputs[0].shape[:] = value
             elif name == "fewer":
                 del call.raw_input_contents[value:]
             elif name == "region":
@@ -94,6 +88,7 @@ def test_messages_that_contradict_themselves(stub):
                 setattr(call.inputs[0], name, value)
         return refused(stub, call)
 
+    assert wrong(shape=[1, 2**62])[0] is wrong(shape=[0, 2**62])[0] is CODES.INVALID_ARGUMENT
     assert wrong(raw=b"123") == (
         CODES.INVALID_ARGUMENT,
         "unexpected total byte size 3 for input 'input_ids', expecting 20",
@@ -106,6 +101,29 @@ def test_messages_that_contradict_themselves(stub):
     assert wrong(region="r")[0] is wrong(classes=2)[0] is CODES.UNIMPLEMENTED
     assert wrong(model="none")[0] is CODES.NOT_FOUND
     assert wrong(model="")[0] is CODES.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "shape, raw, told",
+    [
+        ([1, 2**62], b"", "has shape"),
+        ([1, 2**30], b"", "expected 1073741824 string elements for input 'text_input', got 0"),
+        ([0, 2**62], b"", "has shape"),
+        ([2**31, 2**31, 2**31], b"", "has shape"),
+        ([1, 0], b"\1\0\0\0a", "expected 0 string elements for input 'text_input', got more"),
+        ([1, 1], b"\0\0\0\0" * 9, "expected 1 string elements for input 'text_input', got more"),
+        ([1, 1], b"\2\0\0\0a", "incomplete string data"),
+        ([1, 1], b"\xff\xff\xff\xffa", "incomplete string data"),
+        ([1, 1], b"\1\0", "incomplete string data"),
+    ],
+    ids=str,
+)
+def test_texts_whose_sizes_lie(stub, shape, raw, told):
+    """No memory is taken for what a shape says alone."""
+    call = message_of("ensemble", text_input=[b"Tom"], max_tokens=4)
+    call.inputs[0].shape[:], call.raw_input_contents[0] = shape, raw
+    code, details = refused(stub, call)
+    assert code is CODES.INVALID_ARGUMENT and told in details
 
 
 def test_a_refusal_in_a_stream_leaves_the_stream(stream):
@@ -136,7 +154,7 @@ numbers = st.one_of(
 @given(data=st.data())
 def test_any_tensors_are_answered_or_refused(stub, server, expected, data):
     """With values, shapes and datatypes that clients do not send, alone and beside each other."""
-    call = message(**prompt(*TOKENS, new=2))
+    call = message_of(**prompt(*TOKENS, new=2))
     for name in data.draw(st.lists(st.sampled_from(sorted(INPUTS)), max_size=3, unique=True)):
         spec = SPECS[name]
         dims = [1, *(data.draw(st.integers(0, 3)) if size < 0 else size for size in spec.dims)]
@@ -165,7 +183,7 @@ def test_any_tensors_are_answered_or_refused(stub, server, expected, data):
 
 def test_nothing_is_left_of_them(server, stub, expected):
     server.wait_idle()
-    answer = stub.ModelInfer(message(**prompt(*TOKENS, new=2)), timeout=20)
+    answer = stub.ModelInfer(message_of(**prompt(*TOKENS, new=2)), timeout=20)
     raw = answer.raw_output_contents[0]
     assert np.frombuffer(raw, dtype="<i4").tolist() == list(expected(TOKENS, 2).output_ids[0])
 
@@ -213,7 +231,7 @@ def test_a_port_that_somebody_has(front, server):
 
 def test_large_messages_are_refused(stub, server):
     limit = server.settings.max_body_bytes
-    call = message(**prompt(*TOKENS))
+    call = message_of(**prompt(*TOKENS))
     call.raw_input_contents[0] = b"0" * limit
     code, _ = refused(stub, call)
     assert code is CODES.RESOURCE_EXHAUSTED

@@ -124,6 +124,8 @@ def test_beams_and_sequences(infer, stream):
     assert arrays["text_output"].shape == (1, 3)
     assert all(text.startswith(PROMPT.encode()) for text in arrays["text_output"][0])
     assert len(set(arrays["text_output"][0])) == 3
+    fewer = infer("ensemble", **ask(beam_width=3, num_return_sequences=2))["text_output"]
+    assert fewer.tolist() == arrays["text_output"][:, :2].tolist()
     sampled = {"temperature": 1.0, "random_seed": 7, "num_return_sequences": 3}
     stream.send("ensemble", **ask(**sampled, stream=True))
     texts = {}

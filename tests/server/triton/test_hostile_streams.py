@@ -1,0 +1,75 @@
+"""Streams over gRPC of clients that do not read, and of those that send what is no message."""
+
+import asyncio
+from dataclasses import replace
+
+import grpc as grpc_package
+import pytest
+import tritonclient.grpc as grpcclient
+from triton_calls import TIMEOUT_S, message_of, prompt
+
+from gptmanager.server.triton.grpc_service import TritonService
+from gptmanager.server.triton.inference import Inference
+
+pb = grpcclient.service_pb2
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+LONG = prompt(9, 30, 71, new=480, streaming=True)
+
+
+class Unread:
+    """The context of a call whose client reads nothing before `reads` is set."""
+
+    def __init__(self):
+        self.reads = asyncio.Event()
+        self.answers = []
+
+    async def write(self, answer):
+        await self.reads.wait()
+        self.answers.append(answer)
+
+
+def test_a_flood_that_nobody_reads_is_not_taken_in(server):
+    limits = replace(server.settings, max_concurrency=2, max_queued_requests=3)
+    taken = 0
+
+    async def flood():
+        nonlocal taken
+        for taken in range(1, 401):  # noqa: B007
+            yield pb.ModelInferRequest(model_name="none", id=str(taken))
+
+    async def main():
+        client = Unread()
+        service = TritonService(Inference.of(server.engine, server.settings), limits)
+        stream = asyncio.create_task(service.ModelStreamInfer(flood(), client))
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        assert 5 < taken < 40 and not client.answers
+        client.reads.set()
+        await stream
+        return client.answers
+
+    answers = server.run(main())
+    assert [one.infer_response.id for one in answers] == [str(index + 1) for index in range(400)]
+    assert all("'none' is not found" in one.error_message for one in answers)
+
+
+def test_what_is_no_message_ends_a_stream(server, front):
+    """And what runs in it: nobody is left to read that."""
+
+    async def main():
+        async with grpc_package.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+            call = channel.stream_stream(
+                METHOD,
+                request_serializer=bytes,
+                response_deserializer=pb.ModelStreamInferResponse.FromString,
+            )(timeout=TIMEOUT_S)
+            await call.write(message_of(**LONG).SerializeToString())
+            assert not (await call.read()).error_message
+            await call.write(b"\xff\xff\xff\xff")
+            with pytest.raises(grpc_package.RpcError, match="no ModelInferRequest") as error:
+                while await call.read() is not grpc_package.aio.EOF:
+                    pass
+            return error.value.code()
+
+    assert asyncio.run(main()) is grpc_package.StatusCode.INVALID_ARGUMENT
+    server.wait_idle()
