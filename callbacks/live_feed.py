@@ -211,12 +211,14 @@ class _Picture:
         self, manager: GptManager, num_outside: Callable[[], int] | None, now: float
     ) -> None:
         health = manager.health()
-        age = health.last_step_age_s
-        hangs = manager.state is ManagerState.RUNNING and not health.progressing
+        hangs = 0  # seconds since the last step; -1: there was none
+        if manager.state is ManagerState.RUNNING and not health.progressing:
+            age = health.last_step_age_s
+            hangs = -1 if age is None else max(1, int(age))
         error = "" if manager.exception is None else response_text(manager.exception)[:_MAX_TEXT]
         self.put("state", manager.state.value)
         self.put("error", error)
-        self.put("hangs", int(age or 0) if hangs else 0)
+        self.put("hangs", hangs)
         self.put("outside", None if num_outside is None else num_outside())
         self.put(
             "calls",

@@ -16,9 +16,11 @@ from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from ipaddress import ip_address
 from queue import Full
 from socket import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from gptmanager import GptManager
 from gptmanager.callbacks.live_feed import TICK_S, LiveFeed, Viewer
@@ -83,7 +85,8 @@ class LivePage:
         """Serve the page from threads of its own until `close`; returns its address.
 
         `port` 0: one that is free. There is no password: other machines can see the page if `host`
-        says so. Raises OSError if the port is occupied, ValueError if it serves already.
+        says so. Where it does not, it answers to this machine's own names only, so that nobody's
+        name leads here. Raises OSError if the port is occupied, ValueError if it serves already.
         """
         if self._server is not None or self.is_closed:
             raise ValueError("the page is served already, or closed")
@@ -124,6 +127,15 @@ def _headers(html: bytes) -> dict[str, str]:
     }
 
 
+def is_loopback(authority: str) -> bool:
+    """Whether "host", or "host:port", names the machine that uses it."""
+    try:
+        host = urlsplit(f"//{authority}").hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class _Server(ThreadingHTTPServer):
     """A thread a connection, at most `most`; others are closed at once."""
 
@@ -131,6 +143,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], page: LivePage, most: int) -> None:
         self.page = page
+        self.is_own = is_loopback(address[0])
         self._room = threading.BoundedSemaphore(most)
         super().__init__(address, _Handler)
         self._thread = threading.Thread(
@@ -165,7 +178,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/":
+        if self.server.is_own and not is_loopback(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.FORBIDDEN, "Host is no name of this machine")
+        elif path == "/":
             self._answer("text/html; charset=utf-8", self.server.page.html)
         elif path == "/live/events":
             self._stream()

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from gptmanager.callbacks.live_page import is_loopback
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.adapters import Adapter
 from gptmanager.server.body import read_json, until_disconnected
@@ -98,10 +99,16 @@ def _entry(name: str, created: int, engine: Engine) -> dict[str, Any]:
 def _check_caller(request: Request, settings: ServerSettings) -> None:
     """With a key, who comes so far has it; without one, adapters are for this machine."""
     host = request.client.host if request.client is not None else ""
-    if settings.api_key is None and not _is_loopback(host):
+    origin = request.headers.get("origin", "")
+    if settings.api_key is None and (not _is_loopback(host) or _is_foreign(origin)):
         raise ApiError(
             403, "adapters are loaded for callers of this machine, or with a key (--api-key)"
         )
+
+
+def _is_foreign(origin: str) -> bool:
+    """Whether a browser asks for a web page of somebody else."""
+    return bool(origin) and not is_loopback(origin.partition("://")[2])
 
 
 def _is_loopback(host: str) -> bool:

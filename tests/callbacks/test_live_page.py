@@ -26,6 +26,7 @@ from gptmanager import (
 from gptmanager.callbacks import LivePage, live_feed, live_tap
 from gptmanager.callbacks.live_rows import LiveRows, ranges
 from gptmanager.callbacks.live_tap import LiveTap
+from gptmanager.manager import stall_watch
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
 from gptmanager.recorder.taps import HostTap
 from gptmanager.step import Row
@@ -392,6 +393,30 @@ def test_a_manager_that_has_stopped_or_failed_says_so():
             assert "onerror" in browser.told["error"]
 
 
+def test_a_manager_that_hangs_says_so(monkeypatch):
+    monkeypatch.setattr(stall_watch, "_STUCK_S", 0.02)
+    gates = [threading.Event(), threading.Event()]
+    waiting = iter(gates)
+
+    def next_token(history):
+        gate = next(waiting, None)
+        if gate is not None:
+            gate.wait(20)
+        return 1
+
+    host = RecordingCallbacks([request(1)])
+    model = ScriptedModel(next_token, vocab_size=4)
+    with GptManager(model, FUSED, **host.keywords()) as manager, LivePage() as page:
+        page.attach(manager)
+        with page.viewer() as viewer:
+            browser = Browser(viewer)
+            browser.wait_for(lambda it: it.told.get("hangs") == -1)  # no step has ended
+            gates[0].set()
+            browser.wait_for(lambda it: it.told["hangs"] > 0)  # the second one hangs
+            gates[1].set()
+            browser.wait_for(lambda it: it.told["hangs"] == 0)
+
+
 def test_errors_of_requests_are_told_by_their_class_alone():
     host = RecordingCallbacks()
     with managed(host) as manager, LivePage() as page, page.viewer() as viewer:
@@ -420,10 +445,10 @@ def test_viewers_are_bounded():
 # Served ---------------------------------------------------------------------------------------
 
 
-def get(url, path):
+def get(url, path, **headers):
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
-    connection.request("GET", path)
+    connection.request("GET", path, headers=headers)
     return connection.getresponse()
 
 
@@ -442,6 +467,10 @@ def test_it_is_served_without_an_extra():
         assert events.fp.readline() == b"retry: 1000\n"
         assert get(url, "/live/events").status == 503
         assert get(url, "/etc/passwd").status == 404
+        for host_name in ("localhost", "127.0.0.1:1", "[::1]:80", "LOCALHOST:9"):
+            assert get(url, "/", Host=host_name).status == 200
+        for host_name in ("evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::1", ""):
+            assert get(url, "/live/events", Host=host_name).status == 403
         with pytest.raises(ValueError, match="already"):
             page.serve()
         events.close()

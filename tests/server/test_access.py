@@ -198,8 +198,16 @@ def test_what_is_no_adapter_of_this_model_is_refused(guarded, with_key):
 
 
 def test_without_a_key_adapters_are_for_this_machine(server):
-    for host, is_local in [("127.0.0.1", True), ("::ffff:127.0.0.1", True), ("10.0.0.1", False)]:
-        request = Request({"type": "http", "client": (host, 1), "headers": []})
+    for host, origin, is_local in [
+        ("127.0.0.1", None, True),
+        ("::ffff:127.0.0.1", None, True),
+        ("10.0.0.1", None, False),
+        ("127.0.0.1", b"http://localhost:8000", True),
+        ("127.0.0.1", b"https://somebody.example", False),  # in a browser of this machine
+        ("127.0.0.1", b"null", False),
+    ]:
+        headers = [] if origin is None else [(b"origin", origin)]
+        request = Request({"type": "http", "client": (host, 1), "headers": headers})
         if is_local:
             _check_caller(request, server.settings)
         else:
