@@ -162,6 +162,26 @@ def test_log_probs_are_those_of_the_tokens(client):
     assert shape["top_logprobs"][0] == {shape["tokens"][0]: shape["token_logprobs"][0]}
 
 
+@pytest.mark.parametrize("ends", [{}, {"stop_token_ids": [0], "ignore_eos": True}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_that_ends_an_output_is_scored(client, ends, stream):
+    """lm-eval asks for one token behind a text, and leaves its score out, whatever it is."""
+    text = "9 + 37 = 46"
+    body = {"prompt": text, "echo": True, "max_tokens": 1, "temperature": 0, "logprobs": 1, **ends}
+    if stream:
+        choices = [chunk["choices"][0] for chunk in chunks(client, **body)]
+    else:
+        choices = complete(client, **body)["choices"]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert choices[-1]["finish_reason"] == "stop"
+    lists = [choice["logprobs"] for choice in choices]
+    assert len([one for each in lists for one in each["token_logprobs"]]) == (
+        len(TOKENIZER.encode(text).ids) + 1
+    )
+    assert lists[-1]["tokens"][-1] == TOKENIZER.decode([0], skip_special_tokens=False)
+    assert lists[-1]["text_offset"][-1] == len(text)
+
+
 @pytest.fixture(scope="module")
 def logits_of():
     """The logits behind each of the tokens, from another manager that keeps them all."""

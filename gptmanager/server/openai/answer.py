@@ -24,8 +24,8 @@ class Answer:
     """Prompts, and `num_choices` outputs for each: output p x n + k is choice k of prompt p.
 
     `prompts`: token ids. `max_new_tokens`: for each prompt. `offsets`: characters that stand before
-    each prompt's outputs. `is_silent`: the outputs are empty, since only the prompts are asked
-    about.
+    each prompt's outputs. `lists_end`: as of `Output`. `is_silent`: the outputs are empty, since
+    only the prompts are asked about.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Answer:
         max_new_tokens: Sequence[int],
         *,
         offsets: Sequence[int] | None = None,
+        lists_end: bool = False,
         is_silent: bool = False,
     ) -> None:
         self.prompts = prompts
@@ -56,6 +57,7 @@ class Answer:
                 ends,
                 skip_special_tokens=wanted.given.get("skip_special_tokens", True),
                 offset=0 if offsets is None else offsets[index],
+                lists_end=lists_end,
             )
             for index, prompt in enumerate(prompts)
             for _ in range(count)

@@ -135,6 +135,7 @@ class Completions:
             [prompt.tokens for prompt in prompts],
             [min(_MAX_TOKENS, room) if most is None else max(most, 1) for room in left],
             offsets=[len(prompt.text) if is_echo else 0 for prompt in prompts],
+            lists_end=True,
             is_silent=most == 0,
         )
         texts = self._texts.as_ids() if given.get("return_tokens_as_token_ids") else self._texts

@@ -57,8 +57,8 @@ class Delta(NamedTuple):
 class Output:
     """Takes tokens, in pieces of any size; what comes of them does not depend on the pieces.
 
-    `offset`: characters of the answer before this text (an echo of the prompt). `tokenizer` None:
-    there is no text.
+    `offset`: characters of the answer before this text (an echo of the prompt). `lists_end`: the
+    log probabilities are those of the token that ended it, too. `tokenizer` None: there is no text.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Output:
         *,
         skip_special_tokens: bool = True,
         offset: int = 0,
+        lists_end: bool = False,
     ) -> None:
         self.token_ids: list[int] = []
         self.text = ""
@@ -76,6 +77,7 @@ class Output:
         self.stop_reason: str | int | None = None
         self._ends = ends
         self._offset = offset
+        self._lists_end = lists_end
         self._stops = StopStrings(ends.stops)
         self._stream = tokenizer and TextStream(
             tokenizer, prompt, skip_special_tokens=skip_special_tokens
@@ -93,14 +95,14 @@ class Output:
                 return
             self.token_ids.append(token)
             may_end = len(self.token_ids) > self._ends.min_tokens
-            if may_end and token in self._ends.end_ids:
-                self._end("stop")
-            elif may_end and token in self._ends.stop_ids and not self._ends.keeps_stop:
-                self._end("stop", token)
+            is_end = may_end and token in self._ends.end_ids
+            if is_end or (may_end and token in self._ends.stop_ids and not self._ends.keeps_stop):
+                self._end("stop", None if is_end else token)
+                if log_probs and self._lists_end and not self._is_cut:
+                    self._list(log_probs[index])
             else:
                 if log_probs:
-                    start = self._offset + len(self.text)
-                    self._log_probs.append(log_probs[index]._replace(start=start))
+                    self._list(log_probs[index])
                 self._read("" if self._stream is None else self._stream.push(token), may_end)
                 if may_end and token in self._ends.stop_ids and self.finish_reason is None:
                     self._end("stop", token)
@@ -126,6 +128,9 @@ class Output:
             self._log_probs[before.log_probs : given],
             self.finish_reason,
         )
+
+    def _list(self, log_prob: TokenLogProb) -> None:
+        self._log_probs.append(log_prob._replace(start=self._offset + len(self.text)))
 
     def _starts_before(self, end: int, index: int) -> bool:
         return self._log_probs[index].start - self._offset < end
