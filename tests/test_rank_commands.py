@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 from ranks_by_hand import free_port, outputs, start_ranks
 
 from gptmanager.cli import main
@@ -37,6 +39,28 @@ def test_a_file_of_requests_runs_on_ranks_as_on_one(tmp_path):
         for path in written
     )
     assert alone == parts == stages
+
+
+def test_a_server_over_ranks_answers_and_ends_on_both():
+    command = ["-m", "gptmanager", "serve", "--model", MODEL, "--port", "0"]
+    first, second = start_ranks([*command, "--tensor-parallel-size", "2"], 2)
+    try:
+        lines = iter(first.stderr.readline, "")
+        url = next(
+            found[0] for found in (re.search(r"http://\S+", line) for line in lines) if found
+        )
+        body = {"prompt": "17 + 25 =", "temperature": 0, "stop": ["4 2"], "n": 2}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert [choice["text"] for choice in answer.json()["choices"]] == [" 42", " 42"]
+        form = {"prompt": "a", "guided_choice": ["red", "blue"], "bad_words": ["r"]}
+        (choice,) = httpx.post(f"{url}/v1/completions", json=form, timeout=60).json()["choices"]
+        assert choice["text"] == "blue"
+        for rank in (second, first):  # rank 1 leaves signals to rank 0
+            rank.send_signal(signal.SIGTERM)
+        assert outputs([first, second])[1] == ""
+    finally:
+        for rank in (first, second):
+            rank.kill()
 
 
 # Each machine has a network of its own.

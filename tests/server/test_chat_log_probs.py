@@ -120,3 +120,8 @@ def test_tokens_by_their_ids(client):
     names = [f"token_id:{token}" for token in choice["token_ids"]]
     assert [it["token"] for it in choice["logprobs"]["content"]] == names
     assert [it["top_logprobs"][0]["token"] for it in choice["logprobs"]["content"]] == names
+
+
+def test_an_answer_without_text_has_an_empty_list(client):
+    (choice,) = ask(client, guided_regex="ab", stop="a")["choices"]
+    assert choice["message"]["content"] == "" and choice["logprobs"]["content"] == []

@@ -138,7 +138,7 @@ def same(mine, theirs):
         assert mine == theirs
 
 
-@settings(max_examples=25, **BOUNDED)
+@settings(max_examples=15, **BOUNDED)
 @given(body=COMPLETIONS, form=FORM, options=OPTIONS)
 def test_completions(client, body, form, options):
     found = both(client, "/v1/completions", {**body, **form}, options)
@@ -148,7 +148,7 @@ def test_completions(client, body, form, options):
         same(choices_of(chunks), whole["choices"])
 
 
-@settings(max_examples=20, **BOUNDED)
+@settings(max_examples=12, **BOUNDED)
 @given(given_body=CHATS, form=FORM, options=OPTIONS)
 def test_chats(client, given_body, form, options):
     body = {**given_body, **form, "max_tokens": given_body.get("max_tokens", 20)}

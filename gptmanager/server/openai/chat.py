@@ -140,7 +140,10 @@ class _Chat:
         for index, (shape, output) in enumerate(zip(self._shapes, outputs, strict=True)):
             shape.flush()
             delta = Delta("", token_ids[index], log_probs[index], output.finish_reason)
-            choices.append({"index": index, "message": shape.message(), **self._told(index, delta)})
+            told = self._told(index, delta)
+            if self._given.get("logprobs") and told["logprobs"] is None:  # clients look for a list
+                told["logprobs"] = chat_shape([], 0, self._texts)
+            choices.append({"index": index, "message": shape.message(), **told})
         return {
             **self._head,
             "choices": choices,
