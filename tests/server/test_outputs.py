@@ -1,5 +1,7 @@
 """One output from its tokens: where it ends, and what is given out when."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from gptmanager.server.openai.stop_strings import StopStrings
 TOKENIZER = load_tokenizer("examples/tiny_llama")
 END = 0
 TEXTS = st.text(alphabet="ab€ \n", max_size=12)
-STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=6), max_size=3)
+STOPS = st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=3)
 
 
 def pieces_of(items, cuts):
@@ -28,6 +30,15 @@ def test_a_stop_string_that_never_begins_costs_nothing():
     looked_for = StopStrings(["x" * 10**6, "ab" * 10**6])
     assert looked_for.push("aabb" * 100) is None
     assert [len(failures) for _, failures in looked_for._stops] == [0, 2]
+
+
+def test_a_stop_string_that_overlaps_with_itself_is_found():
+    texts = ["".join(letters) for letters in itertools.product("ab", repeat=8)]
+    for length in (3, 4, 5):
+        for stop in map("".join, itertools.product("ab", repeat=length)):
+            for text in texts:
+                found = StopStrings([stop]).push(text)
+                assert (-1 if found is None else found.begin) == text.find(stop)
 
 
 @given(text=TEXTS, stops=STOPS, cuts=CUTS)
