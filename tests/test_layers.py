@@ -376,6 +376,7 @@ server/                   a manager behind HTTP and gRPC
     triton.messages       a call and its answers, whatever has carried them (no torch)
     triton.datatypes      tensors as bytes and as numbers (no torch)
     triton.tensors        what a model takes and gives, and a call's inputs, checked (no torch)
+    triton.statistics     counts of calls, and their times (no torch)
     triton.token_model    token ids in, token ids out
     triton.text_model     text in, text out
     triton.inference      calls, from their tensors to their responses

@@ -60,6 +60,7 @@ def paths() -> dict[str, Any]:
         "/v2/health/live": {"get": _operation("whether the loop runs", answer=None)},
         "/v2/health/ready": {"get": _operation("whether calls are taken", answer=None)},
         "/v2/repository/index": {"post": _operation("the models")},
+        "/v2/models/stats": {"get": _operation("how many calls the models have answered")},
     }
     for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         found[path] = {"get": _operation("a model's tensors", path=path)}
@@ -67,6 +68,7 @@ def paths() -> dict[str, Any]:
             "get": _operation("whether it takes calls", answer=None, path=path)
         }
         found[f"{path}/config"] = {"get": _operation("a model's configuration", path=path)}
+        found[f"{path}/stats"] = {"get": _operation("how many calls it has answered", path=path)}
         found[f"{path}/infer"] = {"post": _operation("one response", body=_INFER, path=path)}
         found[f"{path}/generate"] = {"post": _operation("one response", body=generate, path=path)}
         found[f"{path}/generate_stream"] = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from gptmanager.memory.checkpoint_files import shown
+from gptmanager.server.errors import ApiError
 from gptmanager.server.triton.datatypes import check_datatype, from_bytes, from_values, to_bytes
 from gptmanager.server.triton.errors import invalid, unsupported
 from gptmanager.server.triton.inference import VERSION, Model
@@ -85,7 +87,7 @@ def _parameter(value: Any) -> Parameter:
     return found
 
 
-def write_response(response: InferResponse, model: Model, *, in_stream: bool) -> Any:
+def write_response(response: InferResponse, model: Model) -> Any:
     """A ModelInferResponse."""
     request = response.request
     message = pb.ModelInferResponse(model_name=model.name, model_version=VERSION, id=request.id)
@@ -93,6 +95,42 @@ def write_response(response: InferResponse, model: Model, *, in_stream: bool) ->
         datatype = model.outputs[name].datatype
         message.outputs.add(name=name, datatype=datatype, shape=array.shape)
         message.raw_output_contents.append(to_bytes(array))
-    if in_stream:
-        message.parameters["triton_final_response"].bool_param = response.is_final
     return message
+
+
+class StreamedResponses:
+    """The responses of one call of a stream. All are one message, since most of them differ in
+    little: each `write` changes what the one before has returned.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._message = pb.ModelStreamInferResponse()
+        self._outputs: dict[str, np.ndarray] = {}
+
+    def write(self, response: InferResponse) -> Any:
+        """A ModelStreamInferResponse."""
+        old, new = self._outputs, dict(response.outputs)
+        message = self._message.infer_response
+        if not old or _shapes(old) != _shapes(new):
+            message.CopyFrom(write_response(response, self._model))
+        else:
+            for index, (name, array) in enumerate(new.items()):
+                if array is not old[name]:
+                    message.raw_output_contents[index] = to_bytes(array)
+        self._outputs = new
+        message.parameters["triton_final_response"].bool_param = response.is_final
+        error = response.error
+        self._message.error_message = "" if error is None else error.message
+        return self._message
+
+
+def _shapes(outputs: Mapping[str, np.ndarray]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, array.shape) for name, array in outputs.items()]
+
+
+def refused_response(request_id: str, error: ApiError) -> Any:
+    """A ModelStreamInferResponse, the only one of its call."""
+    response = pb.ModelInferResponse(id=request_id)
+    response.parameters["triton_final_response"].bool_param = True
+    return pb.ModelStreamInferResponse(error_message=error.message, infer_response=response)

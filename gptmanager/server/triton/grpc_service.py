@@ -22,7 +22,12 @@ from gptmanager.server.keys import bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.errors import INVALID
-from gptmanager.server.triton.grpc_messages import read_request, write_response
+from gptmanager.server.triton.grpc_messages import (
+    StreamedResponses,
+    read_request,
+    refused_response,
+    write_response,
+)
 from gptmanager.server.triton.inference import Inference
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +45,6 @@ _NOT_HERE = (
     *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"),
     *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
     *(
-        "ModelStatistics",
         "RepositoryModelLoad",
         "RepositoryModelUnload",
         "TraceSetting",
@@ -183,10 +187,15 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         return pb.RepositoryIndexResponse(models=repository.index(self._inference))
 
     @_told
+    async def ModelStatistics(self, request: Any) -> Any:
+        found = repository.statistics(self._inference, request.name, request.version)
+        return pb.ModelStatisticsResponse(**found)
+
+    @_told
     async def ModelInfer(self, message: Any) -> Any:
         request = read_request(message, may_have_many=False)
         response = await self._inference.one_response(request)
-        return write_response(response, self._inference.find(request.model_name), in_stream=False)
+        return write_response(response, self._inference.find(request.model_name))
 
     async def ModelStreamInfer(
         self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext
@@ -228,23 +237,16 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
     ) -> None:
         try:
             request = read_request(message, may_have_many=True)
-            model = self._inference.find(request.model_name, request.model_version)
+            found = StreamedResponses(
+                self._inference.find(request.model_name, request.model_version)
+            )
             async with contextlib.aclosing(self._inference.responses(request)) as responses:
                 async for response in responses:
-                    error = response.error
-                    await write(
-                        pb.ModelStreamInferResponse(
-                            error_message="" if error is None else error.message,
-                            infer_response=write_response(response, model, in_stream=True),
-                        )
-                    )
+                    await write(found.write(response))
         except grpc.aio.BaseError as error:
             _logger.debug("the client of a stream has gone", exc_info=error)
         except Exception as error:
-            told = pb.ModelInferResponse(id=message.id)
-            told.parameters["triton_final_response"].bool_param = True
-            message_of = refusal(error).message
-            await write(pb.ModelStreamInferResponse(error_message=message_of, infer_response=told))
+            await write(refused_response(message.id, refusal(error)))
 
 
 def _not_here(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -43,12 +43,14 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         Route("/v2/health/live", front.live),
         Route("/v2/health/ready", front.ready),
         Route("/v2/repository/index", front.index, methods=["POST"]),
+        Route("/v2/models/stats", front.statistics),
     ]
     for path in (_ONE_MODEL, _ONE_VERSION):
         found += [
             Route(path, front.metadata),
             Route(f"{path}/ready", front.model_ready),
             Route(f"{path}/config", front.config),
+            Route(f"{path}/stats", front.statistics),
             Route(f"{path}/infer", front.infer, methods=["POST"]),
             Route(f"{path}/generate", front.generate, methods=["POST"]),
             Route(f"{path}/generate_stream", front.generate_stream, methods=["POST"]),
@@ -85,6 +87,9 @@ class HttpFront:
     async def config(self, request: Request) -> Response:
         model, most = self._model(request), self._inference.most_rows
         return json_response(repository.model_config(model, most, self._settings))
+
+    async def statistics(self, request: Request) -> Response:
+        return json_response(repository.statistics(self._inference, **request.path_params))
 
     async def infer(self, request: Request) -> Response:
         """One call, one response, in JSON or as bytes."""

@@ -22,6 +22,7 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton.errors import invalid
 from gptmanager.server.triton.messages import InferRequest, InferResponse
+from gptmanager.server.triton.statistics import ModelStatistics
 from gptmanager.server.triton.tensors import TensorSpec, read_rows
 from gptmanager.server.triton.text_model import TextModel
 from gptmanager.server.triton.token_model import Tensors, TokenModel, refused
@@ -66,7 +67,7 @@ class Model(Protocol):
 
 
 class Inference:
-    """`models`: those there are, by name; `most_rows`: of one call."""
+    """`models`: those there are, by name, and their `statistics`; `most_rows`: of one call."""
 
     _of_engines: ClassVar[WeakKeyDictionary[Engine, Inference]] = WeakKeyDictionary()
 
@@ -84,6 +85,7 @@ class Inference:
             for name in ("ensemble", "tensorrt_llm_bls"):
                 self.models[name] = TextModel(name, engine, settings, tokens)
         self.most_rows = settings.concurrency
+        self.statistics = {name: ModelStatistics(name, VERSION) for name in self.models}
         self._engine = engine
         self._running: dict[str, set[_Running]] = defaultdict(set)  # by the clients' ids
 
@@ -125,25 +127,27 @@ class Inference:
         be run at all.
         """
         model = self.find(request.model_name, request.model_version)
-        rows = read_rows(model.name, model.inputs, request.inputs, self.most_rows)
-        _check_outputs(request, model)
-        if any(row.get("stop") for row in rows):
-            self._stop(request.id)
-            yield InferResponse(request, {}, True)
-            return
-        with self._listed(request.id) as running:
-            replies: list[tuple[int, Reply]] = []
-            for index, row in enumerate(rows):
-                replies += [(index, reply) for reply in await model.replies(row)]
-            _check_one(request, [reply for _, reply in replies])
-            wanted = [_with_parameters(reply.request, request.parameters) for _, reply in replies]
-            async with self._engine.submit(wanted) as call:
-                running.begin(call)
-                async with contextlib.aclosing(_outputs(call, replies)) as found:
-                    async for outputs, is_final in found:
-                        if isinstance(outputs, ApiError):
-                            yield InferResponse(request, {}, is_final, outputs)
-                        else:
+        with self.statistics[model.name].call() as record:
+            rows = read_rows(model.name, model.inputs, request.inputs, self.most_rows)
+            _check_outputs(request, model)
+            record.num_rows, has_failed = len(rows), False
+            if any(row.get("stop") for row in rows):
+                self._stop(request.id)
+                record.succeeded = True
+                yield InferResponse(request, {}, True)
+                return
+            with self._listed(request.id) as running:
+                replies = await _replies(request, model, rows)
+                wanted = [_with_parameters(it.request, request.parameters) for _, it in replies]
+                async with self._engine.submit(wanted) as call:
+                    running.begin(call)
+                    async with contextlib.aclosing(_outputs(call, replies)) as found:
+                        async for outputs, is_final in found:
+                            if isinstance(outputs, ApiError):
+                                has_failed = True
+                                yield InferResponse(request, {}, is_final, outputs)
+                                continue
+                            record.succeeded = is_final and not has_failed
                             yield InferResponse(request, _chosen(outputs, request), is_final)
 
     def _stop(self, request_id: str) -> None:
@@ -186,13 +190,25 @@ class _Running:
             self._call.cancel()
 
 
+async def _replies(
+    request: InferRequest, model: Model, rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, Reply]]:
+    """Each with the index of its row."""
+    found: list[tuple[int, Reply]] = []
+    for index, row in enumerate(rows):
+        found += [(index, reply) for reply in await model.replies(row)]
+    _check_one(request, [reply for _, reply in found])
+    return found
+
+
 async def _outputs(
     call: Call, replies: Sequence[tuple[int, Reply]]
 ) -> AsyncGenerator[tuple[Tensors | ApiError, bool], None]:
     """(the tensors of a response, or the error of its row; whether it is the last)."""
     num_left = len(replies)
+    rows = [np.array([[row]], dtype=np.int32) for row, _ in replies]
     async for index, part in call.outcomes():
-        row, reply = replies[index]
+        reply = replies[index][1]
         try:
             if isinstance(part, ApiError):
                 raise part
@@ -206,7 +222,7 @@ async def _outputs(
         elif reply.has_all:
             call.stop(index)
         for position, tensors in enumerate(found):
-            tensors["batch_index"] = np.array([[row]], dtype=np.int32)
+            tensors["batch_index"] = rows[index]
             yield tensors, num_left == 0 and position == len(found) - 1
 
 

@@ -10,7 +10,13 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton.inference import VERSION, Inference, Model
 from gptmanager.server.triton.tensors import TensorSpec
 
-EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "model_repository")
+EXTENSIONS = (
+    "binary_tensor_data",
+    "generate",
+    "model_configuration",
+    "model_repository",
+    "statistics",
+)
 
 
 def server_metadata() -> dict[str, Any]:
@@ -90,3 +96,9 @@ def index(inference: Inference) -> list[dict[str, Any]]:
         {"name": name, "version": VERSION, "state": state, "reason": ""}
         for name in inference.models
     ]
+
+
+def statistics(inference: Inference, name: str = "", version: str = "") -> dict[str, Any]:
+    """Of one model, or of all. ApiError 404 for a model that is not here."""
+    models = [inference.find(name, version)] if name else inference.models.values()
+    return {"model_stats": [inference.statistics[model.name].told() for model in models]}

@@ -64,6 +64,7 @@ OUTPUTS = {
 }
 MAX_SEQUENCES = 128
 PAD = -1  # behind the shorter beams of a response
+_ONE = np.array([[1]], dtype=np.int32)
 _SAME = (
     *("end_id", "pad_id", "stop_words_list", "bad_words_list", "embedding_bias", "beam_width"),
     *("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -193,6 +194,13 @@ class TokenReply:
         self.asked = asked
         self._cum_log_prob = 0.0
         self._context_logits = np.zeros((1, 1, 1), dtype=np.float32)
+        self._not_asked = {
+            "cum_log_probs": np.zeros((1, 1), dtype=np.float32),
+            "output_log_probs": np.zeros((1, 1, len(request.tokens)), dtype=np.float32),
+            "context_logits": self._context_logits,
+            "generation_logits": np.zeros((1, 1, 1, 1), dtype=np.float32),
+            "sequence_index": np.array([[index]], dtype=np.int32),
+        }
 
     @property
     def num_beams(self) -> int:
@@ -237,27 +245,25 @@ class TokenReply:
         self, beams: Sequence[Sequence[int]], part: GenerationPart, begin: int, end: int
     ) -> Tensors:
         """Of the tokens `begin` to `end` of a part. What is not asked for is zeros."""
-        ids = np.full((1, len(beams), max(map(len, beams))), PAD, dtype=np.int32)
-        for beam, tokens in enumerate(beams):
-            ids[0, beam, : len(tokens)] = tokens
-        log_probs = np.zeros((1, 1, len(self.request.tokens)), dtype=np.float32)
-        logits = np.zeros((1, 1, 1, 1), dtype=np.float32)
-        if self.asked.log_probs:
-            log_probs = _piece(part, "output_log_probs", begin, end, (1, len(beams), 0))
-        if self.asked.generation_logits:
-            logits = _piece(part, "generation_logits", begin, end, (1, len(beams), 0, 1))
-        context_logits = self._context_logits
-        if self.asked.context_logits:  # once
-            self._context_logits = context_logits[:, :0]
-        return {
-            "output_ids": ids,
-            "sequence_length": np.array([[len(tokens) for tokens in beams]], dtype=np.int32),
-            "cum_log_probs": np.full((1, 1), self._cum_log_prob, dtype=np.float32),
-            "output_log_probs": log_probs,
-            "context_logits": context_logits,
-            "generation_logits": logits,
-            "sequence_index": np.array([[self.index]], dtype=np.int32),
+        lengths = [len(tokens) for tokens in beams]
+        most = max(lengths)
+        ids = [[*tokens, *[PAD] * (most - len(tokens))] for tokens in beams]
+        found = {
+            "output_ids": np.array([ids], dtype=np.int32),
+            "sequence_length": _ONE if lengths == [1] else np.array([lengths], dtype=np.int32),
+            **self._not_asked,
         }
+        if self.asked.log_probs:
+            found["cum_log_probs"] = np.full((1, 1), self._cum_log_prob, dtype=np.float32)
+            nothing: tuple[int, ...] = (1, len(beams), 0)
+            found["output_log_probs"] = _piece(part, "output_log_probs", begin, end, nothing)
+        if self.asked.generation_logits:
+            nothing = (1, len(beams), 0, 1)
+            found["generation_logits"] = _piece(part, "generation_logits", begin, end, nothing)
+        if self.asked.context_logits:  # once
+            found["context_logits"] = self._context_logits
+            self._context_logits = self._context_logits[:, :0]
+        return found
 
 
 def _piece(

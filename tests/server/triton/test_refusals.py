@@ -137,7 +137,6 @@ def test_a_refusal_in_a_stream_leaves_the_stream(stream):
 def test_what_is_not_here_says_so(grpc, http):
     for call in (
         lambda: grpc.get_system_shared_memory_status(),
-        lambda: grpc.get_inference_statistics(),
         lambda: grpc.load_model("ensemble"),
         lambda: grpc.get_trace_settings(),
     ):
