@@ -21,7 +21,7 @@ from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
-from gptmanager.server.triton.errors import INVALID
+from gptmanager.server.triton.errors import INVALID, invalid
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
     read_request,
@@ -64,7 +64,9 @@ class GrpcFront:
     @classmethod
     async def start(cls, engine: Engine, settings: ServerSettings) -> GrpcFront:
         """ConfigError: the port cannot be used."""
-        interceptors = [] if settings.api_key is None else [KeyInterceptor(settings.api_key)]
+        interceptors: list[grpc.aio.ServerInterceptor] = [BadMessages()]
+        if settings.api_key is not None:
+            interceptors.insert(0, KeyInterceptor(settings.api_key))
         server = grpc.aio.server(
             interceptors=interceptors,
             options=[
@@ -118,11 +120,41 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._refuse_stream if method == "ModelStreamInfer" else self._refuse
 
 
+class BadMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Bytes that are no message reach a method as a DecodeError: grpcio would log each with its
+    traceback, and tell the client nothing.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        read = handler.request_deserializer
+
+        def request_of(raw: bytes) -> Any:
+            try:
+                return read(raw)
+            except DecodeError as error:
+                return error
+
+        return handler._replace(request_deserializer=request_of)
+
+
+def _check_message(message: Any) -> None:
+    if isinstance(message, DecodeError):
+        raise invalid(None, f"the message is not as the service defines it: {message}")
+
+
 def _told(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
     """A method of the service whose errors end the call with their status."""
 
     async def method(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
+            _check_message(request)
             return await work(self, request)
         except Exception as error:
             refused = refusal(error)
@@ -222,10 +254,6 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
                 calls.add(call)
                 call.add_done_callback(end)
             await asyncio.gather(*calls)
-        except DecodeError:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "a message of the stream is no ModelInferRequest"
-            )
         finally:
             for call in calls:
                 call.cancel()
@@ -236,6 +264,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         self, message: Any, write: Callable[[Any], Coroutine[Any, Any, None]]
     ) -> None:
         try:
+            _check_message(message)
             request = read_request(message, may_have_many=True)
             found = StreamedResponses(
                 self._inference.find(request.model_name, request.model_version)
@@ -246,7 +275,7 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         except grpc.aio.BaseError as error:
             _logger.debug("the client of a stream has gone", exc_info=error)
         except Exception as error:
-            await write(refused_response(message.id, refusal(error)))
+            await write(refused_response(getattr(message, "id", ""), refusal(error)))
 
 
 def _not_here(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
