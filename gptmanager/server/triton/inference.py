@@ -10,7 +10,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -69,14 +69,18 @@ class Model(Protocol):
 class Inference:
     """`models`: those there are, by name, and their `statistics`; `most_rows`: of one call."""
 
-    _of_engines: ClassVar[WeakKeyDictionary[Engine, Inference]] = WeakKeyDictionary()
+    # the fronts hold it; it holds the engine, so a strong one here would be for ever
+    _of_engines: ClassVar[WeakKeyDictionary[Engine, ref[Inference]]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, engine: Engine, settings: ServerSettings) -> Inference:
         """The one that HTTP and gRPC share, so that a call is stopped by whichever."""
-        if engine not in cls._of_engines:
-            cls._of_engines[engine] = cls(engine, settings)
-        return cls._of_engines[engine]
+        known = cls._of_engines.get(engine)
+        found = None if known is None else known()
+        if found is None:
+            found = cls(engine, settings)
+            cls._of_engines[engine] = ref(found)
+        return found
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         tokens = TokenModel(engine, settings)

@@ -68,6 +68,6 @@ def test_what_is_no_message_leaves_a_stream(server, front):
             assert await call.read() is grpc_package.aio.EOF
             return [one.error_message for one in answers]
 
-    before, told, after = asyncio.run(main())
+    before, told, after = server.run(main())
     assert before == after == "" and "not as the service defines it" in told
     server.wait_idle()

@@ -1,7 +1,10 @@
 """Calls that end early: stopped by their ids, cancelled, past a deadline, at the server's end."""
 
 import asyncio
+import copy
+import gc
 import queue
+import weakref
 from dataclasses import replace
 
 import httpx
@@ -12,6 +15,7 @@ from triton_calls import TIMEOUT_S, inputs_of, prompt, streaming, tokens_of
 from tritonclient.utils import InferenceServerException
 
 from gptmanager.server.triton.grpc_service import GrpcFront
+from gptmanager.server.triton.inference import Inference
 
 LONG = 480  # new tokens that no test waits for
 STOP = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
@@ -69,6 +73,16 @@ def test_a_stop_comes_from_anywhere(stream, server, grpc, expected):
         came = [stream.next(), stream.next()]
         assert {one.id for one in came} == {"other"} and all(one.is_final for one in came)
         server.wait_idle()
+
+
+def test_what_the_fronts_share_ends_with_them(server):
+    engine = copy.copy(server.engine)
+    shared = Inference.of(engine, server.settings)
+    assert Inference.of(engine, server.settings) is shared
+    gone = weakref.ref(engine)
+    del engine, shared
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_stop_right_behind_its_call_finds_it(stream, server):
