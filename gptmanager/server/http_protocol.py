@@ -22,7 +22,8 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 class HttpProtocol(HttpToolsProtocol):
     """One connection. What is no HTTP gets a 400, a head above MAX_HEAD_BYTES a 431, as an error
     object; then the connection ends. It also ends where nothing comes for as long as idle ones are
-    kept, whether a request has begun or not.
+    kept, whether a request has begun or not, and where its client takes nothing of what is written
+    for as long.
     """
 
     def __init__(self, *arguments: Any, **by_name: Any) -> None:
@@ -31,6 +32,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._is_whole = True  # no request has begun whose end is missing
         self._silence: asyncio.TimerHandle | None = None
+        self._standstill: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,7 +40,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._end_standstill()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not take what is written; `resume_writing` follows when it has."""
+        super().pause_writing()
+        self._standstill = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._end_standstill()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._stop_waiting()
@@ -77,6 +89,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None
+
+    def _end_standstill(self) -> None:
+        if self._standstill is not None:
+            self._standstill.cancel()
+            self._standstill = None
 
     def _refuse(self, error: ApiError) -> None:
         if self.cycle is None or self.cycle.response_complete:  # else it would stand in its answer

@@ -1,12 +1,15 @@
 """HTTP as bytes: what is malformed, too long, cut off, or asks for another protocol."""
 
+import asyncio
 import json
 import socket
 
 import pytest
 from running_server import running_server, settings_of, wait_for
+from starlette.routing import Route
 
 from gptmanager.server import http_protocol, serving
+from gptmanager.server.responses import EventStream, event
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 BODY = b'{"prompt":"hi"}'
@@ -107,6 +110,44 @@ def test_connections_that_fall_silent_are_closed(monkeypatch, begun):
         assert connection.recv(100) == b""
         wait_for(lambda: not server.server.server_state.connections)
         assert server.engine.counts == (0, 0)
+
+
+def test_who_takes_nothing_of_a_long_stream_is_cut_off(monkeypatch):
+    monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 0.2)
+    ends = []
+
+    async def frames():
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield event({"text": "x" * 60_000})
+        finally:
+            ends.append(True)
+
+    async def stream(request):
+        return EventStream(frames())
+
+    with running_server(settings_of()) as server:
+        server.server.config.app.router.routes.append(Route("/endless", stream))
+        with connect(server) as connection:
+            connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+            wait_for(lambda: ends)
+            wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_who_goes_on_reading_in_time_is_not_cut_off(server):
+    async def stand_still_for_a_while():
+        (protocol,) = (it for it in server.server.server_state.connections if it not in others)
+        protocol.pause_writing()
+        timer = protocol._standstill
+        protocol.resume_writing()
+        return timer.cancelled()
+
+    others = set(server.server.server_state.connections)
+    with connect(server) as connection:
+        connection.sendall(HEALTH)
+        assert told(connection)[0] == 200
+        assert server.run(stand_still_for_a_while())
 
 
 def test_a_head_has_a_limit_for_each_request_of_a_connection(server, monkeypatch):
