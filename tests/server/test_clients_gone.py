@@ -79,6 +79,7 @@ def test_what_a_client_asked_for_ends_with_it(server, ends, path):
         if path == "/test/stream":
             assert client.recv(100)
     server.wait_idle()
+    wait_for(lambda: ends)  # the request is no longer open a moment before its handle knows
     assert ends == [FinishReason.CANCELLED]
 
 
