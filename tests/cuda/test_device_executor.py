@@ -43,7 +43,7 @@ from_tokens = InferenceRequest.from_tokens
 
 
 def several(**by_name):
-    return [from_tokens(i, prompt(i, 5 + 11 * i), 5 + 2 * i, **by_name) for i in range(1, 7)]
+    return [from_tokens(i, prompt(i, 5 + 11 * i), 3 + i, **by_name) for i in range(1, 7)]
 
 
 def sampled():
