@@ -101,19 +101,20 @@ def test_what_is_too_large_is_found():
 def test_a_decode_step_passes_few_files(monkeypatch, capsys):
     """From the top of an iteration to its statistics record, with all defaults, on the CPU."""
     top = Path(gptmanager.__file__).parent.parent
-    passed = {}  # file -> the first function of it, in the order they came
+    steps = []  # of each step: file -> the first function of it, in the order they came
 
     def profile(frame, event, argument):
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(str(top)) and ".venv" not in name:
-            passed.setdefault(os.path.relpath(name, top), frame.f_code.co_name)
+            steps[-1].setdefault(os.path.relpath(name, top), frame.f_code.co_name)
 
     iterations = []
     iterate = TokenLoop.iterate
 
     def profiled(loop):
         iterations.append(len(loop.active))
-        if len(iterations) == 6:
+        if 6 <= len(iterations) <= 9:
+            steps.append({})
             sys.setprofile(profile)
         try:
             return iterate(loop)
@@ -125,7 +126,8 @@ def test_a_decode_step_passes_few_files(monkeypatch, capsys):
     model = ROOT / "examples" / "tiny_llama"
     with GptManager(model, ModelType.INFLIGHT_FUSED_BATCHING, **host.keywords()) as manager:
         assert manager.wait_idle(30)
-    assert iterations[5] == 3
+    assert iterations[5:9] == [3] * 4
+    passed = min(steps, key=len)  # one may fall on the full second, when the clock is read anew
     print(*(f"{name} ({function})" for name, function in passed.items()), sep="\n")
     passed.pop("gptmanager/testing/hosts.py")  # the host of this test
     assert len(passed) <= 26, capsys.readouterr().out

@@ -53,13 +53,16 @@ async def _drop(request: Request, most: int) -> None:
     """A client that still writes sees a closed connection, and not the answer before it. So read
     on for a little while.
     """
-    with contextlib.suppress(TimeoutError, ClientDisconnect):
-        async with asyncio.timeout(_DROP_S):
-            more = True
-            while more and most > 0:
-                message = await request.receive()
-                most -= len(message.get("body", b""))
-                more = message.get("more_body", False)
+
+    async def read(most: int) -> None:
+        more = True
+        while more and most > 0:
+            message = await request.receive()
+            most -= len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+    with contextlib.suppress(asyncio.TimeoutError, ClientDisconnect):
+        await asyncio.wait_for(read(most), _DROP_S)
 
 
 def _too_large(found: str, limit: int) -> ApiError:
