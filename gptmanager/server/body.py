@@ -95,20 +95,32 @@ async def until_disconnected(request: Request, work: Awaitable[_T]) -> _T:
         raise
 
 
-async def begun(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+class Begun:
+    """Frames whose first one is there already. It adds no generator to what each frame passes."""
+
+    def __init__(self, first: bytes | None, frames: AsyncIterator[bytes]) -> None:
+        self._first = first
+        self._frames = frames
+
+    def __aiter__(self) -> Begun:
+        return self
+
+    def __anext__(self) -> Awaitable[bytes]:
+        if self._first is None:
+            return self._frames.__anext__()
+        return self._take_first(self._first)
+
+    async def _take_first(self, first: bytes) -> bytes:
+        self._first = None
+        return first
+
+    async def aclose(self) -> None:
+        await self._frames.aclose()  # type: ignore[attr-defined]
+
+
+async def begun(frames: AsyncIterator[bytes]) -> Begun:
     """`frames` after its first one has come: what goes wrong before raises here, in the handler.
 
     Use: `EventStream(await until_disconnected(request, begun(frames)))`.
     """
-    first = await anext(frames, None)
-
-    async def rest() -> AsyncIterator[bytes]:
-        try:
-            if first is not None:
-                yield first
-            async for frame in frames:
-                yield frame
-        finally:
-            await frames.aclose()  # type: ignore[attr-defined]
-
-    return rest()
+    return Begun(await anext(frames, None), frames)

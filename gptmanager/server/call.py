@@ -97,19 +97,21 @@ class Call:
         self.cancel()
         self._on_end(self)
 
-    async def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
+    def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
         """(index of the request, part), as they come. The last part of each has its result.
 
         A request that was stopped by `--request-timeout`, or its own deadline, has finish reason
         TIMED_OUT. Raises ApiError for a request that fails.
         """
-        async for index, part in self.outcomes():
-            if isinstance(part, ApiError):
-                raise part
-            yield index, part
+        return self._outcomes(raises=True)  # type: ignore[return-value]
 
-    async def outcomes(self) -> AsyncGenerator[tuple[int, GenerationPart | ApiError], None]:
+    def outcomes(self) -> AsyncGenerator[tuple[int, GenerationPart | ApiError], None]:
         """As `parts`, but a request that fails ends with its error, and the others go on."""
+        return self._outcomes(raises=False)
+
+    async def _outcomes(
+        self, *, raises: bool
+    ) -> AsyncGenerator[tuple[int, GenerationPart | ApiError], None]:
         running = dict(enumerate(self._running))
         while running:
             for index, it in list(running.items()):
@@ -117,6 +119,8 @@ class Call:
                 if part is None:
                     continue
                 if isinstance(part, ApiError):
+                    if raises:
+                        raise part
                     del running[index]
                 elif part.result is not None:
                     del running[index]
