@@ -33,6 +33,7 @@ from gptmanager.bench.load import SHAPES, random_llama
 from gptmanager.callbacks import AsyncRequestQueue
 
 PROMPT_LEN = 64
+LONE = 20  # requests of a lone client, one after the other
 
 
 def save_model(folder: Path) -> Path:
@@ -88,6 +89,8 @@ def clients(port: int, name: str, count: int, num_tokens: int, seed: int, out: o
     """In a process: all clients at once, and what they took."""
 
     async def main() -> list[tuple[float, int]]:
+        if count == 1:
+            return [await one_client(port, name, it, num_tokens) for it in prompts(LONE, seed)]
         asked = prompts(count, seed)
         return await asyncio.gather(*(one_client(port, name, it, num_tokens) for it in asked))
 
@@ -141,6 +144,8 @@ def through_queue(queue: AsyncRequestQueue, count: int, num_tokens: int, seed: i
         return first
 
     async def main() -> list[float]:
+        if count == 1:
+            return [await one(it) for it in prompts(LONE, seed)]
         return await asyncio.gather(*map(one, prompts(count, seed)))
 
     start = time.perf_counter()
