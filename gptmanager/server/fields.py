@@ -83,11 +83,14 @@ def wrong(where: str, message: str, *, code: str | None = None) -> ApiError:
 
 
 class Number(NamedTuple):
-    """A finite number within `low..high`; `or_zero`: or 0, which lies below."""
+    """A finite number within `low..high`; `or_zero`: or 0, which lies below. `excludes_low`:
+    `low` itself lies outside.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     or_zero: bool = False
+    excludes_low: bool = False
 
     def read(self, where: str, value: Any) -> float:
         if type(value) not in (int, float) or not math.isfinite(value):
@@ -96,10 +99,14 @@ class Number(NamedTuple):
             outside = _outside(self.low, self.high)
             told = f"{outside}, and not 0" if self.or_zero else outside
             raise wrong(where, f"{where} = {shown(value)} is {told}")
+        if self.excludes_low and value == self.low:
+            raise wrong(where, f"{where} = {shown(value)} must be more than {self.low:g}")
         return float(value)
 
     def schema(self) -> dict[str, Any]:
         found: dict[str, Any] = {"type": "number", **_bounds(self.low, self.high)}
+        if self.excludes_low:
+            found["exclusiveMinimum"] = found.pop("minimum")
         return {"anyOf": [found, {"const": 0}]} if self.or_zero else found
 
 

@@ -30,13 +30,14 @@ _ERRORS = {
     "500": "the server failed",
     "501": "this server cannot do that",
     "503": "the server shuts down, or is dead",
-    "504": "the time of the request is over",
+    "504": "the request took longer than its `deadline_s`, or than the server allows",
 }
 
 
 class Endpoint(NamedTuple):
     """`fields`: of the body of a POST; None: a GET. `answer`: the properties of the answer, or a
-    media type. `parameter`: what stands in braces in the path.
+    media type. `parameter`: what stands in braces in the path. `link`: what may be asked next,
+    and with which values.
     """
 
     path: str
@@ -44,6 +45,12 @@ class Endpoint(NamedTuple):
     fields: Mapping[str, Field] | None = None
     answer: Mapping[str, Any] | str = "application/json"
     parameter: str = ""
+    link: Mapping[str, Any] | None = None
+
+
+def _link(path: str, method: str = "post", **values: Any) -> dict[str, Any]:
+    place = path.replace("~", "~0").replace("/", "~1")
+    return {"operationRef": f"#/paths/{place}/{method}", **values}
 
 
 _COMPLETION = {
@@ -66,12 +73,28 @@ _MODEL = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "max_model_len": _COU
 ENDPOINTS = (
     Endpoint("/v1/completions", "prompts completed", completions.FIELDS, _COMPLETION),
     Endpoint("/v1/chat/completions", "a chat answered", chat.FIELDS, _COMPLETION),
-    Endpoint("/v1/models", "the model and its adapters", None, {"object": _TEXT, "data": {}}),
+    Endpoint(
+        "/v1/models",
+        "the model and its adapters",
+        None,
+        {"object": _TEXT, "data": {}},
+        link=_link("/v1/models/{name}", "get", parameters={"name": "$response.body#/data/0/id"}),
+    ),
     Endpoint("/v1/models/{name}", "one of them", None, _MODEL, "name"),
-    Endpoint("/v1/load_lora_adapter", "give an adapter a name", models.LOAD, _MODEL),
+    Endpoint(
+        "/v1/load_lora_adapter",
+        "give an adapter a name",
+        models.LOAD,
+        _MODEL,
+        link=_link("/v1/unload_lora_adapter", requestBody={"lora_name": "$response.body#/id"}),
+    ),
     Endpoint("/v1/unload_lora_adapter", "forget an adapter", models.UNLOAD, {"id": _TEXT}),
     Endpoint(
-        "/tokenize", "a text as tokens", tokenization.TOKENIZE, {"count": _COUNT, "tokens": {}}
+        "/tokenize",
+        "a text as tokens",
+        tokenization.TOKENIZE,
+        {"count": _COUNT, "tokens": {}},
+        link=_link("/detokenize", requestBody={"tokens": "$response.body#/tokens"}),
     ),
     Endpoint("/detokenize", "tokens as a text", tokenization.DETOKENIZE, {"prompt": _TEXT}),
     Endpoint("/health", "whether requests are taken", None, {"status": _TEXT}),
@@ -133,6 +156,8 @@ def _path(endpoint: Endpoint, *, closed: bool) -> dict[str, Any]:
         told = "not well"
         responses = {"503": {"description": told, "content": {"application/json": {}}}}
     responses["200"] = {"description": endpoint.summary, "content": _answer(endpoint)}
+    if endpoint.link is not None:
+        responses["200"]["links"] = {"next": endpoint.link}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": responses}
     if endpoint.parameter:
         operation["parameters"] = [

@@ -61,6 +61,8 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < limit:
                 raise ConfigError(f"{name} = {value} must be at least {limit}")
+        if self.request_timeout == 0:
+            raise ConfigError("request_timeout = 0 leaves no time: without a limit leave it out")
         for name in ("port", "grpc_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1 << 16:

@@ -13,7 +13,7 @@ from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import Field, Flag, Integer, ListOf, Text, by_name, read_fields, wrong
 from gptmanager.server.models import check_model
-from gptmanager.server.openai.chat_prompt import OBJECTS, TEMPLATE_FIELDS, ChatPrompts
+from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
 from gptmanager.server.openai.tools import read_tools
 from gptmanager.server.responses import json_response
 from gptmanager.server.settings import ServerSettings
@@ -23,7 +23,7 @@ TOKENIZE = by_name(
     [
         _MODEL,
         Field("prompt", Text(), "a text"),
-        Field("messages", OBJECTS, "instead of it: a chat, as the model is given it"),
+        Field("messages", MESSAGES, "instead of it: a chat, as the model is given it"),
         Field("add_special_tokens", Flag(), "the tokenizer's own; absent: around a prompt alone"),
         Field("return_token_strs", Flag(), "the tokens' names, too"),
         Field("tools", OBJECTS, "functions that the template shows"),

@@ -372,7 +372,7 @@ def test_beams_are_choices_best_first(client):
 
 
 def test_a_deadline(client):
-    scored = {"prompt": COUNT, "deadline_s": 0, "prompt_logprobs": 1, "n": 2}
+    scored = {"prompt": COUNT, "deadline_s": 1e-9, "prompt_logprobs": 1, "n": 2}
     ended = joined(chunks(client, **scored))  # before the prompt was read
     assert [choice["finish_reason"] for choice in ended] == ["timeout", "timeout"]
     body = {"prompt": COUNT, "max_tokens": 400, "ignore_eos": True, "deadline_s": 0.05}

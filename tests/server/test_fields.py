@@ -25,6 +25,7 @@ from gptmanager.server.openai.generation_fields import EarlyStopping, TokenBias
 
 KINDS = {
     "number": Number(-1, 2),
+    "open number": Number(-1.5, 2, excludes_low=True),
     "integer": Integer(0, 5),
     "flag": Flag(),
     "text": Text(1, 4),
@@ -71,6 +72,8 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({}, "prompt is missing"),
         ({"prompt": None}, "prompt is missing"),
         ({"prompt": "x", "top_p": 1.5}, "top_p = 1.5 is outside 0 to 1"),
+        ({"prompt": "x", "deadline_s": 0}, "deadline_s = 0 must be more than 0"),
+        ({"prompt": "x", "deadline_s": -1}, "deadline_s = -1 is outside 0 to 1e+09"),
         ({"prompt": "x", "top_k": -2}, "top_k = -2 is outside -1 to 2147483647"),
         ({"prompt": "x", "n": True}, "n = True is no integer"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature = inf is no number"),

@@ -173,8 +173,8 @@ def test_a_missing_extra_is_one_sentence(capsys, monkeypatch, package):
 def test_settings_are_checked_by_name():
     for field, value in [
         ("port", 70000), ("grpc_port", -1), ("max_concurrency", 0), ("max_queued_requests", -1),
-        ("api_key", ""), ("api_key", "a\nb"), ("api_key", "a "), ("api_key", "\udcff"),
-        ("served_model_name", " "), ("max_body_bytes", 0),
+        ("request_timeout", 0), ("api_key", ""), ("api_key", "a\nb"), ("api_key", "a "),
+        ("api_key", "\udcff"), ("served_model_name", " "), ("max_body_bytes", 0),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=field):
             ServerSettings(model=MODEL, **{field: value})

@@ -1,10 +1,11 @@
 """Messages of a chat: what clients send, as templates want it; and what is refused by name."""
 
+import jsonschema
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.messages import read_messages
+from gptmanager.server.openai.messages import MESSAGES_SCHEMA, read_messages
 
 
 def user(content="Hi", **more):
@@ -41,6 +42,14 @@ def test_arguments_of_calls_become_objects():
 def test_an_answer_of_the_client_library_can_be_sent_back():
     answer = ChatCompletionMessage(role="assistant", content="Hi", annotations=[], tool_calls=None)
     assert read_messages([answer.model_dump()]) == [{"role": "assistant", "content": "Hi"}]
+
+
+def test_the_document_tells_what_messages_are():
+    is_described = jsonschema.Draft202012Validator(MESSAGES_SCHEMA).is_valid
+    taken = [user(), user([{"type": "text", "text": "a"}]), assistant(call("{}"), content=None)]
+    assert is_described(taken)
+    for one in ([], ["Hi"], [{"content": "Hi"}], [user(5)], [user(["Hi"])], [user(name=5)]):
+        assert not is_described(one)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,21 @@ def test_every_endpoint_is_described(server, client):
     assert there - undescribed == described
 
 
+def test_links_lead_to_what_is_described():
+    paths = document()["paths"]
+    links = [
+        response["links"]["next"]["operationRef"]
+        for methods in paths.values()
+        for operation in methods.values()
+        for response in operation["responses"].values()
+        if "links" in response
+    ]
+    assert len(links) == 3
+    for link in links:
+        _, _, path, method = link.split("/")
+        assert method in paths[path.replace("~1", "/")]
+
+
 def test_a_lenient_server_says_so():
     def completions(**options):
         path = document(**options)["paths"]["/v1/completions"]["post"]

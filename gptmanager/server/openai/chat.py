@@ -18,7 +18,7 @@ from gptmanager.server.fields import AsItIs, Field, Flag, Integer, by_name, read
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.chat_answer import ChatAnswer
-from gptmanager.server.openai.chat_prompt import OBJECTS, TEMPLATE_FIELDS, ChatPrompts
+from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
 from gptmanager.server.openai.completions import warning
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
@@ -38,7 +38,7 @@ _MAX_TOKENS = Integer(1, 2**31 - 1)
 
 FIELDS = by_name(
     [
-        Field("messages", OBJECTS, "objects with role and content", required=True),
+        Field("messages", MESSAGES, "objects with role and content", required=True),
         Field("max_completion_tokens", _MAX_TOKENS, "new tokens; absent: as many as there is room"),
         Field("max_tokens", _MAX_TOKENS, "the same by its older name"),
         Field("logprobs", Flag(), "log probabilities of the tokens"),

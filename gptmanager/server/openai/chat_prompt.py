@@ -13,7 +13,7 @@ from typing import Any
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
-from gptmanager.server.openai.messages import read_messages
+from gptmanager.server.openai.messages import MESSAGES_SCHEMA, read_messages
 from gptmanager.server.openai.template_program import TemplateError
 from gptmanager.server.openai.templates import (
     TemplateProcess,
@@ -25,6 +25,7 @@ from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
 from gptmanager.server.settings import ServerSettings
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
+MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # of every request that has messages
 TEMPLATE_FIELDS = (
     Field("add_generation_prompt", Flag(), "absent: true, unless the last message goes on"),

@@ -24,6 +24,7 @@ MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
 _MAX_WORDS, _LONGEST_WORD = 1024, 256  # the room that words take grows with their squares
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
+DEADLINE = Number(0, 1e9, excludes_low=True)
 _INT64 = (-(2**63), 2**64 - 1)
 
 
@@ -98,7 +99,7 @@ SERVING = (
     Field("stream", Flag(), "server-sent events"),
     Field("stream_options", STREAM_OPTIONS),
     Field("priority", Number(-1e9, 1e9), "0.5 is the usual one; higher runs first"),
-    Field("deadline_s", Number(0, 1e9), "seconds after which the request is stopped"),
+    Field("deadline_s", DEADLINE, "seconds from now; a request that takes longer is stopped: 504"),
     Field("cache_salt", Text(1, 1024), "only requests of one salt share cached blocks"),
     Field("request_id", Text(1, 256), "comes back in `id`"),
     Field("prompt_logprobs", Integer(0, MAX_TOP_LOG_PROBS), "log probabilities of the prompt"),

@@ -18,6 +18,29 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _UNUSED = ("refusal", "annotations", "audio", "function_call")
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *_UNUSED)
 
+_TEXT = {"type": "string"}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+}
+# what the OpenAPI document tells of them; beside calls an assistant's content may be absent
+MESSAGES_SCHEMA: Mapping[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]},
+            "name": {"type": ["string", "null"]},
+            "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+            "tool_call_id": {"type": ["string", "null"]},
+        },
+    },
+}
+
 
 def read_messages(messages: Any, *, lenient: bool = False) -> list[dict[str, Any]]:
     """The messages with their contents as texts, and the arguments of calls as objects.
