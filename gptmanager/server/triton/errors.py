@@ -15,3 +15,8 @@ def invalid(param: str | None, message: str) -> ApiError:
 def unsupported(message: str) -> ApiError:
     """An extension of the protocol that is not here: UNIMPLEMENTED over gRPC, else a 501."""
     return ApiError(501, message)
+
+
+def not_here(what: str) -> ApiError:
+    """The refusal of a part of the protocol that needs files or memory beside the calls."""
+    return unsupported(f"{what} is not supported: this server has one model, in this process")

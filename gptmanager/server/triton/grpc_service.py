@@ -21,7 +21,7 @@ from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import bearer, is_key
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
-from gptmanager.server.triton.errors import INVALID, invalid
+from gptmanager.server.triton.errors import INVALID, invalid, not_here
 from gptmanager.server.triton.grpc_messages import (
     StreamedResponses,
     read_request,
@@ -41,16 +41,20 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _OPEN = ("ServerLive", "ServerReady")  # health needs no key
-_NOT_HERE = (
-    *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister"),
-    *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
-    *(
-        "RepositoryModelLoad",
-        "RepositoryModelUnload",
-        "TraceSetting",
-        "LogSettings",
+_NOT_HERE = {
+    **dict.fromkeys(
+        [f"SystemSharedMemory{does}" for does in ("Status", "Register", "Unregister")],
+        "system shared memory",
     ),
-)
+    **dict.fromkeys(
+        [f"CudaSharedMemory{does}" for does in ("Status", "Register", "Unregister")],
+        "CUDA shared memory",
+    ),
+    "RepositoryModelLoad": "loading of models",
+    "RepositoryModelUnload": "unloading of models",
+    "TraceSetting": "tracing",
+    "LogSettings": "changing what is logged",
+}
 _MOST_ENDING = 16  # calls of a stream beyond those that may run and wait
 
 
@@ -278,12 +282,12 @@ class TritonService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
             await write(refused_response(getattr(message, "id", ""), refusal(error)))
 
 
-def _not_here(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+def _refuses(what: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def method(self: Any, request: Any) -> Any:
-        raise ApiError(501, f"{name} is not supported: this server has one model, in this process")
+        raise not_here(what)
 
     return _told(method)
 
 
-for _name in _NOT_HERE:
-    setattr(TritonService, _name, _not_here(_name))
+for _name, _what in _NOT_HERE.items():
+    setattr(TritonService, _name, _refuses(_what))

@@ -6,7 +6,7 @@ Its errors are `{"error": "text"}`, as Triton's clients read them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -21,7 +21,7 @@ from gptmanager.server.responses import EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import repository
 from gptmanager.server.triton.datatypes import from_values, shape_of, to_values
-from gptmanager.server.triton.errors import invalid
+from gptmanager.server.triton.errors import invalid, not_here
 from gptmanager.server.triton.http_messages import (
     HEADER,
     read_request,
@@ -34,6 +34,15 @@ from gptmanager.server.triton.messages import InferRequest, InferResponse, Input
 _NAMED = ("priority", "timeout")  # parameters that may stand beside the inputs
 _ONE_MODEL = "/v2/models/{name}"
 _ONE_VERSION = "/v2/models/{name}/versions/{version}"
+# paths of Triton's whose extensions are not here, and what they are about
+NOT_HERE = {
+    "/v2/systemsharedmemory/{rest:path}": "system shared memory",
+    "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory",
+    "/v2/repository/models/{rest:path}": "loading and unloading of models",
+    "/v2/trace/setting": "tracing",
+    f"{_ONE_MODEL}/trace/setting": "tracing",
+    "/v2/logging": "changing what is logged",
+}
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
@@ -55,7 +64,17 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
             Route(f"{path}/generate", front.generate, methods=["POST"]),
             Route(f"{path}/generate_stream", front.generate_stream, methods=["POST"]),
         ]
+    found += [
+        Route(path, _refuses(what), methods=["GET", "POST"]) for path, what in NOT_HERE.items()
+    ]
     return found
+
+
+def _refuses(what: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def refuse(request: Request) -> Response:
+        raise not_here(what)
+
+    return refuse
 
 
 class HttpFront:

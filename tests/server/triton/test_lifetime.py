@@ -11,9 +11,11 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
 from running_server import MODEL, settings_of, wait_for
 from server.test_lifetime import Outside
 from triton_calls import inputs_of, prompt
+from tritonclient.utils import InferenceServerException
 
 from gptmanager import cli
 from gptmanager.errors import ConfigError
@@ -60,6 +62,12 @@ def test_a_signal_lets_calls_end_and_takes_no_new_ones(monkeypatch):
         assert not stub.ServerReady(pb.ServerReadyRequest()).ready
         assert not stub.ModelReady(pb.ModelReadyRequest(name="ensemble")).ready
         assert stub.ServerLive(pb.ServerLiveRequest()).live
+        with httpclient.InferenceServerClient(outside.url.removeprefix("http://")) as http:
+            assert http.is_server_live() and not http.is_server_ready()
+            assert not http.is_model_ready("ensemble") and not http.is_model_ready("other")
+            with pytest.raises(InferenceServerException, match="shuts down") as refused:
+                http.infer("tensorrt_llm", inputs_of(httpclient, **prompt(9, 30, 71)))
+            assert refused.value.status() == "503"
         with pytest.raises(grpc.RpcError, match="shuts down") as error:
             stub.ModelInfer(long_call_at_once(), timeout=30)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE

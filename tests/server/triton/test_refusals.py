@@ -1,5 +1,7 @@
 """Calls over gRPC that cannot be: each is refused by name, and harms nothing else."""
 
+import base64
+import functools
 from dataclasses import replace
 
 import grpc as grpc_package
@@ -7,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import running_server, settings_of
@@ -20,6 +23,7 @@ from gptmanager.server.triton.token_model import INPUTS
 pb, service = grpcclient.service_pb2, grpcclient.service_pb2_grpc
 TOKENS = [9, 30, 71, 5, 12]
 CODES = grpc_package.StatusCode
+_CUDA = {"name": "r", "raw_handle": base64.b64encode(b"r"), "device_id": 0, "byte_size": 4}
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +138,51 @@ def test_a_refusal_in_a_stream_leaves_the_stream(stream):
     assert response.id == good and len(response.tokens) == 8
 
 
-def test_what_is_not_here_says_so(grpc, http):
-    for call in (
-        lambda: grpc.get_system_shared_memory_status(),
-        lambda: grpc.load_model("ensemble"),
-        lambda: grpc.get_trace_settings(),
-    ):
-        with pytest.raises(InferenceServerException, match="is not supported"):
-            call()
+@pytest.mark.parametrize(
+    "method, given",
+    [
+        ("get_system_shared_memory_status", {}),
+        ("get_system_shared_memory_status", {"region_name": "r"}),
+        ("register_system_shared_memory", {"name": "r", "key": "/r", "byte_size": 4}),
+        ("unregister_system_shared_memory", {}),
+        ("get_cuda_shared_memory_status", {}),
+        ("register_cuda_shared_memory", _CUDA),
+        ("unregister_cuda_shared_memory", {"name": "r"}),
+        ("load_model", {"model_name": "ensemble"}),
+        ("unload_model", {"model_name": "ensemble"}),
+        ("get_trace_settings", {"model_name": "ensemble"}),
+        ("update_trace_settings", {"settings": {"trace_level": ["TIMESTAMPS"]}}),
+        ("get_log_settings", {}),
+        ("update_log_settings", {"settings": {"log_verbose_level": 1}}),
+    ],
+    ids=str,
+)
+def test_what_is_not_here_says_so(grpc, http, method, given):
+    for client, status in ((grpc, "StatusCode.UNIMPLEMENTED"), (http, "501")):
+        with pytest.raises(InferenceServerException, match="is not supported: this") as error:
+            getattr(client, method)(**given)
+        assert error.value.status() == status
+
+
+@pytest.mark.parametrize("version", ["2", "01", "0", "latest", "-1"])
+def test_there_is_version_1_alone(grpc, http, stream, version):
+    called = {"model_name": "ensemble", "model_version": version}
+    told = f"'ensemble' version '{version}' is not found; there are tensorrt_llm.*, version 1"
+    for client, module in ((grpc, grpcclient), (http, httpclient)):
+        inputs = inputs_of(module, text_input=[b"Tom"], max_tokens=1)
+        assert not client.is_model_ready(**called)
+        for call in (
+            client.get_model_metadata,
+            client.get_model_config,
+            client.get_inference_statistics,
+            functools.partial(client.infer, inputs=inputs),
+        ):
+            with pytest.raises(InferenceServerException, match=told) as error:
+                call(**called)
+            assert error.value.status() in ("404", "StatusCode.NOT_FOUND")
+        assert client.infer("ensemble", inputs, model_version="1").get_response()
+    stream.send("ensemble", parameters={"model_version": version}, text_input=[b"Tom"])
+    assert f"version '{version}' is not found" in str(stream.next().error)
 
 
 numbers = st.one_of(

@@ -177,6 +177,26 @@ def test_an_adapter_comes_once_and_later_by_its_id(infer, expected, tmp_path, se
     server.engine.manager.forget_adapter(task["lora_task_id"])
 
 
+def test_weights_of_an_adapter_come_in_any_float_datatype(grpc, expected, tmp_path, server):
+    given, config = load_peft_adapter(an_adapter(tmp_path / "adapter", seed=3))
+    weights = torch.as_tensor(given).bfloat16().float().numpy()  # all datatypes hold these
+    task = {"lora_task_id": 40, "lora_config": np.asarray(config), "return_log_probs": True}
+    wanted = expected(TOKENS, 8, lora_weights=weights, **task)
+    uppers = (weights.view("<u4") >> 16).astype("<u2")
+    for datatype, sent in (("FP16", weights.astype("<f2")), ("FP32", weights), ("BF16", uppers)):
+        server.engine.manager.forget_adapter(40)
+        tensor = grpcclient.InferInput("lora_weights", [1, *weights.shape], datatype)
+        tensor._raw_content = sent.tobytes()  # NumPy has no BF16
+        inputs = inputs_of(grpcclient, **prompt(*TOKENS, **task))
+        found = arrays_of(grpc.infer("tensorrt_llm", [*inputs, tensor]))
+        assert generated(found) == list(wanted.generated_ids[0])
+        np.testing.assert_allclose(
+            found["output_log_probs"], wanted.tensors["output_log_probs"], rtol=1e-6
+        )
+    server.engine.manager.forget_adapter(40)
+    assert wanted.generated_ids != expected(TOKENS, 8).generated_ids
+
+
 def test_sequences_are_told_apart_by_their_index(stream, expected):
     given = {**SAMPLED, "num_return_sequences": 6}
     stream.send(**prompt(*TOKENS, **given))
