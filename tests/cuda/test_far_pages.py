@@ -21,12 +21,12 @@ from gptmanager.memory.device_kv_pool import DeviceKvPool
 
 FAR = 2**31
 HEAD_DIM, TOKENS = 256, 64
-NUM_FAR = FAR // (HEAD_DIM * TOKENS)  # blocks of one KV head
+NUM_FAR = {dim: FAR // (dim * TOKENS) for dim in (128, HEAD_DIM)}  # blocks of one KV head
 _NORESERVE = 0x4000  # no memory for what is not written to; `mmap` names it from Python 3.13 on
 
 
-def far_pages(machine, own, num_far=NUM_FAR):
-    """`own` pages `[blocks, 1, TOKENS, HEAD_DIM]` behind so many others. Of these only a GPU has
+def far_pages(machine, own, num_far):
+    """`own` pages `[blocks, 1, tokens, head_dim]` behind so many others. Of these only a GPU has
     the memory.
     """
     shape = (num_far + len(own), *own.shape[1:])
@@ -47,10 +47,12 @@ def far_pages(machine, own, num_far=NUM_FAR):
 class FarRows(PagedRows):
     def __post_init__(self):
         super().__post_init__()
-        self.block_tables[self.block_tables >= 0] += NUM_FAR
+        self.num_far = NUM_FAR[self.head_dim]
+        self.block_tables[self.block_tables >= 0] += self.num_far
 
     def pages_on(self, machine):
-        return Pages(far_pages(machine, self.keys).mT, far_pages(machine, self.values), None)
+        keys, values = (far_pages(machine, own, self.num_far) for own in (self.keys, self.values))
+        return Pages(keys.mT, values, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -59,28 +61,35 @@ def test_attention(machine, attention, dtype):
     attention.check(machine, FarRows([(1, 130)], 2, 1, HEAD_DIM, TOKENS, dtype))
 
 
+def test_attention_by_warpgroups(machine, monkeypatch):
+    context.choosing(machine, "warpgroups", monkeypatch)
+    context.check(machine, FarRows([(1, 130)], 2, 1, 128, TOKENS))
+
+
 def test_writes(machine):
     own = torch.zeros(2, 1, TOKENS, HEAD_DIM, dtype=torch.bfloat16)
-    keys, values = far_pages(machine, own), far_pages(machine, own)
+    num_far = NUM_FAR[HEAD_DIM]
+    keys, values = (far_pages(machine, own, num_far) for _ in range(2))
     qkv = randn(1, 3 * HEAD_DIM, dtype=torch.bfloat16)
-    cell = torch.tensor([(NUM_FAR + 1) * TOKENS + 5], dtype=torch.int32)
+    cell = torch.tensor([(num_far + 1) * TOKENS + 5], dtype=torch.int32)
     given = [qkv, torch.zeros(1, dtype=torch.int64), cell]
     queries = machine.empty((1, 1, HEAD_DIM), torch.bfloat16)
     rope_and_write(machine.launcher, queries, *map(machine.tensor, given), Pages(keys.mT, values))
     for pages, new in ((keys, qkv[0, HEAD_DIM : 2 * HEAD_DIM]), (values, qkv[0, 2 * HEAD_DIM :])):
         expected = own.clone()
         expected[1, 0, 5] = new
-        assert torch.equal(pages[NUM_FAR:].cpu(), expected)
+        assert torch.equal(pages[num_far:].cpu(), expected)
 
 
 def test_copies(machine):
-    """Which are of 16 bytes: more than 2^31 of these."""
-    own = randn(3, 1, TOKENS, HEAD_DIM, dtype=torch.bfloat16)
-    far = 16 // own.itemsize * NUM_FAR
-    pages = far_pages(machine, own, far)
-    copies = machine.tensor(as_tensor([(far + 2, far, TOKENS)], "cpu"))
-    copy_blocks(machine.launcher, pages[None], pages[None], copies)
-    assert torch.equal(pages[far:].cpu(), own[[2, 1, 2]])
+    """Blocks of 16 bytes, of two layers: more than 2^31 of them."""
+    own = randn(3, 1, 1, 8, dtype=torch.bfloat16)
+    pages = far_pages(machine, own, FAR + 1)
+    last = (FAR + 4) // 2 - 1  # of each layer
+    layers = pages.view(2, last + 1, 1, 1, 8)
+    copies = machine.tensor(as_tensor([(last, last - 2, 1)], "cpu"))
+    copy_blocks(machine.launcher, layers, layers, copies)
+    assert torch.equal(pages[FAR + 1 :].cpu(), own[[2, 1, 2]])
 
 
 def test_a_pool_of_more_rows_than_kernels_count(machine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_CONTEXT = "test_context_attention test_attention_borders test_far_pages"
 # Not intrinsics.cuh: the emulator has other bodies, and test_machine_code.py tells what they are.
 _CUDA = {
     "activations.cu": "test_activations",
@@ -12,8 +13,10 @@ _CUDA = {
     "block_copy.cu": "test_block_copy test_far_pages",
     "cache_write.cu": "test_cache_write test_far_pages",
     "choice.cuh": "test_beam_step_kernel test_log_probs_kernel test_sampling_kernel",
-    "context_attention.cu": "test_context_attention test_attention_borders test_far_pages",
-    "context_tiles.cuh": "test_context_attention test_attention_borders test_far_pages",
+    "context_attention.cu": _CONTEXT,
+    "context_softmax.cuh": _CONTEXT,
+    "context_tiles.cuh": _CONTEXT,
+    "context_work.cuh": _CONTEXT,
     "float_attention.cu": "test_attention_borders test_generation_attention test_context_attention"
     " test_far_pages",
     "fp8.cuh": "test_fp8_conversion test_cache_write test_generation_attention",
@@ -30,19 +33,26 @@ _CUDA = {
     "product_sums.cuh": "test_products test_lora",
     "sampling.cu": "test_sampling_kernel",
     "token_masks.cu": "test_token_masks_kernel",
+    "warpgroup_attention.cu": "test_context_attention test_far_pages",
 }
 _PRODUCTS = "test_packed_products test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
     "adapter_words.py": "test_kernel_memory test_adapter_kernels",
+    "adapter_plan.py": "test_kernel_memory test_adapter_kernels",
     "adapters.py": "test_kernel_memory test_adapter_kernels",
+    "attention_arguments.py": "test_kernel_memory test_kernels",
     "attention_task.py": "test_kernel_memory test_kernels",
+    "lanes.py": "test_kernel_memory test_kernels test_adapter_kernels",
+    "machine_code.py": "test_kernels",
     "matrix_product.py": _PRODUCTS,
     "matrix_tiles.py": _PRODUCTS,
     "packed_matrix.py": _PRODUCTS,
     "paged_attention.py": "test_kernel_memory test_kernels",
     "product_plan.py": _PRODUCTS,
     "products.py": "test_kernel_memory test_kernels",
+    "reference.py": "test_kernels test_adapter_kernels test_float64",
+    "threads.py": "test_kernels test_adapter_kernels",
     "token_loops.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }

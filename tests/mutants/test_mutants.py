@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 from covering import covering_tests, files
 from mutations import Mutant, mutants_of, sample
-from trials import KILLED, NO_COMPILE, SURVIVED, TIMEOUT, Trial, check_tests, trees, try_all
+from trials import (
+    KILLED,
+    NO_COMPILE,
+    SURVIVED,
+    TIMEOUT,
+    Trial,
+    check_tests,
+    trees,
+    try_all,
+    verdict,
+)
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -157,6 +167,20 @@ def test_what_becomes_of_mistakes(project):
     found = {trial.mutant.after.removeprefix("    return "): trial.verdict for trial in trials}
     assert found == mistakes
     assert not folder.exists() and before == {path: path.read_bytes() for path in before}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("E   RuntimeError: LLVM IR parsing error\nE   <string>:90:61: error: align 3", NO_COMPILE),
+        ("E   TypeError: mask\n\n/lib/llvmlite/ir/instructions.py:742: TypeError\n", NO_COMPILE),
+        ("E   numba.core.errors.TypingError: Failed in nopython mode", NO_COMPILE),
+        ("E   AssertionError: assert 4 == 5\n\ntests/test_words.py:7: AssertionError\n", KILLED),
+        ("    from llvmlite import ir\nE   RuntimeError: no LLVM IR parsing error", KILLED),
+    ],
+)
+def test_what_is_no_code_is_not_dead(said, expected):
+    assert verdict(1, said) == expected
 
 
 def test_tests_that_take_too_long(project):

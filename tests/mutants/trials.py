@@ -24,7 +24,10 @@ KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 NO_COMPILE, EQUIVALENT = "no compile", "equivalent"
 DEAD = (KILLED, TIMEOUT)
 _NO_COMPILE = re.compile(
-    r"does not compile:|^E +(?:numba\.core\.errors\.|SyntaxError)", re.MULTILINE
+    r"does not compile:"
+    r"|^E +(?:numba\.core\.errors\.|SyntaxError|RuntimeError: LLVM IR parsing error)"
+    r"|^\S*\bllvmlite/\S+:\d+: \w+$",  # where words are put together that do not fit
+    re.MULTILINE,
 )
 
 
