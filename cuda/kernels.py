@@ -23,6 +23,7 @@ from gptmanager.cuda.generation_attention import (
 )
 from gptmanager.cuda.generation_plan import max_num_items, plan_generation
 from gptmanager.cuda.launch import Launcher
+from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.paged_kernels import HEAD_DIMS, has_group
 from gptmanager.cuda.product_choice import ProductChoice, Seconds
 from gptmanager.kernels.adapter_arguments import StepAdapters
@@ -60,12 +61,13 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: Launcher, deterministic: bool = False) -> None:
         super().__init__(deterministic)
         self._launcher = launcher
+        self._own_products = OwnProducts(launcher)
         self._choice = ProductChoice()
 
     def measure_products(self, weights: Iterable[Matrix], device: str, seconds: Seconds) -> None:
         """Time products with these weights; the arguments are those of `ProductChoice.measure`."""
         if self._launcher.has_products and not self.deterministic:
-            self._choice.measure(self._launcher, map(plain, weights), device, seconds)
+            self._choice.measure(self._own_products, map(plain, weights), device, seconds)
 
     def plan(
         self,
@@ -136,7 +138,10 @@ class CudaKernels(Kernels):
         if not self._multiplies(x, matrix):
             return super().linear(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix))
-        products.multiply(self._launcher, out, x, matrix, bias)
+        if self.deterministic:  # whatever the number of rows
+            products.multiply(self._launcher, out, x, matrix, bias)
+        else:
+            self._own_products.multiply(out, x, matrix, bias)
         return out
 
     def linear_silu_mul(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -145,14 +150,16 @@ class CudaKernels(Kernels):
         if self.deterministic or not self._multiplies(x, matrix):
             return super().linear_silu_mul(x, matrix, bias)
         out = x.new_empty(len(x), len(matrix) // 2)
-        products.multiply_silu(self._launcher, out, x, matrix, bias)
+        self._own_products.multiply(out, x, matrix, bias, silu=True)
         return out
 
     def _multiplies(self, x: Tensor, matrix: Tensor) -> bool:
         """By the matrix alone, where it must not depend on the number of rows."""
-        if not self._launcher.has_products or not products.covers(x, matrix):
+        if not self._launcher.has_products:
             return False
-        return self.deterministic or self._choice.is_ours(len(x), matrix)
+        if self.deterministic:
+            return products.covers(x, matrix)
+        return self._choice.is_ours(len(x), matrix) and self._own_products.covers(x, matrix)
 
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str

@@ -30,6 +30,7 @@ from gptmanager.cuda import (
     norms,
     products,
     sampling,
+    tiled_products,
     token_masks,
     warpgroup_attention,
 )
@@ -39,6 +40,7 @@ from gptmanager.cuda.launch import NAMES, Program
 PROGRAMS: tuple[Program, ...] = (
     norms.PROGRAM,
     products.PROGRAM,
+    tiled_products.PROGRAM,
     lora.PROGRAM,
     activations.PROGRAM,
     cache_write.PROGRAM,

@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.cuda.launch import Launcher
-from gptmanager.cuda.products import FEW_ROWS, covers, multiply
+from gptmanager.cuda.own_products import OwnProducts
+from gptmanager.cuda.products import FEW_ROWS, covers
 from gptmanager.lifecycle.log import logger
 
 Run = Callable[[], Tensor]
 Seconds = Callable[[Run], float]
 Key = tuple[torch.Size, torch.dtype]
 
-_NUMBERS = (1, 2, 4, 8, FEW_ROWS)  # of rows, that are timed; others are as the next one
+_NUMBERS = (1, 2, 4, 8, FEW_ROWS, 32, 64, 128, 256)  # of rows; others are as the next one
+_UNMEASURED = frozenset(number for number in _NUMBERS if number <= FEW_ROWS)
 _MARGIN = 0.97  # less is noise
 _AT_ONCE = 8  # weights of one size, one after the other: together larger than a cache
 _known: dict[tuple[str, Key], frozenset[int]] = {}  # by device, for all managers of a process
@@ -30,18 +31,16 @@ class ProductChoice:
     """Of one model."""
 
     def __init__(self) -> None:
-        self._lost: dict[Key, frozenset[int]] = {}  # numbers of rows at which torch is faster
+        self._ours: dict[Key, frozenset[int]] = {}  # numbers of rows at which torch is no faster
 
     def is_ours(self, num_rows: int, weight: Tensor) -> bool:
-        """Whether a product of so many rows is for `multiply`."""
-        if num_rows > FEW_ROWS:
-            return False
-        number = next(number for number in _NUMBERS if num_rows <= number)
-        return number not in self._lost.get((weight.shape, weight.dtype), ())
+        """Whether a product of so many rows is for `OwnProducts`."""
+        number = next((number for number in _NUMBERS if num_rows <= number), None)
+        return number in self._ours.get((weight.shape, weight.dtype), _UNMEASURED)
 
     def measure(
         self,
-        launcher: Launcher,
+        own: OwnProducts,
         weights: Iterable[Tensor],
         device: str,
         seconds: Seconds,
@@ -57,24 +56,26 @@ class ProductChoice:
                 continue
             if (device, key) not in _known:
                 try:
-                    _known[device, key] = _compare(launcher, group[:_AT_ONCE], seconds)
+                    _known[device, key] = _compare(own, group[:_AT_ONCE], seconds)
                 except torch.OutOfMemoryError:
                     logger.warning("no memory to time products: those of few rows are ours")
                     return
-            self._lost[key] = _known[device, key]
+            self._ours[key] = _known[device, key]
 
 
-def _compare(launcher: Launcher, weights: list[Tensor], seconds: Seconds) -> frozenset[int]:
-    """At which numbers of rows torch is faster."""
+def _compare(own: OwnProducts, weights: list[Tensor], seconds: Seconds) -> frozenset[int]:
+    """At which numbers of rows ours are to be used."""
     width, depth = weights[0].shape
-    lost, ours_us, torch_us = set(), [], []
+    numbers, better, ours_us, torch_us = [], set(), [], []
     for number in _NUMBERS:
         x = torch.randn(number, depth, device=weights[0].device).to(weights[0].dtype)
+        if not own.covers(x, weights[0]):
+            continue
         out = x.new_empty(number, width)
 
         def ours(x: Tensor = x, out: Tensor = out) -> Tensor:
             for weight in weights:
-                multiply(launcher, out, x, weight)
+                own.multiply(out, x, weight, None)
             return out
 
         def by_torch(x: Tensor = x, out: Tensor = out) -> Tensor:
@@ -82,14 +83,15 @@ def _compare(launcher: Launcher, weights: list[Tensor], seconds: Seconds) -> fro
                 out = F.linear(x, weight)
             return out
 
+        numbers.append(number)
         ours_us.append(seconds(ours) * 1e6 / len(weights))
         torch_us.append(seconds(by_torch) * 1e6 / len(weights))
-        if torch_us[-1] < _MARGIN * ours_us[-1]:
-            lost.add(number)
+        if torch_us[-1] >= _MARGIN * ours_us[-1]:
+            better.add(number)
     told = (", ".join(f"{it:.1f}" for it in figures) for figures in (ours_us, torch_us))
     logger.info(
-        "products with %d x %d %s at %s rows: %s us by our kernel, %s us by torch",
+        "products with %d x %d %s at %s rows: %s us by our kernels, %s us by torch",
         *(width, depth, str(weights[0].dtype).removeprefix("torch.")),
-        *(", ".join(map(str, _NUMBERS)), *told),
+        *(", ".join(map(str, numbers)), *told),
     )
-    return frozenset(lost)
+    return frozenset(better)

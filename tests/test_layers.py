@@ -112,6 +112,8 @@ cuda/                     every CUDA kernel with its launcher, and an emulator t
     paged_kernels         what the kernels over pages take: heads, dtypes
     norms                 residual add, RMSNorm, LayerNorm
     products              products of few rows with a matrix
+    tiled_products        products of some more rows, and how blocks share them
+    own_products          a product by the kernel for its number of rows
     lora                  low-rank adapters on a step's tokens
     product_choice        which of them are ours, and which torch's, by a measurement
     activations           SiLU times up, GELU

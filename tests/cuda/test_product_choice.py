@@ -10,6 +10,7 @@ from kernel_values import close, randn
 from gptmanager.cuda import product_choice
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.launch import EmulatorLauncher
+from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.product_choice import ProductChoice
 from gptmanager.cuda.streams import DeviceStream
 from gptmanager.kernels.adapter_arguments import AdapterModule
@@ -39,52 +40,70 @@ def weights(count, width, depth):
     return [randn(width, depth, dtype=torch.bfloat16, seed=i) for i in range(count)]
 
 
+@pytest.fixture
+def own(launcher):
+    return OwnProducts(launcher)
+
+
 def test_up_to_16_rows_are_ours_unless_measured():
     choice, (weight,) = ProductChoice(), weights(1, 8, 8)
-    assert [choice.is_ours(rows, weight) for rows in (1, 16, 17)] == [True, True, False]
+    assert [choice.is_ours(rows, weight) for rows in (1, 16, 17, 256, 257)] == [
+        *(True, True, False, False, False),
+    ]
 
 
-def test_the_faster_one_is_chosen_and_the_log_tells(launcher, caplog):
-    """By turns ours and torch's, at 1, 2, 4, 8 and 16 rows; a percent is noise."""
+def test_the_faster_one_is_chosen_and_the_log_tells(own, caplog):
+    """By turns ours and torch's, at 1, 2, 4, 8, 16, ... 256 rows; a percent is noise."""
     caplog.set_level("INFO", "gptmanager")
-    times = iter([4e-6, 8e-6, 4e-6, 3e-6, 4e-6, 3.96e-6, 4e-6, 2e-6, 4e-6, 5e-6])
-    runs = []
+    by_torch = iter([8, 3, 3.96, 2, 5, 5, 3, 3.9, 3])
+    runs, times = [], iter([1e-6 * it for other in by_torch for it in (4, other)])
 
     def seconds(run):
         runs.append(run())
-        return 10 * next(times)
+        return 8 * next(times)
 
-    choice, own = ProductChoice(), weights(10, 8, 16)
-    choice.measure(launcher, own, "card", seconds)
+    choice, measured = ProductChoice(), weights(8, 8, 16)
+    choice.measure(own, measured, "card", seconds)
 
-    numbers = (1, 2, 3, 4, 5, 8, 9, 16)
-    ours = [choice.is_ours(rows, own[0]) for rows in numbers]
-    assert ours == [True, False, True, True, False, False, True, True]
-    assert choice.is_ours(2, own[0].float()) and choice.is_ours(2, own[0].T)
-    assert [len(it) for it in runs] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16]
+    numbers = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257)
+    ours = [choice.is_ours(rows, measured[0]) for rows in numbers]
+    few = [True, False, True, True, False, False, True, True]
+    assert ours == [*few, True, True, False, False, True, True, False, False, False]
+    assert choice.is_ours(2, measured[0].float()) and choice.is_ours(2, measured[0].T)
+    assert [len(it) for it in runs[::2]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     for one, other in zip(runs[::2], runs[1::2], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     assert caplog.messages == [
-        "products with 8 x 16 bfloat16 at 1, 2, 4, 8, 16 rows: 5.0, 5.0, 5.0, 5.0, 5.0 us by our "
-        "kernel, 10.0, 3.8, 5.0, 2.5, 6.2 us by torch"
+        "products with 8 x 16 bfloat16 at 1, 2, 4, 8, 16, 32, 64, 128, 256 rows: 4.0, 4.0, 4.0, "
+        "4.0, 4.0, 4.0, 4.0, 4.0, 4.0 us by our kernels, 8.0, 3.0, 4.0, 2.0, 5.0, 5.0, 3.0, 3.9, "
+        "3.0 us by torch"
     ]
 
     again = ProductChoice()
-    again.measure(launcher, own, "card", seconds)  # nothing is timed: there are no times left
-    assert [again.is_ours(rows, own[0]) for rows in numbers] == ours
+    again.measure(own, measured, "card", seconds)  # nothing is timed: there are no times left
+    assert [again.is_ours(rows, measured[0]) for rows in numbers] == ours
 
 
-def test_what_the_kernel_does_not_take_is_not_timed(launcher):
-    ProductChoice().measure(launcher, weights(1, 8, 12), "card", None)
+def test_many_rows_of_float32_are_torchs(own, caplog):
+    caplog.set_level("INFO", "gptmanager")
+    choice, (weight,) = ProductChoice(), weights(1, 8, 16)
+    choice.measure(own, [weight.float()], "card", lambda run: 1e-6)
+    assert "at 1, 2, 4, 8, 16 rows: 1.0," in caplog.text
+    assert [choice.is_ours(rows, weight.float()) for rows in (16, 17)] == [True, False]
 
 
-def test_no_memory_to_measure(launcher, caplog):
+def test_what_the_kernel_does_not_take_is_not_timed(own):
+    ProductChoice().measure(own, weights(1, 8, 12), "card", None)
+
+
+def test_no_memory_to_measure(own, caplog):
     def seconds(run):
         raise torch.OutOfMemoryError("none")
 
-    choice, own = ProductChoice(), weights(1, 8, 16)
-    choice.measure(launcher, own, "card", seconds)
-    assert choice.is_ours(16, own[0]) and "no memory to time products" in caplog.text
+    choice, (weight,) = ProductChoice(), weights(1, 8, 16)
+    choice.measure(own, [weight], "card", seconds)
+    assert choice.is_ours(16, weight) and not choice.is_ours(17, weight)
+    assert "no memory to time products" in caplog.text
 
 
 def test_ops_of_few_rows_are_kernels(launcher):
@@ -101,6 +120,22 @@ def test_ops_of_few_rows_are_kernels(launcher):
     odd = randn(40, 70)
     close(kernels.linear(randn(1, 70), odd), F.linear(randn(1, 70).double(), odd.double()))
     assert launcher.names[-1] == "silu_mul", "rows of 280 bytes"
+
+
+def test_ops_of_more_rows_are_kernels_where_they_are_faster(launcher):
+    kernels, weight = CudaKernels(launcher), randn(40, 72, dtype=torch.bfloat16)
+    kernels.measure_products([weight], "card", lambda run: 1e-6)
+    launcher.names.clear()
+    bias = randn(40, dtype=torch.bfloat16, seed=2)
+    for rows, name in ((16, "multiply"), (17, "multiply_tiles"), (256, "multiply_tiles")):
+        x = randn(rows, 72, dtype=torch.bfloat16, seed=3)
+        product = F.linear(x.double(), weight.double(), bias.double())
+        close(kernels.linear(x, weight, bias), product)
+        gate, up = product.chunk(2, dim=1)
+        close(kernels.linear_silu_mul(x, weight, bias), F.silu(gate) * up)
+        assert launcher.names[-2:] == [name, name]
+    kernels.linear(randn(257, 72, dtype=torch.bfloat16), weight, bias)
+    assert len(launcher.names) == 6, "more are torch's"
 
 
 def test_the_emulator_leaves_products_to_torch(toolchain):
@@ -139,7 +174,7 @@ def test_on_a_device():
     stream, choice = DeviceStream("cuda"), ProductChoice()
     own = [weight.cuda() for weight in weights(2, 4096, 4096)]
     with stream, torch.inference_mode():
-        choice.measure(stream.launcher, own, "card", stream.seconds)
+        choice.measure(OwnProducts(stream.launcher), own, "card", stream.seconds)
         replay, result = stream.capture(lambda: own[0] + 1)
         replay()
         stream.synchronize()

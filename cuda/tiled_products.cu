@@ -1,0 +1,246 @@
+// out[row, n] = sum over k of x[row, k] * weight[n, k] (+ bias[n]), for some rows more than products.cu
+// is made for. With SILU the weight holds the rows of a gate, then those of an up projection:
+// out = gate / (1 + e^-gate) * up.
+//
+// A tile is all rows of x and 32 * N rows of the weight, so that each weight is read once. The rounds
+// of all tiles, each of DEPTH elements of the sums, stand in a line that is cut into equal shares, one
+// for a block. The sum of an element takes its rounds in their order; where blocks share a tile, the
+// last of them to come adds their sums, in the order of the blocks. So it depends on M, N and the
+// length of a share, and neither on the other rows nor on which block comes last.
+#include "numerics.cuh"
+
+constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
+constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a round: 128 bytes of each row
+constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
+
+// A warp has M matrices of 16 rows of x, and N of 8 rows of the weight. Where registers and shared
+// memory have room for two blocks, one multiplies while the other waits.
+template <class Element, int M_, int N_, bool HAS_SILU> struct Kind {
+    using T = Element;
+    static constexpr int M = M_, N = N_;
+    static constexpr bool SILU = HAS_SILU;
+    static constexpr int ROWS = WARP_ROWS * 16 * M, WEIGHTS = WARP_COLUMNS * 8 * N;
+    static constexpr int COLUMNS = WEIGHTS / (SILU ? 2 : 1);  // of the result
+    static constexpr int SPAN = 8 * N / (SILU ? 2 : 1);       // those of a warp
+    static constexpr int RESIDENT = M * N <= 16 && N == 4 ? 2 : 1;
+    static constexpr int STAGES = M >= 4 ? 3 : 4;
+    static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;  // elements
+};
+
+// Where the 8 elements from 8 * `vector` on of a row lie in shared memory: the rows of a matrix share
+// no bank.
+__device__ inline int turned(int row, int vector) { return row * DEPTH + (vector ^ row % 8) * 8; }
+
+// The copies of a block, a round at a time, which run ahead of the sums into the next tile.
+template <class K, class T = typename K::T> struct Copies {
+    const T *x, *weight;
+    int num_rows, width, depth, rounds;
+    int last, ahead, tile, round, stage;  // `last`: of the block's rounds, excluded
+
+    __device__ Copies(const T* x, const T* weight, int num_rows, int width, int depth, int share)
+        : x(x), weight(weight), num_rows(num_rows), width(width), depth(depth),
+          rounds((depth + DEPTH - 1) / DEPTH) {
+        int total = (width + K::COLUMNS - 1) / K::COLUMNS * rounds;
+        ahead = blockIdx.x * share, last = min(ahead + share, total);
+        tile = ahead / rounds, round = ahead % rounds, stage = 0;
+    }
+    __device__ int element() const { return round * DEPTH + threadIdx.x % VECTORS * 8; }
+
+    // The row of the weight that is row `row` of the tile, -1: none. Of a warp's rows with SILU the
+    // first half is of the gate.
+    __device__ int find(int row) const {
+        int own = row % (8 * K::N), column = tile * K::COLUMNS + row / (8 * K::N) * K::SPAN;
+        column += own % K::SPAN;
+        return column >= width ? -1 : own < K::SPAN ? column : column + width;
+    }
+    __device__ void advance() {
+        ahead++;
+        if (++round == rounds) round = 0, tile++;
+        if (++stage == K::STAGES) stage = 0;
+    }
+    // To L2, of the weight only: nothing else is certain before `wait_for_previous`.
+    __device__ void prefetch() const {
+        if (ahead >= last || element() >= depth) return;
+#pragma unroll
+        for (int i = 0; i < K::N; i++) {
+            int row = find(threadIdx.x / VECTORS + i * COPIED);
+            if (row >= 0) ptx::prefetch_l2(weight + size_t(row) * depth + element());
+        }
+    }
+    __device__ void copy(T* stages) {
+        if (ahead < last) {
+            T* to = stages + stage * K::STAGE;
+            int own = threadIdx.x / VECTORS, vector = threadIdx.x % VECTORS;
+            bool inside = element() < depth;
+#pragma unroll
+            for (int i = 0; i < K::N; i++) {
+                int row = find(own + i * COPIED);
+                bool valid = inside && row >= 0;
+                const T* from = weight + (valid ? size_t(row) * depth + element() : 0);
+                ptx::cp_async_16(to + turned(K::ROWS + own + i * COPIED, vector), from, valid);
+            }
+#pragma unroll
+            for (int i = 0; i < K::M; i++) {
+                int row = own + i * COPIED;
+                bool valid = inside && row < num_rows;
+                const T* from = x + (valid ? size_t(row) * depth + element() : 0);
+                ptx::cp_async_16(to + turned(row, vector), from, valid);
+            }
+        }
+        ptx::cp_async_commit();
+        advance();
+    }
+};
+
+// A warp's sums of a tile, as mma.sync leaves them; each second matrix of rows is another warp's.
+template <class K> struct TileSums {
+    float values[K::M][K::N][4] = {};
+    int warp_row = threadIdx.x / 32 % WARP_ROWS, warp_column = threadIdx.x / 32 / WARP_ROWS;
+    int matrices;  // that have rows
+
+    __device__ explicit TileSums(int num_rows)
+        : matrices((num_rows - warp_row * 16 + WARP_ROWS * 16 - 1) / (WARP_ROWS * 16)) {}
+
+    template <class Visit> __device__ void each(Visit visit) {
+#pragma unroll
+        for (int m = 0; m < K::M; m++) {
+            if (m >= matrices) break;
+#pragma unroll
+            for (int n = 0; n < K::N; n++) visit(values[m][n], m, n);
+        }
+    }
+    template <class T> __device__ void add_round(const T* stage) {
+        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
+        int x_row = warp_row * 16 + matrix % 2 * 8 + row;
+        int weight_row = K::ROWS + warp_column * 8 * K::N + matrix / 2 * 8 + row;
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; k++) {
+            unsigned b[K::N / 2][4];
+#pragma unroll
+            for (int n = 0; n < K::N / 2; n++)
+                ptx::load_matrix_x4(b[n], stage + turned(weight_row + n * 16, 2 * k + matrix % 2));
+#pragma unroll
+            for (int m = 0; m < K::M; m++) {
+                if (m >= matrices) break;
+                unsigned a[4];
+                const T* from = stage + turned(x_row + m * WARP_ROWS * 16, 2 * k + matrix / 2);
+                ptx::load_matrix_x4(a, from);
+#pragma unroll
+                for (int n = 0; n < K::N; n++) {
+                    const unsigned* own = b[n / 2] + n % 2 * 2;
+                    ptx::mma_m16n8k16(values[m][n], a, own[0], own[1], T());
+                }
+            }
+        }
+    }
+    __device__ float4* place(float* partial, int slot) const {
+        return reinterpret_cast<float4*>(partial) + size_t(slot) * K::M * K::N * THREADS + threadIdx.x;
+    }
+    __device__ void leave(float* partial, int slot) {
+        float4* to = place(partial, slot);
+        each([&](float(&own)[4], int m, int n) {
+            to[(m * K::N + n) * THREADS] = {own[0], own[1], own[2], own[3]};
+        });
+    }
+    // Loads go past L1, which could hold older bytes.
+    __device__ void add(float* partial, int slot) {
+        const float4* from = place(partial, slot);
+        each([&](float(&own)[4], int m, int n) {
+            float4 its = __ldcg(from + (m * K::N + n) * THREADS);
+            own[0] += its.x, own[1] += its.y, own[2] += its.z, own[3] += its.w;
+        });
+    }
+    __device__ void clear() {
+        each([](float(&own)[4], int, int) { own[0] = own[1] = own[2] = own[3] = 0; });
+    }
+    // Columns from `first` on.
+    template <class T>
+    __device__ void store(T* out, const T* bias, int first, int num_rows, int width) {
+        int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        constexpr int MATRICES = K::SPAN / 8;  // of a warp's columns
+#pragma unroll
+        for (int n = 0; n < MATRICES; n++) {
+            int column = first + warp_column * K::SPAN + n * 8 + 2 * t;
+            float added[2][2] = {};  // to the result or the gate, and to the up projection
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (!bias || column + i >= width) continue;
+                added[0][i] = to_float(bias[column + i]);
+                if constexpr (K::SILU) added[1][i] = to_float(bias[width + column + i]);
+            }
+#pragma unroll
+            for (int m = 0; m < K::M; m++) {
+                if (m >= matrices) break;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    int row = (m * WARP_ROWS + warp_row) * 16 + half * 8 + g;
+                    float result[2];
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        result[i] = values[m][n][2 * half + i] + added[0][i];
+                        if constexpr (K::SILU) {
+                            float up = values[m][n + MATRICES][2 * half + i] + added[1][i];
+                            result[i] = result[i] / (1.0f + __expf(-result[i])) * up;
+                        }
+                    }
+                    if (row >= num_rows || column >= width) continue;
+                    T* to = out + size_t(row) * width + column;
+                    if (width % 2 == 0) {
+                        *reinterpret_cast<unsigned*>(to) = pack<T>(result[0], result[1]);
+                    } else {
+                        to[0] = from_float<T>(result[0]);
+                        if (column + 1 < width) to[1] = from_float<T>(result[1]);
+                    }
+                }
+            }
+        }
+    }
+};
+
+// Grid: a block for each `share` rounds. Dynamic shared memory: the stages of a Kind.
+template <class T, int M, int N, bool SILU>
+__global__ void __launch_bounds__(THREADS, Kind<T, M, N, SILU>::RESIDENT) multiply_tiles(
+    T* out,             // [rows, width]
+    float* partial,     // [2 * blocks, M * N, THREADS, 4]: sums of blocks that share a tile
+    unsigned* arrived,  // [blocks], zeros before and after
+    const T* x,         // [rows, depth], at most ROWS
+    const T* weight,    // [width, depth], with SILU [2 * width, depth]
+    const T* bias,      // [width], with SILU [2 * width]; or null
+    int num_rows, int width, int depth, int share) {  // depth: a multiple of 8
+    using K = Kind<T, M, N, SILU>;
+    T* stages = reinterpret_cast<T*>(ptx::dynamic_shared());
+    Copies<K> copies(x, weight, num_rows, width, depth, share);
+    Copies<K> fetched = copies;
+    for (int i = 0; i < K::STAGES - 1; i++) {
+        fetched.prefetch();
+        fetched.advance();
+    }
+    ptx::wait_for_previous();
+#pragma unroll 1
+    for (int i = 0; i < K::STAGES - 1; i++) copies.copy(stages);
+
+    int block = blockIdx.x, rounds = copies.rounds, stage = 0;
+    for (int at = block * share; at < copies.last;) {
+        int tile = at / rounds, begin = tile * rounds, end = begin + rounds;
+        TileSums<K> sums(num_rows);
+        for (int stop = min(end, copies.last); at < stop; at++) {
+            ptx::cp_async_wait<K::STAGES - 2>();
+            __syncthreads();
+            copies.copy(stages);  // over the round that all have done with
+            sums.add_round(stages + stage * K::STAGE);
+            if (++stage == K::STAGES) stage = 0;
+        }
+        int first_block = begin / share, last_block = (end - 1) / share;
+        if (first_block < last_block) {
+            // A block shares two tiles at most: one that begins before it, and one that it begins.
+            auto slot = [&](int of) { return 2 * of + (of == first_block); };
+            sums.leave(partial, slot(block));
+            if (!comes_last(arrived + first_block, last_block - first_block + 1)) continue;
+            sums.clear();
+#pragma unroll 1
+            for (int other = first_block; other <= last_block; other++)
+                sums.add(partial, slot(other));
+        }
+        sums.store(out, bias, tile * K::COLUMNS, num_rows, width);
+    }
+}
