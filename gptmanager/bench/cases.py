@@ -82,7 +82,7 @@ class Sizes:
         Decoder("0.5B", 896, 1152, 4864, 151936),
         Decoder("8B", 4096, 6144, 14336, 128256),
     )
-    few_rows: tuple[int, ...] = (1, 4, 16)  # of a small generation step
+    product_rows: tuple[int, ...] = (1, 4, 16, 64, 256)  # of a generation step
     adapters: Adapters = Adapters()
 
 

@@ -1,5 +1,5 @@
-"""Products of few rows as the kernel benchmark times them: those of a step of a small and a large
-model, as a manager computes them where the kernel is the faster one.
+"""Products as the kernel benchmark times them: those of a generation step of a small and a large
+model, as a manager computes them where our kernel is the faster one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from gptmanager.bench.cases import (
     tolerance,
 )
 from gptmanager.cuda.activations import silu_mul
-from gptmanager.cuda.products import multiply, multiply_silu
+from gptmanager.cuda.own_products import OwnProducts
+from gptmanager.cuda.products import FEW_ROWS
 
 _LARGE = 32 << 20  # bytes of a weight; the time of a smaller one is mostly its launch
-_SHARE_OF_COPY = 0.85
+_SHARE_OF_COPY = 0.85  # of few rows
+_TIMES_ROOFLINE = 1.3  # of more
 
 
 def product_cases(sizes: Sizes) -> list[Case]:
@@ -31,7 +33,7 @@ def product_cases(sizes: Sizes) -> list[Case]:
         _case(sizes, model, number, name, rows)
         for model in sizes.decoders
         for name, number in _weights(model).items()
-        for rows in sizes.few_rows
+        for rows in sizes.product_rows
     ]
 
 
@@ -52,14 +54,16 @@ def _case(sizes: Sizes, model: Decoder, size: tuple[int, int], name: str, rows: 
     itemsize, out_width = sizes.dtype.itemsize, width // 2 if has_silu else width
     weight_bytes = width * depth * itemsize
     is_large = weight_bytes >= _LARGE
+    is_few = rows <= FEW_ROWS
+    goal = Goal("copy", _SHARE_OF_COPY) if is_few else Goal("roofline", _TIMES_ROOFLINE)
     return Case(
         "products",
         f"{name} of {model.name}, {rows} x {depth} x {width}",
         weight_bytes + rows * (depth + out_width) * itemsize,
         partial(_prepare, rows, width, depth, has_silu),
         2 * rows * width * depth,
-        (*([Goal("copy", _SHARE_OF_COPY)] if is_large else ()), Goal("peer", 1.0, "torch")),
-        quick=is_large and rows == sizes.few_rows[0],
+        (*([goal] if is_large else ()), Goal("peer", 1.0, "torch")),
+        quick=is_large and rows in (sizes.product_rows[0], sizes.product_rows[-1]),
     )
 
 
@@ -70,10 +74,10 @@ def _prepare(rows: int, width: int, depth: int, has_silu: bool, bed: Bed) -> Pre
     weights = bed.sets(num_bytes, width, depth, scale=depth**-0.5)
     out = x.new_empty(rows, width // 2 if has_silu else width)
     own = out.clone()
-    by_kernel = multiply_silu if has_silu else multiply
+    products = OwnProducts(bed.launcher)
 
     def ours(number: int) -> Tensor:
-        by_kernel(bed.launcher, out, x, weights[number])
+        products.multiply(out, x, weights[number], None, silu=has_silu)
         return out
 
     def by_torch(number: int) -> Tensor:

@@ -26,7 +26,7 @@ TINY = Sizes(
     copied_blocks=2,
     num_layers=2,
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
-    few_rows=(1, 3),
+    product_rows=(1, 20),
     adapters=Adapters(3, 64, (8,)),
 )
 
