@@ -24,12 +24,13 @@ template <class Element, int M_, int N_, bool HAS_SILU> struct Kind {
     static constexpr int SPAN = 8 * N / (SILU ? 2 : 1);       // those of a warp
     static constexpr int RESIDENT = M * N <= 16 && N == 4 ? 2 : 1;
     static constexpr int STAGES = M >= 4 ? 3 : 4;
+    // Matrices of x that are loaded before products: as many as there are registers for.
+    static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
     static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;  // elements
 };
 
-// Where the 8 elements from 8 * `vector` on of a row lie in shared memory: the rows of a matrix share
-// no bank.
-__device__ inline int turned(int row, int vector) { return row * DEPTH + (vector ^ row % 8) * 8; }
+// Where in its row of a stage the 8 elements from 8 * `vector` on lie: rows of a matrix share no bank.
+__device__ inline int turned(unsigned row, int vector) { return (vector ^ row % 8) * 8; }
 
 // The copies of a block, a round at a time, which run ahead of the sums into the next tile.
 template <class K, class T = typename K::T> struct Copies {
@@ -69,22 +70,21 @@ template <class K, class T = typename K::T> struct Copies {
     }
     __device__ void copy(T* stages) {
         if (ahead < last) {
-            T* to = stages + stage * K::STAGE;
-            int own = threadIdx.x / VECTORS, vector = threadIdx.x % VECTORS;
+            unsigned own = threadIdx.x / VECTORS;  // COPIED is a multiple of 8
+            T* to = stages + stage * K::STAGE + own * DEPTH + turned(own, threadIdx.x % VECTORS);
             bool inside = element() < depth;
+            int start = inside ? element() : 0;  // what is not copied has an address, too
 #pragma unroll
             for (int i = 0; i < K::N; i++) {
                 int row = find(own + i * COPIED);
-                bool valid = inside && row >= 0;
-                const T* from = weight + (valid ? size_t(row) * depth + element() : 0);
-                ptx::cp_async_16(to + turned(K::ROWS + own + i * COPIED, vector), from, valid);
+                const T* from = weight + size_t(max(row, 0)) * depth + start;
+                ptx::cp_async_16(to + (K::ROWS + i * COPIED) * DEPTH, from, inside && row >= 0);
             }
 #pragma unroll
             for (int i = 0; i < K::M; i++) {
                 int row = own + i * COPIED;
-                bool valid = inside && row < num_rows;
-                const T* from = x + (valid ? size_t(row) * depth + element() : 0);
-                ptx::cp_async_16(to + turned(row, vector), from, valid);
+                const T* from = x + size_t(min(row, num_rows - 1)) * depth + start;
+                ptx::cp_async_16(to + i * COPIED * DEPTH, from, inside && row < num_rows);
             }
         }
         ptx::cp_async_commit();
@@ -110,25 +110,33 @@ template <class K> struct TileSums {
         }
     }
     template <class T> __device__ void add_round(const T* stage) {
-        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;
-        int x_row = warp_row * 16 + matrix % 2 * 8 + row;
-        int weight_row = K::ROWS + warp_column * 8 * K::N + matrix / 2 * 8 + row;
+        int matrix = threadIdx.x % 32 / 8, row = threadIdx.x % 8;  // that the lane names
+        const T* rows = stage + (warp_row * 16 + matrix % 2 * 8 + row) * DEPTH;
+        const T* weights =
+            stage + (K::ROWS + warp_column * 8 * K::N + matrix / 2 * 8 + row) * DEPTH;
 #pragma unroll
         for (int k = 0; k < DEPTH / 16; k++) {
             unsigned b[K::N / 2][4];
+            int own = turned(row, 2 * k + matrix / 2), other = turned(row, 2 * k + matrix % 2);
 #pragma unroll
             for (int n = 0; n < K::N / 2; n++)
-                ptx::load_matrix_x4(b[n], stage + turned(weight_row + n * 16, 2 * k + matrix % 2));
+                ptx::load_matrix_x4(b[n], weights + n * 16 * DEPTH + other);
 #pragma unroll
-            for (int m = 0; m < K::M; m++) {
-                if (m >= matrices) break;
-                unsigned a[4];
-                const T* from = stage + turned(x_row + m * WARP_ROWS * 16, 2 * k + matrix / 2);
-                ptx::load_matrix_x4(a, from);
+            for (int first = 0; first < K::M; first += K::AT_ONCE) {
+                unsigned a[K::AT_ONCE][4];
 #pragma unroll
-                for (int n = 0; n < K::N; n++) {
-                    const unsigned* own = b[n / 2] + n % 2 * 2;
-                    ptx::mma_m16n8k16(values[m][n], a, own[0], own[1], T());
+                for (int m = 0; m < K::AT_ONCE; m++) {
+                    const T* from = rows + (first + m) * WARP_ROWS * 16 * DEPTH + own;
+                    if (first + m < matrices) ptx::load_matrix_x4(a[m], from);
+                }
+#pragma unroll
+                for (int m = 0; m < K::AT_ONCE; m++) {
+                    if (first + m >= matrices) break;
+#pragma unroll
+                    for (int n = 0; n < K::N; n++) {
+                        const unsigned* pair = b[n / 2] + n % 2 * 2;
+                        ptx::mma_m16n8k16(values[first + m][n], a[m], pair[0], pair[1], T());
+                    }
                 }
             }
         }
@@ -219,7 +227,7 @@ __global__ void __launch_bounds__(THREADS, Kind<T, M, N, SILU>::RESIDENT) multip
 #pragma unroll 1
     for (int i = 0; i < K::STAGES - 1; i++) copies.copy(stages);
 
-    int block = blockIdx.x, rounds = copies.rounds, stage = 0;
+    int block = blockIdx.x, rounds = copies.rounds;
     for (int at = block * share; at < copies.last;) {
         int tile = at / rounds, begin = tile * rounds, end = begin + rounds;
         TileSums<K> sums(num_rows);
@@ -227,8 +235,7 @@ __global__ void __launch_bounds__(THREADS, Kind<T, M, N, SILU>::RESIDENT) multip
             ptx::cp_async_wait<K::STAGES - 2>();
             __syncthreads();
             copies.copy(stages);  // over the round that all have done with
-            sums.add_round(stages + stage * K::STAGE);
-            if (++stage == K::STAGES) stage = 0;
+            sums.add_round(stages + copies.stage * K::STAGE);  // the oldest is the next to go
         }
         int first_block = begin / share, last_block = (end - 1) / share;
         if (first_block < last_block) {

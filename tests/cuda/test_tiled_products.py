@@ -90,19 +90,18 @@ def test_the_shapes_are_of_every_kind_and_every_way_to_share(toolchain):
 
 
 def test_products_have_no_race(checked_machine):
-    plan = check(checked_machine, 20, 70, 400)
+    plan = check(checked_machine, 20, 24, 400, silu=True)
     assert plan.blocks_of_a_tile > 1
-    check(checked_machine, 33, 20, 40, silu=True)
 
 
 def test_it_does_not_matter_which_block_comes_last(ordered_machines):
-    x, weight, bias = tensors(20, 130, 648)
+    x, weight, bias = tensors(20, 40, 400)
     results = []
     for machine in ordered_machines:
-        launcher, out = machine.launcher, machine.empty((20, 130), torch.bfloat16)
+        launcher, out = machine.launcher, machine.empty((20, 40), torch.bfloat16)
         own, arrived = map(machine.tensor, (x, weight, bias)), new_counters(launcher, out.device)
         multiply_tiles(launcher, out, *own, arrived=arrived)
-        assert plan_product(launcher, 20, 130, 648).blocks_of_a_tile > 2
+        assert plan_product(launcher, 20, 40, 400).blocks_of_a_tile > 2
         results.append(out.cpu())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
