@@ -14,19 +14,17 @@ constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a round: 128 bytes of each
 constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
 
 // A warp has M matrices of 16 rows of x, and N of 8 rows of the weight. Where registers and shared
-// memory have room for two blocks, one multiplies while the other waits.
-template <class Element, int M_, int N_, bool HAS_SILU> struct Kind {
+// memory have room for two blocks (RESIDENT), one multiplies while the other waits.
+template <class Element, int M_, int N_, int STAGES_, int RESIDENT, bool HAS_SILU> struct Kind {
     using T = Element;
-    static constexpr int M = M_, N = N_;
+    static constexpr int M = M_, N = N_, STAGES = STAGES_;
     static constexpr bool SILU = HAS_SILU;
     static constexpr int ROWS = WARP_ROWS * 16 * M, WEIGHTS = WARP_COLUMNS * 8 * N;
     static constexpr int COLUMNS = WEIGHTS / (SILU ? 2 : 1);  // of the result
     static constexpr int SPAN = 8 * N / (SILU ? 2 : 1);       // those of a warp
-    static constexpr int RESIDENT = M * N <= 16 && N == 4 ? 2 : 1;
-    static constexpr int STAGES = M >= 4 ? 3 : 4;
+    static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;    // elements
     // Matrices of x that are loaded before products: as many as there are registers for.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
-    static constexpr int STAGE = (ROWS + WEIGHTS) * DEPTH;  // elements
 };
 
 // Where in its row of a stage the 8 elements from 8 * `vector` on lie: rows of a matrix share no bank.
@@ -205,9 +203,9 @@ template <class K> struct TileSums {
     }
 };
 
-// Grid: a block for each `share` rounds. Dynamic shared memory: the stages of a Kind.
-template <class T, int M, int N, bool SILU>
-__global__ void __launch_bounds__(THREADS, Kind<T, M, N, SILU>::RESIDENT) multiply_tiles(
+// Grid: a block for each `share` rounds. Dynamic shared memory: STAGES stages.
+template <class T, int M, int N, int STAGES, int RESIDENT, bool SILU>
+__global__ void __launch_bounds__(THREADS, RESIDENT) multiply_tiles(
     T* out,             // [rows, width]
     float* partial,     // [2 * blocks, M * N, THREADS, 4]: sums of blocks that share a tile
     unsigned* arrived,  // [blocks], zeros before and after
@@ -215,24 +213,24 @@ __global__ void __launch_bounds__(THREADS, Kind<T, M, N, SILU>::RESIDENT) multip
     const T* weight,    // [width, depth], with SILU [2 * width, depth]
     const T* bias,      // [width], with SILU [2 * width]; or null
     int num_rows, int width, int depth, int share) {  // depth: a multiple of 8
-    using K = Kind<T, M, N, SILU>;
+    using K = Kind<T, M, N, STAGES, RESIDENT, SILU>;
     T* stages = reinterpret_cast<T*>(ptx::dynamic_shared());
     Copies<K> copies(x, weight, num_rows, width, depth, share);
     Copies<K> fetched = copies;
-    for (int i = 0; i < K::STAGES - 1; i++) {
+    for (int i = 0; i < STAGES - 1; i++) {
         fetched.prefetch();
         fetched.advance();
     }
     ptx::wait_for_previous();
 #pragma unroll 1
-    for (int i = 0; i < K::STAGES - 1; i++) copies.copy(stages);
+    for (int i = 0; i < STAGES - 1; i++) copies.copy(stages);
 
     int block = blockIdx.x, rounds = copies.rounds;
     for (int at = block * share; at < copies.last;) {
         int tile = at / rounds, begin = tile * rounds, end = begin + rounds;
         TileSums<K> sums(num_rows);
         for (int stop = min(end, copies.last); at < stop; at++) {
-            ptx::cp_async_wait<K::STAGES - 2>();
+            ptx::cp_async_wait<STAGES - 2>();
             __syncthreads();
             copies.copy(stages);  // over the round that all have done with
             sums.add_round(stages + copies.stage * K::STAGE);  // the oldest is the next to go
