@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -564,6 +565,13 @@ def test_a_body_compiles_where_no_folder_can_hold_its_cache(
     assert machine_code.compiled(body)
 
 
+def test_a_body_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def body(address: int) -> None: ...
+
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    assert machine_code.compiled(body) and list(tmp_path.rglob("*.nbc"))
+
+
 def test_machine_code_of_other_sources_is_never_loaded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -575,6 +583,14 @@ def test_machine_code_of_other_sources_is_never_loaded(
     assert machine_code._stamped(body).__qualname__ == first
     (tmp_path / "lanes.py").write_text("two")
     assert machine_code._stamped(body).__qualname__ != first
+
+
+def test_machine_code_for_records_of_another_layout_is_never_loaded() -> None:
+    def body(address: int) -> None: ...
+
+    others = [FunctionType(body.__code__, {"TASK": np.dtype(kind)}) for kind in ("i4", "i8")]
+    names = {machine_code._stamped(own).__qualname__ for own in others}
+    assert len(names) == 2
 
 
 def test_memory_laid_out_otherwise_is_refused() -> None:
