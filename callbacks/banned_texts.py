@@ -29,6 +29,7 @@ from gptmanager.errors import InvalidRequestError
 Ints = npt.NDArray[np.int64]
 
 _CPU = torch.device("cpu")
+_TAIL = 4  # bytes by which the beginnings of words are looked up
 _MAX_ROOM = 1 << 27  # bytes of the beginnings of words in all lists
 _MAX_KEPT = 1 << 22  # token ids that the states of a list of words may keep: 32 MiB
 
@@ -146,6 +147,10 @@ class _States:
             for length in range(1, len(word)):
                 self._begun.setdefault(word[:length], []).append(word[length:])
         self._longest = max(map(len, self._begun), default=0)
+        # the lengths of the beginnings that end with these bytes, so that few of them are tried
+        self._lengths: dict[bytes, list[int]] = {}
+        for beginning in sorted(self._begun, key=len, reverse=True):
+            self._lengths.setdefault(beginning[-_TAIL:], []).append(len(beginning))
         found = [vocabulary.containing(word) for word in words]
         self._anywhere = np.unique(np.concatenate(found))
         self._kept: dict[tuple[bytes, int, torch.device], Tensor] = {}
@@ -153,15 +158,19 @@ class _States:
 
     def state(self, history: Sequence[int]) -> bytes:
         """Of a text in tokens; those beyond the vocabulary hold none."""
-        of_id, end, longest = self._vocabulary.of_id, b"", self._longest
+        of_id, length, longest = self._vocabulary.of_id, 0, self._longest
+        pieces: list[bytes] = []  # the last one first
         for token in reversed(history):
-            if len(end) >= longest:
+            if length >= longest:
                 break
             if 0 <= token < len(of_id):
-                end = of_id[token] + end
-        for start in range(max(0, len(end) - longest), len(end)):
-            if end[start:] in self._begun:
-                return end[start:]
+                pieces.append(of_id[token])
+                length += len(of_id[token])
+        end = b"".join(reversed(pieces))
+        for size in range(min(_TAIL, length), 0, -1):
+            for number in self._lengths.get(end[-size:], ()):
+                if number <= length and end[length - number :] in self._begun:
+                    return end[length - number :]
         return b""
 
     def banned(self, state: bytes, vocab_size: int, device: torch.device) -> Tensor:
