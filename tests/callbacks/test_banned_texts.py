@@ -106,6 +106,12 @@ def test_a_word_that_the_prompt_begins_is_not_completed():
     assert banned_after(processor, [2], 5) == banned_after(processor, [99, 2], 5) == set()
 
 
+def test_a_word_that_begins_within_itself():
+    processor = BannedTexts(byte_level([b"ab", b"c", b"abc"])).bind(["abababc"])
+    assert banned_after(processor, [0, 0], 4) == {2}
+    assert banned_after(processor, [0, 0, 0], 4) == banned_after(processor, [0] * 9, 4) == {1, 2}
+
+
 def test_a_narrow_model_and_beams():
     tokenizer = byte_level([b"a", b"b", b"ab"])
     processor = BannedTexts(tokenizer).bind(["ab"])
