@@ -1,12 +1,14 @@
 """What metrics count: adding is for the loop's thread, reading for any.
 
-No lock: one thread writes, and a scrape in between misses at most what is added at that moment.
+A scrape in between misses at most what is added at that moment. Of requests, an application may
+decide some things on a thread of its own, so these counts have a lock.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ _FINISH_REASONS = {
     FinishReason.CANCELLED: "cancelled",
 }
 _NUM_METRICS = len(REQUEST_METRICS)
+_LAG = 32  # streamed tokens that an application may have yet to look at, when it ends a request
 Totals = dict[tuple[str, tuple[str, ...]], float]
 
 
@@ -128,24 +131,32 @@ def _since_start(own: dict[str, Any]) -> Totals:
 
 
 class _Open:
-    """A request without a final response. `wait_s`: before Get returned it. `is_scoring`: nobody
-    gets what it generates.
+    """A request that has not ended. `wait_s`: before Get returned it. `num_counted` of its
+    `num_streamed` tokens are counted. `is_scoring`: nobody gets what it generates.
+    `is_ended_by_caller`: it ends when its final response is there, `final`, and the application
+    has decided how much of it counts, `is_decided`: `num_kept` tokens, None: all.
     """
 
-    __slots__ = ("arrival", "wait_s", "num_streamed", "finish_reason", "is_scoring")
+    __slots__ = (
+        *("arrival", "wait_s", "num_streamed", "num_counted", "finish_reason", "is_scoring"),
+        *("is_ended_by_caller", "is_decided", "num_kept", "final"),
+    )
 
     def __init__(self) -> None:
         self.arrival: float | None = None
         self.wait_s = 0.0
-        self.num_streamed = 0
+        self.num_streamed = self.num_counted = 0
         self.finish_reason: str | None = None
-        self.is_scoring = False
+        self.is_scoring = self.is_ended_by_caller = self.is_decided = False
+        self.num_kept: int | None = None
+        self.final: dict[str, Any] | None = None
 
 
 class RequestCounts:
     """From responses. `finished`: how many requests ended, by finish reason.
 
-    A request is known from `arrive`, `fetch`, or its first response on, until its final one.
+    A request is known from `arrive`, `fetch`, or its first response on, until its final one; one
+    that its caller ends until `end_as`, too.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -161,14 +172,17 @@ class RequestCounts:
         }
         self._clock = clock
         self._open: dict[int, _Open] = {}
+        self._lock = threading.Lock()
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
-    def arrive(self, request_id: int, *, is_scoring: bool = False) -> None:
+    def arrive(
+        self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
+    ) -> None:
         request = self._of(request_id)
-        request.is_scoring = is_scoring
+        request.is_scoring, request.is_ended_by_caller = is_scoring, is_ended_by_caller
         if request.arrival is None:
             request.arrival = self._clock()
 
@@ -179,30 +193,51 @@ class RequestCounts:
             if request.arrival is not None:
                 request.wait_s = now - request.arrival
 
-    def end_as(self, request_id: int, finish_reason: str) -> None:
-        request = self._open.get(request_id)
-        if request is not None:
-            request.finish_reason = finish_reason
+    def end_as(
+        self, request_id: int, finish_reason: str | None, num_tokens: int | None = None
+    ) -> None:
+        with self._lock:
+            request = self._open.get(request_id)
+            if request is None:
+                return
+            request.is_decided = True
+            if finish_reason is not None:
+                request.finish_reason = finish_reason
+            if num_tokens is not None:
+                request.num_kept = num_tokens
+            if request.final is not None:
+                del self._open[request_id]
+                self._end(request, request.final)
 
     def withdraw(self, request_id: int, finish_reason: str | None) -> None:
-        if self._open.pop(request_id, None) is not None and finish_reason is not None:
-            self._finish(finish_reason)
+        with self._lock:
+            if self._open.pop(request_id, None) is not None and finish_reason is not None:
+                self._finish(finish_reason)
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str
     ) -> None:
-        if is_final:
-            request = self._open.pop(request_id, None) or _Open()
-            if error:
-                self._finish("error")
-            else:
-                self._end(request, dict(tensors))
-        else:
+        with self._lock:
             request = self._of(request_id)
-            if not request.is_scoring:
-                num_tokens = tensors[0].tensor.shape[-1]
-                request.num_streamed += num_tokens
-                self.generation_tokens += num_tokens
+            if not is_final:
+                self._stream(request, tensors[0].tensor.shape[-1])
+            elif request.is_ended_by_caller and not request.is_decided and not error:
+                request.final = dict(tensors)
+            else:
+                del self._open[request_id]
+                if error:
+                    self._finish("error")
+                else:
+                    self._end(request, dict(tensors))
+
+    def _stream(self, request: _Open, num_tokens: int) -> None:
+        if request.is_scoring:
+            return
+        request.num_streamed += num_tokens
+        lag = _LAG if request.is_ended_by_caller else 0
+        counted = max(request.num_streamed - lag, 0)
+        self.generation_tokens += counted - request.num_counted
+        request.num_counted = counted
 
     def _of(self, request_id: int) -> _Open:
         request = self._open.get(request_id)
@@ -219,8 +254,10 @@ class RequestCounts:
         metrics = by_name["request_metrics"].tolist()[:_NUM_METRICS]
         queue_s, first_s, last_s, _, cached, prompt, generated = metrics
         num_generated = 0 if request.is_scoring else int(generated)
+        if request.num_kept is not None:
+            num_generated = request.num_kept
         self.prompt_tokens += int(prompt)
-        self.generation_tokens += max(num_generated - request.num_streamed, 0)
+        self.generation_tokens += max(num_generated - request.num_counted, 0)
         observe = self._observe
         observe("request_prompt_tokens", prompt)
         observe("request_generation_tokens", num_generated)

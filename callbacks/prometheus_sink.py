@@ -93,12 +93,18 @@ class PrometheusSink:
 
     # From any thread ------------------------------------------------------------------------
 
-    def arrived(self, request_id: int, *, is_scoring: bool = False) -> None:
+    def arrived(
+        self, request_id: int, *, is_scoring: bool = False, is_ended_by_caller: bool = False
+    ) -> None:
         """A client's request waits from now on; told before Get may return it.
 
         `is_scoring`: only its prompt is asked about, and what it generates does not count.
+        `is_ended_by_caller`: the application looks for ends that the manager does not know. It
+        calls `ends_as` for this request in any case, and only then the request has ended.
         """
-        self.requests.arrive(request_id, is_scoring=is_scoring)
+        self.requests.arrive(
+            request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller
+        )
 
     def withdraw(self, request_id: int, finish_reason: str | None = None) -> None:
         """Get will never return this request, which had arrived. It counts as one that ended with
@@ -106,11 +112,16 @@ class PrometheusSink:
         """
         self.requests.withdraw(request_id, finish_reason)
 
-    def ends_as(self, request_id: int, finish_reason: str) -> None:
+    def ends_as(
+        self, request_id: int, finish_reason: str | None, num_tokens: int | None = None
+    ) -> None:
         """The application ends a request, for a reason that the manager cannot know: "stop" for a
-        stop string, "timeout". Told before its final response, of a request that had arrived.
+        stop string, "timeout"; None: for the manager's. Told before its final response, of a
+        request that had arrived; of one that the caller ends, at any time.
+
+        `num_tokens`: so many of its generated tokens count; None: all.
         """
-        self.requests.end_as(request_id, finish_reason)
+        self.requests.end_as(request_id, finish_reason, num_tokens)
 
     def observe_audit(self, is_ok: bool) -> None:
         """Count an audit, `manager.audit().ok`, in `audit_failures_total`."""

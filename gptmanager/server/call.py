@@ -23,6 +23,8 @@ class EngineRequest:
     """One prompt and what to get for it. `by_name`: names and keywords of
     `InferenceRequest.from_tokens`, without the request id; `adapter`: the name of a loaded one.
     `is_scoring`: only the prompt is asked about; what is generated beyond it does not count.
+    `is_ended_by_caller`: who asks may find an end that the engine does not know, and calls
+    `Call.stop` for each end.
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class EngineRequest:
         *,
         adapter: str | None = None,
         is_scoring: bool = False,
+        is_ended_by_caller: bool = False,
         **by_name: Any,
     ) -> None:
         self.tokens = tokens
         self.max_new_tokens = max_new_tokens
         self.adapter = adapter
         self.is_scoring = is_scoring
+        self.is_ended_by_caller = is_ended_by_caller
         self.by_name = by_name
 
 
@@ -67,14 +71,14 @@ class Call:
         generations: Sequence[Generation],
         send_again: Sequence[Callable[[], Generation] | None],
         timeouts_s: Sequence[float | None],
-        cancel: Callable[[Generation, str], None],
+        cancel: Callable[..., None],
         on_end: Callable[[Call], None],
     ) -> None:
         self._running = [
             _Running(generation, PartReader(generation), again)
             for generation, again in zip(generations, send_again, strict=True)
         ]
-        self._cancel = cancel  # for a finish reason
+        self._cancel = cancel  # for a finish reason, after some tokens: `ServerMetrics.cancel`
         self._on_end = on_end
         self._waiter = self._running[0].reader.waiter()
         loop = asyncio.get_running_loop()
@@ -95,6 +99,8 @@ class Call:
             if it.timer is not None:
                 it.timer.cancel()
         self.cancel()
+        for it in self._running:
+            self._cancel(it.generation, None)  # nobody decides any more how it ended
         self._on_end(self)
 
     def parts(self) -> AsyncGenerator[tuple[int, GenerationPart], None]:
@@ -139,13 +145,12 @@ class Call:
                 check_in_time(part.result)
         return [found[index] for index in range(len(self._running))]
 
-    def stop(self, index: int) -> None:
-        """End one request early, because its client has all of it: its text reaches a stop string.
-        Its last part still comes. It counts as stopped, not as cancelled.
+    def stop(self, index: int, finish_reason: str = "stop", num_tokens: int | None = None) -> None:
+        """The client has all of one request; it is ended, if it still runs: its text reaches a stop
+        string. Its last part still comes. It counts as one that ended so, after `num_tokens`, and
+        not as cancelled.
         """
-        generation = self._running[index].generation
-        if not generation.done():
-            self._cancel(generation, "stop")
+        self._cancel(self._running[index].generation, finish_reason, num_tokens)
 
     def cancel(self) -> None:
         """End all that still runs; it counts as cancelled. The last parts still come."""

@@ -217,7 +217,11 @@ class Engine:
         )
         is_try = adapter is not None and not with_weights
         return self.metrics.submit(
-            by_name["request_id"], submit, is_try=is_try, is_scoring=request.is_scoring
+            by_name["request_id"],
+            submit,
+            is_try=is_try,
+            is_scoring=request.is_scoring,
+            is_ended_by_caller=request.is_ended_by_caller,
         )
 
     def _timeout_s(self, request: EngineRequest) -> float | None:

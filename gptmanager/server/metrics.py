@@ -58,13 +58,15 @@ class ServerMetrics(PrometheusSink):
         *,
         is_try: bool = False,
         is_scoring: bool = False,
+        is_ended_by_caller: bool = False,
     ) -> Generation:
         """A request that waits from now on, unless `submit` raises.
 
         `is_try`: it names an adapter that may have left the cache. Where it has, this does not
-        count: it will be sent again with the weights. `is_scoring`: as of `arrived`.
+        count: it will be sent again with the weights. `is_scoring`, `is_ended_by_caller`: as of
+        `arrived`.
         """
-        self.arrived(request_id, is_scoring=is_scoring)
+        self.arrived(request_id, is_scoring=is_scoring, is_ended_by_caller=is_ended_by_caller)
         if is_try:
             self._tries.add(request_id)
         try:
@@ -76,9 +78,13 @@ class ServerMetrics(PrometheusSink):
             self.withdraw(request_id)
             raise
 
-    def cancel(self, generation: Generation, finish_reason: str) -> None:
-        """End a request early; it counts as one that ended with `finish_reason`."""
-        self.ends_as(generation.request_id, finish_reason)
+    def cancel(
+        self, generation: Generation, finish_reason: str | None, num_tokens: int | None = None
+    ) -> None:
+        """End a request, if it still runs; it counts as one that ended with `finish_reason`, None:
+        as the manager says, after `num_tokens`, None: all.
+        """
+        self.ends_as(generation.request_id, finish_reason, num_tokens)
         generation.cancel()
         if generation.done():  # the manager will never see it, or has ended it
             self._tries.discard(generation.request_id)

@@ -158,6 +158,28 @@ def test_latencies_begin_when_the_request_arrived():
     assert counts.histograms["request_decode_time_seconds"].sum == 0.25
 
 
+def test_an_application_may_decide_late_what_counts():
+    counts = RequestCounts()
+    for request_id in (1, 2, 3, 4):
+        counts.arrive(request_id, is_ended_by_caller=True)
+    for length in (30, 10):
+        counts.respond(1, streamed([0] * length), False, "")
+    assert counts.generation_tokens == 8, "the last 32 may lie behind an end"
+    counts.respond(1, whole([0] * 41), True, "")
+    assert counts.num_open == 4 and not any(counts.finished.values())
+    counts.end_as(1, "stop", 37)
+    counts.end_as(1, "cancelled")
+    counts.end_as(2, "stop", 1)
+    counts.respond(2, whole([0, 0]), True, "")
+    assert counts.generation_tokens == 38 and counts.finished["stop"] == 2
+    counts.respond(3, [], True, "StepError: no")
+    counts.respond(4, whole([0, 0]), True, "")
+    counts.end_as(4, None)
+    assert counts.generation_tokens == 40 and counts.num_open == 0
+    assert counts.finished == {"stop": 2, "length": 1, "cancelled": 0, "error": 1}
+    assert counts.histograms["request_generation_tokens"].sum == 40
+
+
 @pytest.mark.parametrize(
     ("reason", "label"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -126,3 +127,40 @@ def test_what_scoring_generates_does_not_count(client):
     assert rises(before, after, "gptmanager_request_generation_tokens_count") == 2
     assert rises(before, after, "gptmanager_time_to_first_token_seconds_count") == 0
     assert rises(before, after, "gptmanager_e2e_request_latency_seconds_count") == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"stop": ["e"], "n": 3, "seed": 1},
+        {"stop": [" "], "ignore_eos": True, "max_tokens": 2, "n": 8, "seed": 2},
+        {"stop": ["ning, T"], "include_stop_str_in_output": True},
+        {"stop": [" "], "min_tokens": 5},
+        {"stop_token_ids": [261, 262], "min_tokens": 2},
+        {"use_beam_search": True, "n": 2, "beam_width": 4},
+        {"stop": ["never"], "ignore_eos": True, "max_tokens": 60},
+    ],
+    ids=str,
+)
+def test_generated_tokens_are_those_of_usage(server, client, more, stream):
+    stream = stream and "use_beam_search" not in more  # which has no streams
+    before = scrape(client)
+    body = {"prompt": ["Tom had", "One morning"], "max_tokens": 24, "temperature": 0.7, **more}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    response = client.post("/v1/completions", json=body)
+    events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+    usage = (json.loads(events[-1]) if stream else response.json())["usage"]
+    server.wait_idle()
+    wait_for(lambda: not server.engine.metrics.requests.num_open)
+    after = scrape(client)
+
+    for name in ("generation_tokens_total", "request_generation_tokens_sum"):
+        assert rises(before, after, f"gptmanager_{name}") == usage["completion_tokens"]
+    number = 2 if "use_beam_search" in more else 2 * more.get("n", 1)
+    finished = "gptmanager_requests_finished_total"
+    reasons = ("stop", "length", "cancelled")
+    rose = {reason: rises(before, after, finished, reason) for reason in reasons}
+    assert sum(rose.values()) == number and not rose["cancelled"]

@@ -92,8 +92,10 @@ class Answer:
                 indices = self._take(request, part)
                 for index in indices:
                     self._push(self.outputs[index], index, part)
-                if part.result is None and self.outputs[indices[0]].finish_reason is not None:
-                    call.stop(request)
+                reason = self.outputs[indices[0]].finish_reason
+                if reason and (part.result is None or self._wanted.is_ended_here):
+                    counted = sum(len(self.outputs[index].token_ids) for index in indices)
+                    call.stop(request, reason, counted)
                 if not self._knows[prompt]:
                     continue
                 for index in indices if knew_prompt else self._outputs_of(prompt):

@@ -64,6 +64,11 @@ class Wanted:
     def streams(self) -> bool:
         return bool(self.given.get("stream"))
 
+    @property
+    def is_ended_here(self) -> bool:
+        """What counts of an output is not all that the engine generates."""
+        return self.beam_width > 1 or "stop" in self.given or "min_tokens" in self.given
+
 
 def check(wanted: Wanted, card: ModelCard) -> None:
     """What needs the model, or several fields at once. Raises ApiError 400."""
@@ -134,7 +139,15 @@ def requests_of(
             by_name = {**common, "random_seed": mixed_seed(base, len(found), choice)}
             if choice == 0 and wanted.num_prompt_top is not None:
                 by_name["num_prompt_log_probs"] = wanted.num_prompt_top
-            of_prompt.append(EngineRequest(tokens, most, adapter=adapter, **by_name))
+            of_prompt.append(
+                EngineRequest(
+                    tokens,
+                    most,
+                    adapter=adapter,
+                    is_ended_by_caller=wanted.is_ended_here,
+                    **by_name,
+                )
+            )
         found.append(of_prompt)
     return found
 
