@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from gptmanager.run.follow import follow, is_follower
 from gptmanager.server.extras import load_extra
@@ -20,6 +23,7 @@ from gptmanager.terminal.options import (
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.streams import tell
 
+_FEW_CORES = 4
 _HELP = """\
 Serve a model over HTTP, for clients of OpenAI's API.
 
@@ -77,7 +81,26 @@ def add_command(commands: Any) -> None:
     add_manager_options(parser)
 
 
+def leave_a_core() -> None:
+    """Of few cores, one is left to the event loop and to the clients on this machine: each product
+    waits for its slowest thread, so that one busy core would hold up all. Without effect where the
+    environment says how many threads compute, and where torch leaves a core itself.
+    """
+    cores, is_told = num_cores(), "OMP_NUM_THREADS" in os.environ
+    if not is_told and cores <= min(torch.get_num_threads(), _FEW_CORES):
+        torch.set_num_threads(max(cores - 1, 1))
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _serve(options: argparse.Namespace) -> int:
+    if options.threads is None:
+        leave_a_core()
     given = manager_options(options)
     names = ServerSettings.__dataclass_fields__.keys() - {"manager"}
     settings = ServerSettings(manager=given, **{name: getattr(options, name) for name in names})

@@ -13,12 +13,13 @@ import threading
 
 import httpx
 import pytest
+import torch
 from running_server import MODEL, settings_of, wait_for
 from starlette.routing import Route
 
 from gptmanager import ManagerState, cli
 from gptmanager.errors import ConfigError, ManagerDeadError, SchedulerError
-from gptmanager.server import app
+from gptmanager.server import app, command
 from gptmanager.server.call import EngineRequest
 from gptmanager.server.responses import DONE, EventStream, event
 from gptmanager.server.serving import address_of, bind, serve, welcome
@@ -178,6 +179,27 @@ def test_settings_are_checked_by_name():
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=field):
             ServerSettings(model=MODEL, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "told", "left"),
+    [
+        *[(1, 1, None, 1), (2, 2, None, 1), (4, 4, None, 3), (5, 5, None, 5)],
+        *[(4, 2, None, 2), (2, 8, None, 1), (2, 2, "2", 2)],
+    ],
+)
+def test_of_few_cores_one_is_left_to_others(monkeypatch, cores, threads, told, left):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr(command, "num_cores", lambda: cores)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        command.leave_a_core()
+        assert torch.get_num_threads() == left
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_command_serves_and_ends_with_0():
