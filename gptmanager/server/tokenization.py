@@ -66,10 +66,10 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         tokenizer, ids = engine.card.tokenizer, given["tokens"]
         if tokenizer is None:
             raise ApiError(400, "the model folder has no tokenizer.json", param="tokens")
-        for index, token in enumerate(ids):
-            if token >= engine.card.vocab_size:
-                last = engine.card.vocab_size - 1
-                raise wrong("tokens", f"tokens[{index}] = {token} is outside 0 to {last}")
+        last = engine.card.vocab_size - 1
+        if ids and max(ids) > last:
+            index = next(index for index, token in enumerate(ids) if token > last)
+            raise wrong("tokens", f"tokens[{index}] = {ids[index]} is outside 0 to {last}")
         text = await beside(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return json_response({"prompt": text})
 

@@ -315,6 +315,8 @@ def test_what_has_no_effect_is_taken(client):
         ({"max_tokens": 512}, "max_tokens", "together 513, the model takes 512"),
         ({"prompt": [3] * 512}, "prompt", "the model takes 512"),
         ({"prompt": [3, 640]}, "prompt", "prompt[1] = 640 is outside 0 to 639"),
+        ({"prompt": [3, -1]}, "prompt", "prompt[1] = -1 is outside 0 to 639"),
+        ({"prompt": [640] * 600}, "prompt", "the prompt has 600 tokens"),
         ({"prompt": ""}, "prompt", "too short"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 3}, "best_of", "best_of = 3"),

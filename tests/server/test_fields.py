@@ -80,10 +80,19 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({"prompt": "x", "stop": [""]}, "stop[0] is a text of 0 characters"),
         ({"prompt": "x", "stop": ["a"] * 65}, "stop has 65 items, 64 are allowed"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "the key 'a' is no token id"),
+        (
+            {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(2**16 + 1)), 1)},
+            "logit_bias has 65537 tokens, 65536 are allowed",
+        ),
         ({"prompt": "x", "stream_options": {"x": 1}}, "'stream_options.x' is no field"),
         ({"prompt": "x", "colour": "red"}, "'colour' is no field of this request"),
         ({"prompt": [1, "x"]}, "prompt[1] = 'x' is no token id"),
         ({"prompt": [[1], [2, None]]}, "prompt[1][1] = None is no token id"),
+        (
+            {"prompt": "x", "stop_token_ids": [3, 2**31]},
+            "stop_token_ids[1] = 2147483648 is outside",
+        ),
+        ({"prompt": "x", "stop_token_ids": [3, True]}, "stop_token_ids[1] = True is no integer"),
         ({"prompt": []}, "prompt = [] is neither text nor token ids"),
     ],
 )

@@ -6,11 +6,12 @@ generated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptmanager.server.engine import Engine
+from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
 from gptmanager.server.openai.messages import MESSAGES_SCHEMA, read_messages
@@ -25,6 +26,7 @@ from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
 from gptmanager.server.settings import ServerSettings
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
+_MANY = 500  # messages that take milliseconds to read
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # of every request that has messages
 TEMPLATE_FIELDS = (
@@ -65,7 +67,10 @@ class ChatPrompts:
 
     async def read(self, body: Mapping[str, Any], tools: Tools | None) -> ChatPrompt:
         """ApiError (400) for wrong messages, without a template, and where it refuses."""
-        messages = read_messages(body.get("messages"), lenient=self._settings.lenient)
+        given = body.get("messages")
+        reading = functools.partial(read_messages, given, lenient=self._settings.lenient)
+        is_long = isinstance(given, list) and len(given) > _MANY
+        messages = await beside(reading) if is_long else reading()
         template, process = self._template(body, tools is not None)
         form = None if tools is None else _known_format(template)
         if "developer" not in template:  # the newer word of two for the same

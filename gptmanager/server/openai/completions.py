@@ -15,7 +15,16 @@ from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.body import begun, read_json, until_disconnected
 from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError
-from gptmanager.server.fields import Field, Flag, Integer, Text, by_name, read_fields, wrong
+from gptmanager.server.fields import (
+    Field,
+    Flag,
+    Integer,
+    Text,
+    are_integers,
+    by_name,
+    read_fields,
+    wrong,
+)
 from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.generation_fields import (
@@ -56,6 +65,8 @@ class Prompts:
         for index, prompt in enumerate(prompts):
             at = where if prompts[0] is value else f"{where}[{index}]"
             if isinstance(prompt, list) and prompt:
+                if set(map(type, prompt)) == {int}:
+                    continue
                 odd = next((i for i, one in enumerate(prompt) if type(one) is not int), None)
                 if odd is not None:
                     raise wrong(where, f"{at}[{odd}] = {shown(prompt[odd])} is no token id")
@@ -147,10 +158,12 @@ class Completions:
             special = given.get("add_special_tokens", True)
             tokens = await self._engine.encode("prompt", prompt, special=special)
             return _Prompt(prompt, tokens)
-        for index, token in enumerate(prompt):
-            if not 0 <= token < self._engine.card.vocab_size:
-                last = self._engine.card.vocab_size - 1
-                raise wrong("prompt", f"prompt[{index}] = {token} is outside 0 to {last}")
+        if len(prompt) > self._engine.card.max_model_len:  # before each is looked at
+            self._engine.check_length(len(prompt), 1)
+        last = self._engine.card.vocab_size - 1
+        if not are_integers(prompt, 0, last):
+            index = next(index for index, token in enumerate(prompt) if not 0 <= token <= last)
+            raise wrong("prompt", f"prompt[{index}] = {prompt[index]} is outside 0 to {last}")
         if tokenizer is None or not given.get("echo"):
             return _Prompt("", prompt)
         return _Prompt(tokenizer.decode(prompt, skip_special_tokens=False), prompt)

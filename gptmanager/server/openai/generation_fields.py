@@ -22,6 +22,7 @@ from gptmanager.server.fields import (
 MAX_CHOICES = 128  # of each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_STOPS = 64
+_MAX_BIASES = 1 << 16  # more take the event loop a noticeable time
 _MAX_WORDS, _LONGEST_WORD = 1024, 256  # the room that words take grows with their squares
 TEMPERATURE = Number(1e-30, 100, or_zero=True)
 DEADLINE = Number(0, 1e9, excludes_low=True)
@@ -32,16 +33,20 @@ class TokenBias:
     """Token id -> -100 to 100."""
 
     def read(self, where: str, value: Any) -> dict[int, float]:
-        found = {}
-        for key, bias in Object().read(where, value).items():
+        found, number = {}, Number(-100, 100)
+        given = Object().read(where, value)
+        if len(given) > _MAX_BIASES:
+            raise wrong(where, f"{where} has {len(given)} tokens, {_MAX_BIASES} are allowed")
+        for key, bias in given.items():
             if not (key.isascii() and key.isdecimal() and len(key) < 10):
                 raise wrong(where, f"{where}: the key {shown(key)} is no token id")
-            found[int(key)] = Number(-100, 100).read(f"{where}.{key}", bias)
+            found[int(key)] = number.read(f"{where}.{key}", bias)
         return found
 
     def schema(self) -> dict[str, Any]:
         return {
             "type": "object",
+            "maxProperties": _MAX_BIASES,
             "propertyNames": {"pattern": "^[0-9]{1,9}$"},
             "additionalProperties": Number(-100, 100).schema(),
         }
