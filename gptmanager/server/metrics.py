@@ -85,6 +85,8 @@ class ServerMetrics(PrometheusSink):
         as the manager says, after `num_tokens`, None: all.
         """
         self.ends_as(generation.request_id, finish_reason, num_tokens)
+        if generation.done():
+            return  # another request may have its id by now
         generation.cancel()
         if generation.done():  # the manager will never see it, or has ended it
             self._tries.discard(generation.request_id)
