@@ -15,27 +15,39 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.dtypes import HAS_FLOAT16, itemsize, load_at
 from gptmanager.kernels.lanes import (
+    FLOAT,
     INDICES,
     INT,
     LANES,
     LONG,
     VECTOR,
     at,
+    call,
     load_masked,
     long,
     multiply_add,
     nothing,
+    spread,
     word,
 )
 from gptmanager.kernels.products import WIDE, repeat
 
 ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
 RANKS_OF_ONE = 4 * WIDE  # of a tile with one token
+LINE = 64  # bytes of memory that are read together
 NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
 
 
 def _number(value: int) -> Any:
     return ir.Constant(LONG, value)
+
+
+def fetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Asks for lines of memory, for the second cache: the first is too small for what is ahead."""
+    to_read, second_level, data = (ir.Constant(INT, n) for n in (0, 2, 1))
+    for offset in range(0, num_bytes, LINE):
+        pointer = builder.inttoptr(builder.add(address, _number(offset)), FLOAT.as_pointer())
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, to_read, second_level, data)
 
 
 def _lanes(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
@@ -64,15 +76,16 @@ def _sums(builder: Any, values: Sequence[Any]) -> Any:
 def dots(rows: int, ranks: int, dtype: str) -> Any:
     """A word that stores the products of `rows` tokens with `ranks` rows of A.
 
-    Its arguments: `(h, stride, x, a, width, last_row, last_rank)`; rows behind the last ones are
-    those once more. `x` is float32. `width`, of x and of A, is at least LANES. An element is
+    Its arguments: `(h, stride, x, a, width, last_row, last_rank, ahead)`; rows behind the last ones
+    are those once more. The memory at `ahead`, as much as is read of A, is asked for. `x` is float32. `width`, of x and of A, is at least LANES. An element is
     sixteen chains along it, and their sum.
     """
 
-    @word(nothing, long, long, long, long, long, long, long)
+    @word(nothing, long, long, long, long, long, long, long, long)
     def product(
-        builder: Any, h: Any, stride: Any, x: Any, a: Any, width: Any, last_row: Any, last_rank: Any
-    ) -> None:
+        builder: Any, h: Any, stride: Any, x: Any, a: Any, width: Any, last_row: Any,
+        last_rank: Any, ahead: Any,
+    ) -> None:  # fmt: skip
         def start(address: Any, row: int, last: Any, size: int) -> Any:
             is_there = builder.icmp_signed("<", _number(row), last)
             place = builder.mul(builder.select(is_there, _number(row), last), width)
@@ -92,8 +105,10 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
             ]
 
         def step(index: Any, totals: Any) -> list[Any]:
+            fetch(builder, builder.add(ahead, builder.mul(index, _number(read))), read)
             return add(builder.mul(index, _number(LANES)), None, totals)
 
+        read = LANES * ranks * itemsize(dtype)
         lefts = [start(x, row, last_row, 4) for row in range(rows)]
         rights = [start(a, rank, last_rank, itemsize(dtype)) for rank in range(ranks)]
         zeros = [ir.Constant(VECTOR, None)] * (rows * ranks)
@@ -133,25 +148,26 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
 }
 
 
-def turned(ranks: int, dtype: str) -> Any:
-    """A word that turns `ranks` elements of each of B's next rows: four bytes of a row are a lane.
+def expanded(depth: int, dtype: str) -> Any:
+    """A word that adds to sixteen columns of each token's sums what `depth` elements of h add.
 
-    Its arguments: `(target, stride, b, rank)`: row d of the target is what these rows hold at d.
-    There are as many rows as sixteen registers hold.
+    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`: sixteen rows of B begin at
+    `b`, `rank` elements apart. They are turned in registers, where four bytes of a row are a lane,
+    and stay there for all tokens. The memory at `ahead`, as much as is read, is asked for.
     """
-    units = ranks * itemsize(dtype) // 4  # of four bytes, in a row
+    units = depth * itemsize(dtype) // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)
 
-    @word(nothing, long, long, long, long)
-    def turn(builder: Any, target: Any, stride: Any, b: Any, rank: Any) -> None:
+    def turned(builder: Any, b: Any, rank: Any) -> list[Any]:
+        """Vector k: what the sixteen rows hold at k."""
+
         def load_row(row: int) -> Any:
             place = builder.mul(builder.mul(rank, _number(row)), _number(itemsize(dtype)))
             pointer = builder.inttoptr(builder.add(b, place), part.as_pointer())
             return builder.load(pointer, align=itemsize(dtype))
 
-        def load_lanes(index: int) -> Any:
+        def load_lanes(first: int) -> Any:
             """As after the exchanges of more than `units` lanes, which are none of memory."""
-            first = LANES * (index // units) + index % units
             parts = [load_row(first + units * n) for n in range(LANES // units)]
             while len(parts) > 1:
                 every = range(2 * parts[0].type.count)
@@ -159,22 +175,50 @@ def turned(ranks: int, dtype: str) -> Any:
                 parts = [_lanes(builder, *pair, every) for pair in pairs]
             return parts[0]
 
-        values = [load_lanes(index) for index in range(LANES)]
+        values = [load_lanes(index) for index in range(units)]
         distance = units
         while distance > 1:  # each round exchanges two quarters of every square of 2 x distance
             distance //= 2
             low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
             high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
-            for n in (n for n in range(LANES) if not n & distance):
+            for n in (n for n in range(units) if not n & distance):
                 pair = values[n], values[n + distance]
                 values[n] = _lanes(builder, *pair, low)
                 values[n + distance] = _lanes(builder, *pair, high)
-        for index, value in enumerate(values):
-            group, unit = divmod(index, units)
-            wide = _WIDEN[dtype](builder, value)
-            for n, lanes in enumerate(wide):
-                row = builder.mul(_number(unit * len(wide) + n), stride)
-                place = builder.add(row, _number(LANES * group))
-                builder.store(lanes, at(builder, target, place, VECTOR), align=4)
+        return [wide for value in values for wide in _WIDEN[dtype](builder, value)]
 
-    return turn
+    @word(nothing, long, long, long, long, long, long, long, long)
+    def add(
+        builder: Any, sums: Any, stride: Any, b: Any, rank: Any, h: Any, h_stride: Any, rows: Any,
+        ahead: Any,
+    ) -> None:  # fmt: skip
+        fetch(builder, ahead, LANES * depth * itemsize(dtype))
+        values = turned(builder, b, rank)
+
+        def add_to(first: Any, count: int) -> None:
+            tokens = [builder.add(first, _number(row)) for row in range(count)]
+            places = [at(builder, sums, builder.mul(it, stride), VECTOR) for it in tokens]
+            totals = [builder.load(place, align=4) for place in places]
+            for k, value in enumerate(values):
+                for n, token in enumerate(tokens):
+                    place = builder.add(builder.mul(token, h_stride), _number(k))
+                    factor = spread(builder, builder.load(at(builder, h, place, FLOAT)))
+                    totals[n] = multiply_add(builder, factor, value, totals[n])
+            for place, total in zip(places, totals, strict=True):
+                builder.store(total, place, align=4)
+
+        def four(index: Any, _: Sequence[Any]) -> list[Any]:
+            add_to(builder.mul(index, _number(4)), 4)
+            return []
+
+        def one(index: Any, _: Sequence[Any]) -> list[Any]:
+            add_to(builder.add(whole, index), 1)
+            return []
+
+        whole = builder.and_(rows, _number(-4))
+        with builder.if_then(builder.icmp_signed(">", whole, _number(0))):
+            repeat(builder, builder.sdiv(whole, _number(4)), [], four)
+        with builder.if_then(builder.icmp_signed(">", rows, whole)):
+            repeat(builder, builder.sub(rows, whole), [], one)
+
+    return add

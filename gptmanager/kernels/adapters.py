@@ -21,7 +21,7 @@ from gptmanager.kernels.adapter_words import (
     RANKS_OF_ONE,
     ROWS,
     dots,
-    turned,
+    expanded,
 )
 from gptmanager.kernels.dtypes import BFLOAT16, FLOAT32, load_as, store_as
 from gptmanager.kernels.lanes import (
@@ -37,6 +37,7 @@ from gptmanager.kernels.products import multiply, transpose
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 
 BLOCK = 32  # tokens of a run
+AHEAD = 8192  # bytes of the pool: how far ahead memory is asked for
 SPAN = 256  # columns that are computed at a time
 STRIDE = SPAN + LANES  # of a token's sums, which are computed in whole sixteens
 # A thread's floats: a square of lanes on its way, a span of B turned, the sums of a run; then come
@@ -68,8 +69,8 @@ _several_float32, _one_float32 = _several["float32"], _one["float32"]
 _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
 _several_float16 = _several.get("float16", _several_bfloat16)  # no tensor of it comes
 _one_float16 = _one.get("float16", _one_bfloat16)
-_eight_float32, _sixteen_float32 = turned(8, "float32"), turned(16, "float32")
-_eight_bfloat16, _sixteen_bfloat16 = turned(8, "bfloat16"), turned(16, "bfloat16")
+_eight_float32, _sixteen_float32 = expanded(8, "float32"), expanded(16, "float32")
+_eight_bfloat16, _sixteen_bfloat16 = expanded(8, "bfloat16"), expanded(16, "bfloat16")
 
 
 def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
@@ -83,6 +84,16 @@ def _module(t: Any, slot: int, module: int) -> Any:
     number = get_long(t.modules, 4 * module)
     entry = slot * t.slot_stride + t.layer * t.layer_stride + 2 * number
     return get_long(t.table, entry), get_long(t.table, entry + 1)
+
+
+@loop
+def _following(t: Any, slot: int, module: int) -> int:
+    """Address of what is read after A of a module: the next A, or the first B."""
+    size = 4 if t.pool_dtype == FLOAT32 else 2
+    if module + 1 < t.num_modules:
+        return int(t.pool + size * _module(t, slot, module + 1)[0])
+    offset, rank = _module(t, slot, 0)
+    return int(t.pool + size * (offset + rank * t.width))
 
 
 @loop
@@ -113,50 +124,74 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)
             h = hs + 4 * (module * BLOCK + token - first) * stride
-            for d in range(0, rank, RANKS_OF_ONE if rows == 1 else RANKS):
+            behind, ranks = _following(t, slot, module), RANKS_OF_ONE if rows == 1 else RANKS
+            for d in range(0, rank, ranks):
                 a, to, last = t.pool + size * (offset + d * width), h + 4 * d, rank - d - 1
+                ahead = a + size * ranks * width if last >= ranks else behind
                 if rows == 1:
                     if dtype == FLOAT32:
-                        _one_float32(to, stride, x, a, width, 0, last)
+                        _one_float32(to, stride, x, a, width, 0, last, ahead)
                     elif dtype == BFLOAT16:
-                        _one_bfloat16(to, stride, x, a, width, 0, last)
+                        _one_bfloat16(to, stride, x, a, width, 0, last, ahead)
                     else:
-                        _one_float16(to, stride, x, a, width, 0, last)
+                        _one_float16(to, stride, x, a, width, 0, last, ahead)
                 elif dtype == FLOAT32:
-                    _several_float32(to, stride, x, a, width, rows - 1, last)
+                    _several_float32(to, stride, x, a, width, rows - 1, last, ahead)
                 elif dtype == BFLOAT16:
-                    _several_bfloat16(to, stride, x, a, width, rows - 1, last)
+                    _several_bfloat16(to, stride, x, a, width, rows - 1, last, ahead)
                 else:
-                    _several_float16(to, stride, x, a, width, rows - 1, last)
+                    _several_float16(to, stride, x, a, width, rows - 1, last, ahead)
         token += rows
 
 
 @loop
 def _turn(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -> None:
     """`count` rows of B from `b` on, at most SPAN: their first `depth` elements, at most LANES."""
-    to, row, size = scratch + 4 * SQUARE, 0, 4 if dtype == FLOAT32 else 2
-    if dtype == FLOAT32 and depth == 8:
-        while count - row >= 32:
-            _eight_float32(to + 4 * row, STRIDE, b + 4 * row * rank, rank)
-            row += 32
-    elif dtype == FLOAT32 and depth == 16:
-        while count - row >= 16:
-            _sixteen_float32(to + 4 * row, STRIDE, b + 4 * row * rank, rank)
-            row += 16
-    elif dtype == BFLOAT16 and depth == 8:
-        while count - row >= 64:
-            _eight_bfloat16(to + 4 * row, STRIDE, b + 2 * row * rank, rank)
-            row += 64
-    elif dtype == BFLOAT16 and depth == 16:
-        while count - row >= 32:
-            _sixteen_bfloat16(to + 4 * row, STRIDE, b + 2 * row * rank, rank)
-            row += 32
-    while row < count:
+    to, size = scratch + 4 * SQUARE, 4 if dtype == FLOAT32 else 2
+    for row in range(0, count, LANES):
         for lane in range(LANES):
             own = b + size * min(row + lane, count - 1) * rank
             store(scratch, lane * LANES, load_as(dtype, own, 0, depth))
         transpose(to + 4 * row, STRIDE, scratch, LANES)
-        row += LANES
+
+
+@loop
+def _add_columns(
+    t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int, ahead: int
+) -> None:
+    """Adds B h to `count` columns of the sums; rows of B begin at `b`. Where they can be, they are
+    turned in registers.
+    """
+    size, stride = 4 if t.pool_dtype == FLOAT32 else 2, t.h_stride
+    depth, columns = rank // 8 * 8, count // LANES * LANES
+    if t.pool_dtype != FLOAT32 and t.pool_dtype != BFLOAT16:
+        depth = 0
+    if depth == 0:
+        columns = 0
+    for column in range(0, columns, LANES):
+        sums, own = to + 4 * column, b + size * rank * column
+        behind = own + ahead
+        for d in range(0, depth - 15, LANES):
+            part, hd = own + size * d, h + 4 * d
+            if t.pool_dtype == FLOAT32:
+                _sixteen_float32(sums, STRIDE, part, rank, hd, stride, rows, behind)
+            else:
+                _sixteen_bfloat16(sums, STRIDE, part, rank, hd, stride, rows, behind)
+            behind += size * LANES * LANES
+        if depth % LANES:
+            part, hd = own + size * (depth - 8), h + 4 * (depth - 8)
+            if t.pool_dtype == FLOAT32:
+                _eight_float32(sums, STRIDE, part, rank, hd, stride, rows, behind)
+            else:
+                _eight_bfloat16(sums, STRIDE, part, rank, hd, stride, rows, behind)
+    for start, end, first in ((0, columns, depth), (columns, count, 0)):
+        for d in range(first, rank if start < end else 0, LANES):
+            more, own = min(LANES, rank - d), b + size * (rank * start + d)
+            _turn(t.pool_dtype, scratch, own, end - start, rank, more)
+            multiply(
+                *(FLOAT32, to + 4 * start, STRIDE, h + 4 * d, stride),
+                *(scratch + 4 * SQUARE, STRIDE, rows, end - start, more, True),
+            )
 
 
 @loop
@@ -180,13 +215,7 @@ def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, hi
                     store(sums, row * STRIDE + i, value)
         b = t.pool + size * (offset + rank * (t.width + begin - column))
         h, to = hs + 4 * module * BLOCK * t.h_stride, sums + 4 * (begin - low)
-        for d in range(0, rank, LANES):
-            depth = min(LANES, rank - d)
-            _turn(t.pool_dtype, scratch, b + size * d, end - begin, rank, depth)
-            multiply(
-                *(FLOAT32, to, STRIDE, h + 4 * d, t.h_stride, scratch + 4 * SQUARE, STRIDE),
-                *(rows, end - begin, depth, True),
-            )
+        _add_columns(t, scratch, to, b, h, rows, end - begin, rank, AHEAD)
     if is_read:
         for row in range(rows):
             start = get_long(t.order, first + row) * t.columns + low
