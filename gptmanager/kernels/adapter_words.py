@@ -34,6 +34,7 @@ from gptmanager.kernels.products import WIDE, repeat
 
 ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
 RANKS_OF_ONE = 4 * WIDE  # of a tile with one token
+DEPTH = 8  # of the slabs of B that stay in registers, beside as many sums
 LINE = 64  # bytes of memory that are read together
 NAMES = "float32", "bfloat16", *(("float16",) if HAS_FLOAT16 else ())
 
@@ -148,14 +149,14 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
 }
 
 
-def expanded(depth: int, dtype: str) -> Any:
-    """A word that adds to sixteen columns of each token's sums what `depth` elements of h add.
+def expanded(groups: int, dtype: str) -> Any:
+    """A word that adds to 16 * `groups` columns of each token's sums what DEPTH elements of h add.
 
-    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`: sixteen rows of B begin at
+    Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`: as many rows of B begin at
     `b`, `rank` elements apart. They are turned in registers, where four bytes of a row are a lane,
     and stay there for all tokens. The memory at `ahead`, as much as is read, is asked for.
     """
-    units = depth * itemsize(dtype) // 4  # of four bytes, in a row
+    units = DEPTH * itemsize(dtype) // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)
 
     def turned(builder: Any, b: Any, rank: Any) -> list[Any]:
@@ -192,18 +193,25 @@ def expanded(depth: int, dtype: str) -> Any:
         builder: Any, sums: Any, stride: Any, b: Any, rank: Any, h: Any, h_stride: Any, rows: Any,
         ahead: Any,
     ) -> None:  # fmt: skip
-        fetch(builder, ahead, LANES * depth * itemsize(dtype))
-        values = turned(builder, b, rank)
+        fetch(builder, ahead, groups * LANES * DEPTH * itemsize(dtype))
+        group = builder.mul(rank, _number(LANES * itemsize(dtype)))
+        starts = [builder.add(b, builder.mul(group, _number(n))) for n in range(groups)]
+        values = list(zip(*(turned(builder, start, rank) for start in starts), strict=True))
 
         def add_to(first: Any, count: int) -> None:
             tokens = [builder.add(first, _number(row)) for row in range(count)]
-            places = [at(builder, sums, builder.mul(it, stride), VECTOR) for it in tokens]
+            places = [
+                at(builder, sums, builder.add(builder.mul(it, stride), _number(LANES * n)), VECTOR)
+                for it in tokens
+                for n in range(groups)
+            ]
             totals = [builder.load(place, align=4) for place in places]
-            for k, value in enumerate(values):
-                for n, token in enumerate(tokens):
+            for k, parts in enumerate(values):
+                for row, token in enumerate(tokens):
                     place = builder.add(builder.mul(token, h_stride), _number(k))
                     factor = spread(builder, builder.load(at(builder, h, place, FLOAT)))
-                    totals[n] = multiply_add(builder, factor, value, totals[n])
+                    for n, part in enumerate(parts, start=row * groups):
+                        totals[n] = multiply_add(builder, factor, part, totals[n])
             for place, total in zip(places, totals, strict=True):
                 builder.store(total, place, align=4)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.adapter_words import (
+    DEPTH,
     NAMES,
     RANKS,
     RANKS_OF_ONE,
@@ -69,8 +70,8 @@ _several_float32, _one_float32 = _several["float32"], _one["float32"]
 _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
 _several_float16 = _several.get("float16", _several_bfloat16)  # no tensor of it comes
 _one_float16 = _one.get("float16", _one_bfloat16)
-_eight_float32, _sixteen_float32 = expanded(8, "float32"), expanded(16, "float32")
-_eight_bfloat16, _sixteen_bfloat16 = expanded(8, "bfloat16"), expanded(16, "bfloat16")
+_thirty_two_float32, _sixteen_float32 = expanded(2, "float32"), expanded(1, "float32")
+_thirty_two_bfloat16, _sixteen_bfloat16 = expanded(2, "bfloat16"), expanded(1, "bfloat16")
 
 
 def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
@@ -159,38 +160,37 @@ def _turn(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -
 def _add_columns(
     t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int, ahead: int
 ) -> None:
-    """Adds B h to `count` columns of the sums; rows of B begin at `b`. Where they can be, they are
-    turned in registers.
+    """Adds B h to `count` columns of the sums; their rows of B begin at `b`. What fills registers
+    is turned there. `ahead`: how much further on memory is asked for.
     """
-    size, stride = 4 if t.pool_dtype == FLOAT32 else 2, t.h_stride
-    depth, columns = rank // 8 * 8, count // LANES * LANES
-    if t.pool_dtype != FLOAT32 and t.pool_dtype != BFLOAT16:
-        depth = 0
-    if depth == 0:
-        columns = 0
-    for column in range(0, columns, LANES):
-        sums, own = to + 4 * column, b + size * rank * column
-        behind = own + ahead
-        for d in range(0, depth - 15, LANES):
-            part, hd = own + size * d, h + 4 * d
-            if t.pool_dtype == FLOAT32:
-                _sixteen_float32(sums, STRIDE, part, rank, hd, stride, rows, behind)
+    dtype, stride = t.pool_dtype, t.h_stride
+    size = 4 if dtype == FLOAT32 else 2
+    depth, columns = rank // DEPTH * DEPTH, count // LANES * LANES
+    if depth == 0 or (dtype != FLOAT32 and dtype != BFLOAT16):
+        depth = columns = 0
+    column = 0
+    while column < columns:
+        sums, start, wide = to + 4 * column, b + size * rank * column, columns - column > LANES
+        for d in range(0, depth, DEPTH):
+            own, hd = start + size * d, h + 4 * d
+            if wide:
+                behind = start + ahead + 2 * LANES * size * d
+                if dtype == FLOAT32:
+                    _thirty_two_float32(sums, STRIDE, own, rank, hd, stride, rows, behind)
+                else:
+                    _thirty_two_bfloat16(sums, STRIDE, own, rank, hd, stride, rows, behind)
+            elif dtype == FLOAT32:
+                _sixteen_float32(sums, STRIDE, own, rank, hd, stride, rows, own)
             else:
-                _sixteen_bfloat16(sums, STRIDE, part, rank, hd, stride, rows, behind)
-            behind += size * LANES * LANES
-        if depth % LANES:
-            part, hd = own + size * (depth - 8), h + 4 * (depth - 8)
-            if t.pool_dtype == FLOAT32:
-                _eight_float32(sums, STRIDE, part, rank, hd, stride, rows, behind)
-            else:
-                _eight_bfloat16(sums, STRIDE, part, rank, hd, stride, rows, behind)
+                _sixteen_bfloat16(sums, STRIDE, own, rank, hd, stride, rows, own)
+        column += 2 * LANES if wide else LANES
     for start, end, first in ((0, columns, depth), (columns, count, 0)):
         for d in range(first, rank if start < end else 0, LANES):
-            more, own = min(LANES, rank - d), b + size * (rank * start + d)
-            _turn(t.pool_dtype, scratch, own, end - start, rank, more)
+            part, own = min(LANES, rank - d), b + size * (rank * start + d)
+            _turn(dtype, scratch, own, end - start, rank, part)
             multiply(
                 *(FLOAT32, to + 4 * start, STRIDE, h + 4 * d, stride),
-                *(scratch + 4 * SQUARE, STRIDE, rows, end - start, more, True),
+                *(scratch + 4 * SQUARE, STRIDE, rows, end - start, part, True),
             )
 
 
