@@ -158,10 +158,10 @@ def _turn(dtype: int, scratch: int, b: int, count: int, rank: int, depth: int) -
 
 @loop
 def _add_columns(
-    t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int, ahead: int
+    t: Any, scratch: int, to: int, b: int, h: int, rows: int, count: int, rank: int
 ) -> None:
     """Adds B h to `count` columns of the sums; their rows of B begin at `b`. What fills registers
-    is turned there. `ahead`: how much further on memory is asked for.
+    is turned there.
     """
     dtype, stride = t.pool_dtype, t.h_stride
     size = 4 if dtype == FLOAT32 else 2
@@ -174,7 +174,7 @@ def _add_columns(
         for d in range(0, depth, DEPTH):
             own, hd = start + size * d, h + 4 * d
             if wide:
-                behind = start + ahead + 2 * LANES * size * d
+                behind = start + AHEAD + 2 * LANES * size * d
                 if dtype == FLOAT32:
                     _thirty_two_float32(sums, STRIDE, own, rank, hd, stride, rows, behind)
                 else:
@@ -215,7 +215,7 @@ def _expand(t: Any, scratch: int, first: int, stop: int, slot: int, low: int, hi
                     store(sums, row * STRIDE + i, value)
         b = t.pool + size * (offset + rank * (t.width + begin - column))
         h, to = hs + 4 * module * BLOCK * t.h_stride, sums + 4 * (begin - low)
-        _add_columns(t, scratch, to, b, h, rows, end - begin, rank, AHEAD)
+        _add_columns(t, scratch, to, b, h, rows, end - begin, rank)
     if is_read:
         for row in range(rows):
             start = get_long(t.order, first + row) * t.columns + low
