@@ -10,9 +10,7 @@ import torch
 
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.executor.forward_thread import ForwardThread
-from gptmanager.host import adapter_loader
-from gptmanager.host.adapter_loader import AdapterLoader, Pace
-from gptmanager.lifecycle.clock import monotonic
+from gptmanager.host.adapter_loader import AdapterLoader
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.peft_cache import CacheSizes
 from gptmanager.peft_cache.layout import Packing
@@ -26,24 +24,24 @@ class Endless:
 
     def __init__(self) -> None:
         self.began = threading.Event()
-        self.ended = threading.Event()
 
-    def read(self, rest):
+    is_plain = True
+
+    def read_in_pieces(self):
         self.began.set()
-        try:
-            while True:
-                rest()
-        finally:
-            self.ended.set()
+        while True:
+            yield
 
 
 def test_what_is_under_way_ends_soon_after_the_manager():
     loader, tensors = AdapterLoader(lambda: None), Endless()
     loader.attach(AdapterPool(SIZES, 1, torch.float32), PeftCacheManagerConfig())
     loader.begin(ReadAdapter(1, 7, tensors))
-    assert tensors.began.wait(30) and not tensors.ended.is_set()
+    assert tensors.began.wait(30) and not loader.done
     loader.release()
-    assert tensors.ended.wait(30)
+    while not loader.done:
+        time.sleep(0.001)
+    assert "the manager has ended" in str(loader.done[0].error)
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def copying(monkeypatch):
     """A loader beside a thread of forwards, what these do, and whether pages were written to."""
     before, copied, forward = torch.get_num_threads(), threading.Event(), []
     loader, pool = AdapterLoader(lambda: None), AdapterPool(SIZES, 1, torch.float32)
-    monkeypatch.setattr(pool, "copy", lambda copies, rest: copied.set())
+    monkeypatch.setattr(pool, "copy_in_pieces", lambda copies: iter([copied.set()]))
     monkeypatch.setattr(pool, "place", lambda *where: None)
     forwards = ForwardThread(lambda schedule: forward[0]())
     loader.attach(pool, PeftCacheManagerConfig(), forwards.mark)
@@ -85,15 +83,3 @@ def test_a_step_that_hangs_is_not_waited_for_when_the_manager_has_ended(copying)
     threads.shutdown()  # waits for them
     assert not copied.is_set() and not goes_on.is_set()
     goes_on.set()
-
-
-@pytest.mark.parametrize("is_busy", [True, False])
-def test_a_thread_rests_only_while_steps_run(monkeypatch, is_busy):
-    loader, slept = AdapterLoader(lambda: None), []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    monkeypatch.setattr(adapter_loader, "_PIECE_NS", 0)
-    if is_busy:
-        loader.last_step = monotonic()
-    Pace(loader).rest()
-    assert bool(slept) is is_busy
-    assert all(0 <= seconds <= 0.01 for seconds in slept)

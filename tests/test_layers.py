@@ -37,6 +37,7 @@ request/                  what is known of a request before it runs
     output_options        how a request wants its output (no torch)
     llm_request           LlmRequest: what schedulers and the KV cache know of a request (no torch)
     inference_request     what a host gives and gets: InferenceRequest, NamedTensor
+    pieces                work that may rest between its pieces
     read_tensors          one typed value out of whatever a host put under a name
     adapter               LoRA matrices of a task, checked
 kv_cache/                 who holds which block
@@ -238,6 +239,7 @@ host/                     the host's four callbacks, called safely
     receiver              what Get has returned, read once, on its way to the next intake
     retries               how long Get is left alone after it has failed
     preparation           logits post-processors on their way to being ready
+    background_jobs       long work in pieces, beside the steps of a loop or between them
     adapter_loader        adapters read, written and copied, on threads
     callback_host         the four callbacks, called safely
     broadcast             a callback whose answers all ranks get

@@ -1,14 +1,13 @@
 """`AdapterLoader`: does what a loop wants done with adapters, on threads of its own.
 
-Decides nothing. Reading what a host gave, and moving it, must not keep the loop from its steps.
+Decides nothing. Reading what a host gave, and moving it, must not keep the loop from its steps:
+`BackgroundJobs` sees to that.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from gptmanager.config import PeftCacheManagerConfig
 from gptmanager.errors import AdapterError, ManagerDeadError, RequestError, response_text
-from gptmanager.lifecycle.clock import monotonic, thread_time_ns
+from gptmanager.host.background_jobs import BackgroundJobs
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.peft_cache.work import (
     AdapterDone,
@@ -32,11 +31,8 @@ from gptmanager.peft_cache.work import (
     WriteAdapter,
 )
 
-# A thread works for so long without a rest, and rests so many times as long, while the last step
-# ended not longer ago.
 _NICE = 10
 _LOOK_UP_S = 0.05  # how often a wait asks whether it is still wanted
-_PIECE_NS, _RESTS, _LONGEST_REST_S, _BUSY_S = 200_000, 5, 0.01, 1.0
 
 
 def _step_back() -> None:
@@ -44,27 +40,6 @@ def _step_back() -> None:
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):  # where threads have no priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-class Pace:
-    """`rest` makes a thread work a part of the time only, in short pieces, while steps run: on the
-    CPU these want all cores, and each would wait for the piece that holds one of them.
-    """
-
-    def __init__(self, loader: AdapterLoader) -> None:
-        self._loader = loader
-        self._since_ns = thread_time_ns()
-
-    def rest(self) -> None:
-        """A piece of the work is done. RuntimeError once nobody wants the rest."""
-        if self._loader.is_released:
-            raise RuntimeError("the manager has ended")
-        worked_ns = thread_time_ns() - self._since_ns
-        if worked_ns < _PIECE_NS:
-            return
-        if monotonic() - self._loader.last_step < _BUSY_S:
-            time.sleep(min(_RESTS * worked_ns / 1e9, _LONGEST_REST_S))
-        self._since_ns = thread_time_ns()
 
 
 class AdapterLoader:
@@ -75,8 +50,7 @@ class AdapterLoader:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.done: deque[AdapterDone] = deque()
         self.forgotten: deque[int] = deque()
-        self.is_released = False
-        self.last_step = -math.inf  # when it ended, on the monotonic clock
+        self.jobs = BackgroundJobs()
         self._wake = wake
         self._mark: Callable[[], threading.Event | None] = lambda: None
         self._pool: AdapterPool | None = None
@@ -93,11 +67,15 @@ class AdapterLoader:
         pool: AdapterPool | None,
         config: PeftCacheManagerConfig,
         mark: Callable[[], threading.Event | None] = lambda: None,
+        *,
+        loop_helps: bool = False,
     ) -> None:
         """Called once, before the loop iterates. `mark()`: what is set when all steps that were
-        begun have run; None: they have.
+        begun have run; None: they have. `loop_helps`: between steps its thread may do pieces.
         """
         self._pool, self._config, self._mark = pool, config, mark
+        is_cpu = pool is not None and pool.pages.device.type == "cpu"  # which copies at once
+        self.jobs.loop_helps = loop_helps and is_cpu
 
     def forget(self, task_id: int) -> None:
         """The next intake says that this task's adapter was replaced. From any thread."""
@@ -105,7 +83,7 @@ class AdapterLoader:
 
     def release(self) -> None:
         """The loop iterates no more: what has not begun is not done, and the rest ends soon."""
-        self.is_released = True
+        self.jobs.is_released = True
         self._wake, self._mark = lambda: None, lambda: None
         for threads in (self._putting, self._ensuring):
             if threads is not None:
@@ -168,7 +146,8 @@ class AdapterLoader:
             self._wake()
 
     def _read_adapter(self, work: ReadAdapter, pool: AdapterPool) -> str:
-        adapter = work.tensors.read(Pace(self).rest)
+        tensors = work.tensors
+        adapter = self.jobs.finish(tensors.read_in_pieces(), by_loop=tensors.is_plain)
         weights = pool.kept(adapter)
         with self._lock:
             if work.job in self._read:  # else nobody wants it any more
@@ -179,21 +158,20 @@ class AdapterLoader:
         with self._lock:
             weights = self._read.pop(work.source)
         assert weights is not None  # the loop was told its digest
-        pool.put(work.host_pages, work.rows, work.packing, weights, Pace(self).rest)
+        self.jobs.finish(pool.put_in_pieces(work.host_pages, work.rows, work.packing, weights))
         return ""
 
     def _copy_adapter(
         self, work: CopyAdapter, pool: AdapterPool, begun: threading.Event | None
     ) -> str:
         """`begun`: steps of requests that have ended, whose adapters had the pages, may be left."""
-        pace = Pace(self)
         while begun is not None and not begun.wait(_LOOK_UP_S):
-            pace.rest()
+            self.jobs.check()
         self._streams_left.acquire()
         stream = self._streams.popleft()
         try:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                pool.copy(work.copies, pace.rest)
+                self.jobs.finish(pool.copy_in_pieces(work.copies))
                 pool.place(work.slot, work.rows, work.packing, work.device_pages)
             if stream is not None:
                 stream.synchronize()  # then every step that comes finds it

@@ -111,8 +111,11 @@ class CallbackHost:
         self.statistics.attach(executor.memory, is_lock_step, executor.take_gil_wait_us)
         self.preparation.device = assembly.device
         peft_config = assembly.blueprint.params.peft_cache_manager_config
-        mark = executor.mark if isinstance(executor, RankExecutor) else lambda: None
-        self.adapter_loader.attach(executor.runner.adapter_pool, peft_config, mark)
+        loader, pool = self.adapter_loader, executor.runner.adapter_pool
+        if isinstance(executor, RankExecutor):  # steps may run beside the loop
+            loader.attach(pool, peft_config, executor.mark)
+        else:
+            loader.attach(pool, peft_config, loop_helps=True)
         self.follow_weights(assembly.weights_version)
 
     def orders(self, *, ends: bool, aborts: bool, is_active: bool) -> tuple[bool, bool]:
@@ -275,7 +278,7 @@ class CallbackHost:
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
-        self.adapter_loader.last_step = monotonic()
+        self.adapter_loader.jobs.end_step()
         self.statistics.note(counts)
         if self._return_stats is None:
             return

@@ -240,7 +240,7 @@ class FollowingHost(RankedHost):
             super().report(counts, phase_times)
         else:
             self._check()
-            self.adapter_loader.last_step = monotonic()
+            self.adapter_loader.jobs.end_step()
             self.statistics.note(counts)
 
     def _note_failure(self, failure: Failure) -> None:

@@ -188,9 +188,10 @@ def _add_columns(
         for d in range(first, rank if start < end else 0, LANES):
             part, own = min(LANES, rank - d), b + size * (rank * start + d)
             _turn(dtype, scratch, own, end - start, rank, part)
+            left, right = h + 4 * d, scratch + 4 * SQUARE
             multiply(
-                *(FLOAT32, to + 4 * start, STRIDE, h + 4 * d, stride),
-                *(scratch + 4 * SQUARE, STRIDE, rows, end - start, part, True),
+                *(FLOAT32, to + 4 * start, STRIDE, left, stride, right, STRIDE),
+                *(rows, end - start, part, True),
             )
 
 

@@ -5,7 +5,7 @@ Where things lie is decided in `peft_cache`. What is written and copied is known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
 from gptmanager.request.adapter import Adapter, AdapterShare, LoraModule
-from gptmanager.request.read_tensors import PIECE
+from gptmanager.request.pieces import PIECE, Pieces, whole
 
 Layout = dict[str, tuple[AdapterModule, ...]]
 
@@ -80,9 +80,18 @@ class AdapterPool:
         rows: Sequence[AdapterRow],
         packing: Packing,
         weights: Sequence[Tensor],
-        rest: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write an adapter to its host pages. `rest` is called after each PIECE of it.
+        """As `put_in_pieces`, at once."""
+        whole(self.put_in_pieces(host_pages, rows, packing, weights))
+
+    def put_in_pieces(
+        self,
+        host_pages: Sequence[int],
+        rows: Sequence[AdapterRow],
+        packing: Packing,
+        weights: Sequence[Tensor],
+    ) -> Pieces[None]:
+        """Write an adapter to its host pages.
 
         `weights[i]`: what is `kept` of `rows[i]`: A, then B, flattened, of the pool's dtype.
         AdapterError, before anything is written, where one is not.
@@ -99,17 +108,18 @@ class AdapterPool:
                 )
         pages = self._allocate(host_pages)
         for weight, (page, offset) in zip(weights, packing.places, strict=True):
-            _copy(pages[page][offset : offset + len(weight)], weight, rest)
+            yield from _copy(pages[page][offset : offset + len(weight)], weight)
 
-    def copy(self, copies: Iterable[PageCopy], rest: Callable[[], None] = lambda: None) -> None:
-        """Beginnings of host pages to the device: on a CPU at once, else on the current stream.
+    def copy(self, copies: Iterable[PageCopy]) -> None:
+        """As `copy_in_pieces`, at once."""
+        whole(self.copy_in_pieces(copies))
 
-        `rest` as of `put`.
-        """
+    def copy_in_pieces(self, copies: Iterable[PageCopy]) -> Pieces[None]:
+        """Beginnings of host pages to the device: on a CPU at once, else on the current stream."""
         for host_page, device_page, num_elements in copies:
             start = device_page * self.sizes.page_size
             source = self._host_page(host_page)[:num_elements]
-            _copy(self.pages[start : start + num_elements], source, rest)
+            yield from _copy(self.pages[start : start + num_elements], source)
 
     def place(
         self,
@@ -183,10 +193,10 @@ class AdapterPool:
         return self._blocks[block][index]
 
 
-def _copy(target: Tensor, source: Tensor, rest: Callable[[], None]) -> None:
+def _copy(target: Tensor, source: Tensor) -> Pieces[None]:
     for first in range(0, len(source), PIECE):
         target[first : first + PIECE].copy_(source[first : first + PIECE], non_blocking=True)
-        rest()
+        yield
 
 
 def _layout(modules: Mapping[int, LoraModule]) -> Layout:

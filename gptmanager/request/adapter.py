@@ -8,16 +8,17 @@ nor of which matrices of a network they change. (Hu et al. 2021, arXiv:2106.0968
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gptmanager.errors import AdapterError, InvalidRequestError
+from gptmanager.request.pieces import PIECE, Pieces, whole
 from gptmanager.request.read_tensors import (
-    PIECE,
     as_float_rows,
     read_int,
     read_int_rows,
@@ -133,13 +134,12 @@ class Adapter:
 
     __slots__ = ("digest", "num_elements", "rows")
 
-    def __init__(self, rows: Sequence[AdapterRow], rest: Callable[[], None] = lambda: None) -> None:
-        ordered = sorted(rows, key=lambda row: (row.layer, row.module_id))
+    def __init__(self, rows: Sequence[AdapterRow], digest: str) -> None:
         self.rows: Mapping[tuple[int, int], AdapterRow] = {
-            (row.layer, row.module_id): row for row in ordered
+            (row.layer, row.module_id): row for row in rows
         }
-        self.num_elements = sum(row.num_elements for row in ordered)
-        self.digest = _digest(ordered, rest)
+        self.num_elements = sum(row.num_elements for row in rows)
+        self.digest = digest
 
     def __repr__(self) -> str:
         return f"Adapter({len(self.rows)} rows, {self.digest[:12]})"
@@ -185,22 +185,32 @@ class AdapterTensors:
             for module_id, layer, rank in self._rows
         )
 
-    def read(self, rest: Callable[[], None] = lambda: None) -> Adapter:
-        """The adapter, in the model's dtype: a copy; numbers of other dtypes are rounded to it.
+    @property
+    def is_plain(self) -> bool:
+        """Whether no code of the host's runs when it is read, and no other device is waited for."""
+        given = self._weights
+        if isinstance(given, np.ndarray):
+            return True
+        return type(given) in (torch.Tensor, torch.nn.Parameter) and given.is_cpu
 
-        `rest` is called now and then, after a PIECE of the work.
+    def read(self) -> Adapter:
+        """As `read_in_pieces`, at once."""
+        return whole(self.read_in_pieces())
+
+    def read_in_pieces(self) -> Pieces[Adapter]:
+        """The adapter, in the model's dtype: a copy; numbers of other dtypes are rounded to it.
 
         InvalidRequestError for one that is not finite, or not in the model's dtype.
         """
-        return Adapter([*self._read_rows(rest)], rest)
-
-    def _read_rows(self, rest: Callable[[], None]) -> Iterator[AdapterRow]:
+        rows = []
         for row, (module_id, layer, rank) in enumerate(self._rows):
             module = self._modules[module_id]
-            values = read_start(
-                "lora_weights", self._weights, row, rank * module.width, self._dtype, rest
+            values = yield from read_start(
+                "lora_weights", self._weights, row, rank * module.width, self._dtype
             )
-            yield AdapterRow(layer, module_id, rank, module.input_width, values)
+            rows.append(AdapterRow(layer, module_id, rank, module.input_width, values))
+        rows.sort(key=lambda row: (row.layer, row.module_id))
+        return Adapter(rows, (yield from _digest(rows)))
 
 
 class LoraInputs(NamedTuple):
@@ -288,7 +298,7 @@ def _module(module_id: int) -> str:
     return f"{module_id} ({LORA_MODULE_NAMES[module_id]})"
 
 
-def _digest(rows: Sequence[AdapterRow], rest: Callable[[], None]) -> str:
+def _digest(rows: Sequence[AdapterRow]) -> Pieces[str]:
     digest = hashlib.blake2b(digest_size=32)
     for row in rows:
         facts = (*row[:4], row.num_elements, str(row.values.dtype))
@@ -296,5 +306,5 @@ def _digest(rows: Sequence[AdapterRow], rest: Callable[[], None]) -> str:
         numbers = row.values.view(torch.uint8).numpy().data
         for first in range(0, len(numbers), 4 * PIECE):
             digest.update(numbers[first : first + 4 * PIECE])
-            rest()
+            yield
     return digest.hexdigest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ import torch
 
 from gptmanager.errors import InvalidRequestError
 from gptmanager.request.input_rows import HostRows, token_bias
+from gptmanager.request.pieces import PIECE, Pieces
 
 INT32 = (-(2**31), 2**31 - 1)
 _MOST_WORD_IDS = 2**18  # of one list of words: more than any vocabulary has tokens
 # numbers that only an executor reads
 ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
-PIECE = 1 << 16  # numbers of an adapter that are read, or moved, at once
 _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 
 
@@ -180,12 +180,8 @@ def read_start(
     row: int,
     length: int,
     dtype: torch.dtype,
-    rest: Callable[[], None] = lambda: None,
-) -> torch.Tensor:
-    """The first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU.
-
-    `rest` is called after each PIECE of them.
-    """
+) -> Pieces[torch.Tensor]:
+    """The first numbers of a row of `as_float_rows`, rounded to `dtype`: a copy on the CPU."""
     numbers = torch.empty(length, dtype=dtype)
     for first in range(0, length, PIECE):
         piece = numbers[first : first + PIECE]
@@ -203,7 +199,7 @@ def read_start(
             limit = "" if not math.isfinite(found) else f" in {dtype}: at most {most}"
             where = f"{name}[{row}, {first + column}]"
             raise InvalidRequestError(f"{where} = {found:g} is not finite{limit}")
-        rest()
+        yield
     return numbers
 
 
