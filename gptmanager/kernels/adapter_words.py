@@ -151,44 +151,45 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
 }
 
 
+def _turned(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
+    """Vector k: what sixteen rows of B hold at k. Four bytes of a row are a lane."""
+    units = DEPTH * itemsize(dtype) // 4  # of four bytes, in a row
+    part = ir.VectorType(INT, units)
+
+    def load_row(row: int) -> Any:
+        place = builder.mul(builder.mul(rank, _number(row)), _number(itemsize(dtype)))
+        pointer = builder.inttoptr(builder.add(b, place), part.as_pointer())
+        return builder.load(pointer, align=itemsize(dtype))
+
+    def load_lanes(first: int) -> Any:
+        """As after the exchanges of more than `units` lanes, which are none of memory."""
+        parts = [load_row(first + units * n) for n in range(LANES // units)]
+        while len(parts) > 1:
+            every = range(2 * parts[0].type.count)
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [_lanes(builder, *pair, every) for pair in pairs]
+        return parts[0]
+
+    values = [load_lanes(index) for index in range(units)]
+    distance = units
+    while distance > 1:  # each round exchanges two quarters of every square of 2 x distance
+        distance //= 2
+        low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
+        high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
+        for n in (n for n in range(units) if not n & distance):
+            pair = values[n], values[n + distance]
+            values[n] = _lanes(builder, *pair, low)
+            values[n + distance] = _lanes(builder, *pair, high)
+    return [wide for value in values for wide in _WIDEN[dtype](builder, value)]
+
+
 def expanded(groups: int, dtype: str) -> Any:
     """A word that adds to 16 * `groups` columns of each token's sums what DEPTH elements of h add.
 
     Its arguments: `(sums, stride, b, rank, h, h_stride, rows, ahead)`: as many rows of B begin at
-    `b`, `rank` elements apart. They are turned in registers, where four bytes of a row are a lane,
-    and stay there for all tokens. The memory at `ahead`, as much as is read, is asked for.
+    `b`, `rank` elements apart. They are turned in registers, and stay there for all tokens. The
+    memory at `ahead`, as much as is read, is asked for.
     """
-    units = DEPTH * itemsize(dtype) // 4  # of four bytes, in a row
-    part = ir.VectorType(INT, units)
-
-    def turned(builder: Any, b: Any, rank: Any) -> list[Any]:
-        """Vector k: what the sixteen rows hold at k."""
-
-        def load_row(row: int) -> Any:
-            place = builder.mul(builder.mul(rank, _number(row)), _number(itemsize(dtype)))
-            pointer = builder.inttoptr(builder.add(b, place), part.as_pointer())
-            return builder.load(pointer, align=itemsize(dtype))
-
-        def load_lanes(first: int) -> Any:
-            """As after the exchanges of more than `units` lanes, which are none of memory."""
-            parts = [load_row(first + units * n) for n in range(LANES // units)]
-            while len(parts) > 1:
-                every = range(2 * parts[0].type.count)
-                pairs = zip(parts[::2], parts[1::2], strict=True)
-                parts = [_lanes(builder, *pair, every) for pair in pairs]
-            return parts[0]
-
-        values = [load_lanes(index) for index in range(units)]
-        distance = units
-        while distance > 1:  # each round exchanges two quarters of every square of 2 x distance
-            distance //= 2
-            low = [n if not n & distance else n + LANES - distance for n in range(LANES)]
-            high = [n + distance if not n & distance else n + LANES for n in range(LANES)]
-            for n in (n for n in range(units) if not n & distance):
-                pair = values[n], values[n + distance]
-                values[n] = _lanes(builder, *pair, low)
-                values[n + distance] = _lanes(builder, *pair, high)
-        return [wide for value in values for wide in _WIDEN[dtype](builder, value)]
 
     @word(nothing, long, long, long, long, long, long, long, long)
     def add(
@@ -198,7 +199,7 @@ def expanded(groups: int, dtype: str) -> Any:
         fetch(builder, ahead, groups * LANES * DEPTH * itemsize(dtype))
         group = builder.mul(rank, _number(LANES * itemsize(dtype)))
         starts = [builder.add(b, builder.mul(group, _number(n))) for n in range(groups)]
-        values = list(zip(*(turned(builder, start, rank) for start in starts), strict=True))
+        turned = [_turned(builder, dtype, start, rank) for start in starts]
 
         def add_to(first: Any, count: int) -> None:
             tokens = [builder.add(first, _number(row)) for row in range(count)]
@@ -208,7 +209,7 @@ def expanded(groups: int, dtype: str) -> Any:
                 for n in range(groups)
             ]
             totals = [builder.load(place, align=4) for place in places]
-            for k, parts in enumerate(values):
+            for k, parts in enumerate(zip(*turned, strict=True)):
                 for row, token in enumerate(tokens):
                     place = builder.add(builder.mul(token, h_stride), _number(k))
                     factor = spread(builder, builder.load(at(builder, h, place, FLOAT)))
