@@ -43,7 +43,7 @@ def with_jobs(monkeypatch: pytest.MonkeyPatch, *jobs: Job[None], cores: int = 1)
     found = BackgroundJobs()
     found.loop_helps = True
     found.end_step()
-    found._jobs.extend(jobs)
+    found.pending.extend(jobs)
     return found
 
 
@@ -149,7 +149,7 @@ def test_who_does_the_pieces_while_steps_run(monkeypatch, by_loop) -> None:
         step_until(jobs, ended)
         assert result.result(30) == 7
     assert threads == ({threading.current_thread().name} if by_loop else {"worker_0"})
-    assert not jobs._jobs
+    assert not jobs.pending
 
 
 def test_what_a_piece_raises_in_the_loop_is_raised_in_the_job(monkeypatch) -> None:
@@ -196,7 +196,7 @@ def test_jobs_end_with_the_manager(monkeypatch) -> None:
         jobs.end_step()
         with ThreadPoolExecutor(1) as workers:
             result = workers.submit(jobs.finish, endless())
-            while not jobs._jobs:
+            while not jobs.pending:
                 time.sleep(0.001)
             jobs.is_released = True
             with pytest.raises(RuntimeError, match="the manager has ended"):

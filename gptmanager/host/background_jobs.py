@@ -73,21 +73,24 @@ class Job(Generic[Result]):
 
 
 class BackgroundJobs:
-    """`loop_helps`: whether the loop's thread may take pieces, which it never does before that."""
+    """`loop_helps`: whether the loop's thread may take pieces. `pending`: jobs that have begun.
+    `last_step`: when the last step ended, on the monotonic clock; `end_step` sets it, which need
+    not be called while nothing is pending.
+    """
 
     def __init__(self) -> None:
         self.loop_helps = False
         self.is_released = False
-        self._last_step = -math.inf  # when it ended, on the monotonic clock
+        self.pending: deque[Job[Any]] = deque()
+        self.last_step = -math.inf
         self._busy_s = _MOST_BUSY_S
-        self._jobs: deque[Job[Any]] = deque()
         self._is_crowded: bool | None = None  # None: not known yet
         self._credit_s = 0.0  # of the loop's thread
 
     @property
     def is_busy(self) -> bool:
         """Steps run."""
-        return monotonic() - self._last_step < self._busy_s
+        return monotonic() - self.last_step < self._busy_s
 
     def finish(self, pieces: Pieces[Result], *, by_loop: bool = True) -> Result:
         """All of a job, by the calling thread as far as the loop does not do it.
@@ -95,7 +98,7 @@ class BackgroundJobs:
         `by_loop`: it may, since no piece waits for anything. RuntimeError once nobody wants it.
         """
         job, since_ns = Job(pieces, by_loop=by_loop), thread_time_ns()
-        self._jobs.append(job)
+        self.pending.append(job)
         try:
             while not job.ended.is_set():
                 self.check()
@@ -105,7 +108,7 @@ class BackgroundJobs:
                     job.advance(waits=True)
                     since_ns = self.rest(since_ns)
         finally:
-            self._jobs.remove(job)
+            self.pending.remove(job)
         if job.error is not None:
             raise job.error
         return cast("Result", job.result)
@@ -130,20 +133,20 @@ class BackgroundJobs:
     def end_step(self) -> None:
         """A step has ended. On the loop's thread, which may have a turn now."""
         now = monotonic()
-        step_s = now - self._last_step
+        step_s = now - self.last_step
         self._busy_s = min(max(_BUSY_STEPS * step_s, _LEAST_BUSY_S), _MOST_BUSY_S)
-        if self._jobs and self.loop_helps:
+        if self.pending and self.loop_helps:
             if self._is_crowded is None:
                 self._is_crowded = torch.get_num_threads() >= _num_cores()
             if self._is_crowded:
                 self._take_turn(step_s)
                 now = monotonic()
-        self._last_step = now
+        self.last_step = now
 
     def _take_turn(self, step_s: float) -> None:
         """The last piece may take longer than there is time: then the next turn is shorter."""
         self._credit_s = min(self._credit_s, 0.0) + min(_SHARE * step_s, _LONGEST_TURN_S)
-        for job in tuple(self._jobs):
+        for job in tuple(self.pending):
             if self._credit_s > 0:
                 self._credit_s -= job.advance_for(self._credit_s)
 

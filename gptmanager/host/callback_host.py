@@ -278,7 +278,11 @@ class CallbackHost:
 
     def report(self, counts: Counts, phase_times: PhaseTimes) -> None:
         self._check()
-        self.adapter_loader.jobs.end_step()
+        jobs = self.adapter_loader.jobs
+        if jobs.pending:
+            jobs.end_step()
+        else:
+            jobs.last_step = monotonic()
         self.statistics.note(counts)
         if self._return_stats is None:
             return
