@@ -208,6 +208,34 @@ def test_what_nobody_wants_any_more_is_dropped():
     assert 7 not in driver.loop.table.adapters.cache
 
 
+@pytest.mark.parametrize("way", ["stop", "deadline_s", "queue_timeout_s"])
+@pytest.mark.parametrize("kind", [ReadAdapter, WriteAdapter, CopyAdapter])
+def test_who_ends_while_its_adapter_is_on_its_way(kind, way):
+    """At each stage, which ends later. Others go on; what comes then is answered, too."""
+    driver = driver_of()
+    limits = {} if way == "stop" else {way: 6.5}
+    driver.submit(request(1, 7, size=2, **limits), request(2, length=20))
+    for _ in range(6):
+        step(driver, works=False)
+        if begun(driver, kind):
+            break
+        driver.host.finish_work()
+    assert begun(driver, kind) and state_of(driver, 1) is PREPARING
+    if way == "stop":
+        driver.host.callbacks.stop(1)
+        driver.loop.poll()
+    for _ in range(7):
+        step(driver, works=False)
+    reason = FinishReason.CANCELLED if way == "stop" else FinishReason.TIMED_OUT
+    final = driver.final(1)
+    assert not final.error and int(final.tensors["finish_reasons"]) == reason
+    assert driver.loop.table.by_id.keys() == {2}
+    driver.submit(request(3, 7, size=2))
+    finish(driver)
+    assert driver.output(2)[4:] == expected_output(range(2, 6), 20)
+    assert not error_of(driver, 3)
+
+
 @pytest.mark.parametrize("kind", [WriteAdapter, CopyAdapter])
 def test_an_adapter_that_cannot_be_moved_ends_its_requests_and_leaves_nothing(kind):
     driver = driver_of()
