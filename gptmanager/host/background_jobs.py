@@ -102,7 +102,7 @@ class BackgroundJobs:
         try:
             while not job.ended.is_set():
                 self.check()
-                if self._is_crowded and job.by_loop and self.is_busy:
+                if self._is_left_to_loop(job):
                     job.ended.wait(_LOOK_UP_S)
                 else:
                     job.advance(waits=True)
@@ -112,6 +112,11 @@ class BackgroundJobs:
         if job.error is not None:
             raise job.error
         return cast("Result", job.result)
+
+    def _is_left_to_loop(self, job: Job[Any]) -> bool:
+        """Also where the next step is the first to know."""
+        may_be = self.loop_helps and self._is_crowded is not False
+        return may_be and job.by_loop and self.is_busy
 
     def check(self) -> None:
         """RuntimeError once nobody wants any job."""
