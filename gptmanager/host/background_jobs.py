@@ -22,6 +22,7 @@ from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_n
 from gptmanager.request.pieces import Pieces, Result
 
 _LOOK_UP_S = 0.05  # how often a thread asks whether its job is left to the loop
+_SOON_S = 0.001  # the same, until a step has ended that knows
 # Steps run until none has ended for so many times as long as the last one took, within these.
 _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
 # While they do, a thread works for so long without a rest, and rests so many times as long.
@@ -103,7 +104,7 @@ class BackgroundJobs:
             while not job.ended.is_set():
                 self.check()
                 if self._is_left_to_loop(job):
-                    job.ended.wait(_LOOK_UP_S)
+                    job.ended.wait(_LOOK_UP_S if self._is_crowded else _SOON_S)
                 else:
                     job.advance(waits=True)
                     since_ns = self.rest(since_ns)
