@@ -11,9 +11,8 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ from gptmanager.callbacks.result import GenerationResult, ResponseCollector, err
 from gptmanager.callbacks.wakeups import AsyncWaiter, AsyncWakeups
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationPart:
+class GenerationPart(NamedTuple):
     """What came since the part before: one response, or several if the reader was slow.
 
     `tokens`: the new ones of the first beam. `tensors`: the response tensors by name, those of

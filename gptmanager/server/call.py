@@ -131,7 +131,7 @@ class Call:
                 elif part.result is not None:
                     del running[index]
                     if it.has_timed_out:
-                        part = replace(part, result=_timed_out(part.result))
+                        part = part._replace(result=_timed_out(part.result))
                 yield index, part
             if running:
                 await self._waiter.wait()

@@ -10,12 +10,13 @@ from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gptmanager.server.errors import ApiError, api_error
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
+_DIRECT = "gptmanager.send"  # in a request's scope: the server's own `send`
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -56,7 +57,7 @@ class EventStream(Response):
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(send, scope.get(_DIRECT, send)))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -67,8 +68,8 @@ class EventStream(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await sending
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def _send(self, start: Send, send: Send) -> None:
+        await start({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._frames) as frames:  # type: ignore[type-var]
             try:
                 async for frame in frames:
@@ -78,6 +79,18 @@ class EventStream(Response):
                 last = event(api_error(error).body()) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+class DirectSend:
+    """The application `app`, around which stands nothing that looks at what it sends: streams
+    write to the server itself. Each wrapper of `send` would take its time of each token.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, _DIRECT: send}, receive, send)
 
 
 async def disconnected(receive: Receive) -> None:

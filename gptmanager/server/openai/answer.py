@@ -102,7 +102,7 @@ class Answer:
                     if self._has_ended[index]:
                         continue
                     delta = self.outputs[index].take()
-                    if delta.finish_reason or any(delta[:3]):
+                    if delta.text or delta.token_ids or delta.log_probs or delta.finish_reason:
                         self._has_ended[index] = delta.finish_reason is not None
                         yield index, delta
 
@@ -120,7 +120,7 @@ class Answer:
     def _take(self, request: int, part: GenerationPart) -> range:
         """What a part tells of its prompt. Returns the outputs that it is for."""
         prompt, choice = divmod(request, self._num_requests)
-        if choice == 0 and "prompt_log_probs" in part.tensors and not self._knows[prompt]:
+        if not self._knows[prompt] and choice == 0 and "prompt_log_probs" in part.tensors:
             self.prompt_log_probs[prompt] = prompt_log_probs(self.prompts[prompt], part.tensors)
             self._knows[prompt] = True
         if part.result is not None:

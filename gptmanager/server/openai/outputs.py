@@ -84,7 +84,8 @@ class Output:
         )
         self._log_probs: list[TokenLogProb] = []
         self._is_cut = False
-        self._given = Given(0, 0, 0)
+        # how much was given out: characters, log probabilities, tokens
+        self._num_characters = self._num_log_probs = self._num_tokens = 0
 
     def push(self, tokens: Sequence[int], log_probs: Sequence[TokenLogProb] = ()) -> None:
         """New tokens, with their log probabilities, if those are asked for. What comes after the
@@ -114,20 +115,23 @@ class Output:
 
     def take(self) -> Delta:
         """What came since the last call."""
-        is_done = self.finish_reason is not None
-        end = len(self.text) if is_done else len(self.text) - self._stops.num_held
-        before, given = self._given, len(self._log_probs)
-        if not is_done or self._is_cut:
-            given = before.log_probs
-            while given < len(self._log_probs) and self._starts_before(end, given):
-                given += 1
-        self._given = Given(end, given, len(self.token_ids))
-        return Delta(
-            self.text[before.text : end],
-            self.token_ids[before.tokens :],
-            self._log_probs[before.log_probs : given],
-            self.finish_reason,
-        )
+        reason, end = self.finish_reason, len(self.text)
+        if reason is None and self._ends.stops:
+            end -= self._stops.num_held
+        text, self._num_characters = self.text[self._num_characters : end], end
+        tokens, self._num_tokens = self.token_ids[self._num_tokens :], len(self.token_ids)
+        log_probs = self._take_log_probs(end) if self._log_probs else []
+        return Delta(text, tokens, log_probs, reason)
+
+    def _take_log_probs(self, end: int) -> list[TokenLogProb]:
+        """Those of the text up to its character `end`."""
+        first, count = self._num_log_probs, len(self._log_probs)
+        if self.finish_reason is None or self._is_cut:
+            count = first
+            while count < len(self._log_probs) and self._starts_before(end, count):
+                count += 1
+        self._num_log_probs = count
+        return self._log_probs[first:count]
 
     def _list(self, log_prob: TokenLogProb) -> None:
         self._log_probs.append(log_prob._replace(start=self._offset + len(self.text)))
@@ -147,11 +151,3 @@ class Output:
             self._read(self._stream.flush(), True)
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason
-
-
-class Given(NamedTuple):
-    """How much of an output was given out: characters, log probabilities, tokens."""
-
-    text: int
-    log_probs: int
-    tokens: int
