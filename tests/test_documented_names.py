@@ -79,6 +79,7 @@ def is_called(value: Any) -> bool:
     return not (
         issubclass(value, (enum.Enum, BaseException))
         or dataclasses.is_dataclass(value)
+        or hasattr(value, "_fields")  # a named tuple: of values, as a dataclass
         or getattr(value, "_is_protocol", False)
     )
 

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope, Send
 
 from gptmanager.errors import GptManagerError
 from gptmanager.server import health, live, metrics, models, openapi, tokenization
@@ -17,7 +18,7 @@ from gptmanager.server.engine import Engine
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.keys import KeyGuard
 from gptmanager.server.openai import chat, completions
-from gptmanager.server.responses import error_response
+from gptmanager.server.responses import DIRECT_SEND, error_response
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 
@@ -35,10 +36,17 @@ _FRONTS: Sequence[Routes] = (
 )
 
 
+class _App(Starlette):
+    """Streams write to the server itself: the head of a response alone passes the middleware."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__({**scope, DIRECT_SEND: send}, receive, send)
+
+
 def create_app(engine: Engine, settings: ServerSettings) -> Starlette:
     """Every error of an endpoint becomes one error object; `--api-key` guards all but health."""
     guard = [] if settings.api_key is None else [Middleware(KeyGuard, key=settings.api_key)]
-    app = Starlette(
+    app = _App(
         routes=[route for routes in _FRONTS for route in routes(engine, settings)],
         middleware=guard,
         exception_handlers={

@@ -10,13 +10,14 @@ from typing import Any
 
 import orjson
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from gptmanager.server.errors import ApiError, api_error
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-_DIRECT = "gptmanager.send"  # in a request's scope: the server's own `send`
+# In a request's scope: the server's own `send`. Each wrapper around it takes its time of each token.
+DIRECT_SEND = "gptmanager.send"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -57,7 +58,7 @@ class EventStream(Response):
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send, scope.get(_DIRECT, send)))
+        sending = asyncio.ensure_future(self._send(send, scope.get(DIRECT_SEND, send)))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -79,18 +80,6 @@ class EventStream(Response):
                 last = event(api_error(error).body()) + DONE
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-
-
-class DirectSend:
-    """The application `app`, around which stands nothing that looks at what it sends: streams
-    write to the server itself. Each wrapper of `send` would take its time of each token.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, _DIRECT: send}, receive, send)
 
 
 async def disconnected(receive: Receive) -> None:

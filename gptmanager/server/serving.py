@@ -26,7 +26,6 @@ from gptmanager.server.extras import load_extra
 from gptmanager.server.http_protocol import HttpProtocol
 from gptmanager.server.metrics import ServerMetrics
 from gptmanager.server.model_card import ModelCard
-from gptmanager.server.responses import DirectSend
 from gptmanager.server.settings import ServerSettings
 
 _GRPC = "gptmanager.server.triton.grpc_service"
@@ -235,7 +234,7 @@ class Server(uvicorn.Server):
 def new_server(engine: Engine, settings: ServerSettings) -> Server:
     """Not started yet: `await server.serve(sockets=[...])` does, until `server.should_exit`."""
     config = uvicorn.Config(
-        DirectSend(create_app(engine, settings)),
+        create_app(engine, settings),
         loop="none",
         http=HttpProtocol,
         ws="none",
