@@ -30,6 +30,7 @@ MAX_BYTES = 1 << 29  # of memory
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
+_START_S = 30.0  # Python and jinja2 are read: no fault of a template
 
 
 def read_chat_templates(folder: str | os.PathLike[str]) -> dict[str, str]:
@@ -129,7 +130,7 @@ class TemplateProcess:
             raise TemplateError(f"cannot be given to a chat template: {error}") from None
         if self._process is None or self._process.poll() is not None:
             self._start()
-        answer = self._exchange(line)
+        answer = self._exchange(line, self._max_seconds)
         if "error" in answer:
             raise TemplateError(answer["error"])
         return str(answer["text"])
@@ -145,25 +146,25 @@ class TemplateProcess:
         except OSError as error:
             raise TemplateError(f"no process can be started for it: {error}") from None
         self._end = weakref.finalize(self, _end, process)
-        self._exchange(orjson.dumps({"path": sys.path, "max_bytes": self._max_bytes}))
+        self._exchange(orjson.dumps({"path": sys.path, "max_bytes": self._max_bytes}), _START_S)
 
     def _stop(self) -> None:
         self._process = None
         if self._end is not None:
             self._end()
 
-    def _exchange(self, line: bytes) -> dict[str, Any]:
-        """One line out, one line in."""
+    def _exchange(self, line: bytes, seconds: float) -> dict[str, Any]:
+        """One line out, one line in, within `seconds`."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
-        until = time.monotonic() + self._max_seconds
+        until = time.monotonic() + seconds
         answered, found = select.poll(), [b""]
         answered.register(process.stdout, select.POLLIN)
         try:
             _write(process.stdin.fileno(), line + b"\n")
             while not found[-1].endswith(b"\n"):
                 if not answered.poll(max(0.0, until - time.monotonic()) * 1000):
-                    raise TemplateError(f"it takes more than {self._max_seconds:g} s")
+                    raise TemplateError(f"it takes more than {seconds:g} s")
                 found.append(os.read(process.stdout.fileno(), 1 << 20))
                 if not found[-1]:
                     raise TemplateError(f"it takes more than {self._max_bytes} bytes")
