@@ -16,7 +16,7 @@ from gptmanager.server.errors import ApiError, api_error
 
 _logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
-# In a request's scope: the server's own `send`. Each wrapper around it takes its time of each token.
+# In a request's scope: the server's own `send`. Each wrapper around it costs each token some time.
 DIRECT_SEND = "gptmanager.send"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
