@@ -40,15 +40,16 @@ def main(shape: str = "small", dtype: str = "bfloat16") -> None:
     adapters = [adapter(config, seed) for seed in range(ADAPTERS)]
     nbytes = adapters[0][0].numel() * getattr(torch, dtype).itemsize
     ends: list[float] = []
+    length = min(2048, config["max_position_embeddings"])
     queue = RequestQueue(max_pending=None)
-    params = OptionalParams(dtype=dtype, max_batch_size=REQUESTS + 1, max_seq_len=2048)
+    params = OptionalParams(dtype=dtype, max_batch_size=REQUESTS + 1, max_seq_len=length)
     callbacks = queue.get_inference_requests, queue.send_response, queue.poll_stop_signal
     with GptManager(
         (config, state), ModelType.INFLIGHT_FUSED_BATCHING, 1, None, *callbacks,
         lambda record: ends.append(time.perf_counter()), params,
     ) as manager:  # fmt: skip
         queue.attach(manager)
-        running = [queue.submit([1, 2, 3, 4], 2000) for _ in range(REQUESTS)]
+        running = [queue.submit([1, 2, 3, 4], length - 4) for _ in range(REQUESTS)]
         time.sleep(QUIET_S)
         quiet: list[float] = []
         loading: dict[bool, list[float]] = {True: [], False: []}
