@@ -236,11 +236,12 @@ constexpr int NOT_FINITE = -2;  // one is NaN or +inf
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(THREADS, 1) sample(
     int* tokens,                 // [rows]: NO_TOKEN or NOT_FINITE where there is none
-    int* inputs,                 // [rows]: the same, 0 where there is none
+    int* inputs,                 // the same, 0 where there is none: a row's is [its cell]
     const T* logits,             // [rows, vocab_size]
     const Params* params,        // [slots]
     const int* slots,            // [rows], -1: nothing is chosen
     const long long* positions,  // [rows]: of the token to be chosen
+    const long long* cells,      // [rows]; null: their numbers
     Pieces* all_pieces, float* own_bests, unsigned* arrived,  // as in Shared; null for one part
     int vocab_size, int parts) {
     ptx::wait_for_previous();
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(THREADS, 1) sample(
     auto choose = [&](int token) {
         if (threadIdx.x != 0) return;
         tokens[number] = token;
-        inputs[number] = max(token, 0);
+        inputs[cells ? cells[number] : number] = max(token, 0);
     };
     float best = -INFINITY;
     for (int i = threadIdx.x % 32; i < count; i += 32) best = fmaxf(best, pieces.best[i]);

@@ -100,9 +100,11 @@ def sample(
     slots: Tensor,
     positions: Tensor,
     workspace: Workspace | None = None,
+    cells: Tensor | None = None,
 ) -> None:
     """Write to `tokens` `[S]` int32 the token chosen for each row of `logits` `[S, V]`, bfloat16,
-    float16 or float32, and to `inputs` `[S]` int32 the same, 0 where there is none.
+    float16 or float32, and to `inputs` `[S]` int32 the same, 0 where there is none. With `cells`
+    int64 `[S]` a row's input is that element of `inputs` `[n]`.
 
     `params` `[slots, PARAMS.itemsize]` uint8: an array of PARAMS, as bytes; `slots` `[S]` int32,
     -1: nothing is chosen or written; `positions` `[S]` int64: of the tokens to be chosen. A row's
@@ -118,18 +120,19 @@ def sample(
     num_rows, vocab_size = logits.shape
     check_tensors(
         tokens=(tokens, (num_rows,), torch.int32),
-        inputs=(inputs, (num_rows,), torch.int32),
+        inputs=(inputs, (num_rows if cells is None else None,), torch.int32),
         logits=(logits, (num_rows, vocab_size), logits_dtype(logits)),
         params=(params, (None, PARAMS.itemsize), torch.uint8),
         slots=(slots, (num_rows,), torch.int32),
         positions=(positions, (num_rows,), torch.int64),
+        cells=(cells, (num_rows,), torch.int64),
     )
     if num_rows == 0:
         return
     parts = 1 if workspace is None else num_parts(launcher, num_rows, vocab_size)
     shared = workspace if parts > 1 and workspace is not None else (None, None, None)
     arguments: tuple[Argument, ...] = (
-        *(tokens, inputs, logits, params, slots, positions),
+        *(tokens, inputs, logits, params, slots, positions, cells),
         *shared,
         *ints(vocab_size, parts),
     )

@@ -278,6 +278,7 @@ class DeviceBackend(Backend):
                 adapter_pool=self._adapter_pool(model, options),
                 graph_sizes=graph_sizes,
                 has_beams=lines.max_beam_width > 1,
+                chooser=chooser if options.rank is None else None,
                 on_progress=self._on_progress,
             )
             stream.synchronize()

@@ -27,13 +27,11 @@ _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a to
 class Choice(NamedTuple):
     """What is chosen for S rows, on the device.
 
-    `tokens` int32 `[S]`; `inputs` int32 `[S]`: the same as inputs of the next step, 0 where there
-    is none. `log_probs` float32 `[S]`, of meaning where a line wants them; None: nowhere;
-    `[S, 1 + n]` where those of the n best continuations follow.
+    `tokens` int32 `[S]`. `log_probs` float32 `[S]`, of meaning where a line wants them; None:
+    nowhere; `[S, 1 + n]` where those of the n best continuations follow.
     `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best continuations of beams.
     """
 
-    inputs: Tensor
     tokens: Tensor
     log_probs: Tensor | None
     best_tokens: Tensor | None
@@ -89,36 +87,61 @@ class DeviceSampler(Sampler):
             self._lists_changed = True
         self._changed.add(line)
 
+    def is_plain(self, cpu_lines: Ints) -> bool:
+        """Whether `sample` is all that these lines need: it changes no logits, and nobody wants log
+        probabilities.
+        """
+        return not (self.adjusts(cpu_lines) or self._wanted[cpu_lines].any())
+
+    def sample_there(
+        self,
+        tokens: Tensor,
+        inputs: Tensor,
+        logits: Tensor,
+        lines: Tensor,
+        positions: Tensor,
+        cells: Tensor,
+    ) -> None:
+        """The next tokens of S rows, in one launch that may be recorded: it reads what `flush` has
+        brought, and may find other lines when it runs again. Arguments as of `sampling.sample`.
+        """
+        table, workspace = self._choice_table, self._workspace
+        sampling.sample(
+            *(self._launcher, tokens, inputs, logits, table, lines, positions, workspace),
+            cells=cells,
+        )
+
     def enqueue(
         self,
         logits: Tensor,
         cpu_lines: Ints,
         lines: Tensor,
         positions: Tensor,
+        cells: Tensor,
         counts: Tensor | None,
         most: int,
         most_scored: int,
         histories: Tensor,
+        inputs: Tensor,
         upload: Upload,
     ) -> Choice:
         """The next tokens of S rows, and the best continuations of some, at most `most` of each.
 
         `logits` `[S, vocab_size]`, float32, bfloat16 or float16, may be changed;
-        `lines` int32, `positions` int64 and, with `most`, `counts` int32 `[S]`
+        `lines` int32, `positions` int64, `cells` int64 and, with `most`, `counts` int32 `[S]`
         (how many continuations each row wants) are on the device; `log_probs` are those of the
         first `most_scored` continuations, too. On the device are also `histories`
-        int32 `[num_lines, length]`. `cpu_lines`: the lines on the CPU. What changed since the last
+        int32 `[num_lines, length]`, and `inputs` int32, of which a row's cell gets its token, 0
+        where there is none. `cpu_lines`: the lines on the CPU. What changed since the last
         call travels by `upload`.
         """
-        self._flush(upload)
+        self.flush(upload)
         if self.adjusts(cpu_lines):
             logits = logits.float()  # adjusted with the roundings of the CPU
             self._adjust(logits, histories, lines, positions)
-        inputs, tokens = torch.empty((2, len(cpu_lines)), dtype=torch.int32, device=logits.device)
+        tokens = torch.empty(len(cpu_lines), dtype=torch.int32, device=logits.device)
         choice = self._choice_table
-        sampling.sample(
-            *(self._launcher, tokens, inputs, logits, choice, lines, positions, self._workspace)
-        )
+        self.sample_there(tokens, inputs, logits, lines, positions, cells)
         values = best_tokens = best_log_probs = None
         if counts is not None and most:
             shape = len(cpu_lines), most
@@ -129,15 +152,15 @@ class DeviceSampler(Sampler):
                 self._launcher, best_tokens, best_log_probs, logits, choice, lines, counts
             )
         if self._wanted[cpu_lines].any():
-            scored = inputs
+            scored = tokens
             if best_tokens is not None and most_scored:
-                parts = inputs[:, None], best_tokens[:, :most_scored]
-                scored = torch.cat(parts, dim=1).clamp_(min=0)  # -1 where there are fewer
+                scored = torch.cat((tokens[:, None], best_tokens[:, :most_scored]), dim=1)
+            scored = scored.clamp(min=0)  # less where there is no token, or are fewer
             values = torch.zeros(scored.shape, device=logits.device)
             log_probs.log_probs(
                 self._launcher, values, logits, scored, choice, self._wanted_table, lines
             )
-        return Choice(inputs, tokens, values, best_tokens, best_log_probs)
+        return Choice(tokens, values, best_tokens, best_log_probs)
 
     def _adjust(self, logits: Tensor, histories: Tensor, lines: Tensor, positions: Tensor) -> None:
         for first in range(0, len(logits), len(self._marks)):
@@ -148,7 +171,8 @@ class DeviceSampler(Sampler):
                 *(lines[own], positions[own]),
             )
 
-    def _flush(self, upload: Upload) -> None:
+    def flush(self, upload: Upload) -> None:
+        """Bring what changed since the last call."""
         if not self._changed:
             return
         if self._lists_changed:

@@ -57,7 +57,24 @@ class DeviceChooser(TokenChooser):
         super().load(start)
         self._num_starts[self.lines.of(start.slot)] += 1
 
+    def is_plain(self, lines: np.ndarray) -> bool:
+        """Whether `choose_recorded` is all that a step for these lines needs, none of which is one
+        of several beams. What it reads of them is brought to the device.
+        """
+        slots = lines
+        if self._processing.serves(slots) or self.gathered.wants_logits(slots):
+            return False
+        self._sampler.flush(self._uploads.upload)
+        return self._sampler.is_plain(lines)
+
+    def choose_recorded(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None:
+        """Choose the next tokens of lines without beams; nothing of lines that are -1."""
+        places = inputs.lines, inputs.positions, inputs.cells
+        self._sampler.sample_there(tokens, self._tables.token_cells, logits, *places)
+
     def choose(self, step: StepInFlight) -> PendingTokens:
+        if step.inputs is not None and step.inputs.tokens is not None:
+            return self._bring(step.rows, step.inputs.tokens)
         rows = step.rows
         counts = self._num_candidates[rows.slots]
         depends_on_order = bool(rows.drafts) and self._depends_on_order(rows)
@@ -76,7 +93,7 @@ class DeviceChooser(TokenChooser):
             rows, logits, failed = self._prepare(rows, logits)
             top = self._top_tokens(rows)
             choice, is_single = self._enqueue(rows, logits, step.inputs, counts, top)
-            download = self._downloads.send(choice[1:])  # inputs stay
+            download = self._downloads.send(choice)
         if self._drawn.by_slot:
             self._drawn.forget(rows)
         starts = self._num_starts[rows.lines]
@@ -100,6 +117,24 @@ class DeviceChooser(TokenChooser):
             found = self._by_row(rows, tokens, log_probs)
             ranked = () if top is None else top.by_row()
             return ChosenTokens(*found, beams, failed, pieces, ranked)
+
+        return receive
+
+    def _bring(self, rows: SamplingRows, chosen: Tensor) -> PendingTokens:
+        """What `choose_recorded` has chosen."""
+        with torch.inference_mode():
+            download = self._downloads.send((chosen,))
+        if self._drawn.by_slot:
+            self._drawn.forget(rows)
+        starts = self._num_starts[rows.lines]
+
+        def receive() -> ChosenTokens:
+            download.copied.synchronize()
+            (pinned,) = download.tensors
+            assert pinned is not None
+            tokens = pinned.numpy()
+            self._write(rows, tokens, starts == self._num_starts[rows.lines])
+            return ChosenTokens(*self._by_row(rows, tokens, None))
 
         return receive
 
@@ -133,12 +168,11 @@ class DeviceChooser(TokenChooser):
             inputs = ChoiceInputs(*upload(arrays))
         elif most:
             inputs = inputs._replace(counts=upload((each,))[0])
+        # behind a wrong draft its inputs are overwritten before anything reads them
         choice = self._sampler.enqueue(
-            *(logits, rows.lines, inputs.lines, inputs.positions, inputs.counts, most),
-            *(most_top, tables.token_tensor, upload),
+            *(logits, rows.lines, *inputs[:4], most, most_top),
+            *(tables.token_tensor, tables.token_cells, upload),
         )
-        # behind a wrong draft they are overwritten before anything reads them
-        tables.token_cells.index_copy_(0, inputs.cells, choice.inputs)
         return choice, is_single
 
     def _choose_on_cpu(self, step: StepInFlight) -> PendingTokens:

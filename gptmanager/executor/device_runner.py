@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,13 +32,22 @@ from gptmanager.models.model import Model, PlanningModel
 from gptmanager.statistics import Memory
 
 
+class RecordedChooser(Protocol):
+    """As of `DeviceChooser`."""
+
+    def is_plain(self, lines: Array) -> bool: ...
+
+    def choose_recorded(self, tokens: Tensor, logits: Tensor, inputs: ChoiceInputs) -> None: ...
+
+
 class DeviceRunner(Runner):
     """Runs a model on `stream`, whose calls return before the work is done.
 
     Generation steps of a `PlanningModel` are recorded at the start for the numbers of rows in
     `graph_sizes`, and with an `adapter_pool` once more for rows of which some have adapters; a step
     of so many rows at most runs as a recording. `has_beams`: a line may be
-    that of a beam. `on_progress`: as of `GenerationGraphs.record`.
+    that of a beam. `chooser`: makes the choice at the end of a recording, for steps of lines that
+    are plain; None: recordings end with the logits. `on_progress`: as of `GenerationGraphs.record`.
     """
 
     stream: Stream
@@ -55,6 +65,7 @@ class DeviceRunner(Runner):
         adapter_pool: AdapterPool | None = None,
         graph_sizes: Sequence[int] = (),
         has_beams: bool = False,
+        chooser: RecordedChooser | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         super().__init__(model, kv_pool, tables, adapter_pool)
@@ -62,10 +73,12 @@ class DeviceRunner(Runner):
         self._uploads = uploads
         self._downloads = downloads
         self._has_beams = has_beams
+        self._chooser = None if has_beams else chooser  # else the choice is for more lines
         self._planning = model if isinstance(model, PlanningModel) else None
         self._graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._adapter_graphs = GenerationGraphs(stream, uploads, graph_sizes)
         self._graph_logits: Tensor | None = None
+        self._graph_tokens: Tensor | None = None
         self._device_scorer: DevicePromptScorer | None = None  # until somebody asks
         if graph_sizes and self._plan(_idle_rows(1), fixed=True):
             with torch.inference_mode():
@@ -145,7 +158,8 @@ class DeviceRunner(Runner):
 
     def _replay(self, rows: PackedRows, size: int) -> Computed:
         num_rows, rows = len(rows.lines), padded(rows, size)
-        arrays, slots = self._fixed_arrays(rows), self._adapters_of(rows)
+        chooses = self._chooser is not None and self._chooser.is_plain(rows.lines[:num_rows])
+        arrays, slots = self._fixed_arrays(rows, chooses), self._adapters_of(rows)
         if slots is None:
             logits, tensors = self._graphs.run(size, arrays)
         else:
@@ -153,29 +167,45 @@ class DeviceRunner(Runner):
             tensors = tensors[1:]
         if self._has_beams:  # the choice is for more than these lines, or for others
             return Computed(logits[:num_rows])
-        positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:4])
-        return Computed(logits[:num_rows], ChoiceInputs(lines, positions, cells))
+        _, positions, cells, _, lines = (tensor[:num_rows] for tensor in tensors[:5])
+        inputs = ChoiceInputs(lines, positions, cells)
+        if chooses and self._graph_tokens is not None:
+            inputs = inputs._replace(tokens=self._graph_tokens[:num_rows])
+        return Computed(logits[:num_rows], inputs)
 
     def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
-        """What is recorded: a step without context rows. All recordings share their logits, for
-        which the first one, of the most rows, makes room when it is tried.
+        """What is recorded: a step without context rows. All recordings share their logits and
+        tokens, for which the first one, of the most rows, makes room when it is tried.
 
-        The choice is not recorded: which of its kernels run, on which copy of the logits, and what
-        is brought to the CPU before, differs by what the requests of a step ask for.
+        Of the choice what most steps need is recorded. What others need is launched: which of its
+        kernels run, on which copy of the logits, and what is brought to the CPU before, differs by
+        what the requests of a step ask for. Then the recorded choice has no lines.
         """
-        batch = replace(self._batch(tensors[2:], 0), all_sampled=True)
+        chosen, positions, cells, *others = tensors
+        batch = replace(self._batch(others, 0), all_sampled=True)
         if adapter_slots is not None and self.adapter_pool is not None:
             batch = replace(batch, adapters=self.adapter_pool.step(adapter_slots))
         logits = _for_kernels(self.model.forward(batch, self.kv_pool))
-        if self._graph_logits is None:
+        if self._graph_logits is None or self._graph_tokens is None:
             self._graph_logits = torch.empty_like(logits)
-        return self._graph_logits[: len(logits)].copy_(logits)
+            self._graph_tokens = torch.zeros_like(chosen)
+        logits = self._graph_logits[: len(logits)].copy_(logits)
+        if self._chooser is not None:
+            tokens = self._graph_tokens[: len(logits)]
+            inputs = ChoiceInputs(chosen, positions, cells)
+            self._chooser.choose_recorded(tokens, logits, inputs)
+        return logits
 
-    def _fixed_arrays(self, rows: PackedRows) -> tuple[Array, ...]:
-        """Positions and cells of the choice that follows, and the batch: one copy brings all."""
+    def _fixed_arrays(self, rows: PackedRows, chooses: bool = False) -> tuple[Array, ...]:
+        """Lines that the recording chooses for, positions and cells of the choice, and the batch:
+        one copy brings all.
+        """
         positions = rows.positions + 1
         cells = self.tables.cells(rows.token_lines, positions)
-        return (positions, cells, *super()._arrays(rows), *self._plan(rows, fixed=True))
+        chosen = rows.token_lines.astype(np.int32)
+        chosen[rows.row_starts[-1] if chooses else 0 :] = -1  # behind them is padding
+        arrays = super()._arrays(rows)
+        return (chosen, positions, cells, *arrays, *self._plan(rows, fixed=True))
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
         return (*super()._arrays(rows), *self._plan(rows))

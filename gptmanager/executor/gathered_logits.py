@@ -117,6 +117,10 @@ class GatheredLogits:
         """Whether a sequence in one of these slots does."""
         return bool(self._log_probs[slots].any())
 
+    def wants_logits(self, slots: np.ndarray) -> bool:
+        """Whether a sequence in one of these slots wants those of its tokens."""
+        return self.any_generation and bool(self._generation[slots].any())
+
     def num_top(self, slots: np.ndarray) -> np.ndarray:
         """Of how many of the best tokens each of them wants log probabilities, int32."""
         counts: np.ndarray = self._num_top[slots]

@@ -48,13 +48,15 @@ class ChoiceInputs(NamedTuple):
     """S choices as a device knows them: where each token stands, in tensors `[S]`.
 
     `lines` int32, `positions` int64; `cells` int64: of `DeviceTables.token_cells`. `counts` int32:
-    how many candidates a beam has; None: there are no beams.
+    how many candidates a beam has; None: there are no beams. `tokens` int32: the choices, where the
+    step made them itself; None: they are to be made.
     """
 
     lines: Tensor
     positions: Tensor
     cells: Tensor
     counts: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 class ChosenTokens(NamedTuple):

@@ -15,6 +15,7 @@ from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda import downloads
 from gptmanager.cuda.streams import DeviceStream
+from gptmanager.executor.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
 from gptmanager.executor.torch_executor import TorchExecutor
 
@@ -140,6 +141,41 @@ def texts():
         from_tokens(6, prompt(6, 11), 6, **drawn, return_generation_logits=True),
         from_tokens(7, prompt(7, 11), 6, beam_width=3, logits_post_processor=Batched()),
     ]
+
+
+def mixed():
+    """A long one that wants a token a step, beside one after the other of those."""
+    others = [
+        {"repetition_penalty": 1.4},
+        {"temperature": 0.8, "runtime_top_p": 0.9, "random_seed": 3},
+        {"return_log_probs": True},
+        {"temperature": 1.2, "runtime_top_k": 4, "random_seed": 4},
+        {"return_generation_logits": True},
+        {"runtime_min_p": 0.1, "temperature": 2.0, "random_seed": 6},
+        {"logits_post_processor": replace},
+    ]
+    rest = [from_tokens(i, prompt(i, 5 + i), 2, **own) for i, own in enumerate(others, start=1)]
+    return [from_tokens(0, prompt(0, 9), 15), *rest]
+
+
+def test_recordings_choose_where_nobody_wants_more(device, watched, monkeypatch):
+    """Others of their steps choose as if nothing had been recorded."""
+    ways = []
+
+    def spy(name, way):
+        method = getattr(DeviceChooser, name)
+
+        def run(self, *arguments):
+            ways.append(way)
+            return method(self, *arguments)
+
+        monkeypatch.setattr(DeviceChooser, name, run)
+
+    spy("_bring", "recorded")
+    spy("_enqueue", "launched")
+    check(device, watched, mixed, max_batch_size=2)
+    turns = [one for one, other in zip(ways, ways[1:], strict=False) if one != other]
+    assert len(turns) >= 6 and ways.count("recorded") >= 4
 
 
 @pytest.mark.parametrize("requests", [plain, processed, wanted])

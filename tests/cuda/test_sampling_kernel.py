@@ -68,19 +68,23 @@ def textbook(logits, params, position):
 
 
 def choose(machine, logits, params, positions, workspace=None):
-    """By the kernel and by the rules; a slot for each row, in reverse."""
+    """By the kernel and by the rules; a slot for each row, in reverse, and a cell of inputs."""
     num_rows, vocab_size = logits.shape
     packed = [pack(own, PROMPT_LENGTH, vocab_size) for own in reversed(params)]
     table = np.array(packed, dtype=PARAMS).view(np.uint8).reshape(num_rows, -1)
     slots = np.arange(num_rows, dtype=np.int32)[::-1].copy()
-    tokens, inputs = (machine.empty((num_rows,), torch.int32) for _ in range(2))
+    tokens = machine.empty((num_rows,), torch.int32)
+    inputs = machine.empty((num_rows + 2,), torch.int32)
+    before, cells = inputs.cpu(), slots.astype(np.int64) + 1
     given = map(torch.from_numpy, (table, slots, positions))
     sample(
         *(machine.launcher, tokens, inputs, machine.tensor(logits)),
         *map(machine.tensor, given),
         workspace,
+        cells=machine.tensor(torch.from_numpy(cells)),
     )
-    assert torch.equal(inputs, tokens.clamp(min=0))
+    before[cells] = tokens.cpu().clamp(min=0)
+    assert torch.equal(inputs.cpu(), before)
     rows = zip(logits.float().numpy(), params, positions.tolist(), strict=True)
     return tokens.cpu().tolist(), [textbook(*row) for row in rows]
 
@@ -192,6 +196,16 @@ def test_rows_without_work(machine):
     logits = machine.tensor(torch.zeros(1, 40))
     sample(machine.launcher, tokens, inputs, logits, table, none, none.long())
     assert (tokens.tolist(), inputs.tolist()) == ([7], [8])
+
+
+def test_inputs_are_in_the_order_of_rows_where_no_cells_are_given(machine):
+    logits = rows(3, 40)
+    tokens, inputs = (machine.empty((3,), torch.int32) for _ in range(2))
+    table = np.array([pack(SamplingParams(), PROMPT_LENGTH, 40)], dtype=PARAMS).view(np.uint8)
+    slots = machine.tensor(torch.zeros(3, dtype=torch.int32))
+    given = machine.tensor(logits), machine.tensor(torch.from_numpy(table).view(1, -1)), slots
+    sample(machine.launcher, tokens, inputs, *given, machine.tensor(torch.zeros(3).long()))
+    assert tokens.tolist() == inputs.tolist() == logits.argmax(dim=1).tolist()
 
 
 def test_more_candidates_than_fit(machine):

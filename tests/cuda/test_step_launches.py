@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import torch
 from devices import LLAMA, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,10 +14,18 @@ from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.streams import EmulatedStream
 from gptmanager.cuda.uploads import Uploads
+from gptmanager.decoding.device_sampling import DeviceSampler
+from gptmanager.decoding.lines import Lines
+from gptmanager.decoding.logits import PostProcessing
+from gptmanager.executor.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
+from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables
+from gptmanager.executor.step_in_flight import ChoiceInputs, SamplingRows, StepInFlight
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
+from gptmanager.request.sampling_params import SamplingParams
+from gptmanager.step import Row, SequenceStart
 
 
 class Launches(TorchDispatchMode, EmulatorLauncher):
@@ -52,8 +61,16 @@ class Launches(TorchDispatchMode, EmulatorLauncher):
         return result
 
 
-def recorded_step(num_layers, has_products=False):
-    """What a recorded step of a narrow Llama launches."""
+def new_chooser(tables, launches, uploads, downloads):
+    lines = Lines(2)
+    place = launches, tables.token_cells.device
+    sampler = DeviceSampler(2, 96, tables.tokens, *place, dtype=torch.bfloat16)
+    processing = PostProcessing(lines)
+    return DeviceChooser(lines, tables, sampler, processing, uploads=uploads, downloads=downloads)
+
+
+def new_runner(num_layers, has_products=False, chooses=False):
+    """Of a narrow Llama, with its launches and its chooser."""
     config = {**LLAMA, "num_hidden_layers": num_layers}
     launches = Launches(has_products)
     stream = EmulatedStream(launches)
@@ -67,13 +84,51 @@ def recorded_step(num_layers, has_products=False):
     pool = KvPool(num_layers, 4, 16, 1, 64, **sizes)
     tables = DeviceTables(2, 64, 4, stream.device)
     copies = Uploads(stream), Downloads(stream, 16)
-    runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,))
+    chooser = new_chooser(tables, launches, *copies) if chooses else None
+    runner = DeviceRunner(model, pool, tables, stream, *copies, graph_sizes=(2,), chooser=chooser)
+    return runner, launches, chooser
+
+
+def recorded_step(num_layers, has_products=False, chooses=False):
+    """What a recorded step launches."""
+    runner, launches, _ = new_runner(num_layers, has_products, chooses)
     inputs, logits = runner._graphs._graphs[2].inputs, runner._graphs._graphs[2].result
     assert logits.dtype is torch.bfloat16  # as the kernels that choose read them
     launches.names.clear()
     with torch.inference_mode(), launches:
         runner._step(inputs)
     assert not launches.late
+    return Counter(launches.names)
+
+
+def launched_choice(**params):
+    """What the choice of a token launches behind a recording."""
+    launches = Launches(has_products=False)
+    stream = EmulatedStream(launches)
+    tables = DeviceTables(2, 64, 4, stream.device)
+    chooser = new_chooser(tables, launches, Uploads(stream), Downloads(stream, 16))
+    params = SamplingParams(**params)
+    start = SequenceStart(0, (), 1, params)
+    chooser.gathered.load([start])
+    chooser.load(start)
+    line, position, cell = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.int64)
+    row = Row(1, 0, 0, 0, 1, True)
+    rows = SamplingRows((row,), line, np.arange(2), line, position)
+    given = map(torch.from_numpy, (line.astype(np.int32), position, cell))
+    with torch.inference_mode():
+        logits = torch.randn(1, 96, dtype=torch.bfloat16)
+        inputs = ChoiceInputs(*given)
+        if chooser.is_plain(line):
+            tokens = torch.zeros(1, dtype=torch.int32)
+            chooser.choose_recorded(tokens, logits, inputs)
+            assert tables.token_cells[1] == tokens[0] == logits.argmax()
+            inputs = inputs._replace(tokens=tokens)
+        else:
+            chooser._sampler.flush(chooser._uploads.upload)
+        launches.names.clear()
+        with launches:
+            step = StepInFlight(None, rows, logits, (), inputs, ())
+            chooser.choose(step)
     return Counter(launches.names)
 
 
@@ -85,6 +140,37 @@ def test_what_a_recorded_step_launches(toolchain):
     rest = Counter(["index_select", "to", "locate_tokens", "zeros", "embedding", "norm"])
     rest += Counter(["linear", "copy_"])  # logits, and their way to where the choice finds them
     assert one == rest + Counter(layer)
+
+
+def test_the_choice_is_one_kernel_at_the_end_of_a_recording(toolchain):
+    without, chosen = recorded_step(1), recorded_step(1, chooses=True)
+    assert chosen - without == Counter(["sample"]) and not without - chosen
+
+
+def test_a_recording_chooses_for_its_rows_alone(toolchain):
+    """By what has just been loaded; the step's other row is padding."""
+    runner, _, chooser = new_runner(1, chooses=True)
+    tables = runner.tables
+    chooser.load(SequenceStart(1, (), 1, SamplingParams(greedy=False, temperature=3.0, seed=5)))
+    tables.write_tokens(1, 0, [5, 6, 7])
+    tables.write_blocks(1, 0, [1])
+    line, first = np.ones(1, np.int64), np.zeros(1, np.int64)
+    lengths = np.array([3], np.int32)
+    rows = PackedRows(line, np.array([0, 1], np.int32), lengths, line + 1, line, first, first, 0)
+    with torch.inference_mode():
+        logits, inputs, _ = runner.run(rows)
+        (token,) = chooser._sampler.sample(logits.float(), line, line + 2)
+    assert inputs.tokens.tolist() == [token] and token != logits.argmax()
+    expected = torch.zeros_like(tables.token_cells)
+    expected[64:68] = torch.tensor([5, 6, 7, token])
+    assert torch.equal(tables.token_cells, expected), "and nobody's is nobody's"
+
+
+def test_what_is_launched_behind_a_recording(toolchain):
+    """The copy of the tokens to the CPU; and all that somebody wants who wants more."""
+    assert launched_choice() == Counter(["copy_"])
+    launched = launched_choice(repetition_penalty=1.5)
+    assert launched == Counter(["to", "adjust", "sample", "copy_"])
 
 
 def test_a_step_with_products_as_kernels(toolchain):

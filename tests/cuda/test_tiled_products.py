@@ -58,7 +58,7 @@ def check(machine, rows, width, depth, dtype=torch.bfloat16, silu=False, has_bia
 SHAPES = {
     (17, 9, 8, False): "one part of a round",
     (32, 130, 648, False): "a block in the middle of each tile, and one for both",
-    (18, 40, 400, True): "four blocks for one tile",
+    (18, 64, 400, True): "four blocks for one tile, all columns",
     (48, 129, 72, False): "the last tile has a column",
     (64, 66, 136, True): "all rows, two columns of the last tile",
     (40, 900, 40, False): "wide tiles",
@@ -133,12 +133,14 @@ def test_what_is_not_there_is_not_multiplied(machine):
     x, weight, _ = tensors(20, 40, 72)
     weight[39, 70] = torch.inf
     x[1] = 0
+    x[2, 0] = torch.inf
     out = machine.empty((20, 40), torch.bfloat16)
     arrived = new_counters(machine.launcher, out.device)
     own = machine.tensor(x), machine.tensor(weight)
     multiply_tiles(machine.launcher, out, *own, arrived=arrived)
     assert out.cpu()[0].isfinite().tolist() == [True] * 39 + [False]
     assert out.cpu()[1].tolist()[:39] == [0.0] * 39
+    assert out.cpu()[2].isinf().tolist()[:39] == [True] * 39, "and not NaN: inf * 0"
 
 
 def test_tensors_that_do_not_fit(machine):
