@@ -116,7 +116,7 @@ def launched_choice(**params):
     rows = SamplingRows((row,), line, np.arange(2), line, position)
     given = map(torch.from_numpy, (line.astype(np.int32), position, cell))
     with torch.inference_mode():
-        logits = torch.randn(1, 96, dtype=torch.bfloat16)
+        logits = torch.arange(96)[None].to(torch.bfloat16)
         inputs = ChoiceInputs(*given)
         if chooser.is_plain(line):
             tokens = torch.zeros(1, dtype=torch.int32)
@@ -150,20 +150,23 @@ def test_the_choice_is_one_kernel_at_the_end_of_a_recording(toolchain):
 def test_a_recording_chooses_for_its_rows_alone(toolchain):
     """By what has just been loaded; the step's other row is padding."""
     runner, _, chooser = new_runner(1, chooses=True)
-    tables = runner.tables
+    tables, cell = runner.tables, 64
     chooser.load(SequenceStart(1, (), 1, SamplingParams(greedy=False, temperature=3.0, seed=5)))
-    tables.write_tokens(1, 0, [5, 6, 7])
+    tables.write_tokens(1, 0, [7])
     tables.write_blocks(1, 0, [1])
-    line, first = np.ones(1, np.int64), np.zeros(1, np.int64)
-    lengths = np.array([3], np.int32)
-    rows = PackedRows(line, np.array([0, 1], np.int32), lengths, line + 1, line, first, first, 0)
+    line, first, length = np.ones(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int32)
+    rows = PackedRows(line, np.array([0, 1], np.int32), length, first, line, first, first, 0)
     with torch.inference_mode():
         logits, inputs, _ = runner.run(rows)
-        (token,) = chooser._sampler.sample(logits.float(), line, line + 2)
+        (token,) = chooser._sampler.sample(logits.float(), line, first + 1)
     assert inputs.tokens.tolist() == [token] and token != logits.argmax()
     expected = torch.zeros_like(tables.token_cells)
-    expected[64:68] = torch.tensor([5, 6, 7, token])
+    expected[cell : cell + 2] = torch.tensor([7, token])
     assert torch.equal(tables.token_cells, expected), "and nobody's is nobody's"
+    chooser.load(SequenceStart(1, (), 1, SamplingParams(frequency_penalty=1.0)))
+    tables.token_cells[cell + 1] = -1
+    with torch.inference_mode():
+        assert runner.run(rows).inputs.tokens is None and tables.token_cells[cell + 1] == -1
 
 
 def test_what_is_launched_behind_a_recording(toolchain):
