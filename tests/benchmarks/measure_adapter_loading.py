@@ -2,9 +2,9 @@
 
 `python tests/benchmarks/measure_adapter_loading.py [small | qwen2-0.5b] [dtype]` runs requests that
 generate, and brings adapters of rank 64 for all modules, one after the other. It prints
-iterations as multiples of the quiet median: those while nothing is loaded, which are what the
-machine does by itself, and those while an adapter is on its way. Every other one is left to
-threads, also where the loop would do it between its steps: their iterations are told apart.
+iterations as multiples of the median of quiet ones around: those while nothing is loaded, which are
+what the machine does by itself, and those while an adapter is on its way. Every other adapter is
+left to threads, also where the loop would do it between its steps: their iterations are told apart.
 """
 
 from __future__ import annotations
@@ -51,40 +51,54 @@ def main(shape: str = "small", dtype: str = "bfloat16") -> None:
         queue.attach(manager)
         running = [queue.submit([1, 2, 3, 4], length - 4) for _ in range(REQUESTS)]
         time.sleep(QUIET_S)
-        quiet: list[float] = []
-        loading: dict[bool, list[float]] = {True: [], False: []}
+        quiet: list[list[float]] = []  # before each adapter, and behind the last
+        loading: list[list[float]] = []
         took: dict[bool, list[float]] = {True: [], False: []}
         for task, (weights, rows) in enumerate(adapters):
-            loop_helps = task % 2 == 0
-            manager._host.adapter_loader.jobs.loop_helps = loop_helps
+            manager._host.adapter_loader.jobs.loop_helps = loops(task)
             mark = len(ends)
             time.sleep(QUIET_S)
             middle, began = len(ends), time.perf_counter()
             given: Any = {"lora_weights": weights, "lora_config": rows}
             handle = queue.submit([5, 6, 7], 1, lora_task_id=task, **given)
             handle.result()
-            quiet += differences(ends[mark:middle])
+            quiet.append(differences(ends[mark:middle]))
             # the last of them is that of its own context
-            loading[loop_helps] += differences(ends[middle - 1 : -1])
-            took[loop_helps].append(time.perf_counter() - began)
+            loading.append(differences(ends[middle - 1 : -1]))
+            took[loops(task)].append(time.perf_counter() - began)
+        mark = len(ends)
+        time.sleep(QUIET_S)
+        quiet.append(differences(ends[mark:]))
         for generation in running:
             generation.cancel()
     print(f"{shape}, {dtype}: {len(adapters)} adapters of about {nbytes / 1e6:.0f} MB each")
-    middle_s = statistics.median(quiet)
+    # contexts grow, and iterations with them: each is told by the quiet ones around it
+    ratios: dict[bool | None, list[float]] = {None: [], True: [], False: []}
+    for times in quiet:
+        ratios[None] += [it / statistics.median(times) for it in times]
+    for task, times in enumerate(loading):
+        unit = statistics.median(quiet[task] + quiet[task + 1])
+        ratios[loops(task)] += [it / unit for it in times]
     cases = {
-        "nothing is loaded": quiet,
-        f"the loop loads, {statistics.mean(took[True]):.1f} s each": loading[True],
-        f"threads load, {statistics.mean(took[False]):.1f} s each": loading[False],
+        "nothing is loaded": ratios[None],
+        f"the loop loads, {statistics.mean(took[True]):.1f} s each": ratios[True],
+        f"threads load, {statistics.mean(took[False]):.1f} s each": ratios[False],
     }
-    for name, times in cases.items():
-        ratios = sorted(it / middle_s for it in times)
-        shares = [ratios[int(share * (len(ratios) - 1))] for share in (0.5, 0.9, 0.99, 1)]
+    middle_s = statistics.median(it for times in quiet for it in times)
+    for name, found in cases.items():
+        found.sort()
+        shares = [found[int(share * (len(found) - 1))] for share in (0.5, 0.9, 0.99, 1)]
         told = ", ".join(f"{it:.2f}" for it in shares)
-        beyond = sum(it > LIMIT for it in ratios) / len(ratios)
+        beyond = sum(it > LIMIT for it in found) / len(found)
         print(
-            f"while {name}: {len(times)} iterations; p50, p90, p99, longest {told} times "
-            f"{middle_s * 1e3:.2f} ms; {beyond:.1%} above {LIMIT}"
+            f"while {name}: {len(found)} iterations; p50, p90, p99, longest {told} times the quiet "
+            f"median around, of about {middle_s * 1e3:.0f} ms; {beyond:.1%} above {LIMIT}"
         )
+
+
+def loops(task: int) -> bool:
+    """Whether the loop loads this adapter."""
+    return task % 2 == 0
 
 
 def differences(times: list[float]) -> list[float]:
