@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Case(NamedTuple):
     adapters: StepAdapters
 
     def with_rows(self, rows: Sequence[int]) -> StepAdapters:
-        return self.adapters._replace(rows=torch.tensor(rows, dtype=torch.int32))
+        return replace(self.adapters, rows=torch.tensor(rows, dtype=torch.int32))
 
 
 def new_case(

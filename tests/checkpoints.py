@@ -6,6 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ class PagedDriver:
     def _adapters_of(self, slots: Sequence[int]) -> StepAdapters | None:
         if self.adapters is None:
             return None
-        return self.adapters._replace(rows=self.adapters.rows[list(slots)])
+        return replace(self.adapters, rows=self.adapters.rows[list(slots)])
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int | None = None

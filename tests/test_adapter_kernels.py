@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_a_step_that_began_has_the_same_bits(kernels: Kernels) -> None:
     many = torch.zeros(*step.table.shape[:2], 200, 2, dtype=torch.int64)
     many[:, :, torch.tensor([0, 5, 2, 4]) + 60] = step.table[:, :, [0, 5, 2, 4]]
     layout = tuple(it._replace(number=it.number + 60) for it in case.layout)
-    far = step._replace(table=many, layout={"qkv": layout})
+    far = replace(step, table=many, layout={"qkv": layout})
     alone = add(kernels, case, MIXED, before, x)
     for own in (step, far):
         begun = kernels.begin_adapters(own)
@@ -214,7 +215,7 @@ def test_a_token_that_is_not_a_number_stays_alone() -> None:
 
 def test_memory_laid_out_otherwise_is_refused() -> None:
     case = new_case(qkv_layout(40, 24, 20), RANKS)
-    adapters = case.with_rows([0, 1])._replace(rows=torch.tensor([0, 1]))
+    adapters = replace(case.with_rows([0, 1]), rows=torch.tensor([0, 1]))
     with pytest.raises(TypeError, match=r"contiguous torch.int32 .* got a contiguous torch.int64"):
         CpuKernels().add_adapters(randn(2, 64), randn(2, 40), adapters, LAYER, "qkv")
     with pytest.raises(TypeError, match="got a strided"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from gptmanager.errors import AdapterError
+from gptmanager.kernels import CpuKernels
 from gptmanager.memory import AdapterPool, adapter_table
 from gptmanager.peft_cache import AdapterRow, CacheSizes, PageCopy, PeftCacheManager
 from gptmanager.peft_cache.layout import pack
+from gptmanager.request.adapter import LoraModule
 
 SIZES = CacheSizes(64, 5, 3, 2, 8)
 # Rank 2 of 6 in and 5 out, rank 3 of 5 and 6, rank 4 of 8 and 5: in that order.
@@ -131,3 +135,32 @@ def test_accounts_and_pages_together():
         cache.release(task)
         cache.check()
     assert cache.counts().host_evictions > 3
+
+
+def test_steps_of_the_same_tokens_are_one_until_an_adapter_is_placed():
+    modules = {1: LoraModule("qkv", 0, 24, 16)}
+    row = AdapterRow(0, 1, 2, 2 * (modules[1].input_width + modules[1].num_columns))
+    sizes = CacheSizes(row.num_elements, 2, 2, 2, 8)
+    pool = AdapterPool(sizes, 2, torch.bfloat16, modules=modules, num_layers=1)
+    packing = pack((row,), sizes.page_size)
+
+    def step(*slots):
+        return pool.step(torch.tensor(slots, dtype=torch.int32), np.array(slots, dtype=np.int32))
+
+    pool.place(0, (row,), packing, (0,))
+    first = step(0, -1)
+    kernels = CpuKernels()
+    assert kernels.begin_adapters(first) is first
+    plan = first.plan
+    assert step(0, -1) is first
+    assert kernels.begin_adapters(first) is first and first.plan is plan
+    assert replace(first).plan is None, "what is planned is of one step's tensors"
+    assert step(-1, 0) is not first
+    before = step(1, -1)
+    assert kernels.begin_adapters(before) is None
+    pool.place(1, (row,), packing, (1,))
+    after = step(1, -1)
+    assert after is not before
+    assert kernels.begin_adapters(after) is after
+    unknown = [pool.step(torch.tensor([0], dtype=torch.int32)) for _ in range(2)]
+    assert unknown[0] is not unknown[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_each_row_has_the_tokens_of_its_merged_model(
     driver = PagedDriver(model, num_slots=8)
     slots = [-1, 0, 1, 2, 2, 0, -1, 1]
     step = packed(model.spec, adapters)
-    driver.adapters = step._replace(rows=torch.tensor(slots, dtype=torch.int32))
+    driver.adapters = replace(step, rows=torch.tensor(slots, dtype=torch.int32))
     prompts = [[5, 6, 7, 8 + n % 3] * (1 + n % 2) for n in range(8)]
     generated = driver.greedy(prompts, 6, chunk)
     for slot, prompt, tokens in zip(slots, prompts, generated, strict=True):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -84,7 +85,7 @@ def test_adapters_are_their_merged_models(family: str, tmp_path: Any) -> None:
         networks[-1].load_state_dict(state)
         adapters.append(adapter)
     slots = torch.tensor([-1, 0, 1], dtype=torch.int32)
-    driver.adapters = packed(spec, adapters)._replace(rows=slots)
+    driver.adapters = replace(packed(spec, adapters), rows=slots)
     assert driver.adapters.pool.dtype is torch.float64
     prompts = [[5, 6, 7], [9, 10, 11, 12], [13, 14]]
     logits = driver.forward(list(enumerate(prompts))).split([3, 4, 2])
@@ -141,8 +142,11 @@ def test_attention_gives_a_token_its_bits_in_any_chunk(window: int | None) -> No
 # Managers ---------------------------------------------------------------------------------------
 
 
-def serve(source: Any, requests: Any, max_tokens: int = 1024, **options: Any) -> RecordingCallbacks:
-    host = RecordingCallbacks(requests)
+def serve(
+    source: Any, requests: Any, max_tokens: int = 1024, first: Any = (), **options: Any
+) -> RecordingCallbacks:
+    """`requests` come when those of `first` have ended."""
+    host = RecordingCallbacks(first or requests)
     checker = ContractChecker(host.get_inference_requests, host.send_response)
     cache = KvCacheConfig(max_tokens, tokens_per_block=8, enable_block_reuse=True)
     policy = options.pop("policy", CapacitySchedulerPolicy.GUARANTEED_NO_EVICT)
@@ -158,6 +162,11 @@ def serve(source: Any, requests: Any, max_tokens: int = 1024, **options: Any) ->
         OptionalParams(kv_cache_config=cache, max_batch_size=4, **options),
     ) as manager:
         assert manager.wait_idle(60)
+        if first:
+            host.submit(*requests)
+            manager.notify()
+            for request in requests:
+                host.final(request.request_id, timeout=60)
     checker.check(manager)
     assert not [response.error for response in host.responses if response.error]
     return host
@@ -179,7 +188,7 @@ def beams_of(host: RecordingCallbacks, request_id: int) -> list[list[int]]:
 
 
 CHUNKS = {"enable_chunked_context": True, "max_num_tokens": 16}
-PAUSES = {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 88, "max_seq_len": 64}
+PAUSES = {"policy": CapacitySchedulerPolicy.MAX_UTILIZATION, "max_tokens": 112, "max_seq_len": 64}
 
 
 @pytest.mark.parametrize("options", [{}, CHUNKS], ids=str)
@@ -211,17 +220,23 @@ def drawn_requests() -> list[InferenceRequest]:
     own: dict[str, Any] = {"return_generation_logits": True, "return_log_probs": True}
     return [
         InferenceRequest.from_tokens(
-            *(i, prompt, 12),
+            *(i, prompt, min(20, 64 - len(prompt))),
             **own | ({"beam_width": 2} if i == 3 else {"temperature": 1.2, "random_seed": i}),
-            **tuned("llama", (2, 16)).lora((None, 0, 1)[i % 3]),
+            **tuned("llama", (2, 16)).lora((None, 0, 1)[i % 3], brings=False),
         )
         for i, prompt in enumerate(prompts())
     ]
 
 
 def finals(requests: list[InferenceRequest], **options: Any) -> dict[int, Any]:
-    source = tuned("llama", (2, 16)).source
-    host = serve(source, requests, dtype="float64", deterministic=True, **options)
+    """The adapters are there before: when they are read would decide how many requests compete."""
+    model = tuned("llama", (2, 16))
+    first = [
+        InferenceRequest.from_tokens(100 + task, [1], 1, **model.lora(task)) for task in (0, 1)
+    ]
+    host = serve(
+        model.source, requests, first=first, dtype="float64", deterministic=True, **options
+    )
     if options == PAUSES:
         records = map(json.loads, host.statistics)
         assert sum(record["Paused Requests"] for record in records)

@@ -7,6 +7,7 @@ test.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from test_kernels import CPU, Sizes, new_pages, randn, rope_arguments
 from torch import Tensor
 
 from gptmanager.cuda.emulator import arrays
-from gptmanager.kernels import paged_attention
+from gptmanager.kernels import PackedMatrix, paged_attention
 from gptmanager.kernels.adapter_arguments import AdapterModule
 from gptmanager.kernels.attention_arguments import Pages, RowSpans
 
@@ -111,12 +112,23 @@ def test_adapters_touch_nothing_behind_a_tensor(
     case = new_case((AdapterModule(0, 0, columns, width),), [(rank,)], dtype, gap=0)
     x, before = randn(num_tokens, width).to(dtype), randn(num_tokens, columns, seed=1).to(dtype)
     step, result = case.with_rows([0] * num_tokens), guarded(before)
-    step = step._replace(
-        **{name: guarded(getattr(step, name)) for name in ("pool", "rows", "table")}
+    step = replace(
+        step, **{name: guarded(getattr(step, name)) for name in ("pool", "rows", "table")}
     )
     CPU.add_adapters(result, guarded(x), step, LAYER, "qkv")
     wanted = expected(case, [0] * num_tokens, before, x)
     torch.testing.assert_close(result.double(), wanted, rtol=2.0**-7, atol=1e-4)
+
+
+@dtypes
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.usefixtures("guarded_results")
+def test_products_touch_nothing_behind_a_tensor(dtype: torch.dtype, quantized: bool) -> None:
+    matrix = PackedMatrix(WIDTH, 64, dtype, quantized)
+    matrix.copy_(randn(WIDTH, 64).to(dtype))
+    matrix.values = guarded(matrix.values)
+    for num_rows in range(1, 14):
+        CPU.linear(guarded(randn(num_rows, 64).to(dtype)), matrix)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 16])

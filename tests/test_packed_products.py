@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite import binding
 from torch import Tensor
 
 from gptmanager.kernels import (
@@ -20,13 +21,18 @@ from gptmanager.kernels import (
     plain,
     product_plan,
 )
-from gptmanager.kernels.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.matrix_tiles import has_fast_pairs, has_matrix_unit
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 32), (1, 1), (7, 5), (33, 33), (96, 300), (130, 64), (256, 96))
+HAS_PAIRS = bool(binding.get_host_cpu_features().get("avx512bf16"))
 ROWS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 95, 96, 97, 130, 191, 192, 193, 225)
+PAIRS = pytest.param(
+    "pairs",
+    marks=pytest.mark.skipif(not HAS_PAIRS, reason="this processor multiplies no bfloat16 pairs"),
+)
 UNIT = pytest.param(
-    True,
+    "unit",
     marks=pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit"),
 )
 
@@ -41,10 +47,10 @@ def packed(values: Tensor, quantized: bool = False) -> PackedMatrix:
     return matrix
 
 
-@pytest.fixture(params=[False, UNIT], ids=["lanes", "unit"])
+@pytest.fixture(params=["lanes", PAIRS, UNIT])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
-    if not request.param:
-        monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: request.param == "unit")
+    monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: request.param == "pairs")
     return CpuKernels()
 
 
@@ -94,10 +100,8 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
         assert matrix.scales is not None
         ints = matrix.values[..., 0].transpose(1, 2).flatten(0, 1)[:outs, :depth]
         held = ints.double() * matrix.scales[:outs, None].double()
-        exact = x if num_rows <= product_plan.FEW_ROWS else None
-        if exact is None:  # the unit takes bfloat16
-            by_unit = product_plan.has_matrix_unit()
-            exact = x.bfloat16() if by_unit else x
+        rounds = product_plan.has_matrix_unit() or product_plan.has_fast_pairs()
+        exact = x.bfloat16() if rounds and num_rows > product_plan.FEW_ROWS else x
         close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
 
 
@@ -180,7 +184,47 @@ def test_where_it_does_not_pay_nothing_is_packed(monkeypatch: pytest.MonkeyPatch
 
 def test_no_two_functions_have_one_name() -> None:
     """Machine code is linked by names, also that of other processes, which count otherwise."""
-    kinds = ("float32", "bfloat16", "float16", "int8")
+    kinds = ("float32", "bfloat16", "bfloat16 pairs", "float16", "int8")
     rows = {matrix_tiles.over_rows(kind).__qualname__ for kind in kinds}
     shares = {matrix_product._share_of(kind).__qualname__ for kind in kinds}
     assert len(rows) == len(shares) == len(kinds)
+    again = matrix_product._share_of("bfloat16 pairs", is_quantized=True).__qualname__
+    assert again not in shares
+    assert matrix_tiles.over_rows("bfloat16 pairs") is matrix_tiles.over_rows("bfloat16 pairs")
+
+
+@pytest.mark.parametrize(
+    ("has_them", "name", "fast"),
+    [
+        (True, "znver4", True),
+        (True, "znver5", True),
+        (False, "znver3", False),
+        (True, "cooperlake", False),
+    ],
+)
+def test_pairs_are_fast_on_processors_of_amd(
+    monkeypatch: pytest.MonkeyPatch, has_them: bool, name: str, fast: bool
+) -> None:
+    features = {"avx512bf16": has_them}
+    monkeypatch.setattr(matrix_tiles.binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(matrix_tiles.binding, "get_host_cpu_name", lambda: name)
+    assert has_fast_pairs.__wrapped__() is fast
+
+
+@pytest.mark.parametrize(
+    ("unit", "pairs", "told"),
+    [
+        (True, False, "a matrix unit for bfloat16"),
+        (False, True, "fast dot products of bfloat16 pairs"),
+        (False, False, "no matrix unit"),
+    ],
+)
+def test_the_log_tells_what_multiplies(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unit: bool, pairs: bool,
+    told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: unit)
+    monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: pairs)
+    with caplog.at_level("INFO", logger="gptmanager"):
+        product_plan.packing_pays.__wrapped__()
+    assert caplog.messages[-1].endswith(f"and {told}")

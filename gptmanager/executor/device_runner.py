@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from gptmanager.cuda.streams import Stream
 from gptmanager.cuda.uploads import Array, Uploads
 from gptmanager.executor.packed_rows import PackedRows, offsets, padded
 from gptmanager.executor.prompt_scores import DevicePromptScorer, Scores
-from gptmanager.executor.runner import Computed, Runner
+from gptmanager.executor.runner import Computed, Runner, has_one_token_each
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool
@@ -99,9 +98,8 @@ class DeviceRunner(Runner):
 
     def run(self, rows: PackedRows) -> Computed:
         self.tables.flush(self._uploads.upload)
-        num_rows = len(rows.lines)
-        if rows.num_context_rows == 0 and len(rows.sample_index) == rows.row_starts[-1] == num_rows:
-            size = self._graphs.size_for(num_rows)
+        if has_one_token_each(rows):
+            size = self._graphs.size_for(len(rows.lines))
             if size is not None:
                 return self._replay(rows, size)
         return Computed(_for_kernels(self._launch(rows)))
@@ -182,9 +180,10 @@ class DeviceRunner(Runner):
         what the requests of a step ask for. Then the recorded choice has no lines.
         """
         chosen, positions, cells, *others = tensors
-        batch = replace(self._batch(others, 0), all_sampled=True)
+        adapters = None
         if adapter_slots is not None and self.adapter_pool is not None:
-            batch = replace(batch, adapters=self.adapter_pool.step(adapter_slots))
+            adapters = self.adapter_pool.step(adapter_slots)
+        batch = self._batch(others, 0, adapters=adapters, all_sampled=True)
         logits = _for_kernels(self.model.forward(batch, self.kv_pool))
         if self._graph_logits is None or self._graph_tokens is None:
             self._graph_logits = torch.empty_like(logits)
@@ -217,10 +216,10 @@ class DeviceRunner(Runner):
         cells[rows.row_starts[-1] :] = self.tables.tokens.size
         return cells
 
-    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
+    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
         cells, *others = tensors
         token_ids = self.tables.token_cells.index_select(0, cells).long()
-        return super()._batch((token_ids, *others), num_context_rows)
+        return super()._batch((token_ids, *others), num_context_rows, **given)
 
     def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
         return self._uploads.upload(arrays)

@@ -14,6 +14,7 @@ Decides when a result travels, and which of its tokens are still wanted. How it 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,7 +64,7 @@ class RankStep:
         return self.inner if isinstance(self.inner, StepInFlight) else self.inner.computed()
 
 
-class RankExecutor:
+class RankExecutor(ABC):
     """What rank 0 and the others do alike. `share`: of a stage whose next forward may be enqueued
     before its tokens are known on the CPU; None: there is no such.
     """
@@ -115,11 +116,11 @@ class RankExecutor:
         slots = [row.slot for row in schedule.sampling_rows]
         return RankStep(schedule, self._executor.forward(schedule), self._starts[slots])
 
-    def sample(self, step: RankStep) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def sample(self, step: RankStep) -> None: ...
 
-    def result(self, step: RankStep) -> StepResult:
-        raise NotImplementedError
+    @abstractmethod
+    def result(self, step: RankStep) -> StepResult: ...
 
     def _write(self, step: RankStep, result: StepResult) -> None:
         """The tokens of a result are their sequences' next inputs.

@@ -112,11 +112,13 @@ class Runner:
         return slots if slots.max() >= 0 else None
 
     def _launch(self, rows: PackedRows) -> Tensor:
-        batch = self._batch(self.upload(self._arrays(rows)), rows.num_context_rows)
-        slots = self._adapters_of(rows)
+        tensors, slots, adapters = self.upload(self._arrays(rows)), self._adapters_of(rows), None
         if slots is not None and self.adapter_pool is not None:
-            own = self.adapter_pool.step(self.upload((slots,))[0], slots)
-            batch = replace(batch, adapters=own)
+            adapters = self.adapter_pool.step(self.upload((slots,))[0], slots)
+        all_sampled = has_one_token_each(rows)
+        batch = self._batch(
+            tensors, rows.num_context_rows, adapters=adapters, all_sampled=all_sampled
+        )
         if self._prompt_tables:
             batch = self._embed(batch, rows)
         return self.model.forward(batch, self.kv_pool)
@@ -141,14 +143,15 @@ class Runner:
     def upload(self, arrays: Sequence[Array]) -> Sequence[Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
-    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int) -> Batch:
-        """Of the tensors of `_arrays`, and those that the model has planned."""
+    def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
+        """Of the tensors of `_arrays`, and those that the model has planned; `given`: the rest."""
         token_ids, lines, positions, starts, lengths, index, sample_rows, *plan = tensors
         return Batch(
             *(token_ids, positions, starts, lengths, lines),
             *(self.tables.block_tensor, self.tables.token_tensor, index, sample_rows),
             num_context_rows=num_context_rows,
             plan=tuple(plan),
+            **given,
         )
 
     def _embed(self, batch: Batch, rows: PackedRows) -> Batch:
@@ -167,3 +170,9 @@ class Runner:
         where, embedded = self.upload((index, embeddings))
         batch.token_ids.index_fill_(0, where, 0)
         return replace(batch, prompt_index=where, prompt_embeddings=embedded)
+
+
+def has_one_token_each(rows: PackedRows) -> bool:
+    """Rows in the generation phase, whose tokens are all sampled: S = T = R."""
+    num_rows, ends = len(rows.lines), rows.row_starts[-1]
+    return rows.num_context_rows == 0 and len(rows.sample_index) == ends == num_rows

@@ -7,6 +7,7 @@ iterate when it does, with what it has taken in, and say when they decided other
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ _DIGEST = struct.Struct("<q")
 _POLL_S = 0.002  # how often a wait for work of this rank's own threads looks up
 
 
-class RankedHost(CallbackHost):
+class RankedHost(CallbackHost, ABC):
     """What both have. `config`: of the ranks."""
 
     links: Links
@@ -80,9 +81,9 @@ class RankedHost(CallbackHost):
             executor.on_decision = _forget
             self._ranks.close()
 
+    @abstractmethod
     def _decide(self, schedule: Schedule) -> None:
         """A step is about to begin. RankError when the ranks differ in it."""
-        raise NotImplementedError
 
 
 class LeadingHost(RankedHost):

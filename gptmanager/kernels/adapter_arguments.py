@@ -6,6 +6,7 @@ Knows nothing of how anything is computed from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,7 +23,8 @@ class AdapterModule(NamedTuple):
     width: int
 
 
-class StepAdapters(NamedTuple):
+@dataclass(eq=False)
+class StepAdapters:
     """The low-rank adapters (LoRA) of a step's tokens: tensors of one device, and a static layout.
 
     `pool`: flat; of each adapter, layer and module it holds A `[rank, width]`, then B
@@ -33,7 +35,7 @@ class StepAdapters(NamedTuple):
     `layout`: the modules that add to a matrix, by its name; their columns may overlap. `max_rank`:
     at least every rank of the table. Nothing else depends on what the tensors hold, so that a
     recorded step may find other adapters there; but `plan` does, which `Kernels.begin_adapters`
-    makes of the others where it makes one.
+    makes of the others where it makes one, and finds again in a later step of the same tokens.
     """
 
     pool: Tensor
@@ -41,4 +43,4 @@ class StepAdapters(NamedTuple):
     table: Tensor
     layout: Mapping[str, tuple[AdapterModule, ...]]
     max_rank: int
-    plan: Any = None
+    plan: Any = field(default=None, init=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -153,8 +153,13 @@ class CpuKernels(Kernels):
     def begin_adapters(self, adapters: StepAdapters | None) -> StepAdapters | None:
         if adapters is None or adapters.pool.dtype not in DTYPES:
             return adapters
-        plan = AdapterPlan(adapters, self._team)
-        return None if plan.is_empty else adapters._replace(plan=plan)
+        return None if self._adapter_plan(adapters).is_empty else adapters
+
+    def _adapter_plan(self, adapters: StepAdapters) -> AdapterPlan:
+        """Made once, however many steps these are of."""
+        if adapters.plan is None:
+            adapters.plan = AdapterPlan(adapters, self._team)
+        return cast(AdapterPlan, adapters.plan)
 
     def add_adapters(
         self, result: Tensor, x: Tensor, adapters: StepAdapters, layer: int, matrix: str
@@ -163,8 +168,7 @@ class CpuKernels(Kernels):
         if adapters.pool.dtype not in DTYPES or dtype not in DTYPES or x.shape[1] < LANES:
             super().add_adapters(result, x, adapters, layer, matrix)
             return
-        plan: AdapterPlan = adapters.plan or AdapterPlan(adapters, self._team)
-        own = plan.of(matrix, layer)
+        own = self._adapter_plan(adapters).of(matrix, layer)
         if own is None:
             return
         if x.dtype not in DTYPES or not x.is_contiguous():
@@ -186,7 +190,7 @@ class CpuKernels(Kernels):
     ) -> Tensor:
         if adapters.pool.dtype not in DTYPES:
             return super().linear_silu_mul_adapted(x, weight, bias, adapters, layer, matrix)
-        plan: AdapterPlan = adapters.plan or AdapterPlan(adapters, self._team)
+        plan = self._adapter_plan(adapters)
         if plan.of(matrix, layer) is None:
             return self.linear_silu_mul(x, weight, bias)
         own = plan.tokens_of(matrix, layer)
@@ -195,7 +199,7 @@ class CpuKernels(Kernels):
         others = sorted({*range(len(x))}.difference(own))
         product = torch.empty(len(x), weight.shape[0], dtype=weight.dtype)
         product[own] = self.linear(x[own], weight, bias)
-        self.add_adapters(product, x, adapters._replace(plan=plan), layer, matrix)
+        self.add_adapters(product, x, adapters, layer, matrix)
         result = torch.empty(len(x), weight.shape[0] // 2, dtype=weight.dtype)
         result[own] = self.silu_mul(product[own])
         result[others] = self.linear_silu_mul(x[others], weight, bias)

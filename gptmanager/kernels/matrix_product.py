@@ -41,11 +41,11 @@ SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 class ProductTask(ctypes.Structure):
     """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
 
-    `x` has `depth` elements a row, float32, or bfloat16 for the matrix unit. `group_panels`: how
-    many panels of the result a group has; `second`: how far behind its first panel the third one
-    lies. `silu`: the third and fourth are factors of the SiLU of the first and second. `dtype`: of
-    `result`. `full`,
-    `tail`: the matrix unit's configurations, for sixteen rows and for those that are left.
+    `x` has `depth` elements a row, float32, or bfloat16 for pairs and the matrix unit.
+    `group_panels`: how many panels of the result a group has; `second`: how far behind its first
+    panel the third one lies. `silu`: the third and fourth are factors of the SiLU of the first and
+    second. `dtype`: of `result`. `full`, `tail`: the matrix unit's configurations, for sixteen rows
+    and for those that are left.
     """
 
     _fields_ = task_fields(
@@ -96,25 +96,60 @@ def _panel(t: Any, panel: int) -> int:
     return int(address)
 
 
-def _share_of(dtype: str) -> Any:
-    """A thread's share, by instructions that every processor has."""
-    multiply_rows = over_rows(dtype)
+@loop
+def _widen(t: Any, target: int, source: int) -> None:
+    """A panel of int8 as one of bfloat16, at `target`."""
+    for k in range(0, t.depth, 2):
+        widen_bytes(target + 2 * LANES * k, source + LANES * k)
 
-    @loop_named(f"share_{dtype}")
+
+@loop
+def _panels(t: Any, panel: int) -> Any:
+    """Addresses of the four of a group."""
+    first, second = _panel(t, panel), _panel(t, panel + 1)
+    return first, second, _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
+
+
+@loop
+def _widened(t: Any, scratch: int, panel: int, held: int) -> Any:
+    """The same of int8 as bfloat16, which they become behind the sums; `held`: they are already."""
+    first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
+    wide = first, first + size, first + 2 * size, first + 3 * size
+    if held != panel:
+        for target, source in zip(wide, _panels(t, panel)):  # noqa: B905 - Numba has no strict
+            _widen(t, target, source)
+    return wide
+
+
+def _share_of(dtype: str, is_quantized: bool = False) -> Any:
+    """A thread's share, by lanes. What is quantized is widened before, for pairs."""
+    multiply_rows = over_rows(dtype)
+    by_pairs = dtype == "bfloat16 pairs"
+    size = 2 if by_pairs else 4  # of an element of x
+    name = "int8_pairs" if is_quantized else dtype.replace(" ", "_")
+
+    @loop_named(f"share_{name}")
     def share(t: Any, address: int) -> None:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        positions, position_bytes = t.positions, t.position_bytes
+        if by_pairs:
+            positions, position_bytes = 2, 2 * LANES
+        held = -1  # the group whose panels are widened
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
             panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 4 * first * t.depth
-            b0, b1 = _panel(t, panel), _panel(t, panel + 1)
-            b2, b3 = _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
+            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + size * first * t.depth
+            if is_quantized:
+                b0, b1, b2, b3 = _widened(t, scratch, panel, held)
+                held = panel
+            else:
+                b0, b1, b2, b3 = _panels(t, panel)
             span = BLOCK if rows > 6 else t.depth
             for k in range(0, t.depth, span):
-                a, at = x + 4 * k, k * t.position_bytes
-                steps = min(span, t.depth - k) // t.positions
+                a, at = x + size * k, k * position_bytes
+                steps, stride = min(span, t.depth - k) // positions, size * t.depth
                 multiply_rows(
-                    *(scratch, a, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0, rows)
+                    *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0, rows)
                 )
             _finish(t, scratch, panel, first, rows)
             part = claim(address, NEXT_PART)
@@ -124,6 +159,7 @@ def _share_of(dtype: str) -> Any:
 
 _float32, _bfloat16 = _share_of("float32"), _share_of("bfloat16")
 _float16, _int8 = _share_of("float16"), _share_of("int8")
+_pairs, _int8_pairs = _share_of("bfloat16 pairs"), _share_of("bfloat16 pairs", is_quantized=True)
 
 
 def multiply_float32(address: int) -> None:
@@ -143,34 +179,30 @@ def multiply_int8(address: int) -> None:
     _int8(task_at(address, PRODUCT_TASK), address)
 
 
-@loop
-def _widen(t: Any, target: int, source: int) -> None:
-    """A panel of int8 as one of bfloat16, at `target`."""
-    for k in range(0, t.depth, 2):
-        widen_bytes(target + 2 * LANES * k, source + LANES * k)
+def multiply_pairs(address: int) -> None:
+    """The same of bfloat16, by dot products of pairs."""
+    _pairs(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_int8_pairs(address: int) -> None:
+    """The same of int8, by dot products of pairs."""
+    _int8_pairs(task_at(address, PRODUCT_TASK), address)
 
 
 @loop
 def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
     """A thread's share, by the matrix unit. What is quantized is widened to scratch before."""
     scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
-    wide, wide_bytes = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
     held = -1  # the group whose panels are widened
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
         rows = min(CHUNK_ROWS, t.rows - first)
-        b0, b1 = _panel(t, panel), _panel(t, panel + 1)
-        b2, b3 = _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
         if is_quantized:
-            if held != panel:
-                _widen(t, wide, b0)
-                _widen(t, wide + wide_bytes, b1)
-                _widen(t, wide + 2 * wide_bytes, b2)
-                _widen(t, wide + 3 * wide_bytes, b3)
-                held = panel
-            b0, b1 = wide, wide + wide_bytes
-            b2, b3 = wide + 2 * wide_bytes, wide + 3 * wide_bytes
+            b0, b1, b2, b3 = _widened(t, scratch, panel, held)
+            held = panel
+        else:
+            b0, b1, b2, b3 = _panels(t, panel)
         span = BLOCK if rows >= 32 else t.depth
         for k in range(0, t.depth, span):
             steps, at = min(span, t.depth - k) // 32, 2 * LANES * k

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
@@ -42,8 +42,29 @@ _BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
 _SHORTS = ir.VectorType(_SHORT, LANES)
 
-# What is read of a panel at a time, and the factors for one position of the depth after another.
-Widen = Callable[[Any, Any], "tuple[Any, ...]"]
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+class Format(NamedTuple):
+    """`kind`: what is read of a panel at a time. `widen` makes factors of it, of one position of
+    the depth after another, or of one pair. `left`: the same of a row. `add`: `(left, right,
+    total)` -> total, a vector each.
+    """
+
+    kind: Any
+    widen: Callable[[Any, Any], tuple[Any, ...]]
+    left: Any = FLOAT
+    add: Callable[[Any, Any, Any, Any], Any] = multiply_add
+
+    @property
+    def bytes_read(self) -> int:
+        return LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _BYTES: 1}[self.kind]
 
 
 def _fetch(builder: Any, address: Any) -> None:
@@ -65,55 +86,69 @@ def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
     return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
 
 
-_FORMATS: dict[str, tuple[Any, Widen]] = {
-    "float32": (VECTOR, lambda builder, value: (value,)),
-    "bfloat16": (INDICES, _pairs),
-    "float16": (_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
-    "int8": (
+def _add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """Both products of a pair, to the sum of its lane."""
+    pairs = (builder.bitcast(value, _PAIRS) for value in (left, right))
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
+
+
+_FORMATS = {
+    "float32": Format(VECTOR, lambda builder, value: (value,)),
+    "bfloat16": Format(INDICES, _pairs),
+    "bfloat16 pairs": Format(INDICES, lambda builder, value: (value,), INT, _add_pairs),
+    "float16": Format(_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
+    "int8": Format(
         _BYTES,
         lambda builder, value: (builder.sitofp(builder.sext(value, INDICES), VECTOR),),
     ),
 }
 
 
+@functools.cache
+def has_fast_pairs() -> bool:
+    """Whether dot products of bfloat16 pairs are twice as fast as multiply-adds of what is widened:
+    on AMD's processors. On Intel's, which have a matrix unit, they are slower.
+    """
+    has_them = bool(binding.get_host_cpu_features().get("avx512bf16"))
+    return has_them and binding.get_host_cpu_name().startswith("znver")
+
+
 def tile(rows: int, dtype: str) -> Any:
     """A word that computes `rows` x 64 elements of a product, or adds to them.
 
     Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64, `a`
-    float32, `b0` to `b3` the addresses of four panels; a step is what is read of a panel at a
-    time: two positions for bfloat16, one for others.
+    float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is read of
+    a panel at a time: two positions for bfloat16, one for others. `a_stride` in bytes.
     """
-    kind, widen = _FORMATS[dtype]
-    bytes_read = LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _BYTES: 1}[kind]
+    own = _FORMATS[dtype]
 
     @word(nothing, long, long, long, long, long, long, long, long, types.boolean)
     def product(
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
         steps: Any, add: Any,
     ) -> None:  # fmt: skip
-        row_bytes = builder.mul(a_stride, ir.Constant(LONG, 4))
         lefts = [
-            builder.add(a, builder.mul(row_bytes, ir.Constant(LONG, row))) for row in range(rows)
+            builder.add(a, builder.mul(a_stride, ir.Constant(LONG, row))) for row in range(rows)
         ]
 
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-            offset = builder.mul(index, ir.Constant(LONG, bytes_read))
+            offset = builder.mul(index, ir.Constant(LONG, own.bytes_read))
             starts = [builder.add(b, offset) for b in (b0, b1, b2, b3)]
             for start in starts:
                 _fetch(builder, start)
-            pointers = [builder.inttoptr(start, kind.as_pointer()) for start in starts]
-            read = [widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
+            pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
+            read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
             depth = len(read[0])
             for inner in range(depth):
                 position = builder.add(
                     builder.mul(index, ir.Constant(LONG, depth)), ir.Constant(LONG, inner)
                 )
                 factors = [
-                    spread(builder, builder.load(at(builder, left, position, FLOAT)))
+                    spread(builder, builder.load(at(builder, left, position, own.left)))
                     for left in lefts
                 ]
                 sums = [
-                    multiply_add(builder, factors[n // PANELS], read[n % PANELS][inner], total)
+                    own.add(builder, factors[n // PANELS], read[n % PANELS][inner], total)
                     for n, total in enumerate(sums)
                 ]
             return sums
@@ -129,18 +164,20 @@ def tile(rows: int, dtype: str) -> Any:
     return product
 
 
+@functools.cache  # one function for each name
 def over_rows(dtype: str) -> Any:
     """The same for any number of rows, by tiles of six and fewer."""
     six, four, two, one = (tile(rows, dtype) for rows in (6, 4, 2, 1))
+    name = dtype.replace(" ", "_")
 
-    @loop_named(f"multiply_rows_{dtype}")
+    @loop_named(f"multiply_rows_{name}")
     def product(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
         steps: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
         row = 0
         while row < rows:
-            to, left, rest = c + 256 * row, a + 4 * row * a_stride, rows - row
+            to, left, rest = c + 256 * row, a + row * a_stride, rows - row
             if rest >= 6:
                 six(to, left, a_stride, b0, b1, b2, b3, steps, add)
                 row += 6

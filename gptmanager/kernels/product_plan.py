@@ -17,11 +17,11 @@ from gptmanager.kernels import matrix_product as bodies
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import ProductTask
-from gptmanager.kernels.matrix_tiles import PANELS, has_matrix_unit
+from gptmanager.kernels.matrix_tiles import PANELS, has_fast_pairs, has_matrix_unit
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, PackedMatrix
 from gptmanager.lifecycle.log import logger
 
-FEW_ROWS = 4  # up to here a quantized matrix is read as fast as memory gives it, without the unit
+FEW_ROWS = 4  # up to here a quantized matrix is read as fast as memory gives it, as float32
 _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     torch.float32: bodies.multiply_float32,
     torch.bfloat16: bodies.multiply_bfloat16,
@@ -65,18 +65,33 @@ def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Pr
         positions=matrix.values.shape[3],
         dtype=DTYPES[matrix.dtype],
     )
-    stored, scratch_bytes = matrix.values.dtype, bodies.SCRATCH_BYTES
-    few = many = Instructions(compiled(_BY_LANES[stored]), torch.float32, scratch_bytes)
-    if stored is torch.bfloat16 and has_matrix_unit():
-        body = compiled(bodies.multiply_by_unit)
-        few = many = Instructions(body, torch.bfloat16, scratch_bytes)
-    elif stored is torch.int8 and has_matrix_unit() and not deterministic:
-        body = compiled(bodies.multiply_int8_by_unit)
-        scratch_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
-        many = Instructions(body, torch.bfloat16, scratch_bytes)
+    few, many = _instructions(matrix, deterministic)
     num_groups = -(-columns // (PANEL_ROWS * group))
     work = num_panels * PANEL_ROWS * matrix.depth
     return ProductPlan(task, columns, num_groups, work, few, many)
+
+
+def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:
+    """For few rows and for many."""
+    stored, num_bytes = matrix.values.dtype, bodies.SCRATCH_BYTES
+    by_pairs = _by_pairs(stored is torch.int8)
+    if stored is torch.bfloat16 and by_pairs is not None:
+        pairs = Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
+        return pairs, pairs
+    lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, num_bytes)
+    if stored is not torch.int8 or by_pairs is None or deterministic:
+        return lanes, lanes
+    num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
+    return lanes, Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
+
+
+def _by_pairs(is_quantized: bool) -> Callable[[int], None] | None:
+    """What multiplies pairs of bfloat16 at once, if that is fast here."""
+    if has_matrix_unit():
+        return bodies.multiply_int8_by_unit if is_quantized else bodies.multiply_by_unit
+    if has_fast_pairs():
+        return bodies.multiply_int8_pairs if is_quantized else bodies.multiply_pairs
+    return None
 
 
 def can_be_packed(dtype: torch.dtype, quantized: bool) -> bool:
@@ -101,10 +116,11 @@ def packing_pays() -> bool:
     machine is wrong at times, and the same machine would then give other bits from run to run.
     """
     pays = bool(binding.get_host_cpu_features().get("avx512f"))
+    unit = "a matrix unit for bfloat16" if has_matrix_unit() else "no matrix unit"
     logger.info(
         "weights on the CPU are %s: the processor has %s, and %s",
         "packed" if pays else "not packed",
         "AVX-512" if pays else "no AVX-512",
-        "a matrix unit for bfloat16" if has_matrix_unit() else "no matrix unit",
+        "fast dot products of bfloat16 pairs" if has_fast_pairs() else unit,
     )
     return pays

@@ -60,6 +60,9 @@ class AdapterPool:
         self._has_modules = np.zeros((sizes.num_device_pages, len(modules)), dtype=bool)  # by slot
         shape = sizes.num_device_pages, len(self._layers), len(modules), 2
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._num_placed = 0
+        self._last_key: tuple[bytes, int] | None = None
+        self._last: StepAdapters | None = None  # of the last step, with what was planned of it
         self._blocks: dict[int, Tensor] = {}
         self._written: set[int] = set()  # host pages
         self._lock = Lock()  # of the two above
@@ -133,14 +136,21 @@ class AdapterPool:
         table = adapter_table(rows, packing, device_pages, size, self._layers, self._modules)
         self._table[slot].copy_(table)
         self._has_modules[slot] = table[..., 1].any(0).numpy()
+        self._num_placed += 1
 
     def step(self, rows: Tensor, slots: npt.NDArray[np.int32] | None = None) -> StepAdapters:
         """For tokens that have the adapters in these slots, int32 `[T]`; -1: none.
 
-        `slots`: `rows` on the CPU. None: it may have any, and every module is looked at.
+        `slots`: `rows` on the CPU. None: it may have any, and every module is looked at. What is
+        on a CPU is that of the step before if nothing has changed: kernels find their plan there.
         """
+        key = None if slots is None or self._pinned else (slots.tobytes(), self._num_placed)
+        if key is not None and key == self._last_key and self._last is not None:
+            return self._last
         layout = self._layout if slots is None else self._layout_for(slots)
-        return StepAdapters(self.pages, rows, self._table, layout, self.sizes.max_adapter_size)
+        step = StepAdapters(self.pages, rows, self._table, layout, self.sizes.max_adapter_size)
+        self._last_key, self._last = key, step
+        return step
 
     def _layout_for(self, slots: npt.NDArray[np.int32]) -> Layout:
         """Of the modules that these adapters have."""

@@ -6,6 +6,7 @@ Knows nothing of families, config files and tensor names in checkpoints.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -169,7 +170,7 @@ class CheckpointModel:
                 residual = residual.index_select(0, batch.sample_index)
                 if adapters is not None:
                     own = adapters.rows.index_select(0, batch.sample_index)
-                    adapters = adapters._replace(rows=own, plan=None)
+                    adapters = replace(adapters, rows=own)
                     adapters = self._kernels.begin_adapters(adapters)
             hidden = self._feed_forward(layer, hidden, residual, adapters)
         return self._end(hidden, residual, len(batch.sample_index))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from adapter_cases import LAYER, expected, new_case, qkv_layout
@@ -21,7 +23,7 @@ MIXED = [2, 2, 2, -1, 0, 4, 0, 4, 4, 4, -1, 3, 1, *[2] * 9, 0, 0, -1]
 def on_machine(machine, case, rows):
     adapters = case.with_rows(rows)
     tensors = (machine.tensor(it) for it in (adapters.pool, adapters.rows, adapters.table))
-    return adapters._replace(**dict(zip(("pool", "rows", "table"), tensors, strict=True)))
+    return replace(adapters, **dict(zip(("pool", "rows", "table"), tensors, strict=True)))
 
 
 def add(machine, case, rows, result, x):
@@ -63,6 +65,13 @@ def test_a_matrix_with_fewer_modules_than_a_launch_has_room_for(checked_machine)
     case, rows = new_case((AdapterModule(0, 1, 6, 8),), [(3,)]), [0, -1, 0]
     x, before = randn(3, 8), randn(3, 7)
     close(add(checked_machine, case, rows, before, x), expected(case, rows, before, x))
+
+
+def test_a_rank_behind_the_last_is_not_read(checked_machine):
+    """It would lie behind the pool, whose end is that of the adapter."""
+    case = new_case((AdapterModule(0, 1, 2, 64),), [(1,)], gap=0)
+    x, before = randn(1, 64), randn(1, 3)
+    close(add(checked_machine, case, [0], before, x), expected(case, [0], before, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -337,11 +337,12 @@ def test_as_many_pieces_as_there_is_room_for(checked_machine):
 
 FIND_TOKEN = """
 #include "logits_row.cuh"
-__global__ void find(int* token, const float* weights, const double* sums, double rest, int size) {
+template <int WIDTH> __global__ void find(
+    int* token, const float* weights, const double* sums, double rest, int size) {
     __shared__ double own[PIECES];
     for (int i = threadIdx.x; i < PIECES; i += 32) own[i] = sums[i];
     __syncwarp();
-    Row<float, 1> row{weights, size, -1};
+    Row<float, WIDTH> row{weights, size, -1};
     int found = find_token(row, own, rest, [](float value, int) { return fmaxf(value, 0.0f); });
     if (threadIdx.x == 0) *token = found;
 }
@@ -349,14 +350,15 @@ __global__ void find(int* token, const float* weights, const double* sums, doubl
 
 
 def test_where_a_sum_passes_and_where_by_rounding_it_does_not(toolchain):
-    options = [f"-I{compiler.FOLDER}"]
-    module = emulator.Module(source=FIND_TOKEN, name_expressions=["find"], options=options)
-    find, token = module.get_function("find"), emulator.empty(1, np.int32)
+    names, options = ["find<1>", "find<4>"], [f"-I{compiler.FOLDER}"]
+    module = emulator.Module(source=FIND_TOKEN, name_expressions=names, options=options)
+    token = emulator.empty(1, np.int32)
     weights, sums = np.zeros(1500, np.float32), np.zeros(256)
     weights[[3, 9, 600, 640, 641, 900]] = 1.0  # in two of three pieces of 512
     sums[:2] = 2.0, 4.0
 
-    def found(rest):
+    def found(rest, width=1):
+        find = module.get_function(f"find<{width}>")
         arrays = (emulator.asarray(array) for array in (weights, sums))
         find((1,), (32,), (token, *arrays, np.float64(rest), np.int32(1500)))
         return int(token[0])
@@ -366,6 +368,11 @@ def test_where_a_sum_passes_and_where_by_rounding_it_does_not(toolchain):
     assert found(6.0) == 900  # past the sum of all
     sums[0] = 2.5
     assert found(2.25) == 9  # past what the piece has
+    weights[[10, 902, 1030, 1031]] = 1.0  # in two pieces of 1024, of which a lane has fours
+    sums[:2] = 9.0, 2.0
+    assert [found(rest, 4) for rest in (0.5, 1.5, 2.5, 6.5, 7.5)] == [3, 9, 10, 900, 902]
+    assert [found(rest, 4) for rest in (9.0, 10.0, 11.0)] == [1030, 1031, 1031]
+    assert found(8.5, 4) == 902  # past what the piece has
 
 
 def test_tensors_that_do_not_fit(machine):

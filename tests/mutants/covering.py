@@ -35,7 +35,7 @@ _CUDA = {
     "token_masks.cu": "test_token_masks_kernel",
     "warpgroup_attention.cu": "test_context_attention test_far_pages",
 }
-_PRODUCTS = "test_packed_products test_kernels"
+_PRODUCTS = "test_kernel_memory test_packed_products test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
     "adapter_words.py": "test_kernel_memory test_adapter_kernels",
