@@ -47,9 +47,12 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
 
 
 def settings_of(model: Path = MODEL, params: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Those of a small server; `params`: fields of the manager's OptionalParams."""
+    """Those of a small server; `params`: fields of the manager's OptionalParams.
+
+    Answers from different batches are compared, also where torch computes the products.
+    """
     cache = KvCacheConfig(max_tokens=16384)
-    given = OptionalParams(kv_cache_config=cache, max_batch_size=32)
+    given = OptionalParams(kv_cache_config=cache, max_batch_size=32, deterministic=True)
     for name, value in (params or {}).items():
         setattr(given, name, value)
     manager = ManagerOptions(ModelType.INFLIGHT_FUSED_BATCHING, SchedulerConfig(), given)

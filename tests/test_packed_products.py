@@ -21,6 +21,7 @@ from gptmanager.kernels import (
     plain,
     product_plan,
 )
+from gptmanager.kernels.lanes import loop_named
 from gptmanager.kernels.matrix_tiles import has_fast_pairs, has_matrix_unit
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -186,11 +187,34 @@ def test_no_two_functions_have_one_name() -> None:
     """Machine code is linked by names, also that of other processes, which count otherwise."""
     kinds = ("float32", "bfloat16", "bfloat16 pairs", "float16", "int8")
     rows = {matrix_tiles.over_rows(kind).__qualname__ for kind in kinds}
-    shares = {matrix_product._share_of(kind).__qualname__ for kind in kinds}
-    assert len(rows) == len(shares) == len(kinds)
-    again = matrix_product._share_of("bfloat16 pairs", is_quantized=True).__qualname__
-    assert again not in shares
+    lanes = [kind for kind in kinds if kind != "bfloat16 pairs"]
+    shares = [matrix_product._share_by_lanes(kind) for kind in lanes]
+    shares += [matrix_product._share_by_pairs(is_quantized) for is_quantized in (False, True)]
+    assert len(rows) == len(kinds) and len({share.__qualname__ for share in shares}) == 6
     assert matrix_tiles.over_rows("bfloat16 pairs") is matrix_tiles.over_rows("bfloat16 pairs")
+
+
+@pytest.mark.parametrize("rows, across", [(1, 4), (2, 2), (2, 4), (4, 1), (6, 1), (6, 4)])
+def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across: int) -> None:
+    own = matrix_tiles.tile(rows, "float32", across)
+
+    @loop_named(f"tile_of_{rows}_by_{across}")
+    def product(
+        c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
+        steps: int, add: bool, rows: int,
+    ) -> None:  # fmt: skip
+        own(c, a, a_stride, b0, b1, b2, b3, steps, add)
+
+    panels, x = randn(4, 9, 16), randn(rows, 9, seed=1)
+    found = []
+    for one in (product, matrix_tiles.over_rows("float32")):
+        sums = randn(rows, 4, 16, seed=2)
+        addresses = sums.data_ptr(), x.data_ptr(), 4 * 9, *(panel.data_ptr() for panel in panels)
+        one(*addresses, 9, True, rows)
+        found.append(sums)
+    assert torch.equal(*found)
+    wanted = randn(rows, 4, 16, seed=2) + torch.einsum("rk,pkn->rpn", x, panels)
+    torch.testing.assert_close(found[0], wanted)
 
 
 @pytest.mark.parametrize(
@@ -228,3 +252,28 @@ def test_the_log_tells_what_multiplies(
     with caplog.at_level("INFO", logger="gptmanager"):
         product_plan.packing_pays.__wrapped__()
     assert caplog.messages[-1].endswith(f"and {told}")
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        (("avx512f", "avx2", "fma"), "packed: the processor has AVX-512, and"),
+        (("avx2", "fma"), "packed: the processor has AVX2, and"),
+        (("avx2",), "not packed: the processor has no AVX2, and"),
+        ((), "not packed: the processor has no AVX2, and"),
+    ],
+    ids=str,
+)
+def test_weights_are_packed_where_there_are_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    features: tuple[str, ...],
+    told: str,
+) -> None:
+    has = dict.fromkeys(features, True)
+    monkeypatch.setattr(product_plan.binding, "get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    with caplog.at_level("INFO", logger="gptmanager"):
+        pays = product_plan.packing_pays.__wrapped__()
+    assert pays is not told.startswith("not")
+    assert f"weights on the CPU are {told} no" in caplog.messages[-1]

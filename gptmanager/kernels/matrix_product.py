@@ -29,6 +29,7 @@ from gptmanager.kernels.matrix_tiles import (
     release,
     unit_tile,
     widen_bytes,
+    widen_panel,
 )
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 from gptmanager.kernels.token_loops import logistic
@@ -36,6 +37,8 @@ from gptmanager.kernels.token_loops import logistic
 CHUNK_ROWS = 192  # their elements of a group, float32, fit beside panels into the second cache
 BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
+WIDE_BYTES = 4 * BLOCK * LANES  # of a panel's positions that are widened at a time
+WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
 
 
 class ProductTask(ctypes.Structure):
@@ -121,33 +124,62 @@ def _widened(t: Any, scratch: int, panel: int, held: int) -> Any:
     return wide
 
 
-def _share_of(dtype: str, is_quantized: bool = False) -> Any:
-    """A thread's share, by lanes. What is quantized is widened before, for pairs."""
-    multiply_rows = over_rows(dtype)
-    by_pairs = dtype == "bfloat16 pairs"
-    size = 2 if by_pairs else 4  # of an element of x
-    name = "int8_pairs" if is_quantized else dtype.replace(" ", "_")
+def _share_by_lanes(dtype: str) -> Any:
+    """A thread's share. For many rows panels become float32 before: that is exact."""
+    multiply_few, multiply_many = over_rows(dtype), over_rows("float32")
+    is_float32, widen = dtype == "float32", widen_panel(dtype)
 
-    @loop_named(f"share_{name}")
+    @loop_named(f"share_{dtype}")
     def share(t: Any, address: int) -> None:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
-        positions, position_bytes = t.positions, t.position_bytes
-        if by_pairs:
-            positions, position_bytes = 2, 2 * LANES
+        w0 = scratch + SCRATCH_BYTES
+        w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
+            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 4 * first * t.depth
+            b0, b1, b2, b3 = _panels(t, panel)
+            span, stride = BLOCK if rows > 6 else t.depth, 4 * t.depth
+            for k in range(0, t.depth, span):
+                a, at, count = x + 4 * k, k * t.position_bytes, min(span, t.depth - k)
+                if is_float32 or rows < WIDEN_FROM:
+                    steps = count // t.positions
+                    multiply_few(
+                        *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
+                        *(steps, k > 0, rows),
+                    )
+                else:
+                    widen(w0, b0 + at, count)
+                    widen(w1, b1 + at, count)
+                    widen(w2, b2 + at, count)
+                    widen(w3, b3 + at, count)
+                    multiply_many(scratch, a, stride, w0, w1, w2, w3, count, k > 0, rows)
+            _finish(t, scratch, panel, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+def _share_by_pairs(is_quantized: bool) -> Any:
+    """A thread's share, by dot products of pairs. What is quantized is widened before."""
+    multiply_rows = over_rows("bfloat16 pairs")
+
+    @loop_named("share_int8_pairs" if is_quantized else "share_bfloat16_pairs")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
         held = -1  # the group whose panels are widened
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
             panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + size * first * t.depth
+            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 2 * first * t.depth
             if is_quantized:
                 b0, b1, b2, b3 = _widened(t, scratch, panel, held)
                 held = panel
             else:
                 b0, b1, b2, b3 = _panels(t, panel)
-            span = BLOCK if rows > 6 else t.depth
+            span, stride = BLOCK if rows > 6 else t.depth, 2 * t.depth
             for k in range(0, t.depth, span):
-                a, at = x + size * k, k * position_bytes
-                steps, stride = min(span, t.depth - k) // positions, size * t.depth
+                a, at, steps = x + 2 * k, 2 * LANES * k, min(span, t.depth - k) // 2
                 multiply_rows(
                     *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0, rows)
                 )
@@ -157,9 +189,9 @@ def _share_of(dtype: str, is_quantized: bool = False) -> Any:
     return share
 
 
-_float32, _bfloat16 = _share_of("float32"), _share_of("bfloat16")
-_float16, _int8 = _share_of("float16"), _share_of("int8")
-_pairs, _int8_pairs = _share_of("bfloat16 pairs"), _share_of("bfloat16 pairs", is_quantized=True)
+_float32, _bfloat16 = _share_by_lanes("float32"), _share_by_lanes("bfloat16")
+_float16, _int8 = _share_by_lanes("float16"), _share_by_lanes("int8")
+_pairs, _int8_pairs = _share_by_pairs(False), _share_by_pairs(True)
 
 
 def multiply_float32(address: int) -> None:

@@ -34,10 +34,13 @@ from gptmanager.kernels.lanes import (
     spread,
     word,
 )
-from gptmanager.kernels.products import repeat
+from gptmanager.kernels.products import WIDE, repeat
 
 PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
 AHEAD = 2048  # bytes of a panel: the processor itself looks less far ahead
+# By the rows of a tile, of how many panels the sums fit into registers: into 32 of 512 bits, or 16
+# of 256, of which a vector takes two.
+_ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
 _BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
 _SHORTS = ir.VectorType(_SHORT, LANES)
@@ -113,8 +116,9 @@ def has_fast_pairs() -> bool:
     return has_them and binding.get_host_cpu_name().startswith("znver")
 
 
-def tile(rows: int, dtype: str) -> Any:
-    """A word that computes `rows` x 64 elements of a product, or adds to them.
+def tile(rows: int, dtype: str, across: int) -> Any:
+    """A word that computes `rows` x 64 elements of a product, or adds to them. The sums of `across`
+    panels are in registers at a time.
 
     Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64, `a`
     float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is read of
@@ -131,43 +135,72 @@ def tile(rows: int, dtype: str) -> Any:
             builder.add(a, builder.mul(a_stride, ir.Constant(LONG, row))) for row in range(rows)
         ]
 
-        def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-            offset = builder.mul(index, ir.Constant(LONG, own.bytes_read))
-            starts = [builder.add(b, offset) for b in (b0, b1, b2, b3)]
-            for start in starts:
-                _fetch(builder, start)
-            pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
-            read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
-            depth = len(read[0])
-            for inner in range(depth):
-                position = builder.add(
-                    builder.mul(index, ir.Constant(LONG, depth)), ir.Constant(LONG, inner)
-                )
-                factors = [
-                    spread(builder, builder.load(at(builder, left, position, own.left)))
-                    for left in lefts
-                ]
-                sums = [
-                    own.add(builder, factors[n // PANELS], read[n % PANELS][inner], total)
-                    for n, total in enumerate(sums)
-                ]
-            return sums
+        def multiply(first: int, panels: Sequence[Any]) -> None:
+            def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                offset = builder.mul(index, ir.Constant(LONG, own.bytes_read))
+                starts = [builder.add(panel, offset) for panel in panels]
+                for start in starts:
+                    _fetch(builder, start)
+                pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
+                read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
+                depth = len(read[0])
+                for inner in range(depth):
+                    position = builder.add(
+                        builder.mul(index, ir.Constant(LONG, depth)), ir.Constant(LONG, inner)
+                    )
+                    factors = [
+                        spread(builder, builder.load(at(builder, left, position, own.left)))
+                        for left in lefts
+                    ]
+                    sums = [
+                        own.add(builder, factors[n // across], read[n % across][inner], total)
+                        for n, total in enumerate(sums)
+                    ]
+                return sums
 
-        targets = [
-            at(builder, c, ir.Constant(LONG, n * LANES), VECTOR) for n in range(PANELS * rows)
-        ]
-        zero = ir.Constant(VECTOR, None)
-        initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
-        for target, value in zip(targets, repeat(builder, steps, initial, step), strict=True):
-            builder.store(value, target, align=4)
+            targets = [
+                at(builder, c, ir.Constant(LONG, LANES * (PANELS * row + first + n)), VECTOR)
+                for row in range(rows)
+                for n in range(across)
+            ]
+            zero = ir.Constant(VECTOR, None)
+            initial = [builder.select(add, builder.load(t, align=4), zero) for t in targets]
+            for target, value in zip(targets, repeat(builder, steps, initial, step), strict=True):
+                builder.store(value, target, align=4)
+
+        for first in range(0, PANELS, across):
+            multiply(first, (b0, b1, b2, b3)[first : first + across])
 
     return product
+
+
+@functools.cache
+def widen_panel(dtype: str) -> Any:
+    """A word that reads so many positions of a panel as float32: `(target, source, positions)`."""
+    own = _FORMATS[dtype]
+
+    @word(nothing, long, long, long)
+    def widened(builder: Any, target: Any, source: Any, positions: Any) -> None:
+        depth = 2 if dtype == "bfloat16" else 1
+
+        def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
+            start = builder.add(source, builder.mul(index, ir.Constant(LONG, own.bytes_read)))
+            read = builder.load(builder.inttoptr(start, own.kind.as_pointer()), align=1)
+            first = builder.mul(index, ir.Constant(LONG, depth * LANES))
+            for n, value in enumerate(own.widen(builder, read)):
+                place = builder.add(first, ir.Constant(LONG, n * LANES))
+                builder.store(value, at(builder, target, place, VECTOR), align=4)
+            return []
+
+        repeat(builder, builder.sdiv(positions, ir.Constant(LONG, depth)), [], step)
+
+    return widened
 
 
 @functools.cache  # one function for each name
 def over_rows(dtype: str) -> Any:
     """The same for any number of rows, by tiles of six and fewer."""
-    six, four, two, one = (tile(rows, dtype) for rows in (6, 4, 2, 1))
+    six, four, two, one = (tile(rows, dtype, _ACROSS[rows]) for rows in (6, 4, 2, 1))
     name = dtype.replace(" ", "_")
 
     @loop_named(f"multiply_rows_{name}")

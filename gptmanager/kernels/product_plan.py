@@ -78,7 +78,8 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
     if stored is torch.bfloat16 and by_pairs is not None:
         pairs = Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
         return pairs, pairs
-    lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, num_bytes)
+    wide_bytes = num_bytes + PANELS * bodies.WIDE_BYTES
+    lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, wide_bytes)
     if stored is not torch.int8 or by_pairs is None or deterministic:
         return lanes, lanes
     num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
@@ -110,17 +111,19 @@ def registers(rows: int) -> int:
 
 @functools.cache
 def packing_pays() -> bool:
-    """Whether packed products beat torch's: where sixteen lanes are one register (AVX-512).
+    """Whether packed products beat torch's: where there are fused multiply-adds of eight lanes.
 
-    Elsewhere a tile's sums do not fit into registers. This is no measurement, since one on a busy
-    machine is wrong at times, and the same machine would then give other bits from run to run.
+    This is no measurement, since one on a busy machine is wrong at times, and the same machine
+    would then give other bits from run to run.
     """
-    pays = bool(binding.get_host_cpu_features().get("avx512f"))
+    features = binding.get_host_cpu_features()
+    pays = bool(features.get("avx2") and features.get("fma"))
+    widest = "AVX-512" if features.get("avx512f") else "AVX2"
     unit = "a matrix unit for bfloat16" if has_matrix_unit() else "no matrix unit"
     logger.info(
         "weights on the CPU are %s: the processor has %s, and %s",
         "packed" if pays else "not packed",
-        "AVX-512" if pays else "no AVX-512",
+        widest if pays else "no AVX2",
         "fast dot products of bfloat16 pairs" if has_fast_pairs() else unit,
     )
     return pays
