@@ -249,6 +249,17 @@ def test_a_number_that_the_models_dtype_cannot_hold_is_told_with_the_limit() -> 
     read(weights, dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_numbers_are_finite_one_by_one_whatever_their_sum_is(dtype: torch.dtype) -> None:
+    high = np.full((1, 80), 3e38, dtype=np.float64)
+    adapter = read(high, [[1, 2, 8]], dtype=dtype)
+    assert (adapter.rows[2, 1].a == torch.tensor(3e38, dtype=dtype)).all()
+    for odd in ([np.inf, -np.inf], [np.nan, 0.0], [-np.inf, np.inf]):
+        high[0, 7:9] = odd
+        with pytest.raises(InvalidRequestError, match=rf"lora_weights\[0, 7\] = {odd[0]:g} is not"):
+            read(high, [[1, 2, 8]], dtype=dtype)
+
+
 def test_an_id_may_come_alone_and_nothing_else_may() -> None:
     weights = {"lora_weights": numbers(), "lora_config": CONFIG}
     task = {"lora_task_id": np.array([2**64 - 1], dtype=np.uint64)}

@@ -79,8 +79,8 @@ def test_the_loop_works_for_a_share_of_its_time(monkeypatch, clock, milliseconds
         before = clock.now_ns
         jobs.end_step()
         longest = max(longest, (clock.now_ns - before) / MILLISECOND)
-    assert 0.035 < len(done) * milliseconds / (200 * 50) < 0.041 + milliseconds / (200 * 50)
-    assert longest <= 0.04 * 50 + milliseconds
+    assert 0.026 < len(done) * milliseconds / (200 * 50) < 0.031 + milliseconds / (200 * 50)
+    assert longest <= 0.03 * 50 + milliseconds
 
 
 def test_after_a_pause_a_turn_is_short(monkeypatch, clock) -> None:
@@ -107,7 +107,7 @@ def test_a_job_that_waits_for_something_is_left_to_its_thread(monkeypatch, clock
         clock.work(50)
         jobs.end_step()
     assert len(turns) == 1 and not slow.by_loop
-    assert len(others) > 20
+    assert len(others) > 10
 
 
 @pytest.mark.parametrize(("cores", "helps"), [(2, True), (1, False)])

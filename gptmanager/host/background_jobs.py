@@ -28,7 +28,7 @@ _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
 # While they do, a thread works for so long without a rest, and rests so many times as long.
 _PIECE_NS, _RESTS, _LONGEST_REST_S = 200_000, 5, 0.01
 # The share of an iteration that the loop's thread works after it, and its longest turn.
-_SHARE, _LONGEST_TURN_S = 0.04, 0.05
+_SHARE, _LONGEST_TURN_S = 0.03, 0.05
 _LONGEST_WAIT_NS = 10_000_000  # in a piece, for a disk perhaps: the next one is left to a thread
 
 

@@ -192,15 +192,24 @@ def read_start(
             raise InvalidRequestError(
                 f"{name} cannot be read: {rows.dtype} of type {type(rows).__name__}: {error}"
             ) from None
-        is_good = torch.isfinite(piece)
-        if not is_good.all():
-            column = int((~is_good).nonzero()[0])
+        bad = _not_finite(piece)
+        if len(bad):
+            column = int(bad[0])
             found, most = given[column].item(), torch.finfo(dtype).max
             limit = "" if not math.isfinite(found) else f" in {dtype}: at most {most}"
             where = f"{name}[{row}, {first + column}]"
             raise InvalidRequestError(f"{where} = {found:g} is not finite{limit}")
         yield
     return numbers
+
+
+def _not_finite(numbers: torch.Tensor) -> torch.Tensor:
+    """Which of them are not. A sum that is finite has no such terms, and takes a fifth of the time
+    that looking at each takes.
+    """
+    if numbers.sum(dtype=torch.float32).isfinite():
+        return numbers.new_empty(0)
+    return (~torch.isfinite(numbers)).nonzero()
 
 
 def _on_cpu(given: np.ndarray | torch.Tensor) -> torch.Tensor:
