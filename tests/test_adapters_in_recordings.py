@@ -87,7 +87,8 @@ def run(path: Path, **options: Any) -> tuple[Recording, RecordingCallbacks]:
 def test_a_run_replays_and_is_simulated(tmp_path: Path, options: dict[str, Any]) -> None:
     path = tmp_path / "run.jsonl"
     recording, host = run(path, **options)
-    assert path.stat().st_size < 60_000 < PADDING * 4
+    # of adapters their digests: no line is as long as the numbers of one would be
+    assert max(map(len, path.read_text().splitlines())) < PADDING
     errors = {i: host.final(i).error for i in (20, 21, 22, 30, 31)}
     assert "differ from those cached" in errors[20]
     assert "lora_task_id 77 is not cached" in errors[21]

@@ -273,6 +273,7 @@ def test_weights_are_packed_where_there_are_lanes(
     has = dict.fromkeys(features, True)
     monkeypatch.setattr(product_plan.binding, "get_host_cpu_features", lambda: has)
     monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: False)
     with caplog.at_level("INFO", logger="gptmanager"):
         pays = product_plan.packing_pays.__wrapped__()
     assert pays is not told.startswith("not")
