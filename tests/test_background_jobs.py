@@ -83,6 +83,35 @@ def test_the_loop_works_for_a_share_of_its_time(monkeypatch, clock, milliseconds
     assert longest <= 0.03 * 50 + milliseconds
 
 
+def test_a_slow_step_is_followed_by_no_turn(monkeypatch, clock) -> None:
+    """So what is loaded takes no iteration above 1.2 times the median by its turn."""
+    done: list[int] = []
+    jobs = with_jobs(monkeypatch, Job(pieces_of(clock, done, 0.2), by_loop=True))
+    times, turns = [], []
+    for number in range(400):
+        step = {3: 52, 5: 53, 7: 90}.get(number % 9, 50)
+        before = clock.now_ns
+        clock.work(step)
+        num_done = len(done)
+        jobs.end_step()
+        times.append((clock.now_ns - before) / MILLISECOND)
+        turns.append((step, len(done) > num_done))
+    assert {step for step, is_turn in turns[20:] if is_turn} == {50, 52}
+    assert max(it for it in times if it < 90) <= 1.1 * 50
+    assert max(times) == 90
+
+
+def test_steps_that_are_slow_from_now_on_are_the_usual_ones(monkeypatch, clock) -> None:
+    """Many requests came, say: the adapter is loaded all the same."""
+    done: list[int] = []
+    jobs = with_jobs(monkeypatch, Job(pieces_of(clock, done, 0.2), by_loop=True))
+    for step in [50] * 60 + [200] * 60:
+        clock.work(step)
+        num_done = len(done)
+        jobs.end_step()
+    assert len(done) > num_done
+
+
 def test_after_a_pause_a_turn_is_short(monkeypatch, clock) -> None:
     done: list[int] = []
     jobs = with_jobs(monkeypatch, Job(pieces_of(clock, done, 1), by_loop=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import threading
 import time
 from collections import deque
@@ -29,6 +30,9 @@ _BUSY_STEPS, _LEAST_BUSY_S, _MOST_BUSY_S = 4, 0.05, 1.0
 _PIECE_NS, _RESTS, _LONGEST_REST_S = 200_000, 5, 0.01
 # The share of an iteration that the loop's thread works after it, and its longest turn.
 _SHARE, _LONGEST_TURN_S = 0.03, 0.05
+# None behind a step that took longer than usual, which is the median of so many: what waits longest
+# for a token is not to wait for this, too.
+_SLOW, _USUAL_STEPS = 1.05, 31
 _LONGEST_WAIT_NS = 10_000_000  # in a piece, for a disk perhaps: the next one is left to a thread
 
 
@@ -87,6 +91,7 @@ class BackgroundJobs:
         self._busy_s = _MOST_BUSY_S
         self._is_crowded: bool | None = None  # None: not known yet
         self._credit_s = 0.0  # of the loop's thread
+        self._steps_s: deque[float] = deque(maxlen=_USUAL_STEPS)
 
     @property
     def is_busy(self) -> bool:
@@ -151,6 +156,9 @@ class BackgroundJobs:
 
     def _take_turn(self, step_s: float) -> None:
         """The last piece may take longer than there is time: then the next turn is shorter."""
+        self._steps_s.append(step_s)
+        if step_s > _SLOW * statistics.median(self._steps_s):
+            return
         self._credit_s = min(self._credit_s, 0.0) + min(_SHARE * step_s, _LONGEST_TURN_S)
         for job in tuple(self.pending):
             if self._credit_s > 0:
