@@ -10,8 +10,9 @@ import torch
 from adapter_cases import LAYER, Case, expected, new_case, qkv_layout
 from torch import Tensor
 
-from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels import CpuKernels, Kernels, adapter_plan
 from gptmanager.kernels.adapter_arguments import AdapterModule
+from gptmanager.kernels.pairs import has_pairs
 
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 exact_kernels = pytest.mark.parametrize(
@@ -74,6 +75,42 @@ def test_adapters_are_as_merged_weights(
     check(kernels, case, MIXED, dtype)
     check(kernels, case, MIXED[:1], dtype)
     check(kernels, case, [], dtype)
+
+
+@pytest.fixture(params=[True, False], ids=["pairs", "lanes"])
+def by_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether A in bfloat16 is multiplied in pairs, on whatever processor."""
+    if request.param and not has_pairs():
+        pytest.skip("the processor has no dot products of bfloat16 pairs")
+    monkeypatch.setattr(adapter_plan, "has_fast_pairs", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("width", [31, 32, 47, 48, 63, 65, 160, 256])
+def test_products_by_pairs_and_by_lanes(by_pairs: bool, width: int) -> None:
+    case = new_case(qkv_layout(width, 70, 33), RANKS, torch.bfloat16)
+    order = torch.randperm(len(MIXED), generator=torch.Generator().manual_seed(2))
+    check(CpuKernels(), case, MIXED, torch.bfloat16)
+    check(CpuKernels(), case, [MIXED[place] for place in order], torch.bfloat16)
+
+
+def test_a_row_by_pairs_is_the_same_in_any_company(by_pairs: bool) -> None:
+    test_a_row_is_the_same_alone_and_in_any_company(CpuKernels(), torch.bfloat16)
+
+
+def test_pairs_add_up_in_single_precision(by_pairs: bool) -> None:
+    """What a sum in bfloat16 would lose; x in float32 is not rounded to it either."""
+    case = new_case(qkv_layout(64, 16, 16), [(1, 0, 0, 0)], torch.bfloat16)
+    own = case.adapters.table[0, LAYER]
+    pool, start = case.adapters.pool, int(own[own[:, 1] > 0, 0])
+    pool[start : start + 64], pool[start + 64 : start + 64 + 48] = 1.0, 2.0**-7
+    x = torch.full((1, 64), 1 / 64)
+    x[0, 63] = 128
+    narrow = add(CpuKernels(), case, [0], torch.zeros(1, 48), x.bfloat16())
+    assert narrow.tolist() == [[(128 + 63 / 64) / 128] * 48]
+    x[0, 0] += 2.0**-16
+    wide = add(CpuKernels(), case, [0], torch.zeros(1, 48), x)
+    assert wide.tolist() == [[(128 + 63 / 64 + 2.0**-16) / 128] * 48]
 
 
 @both_kernels

@@ -78,6 +78,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     reference             every operation in torch: the specification
     lanes                 SIMD words for Numba
     dtypes                lanes of any dtype, widened and rounded on their way
+    pairs                 dot products of bfloat16 pairs, and where they are fast
     products              small matrix products in register tiles
     threads               compiled code in torch's own threads
     machine_code          a body as machine code that is kept on disk

@@ -18,11 +18,13 @@ from gptmanager.kernels import (
     PackedMatrix,
     matrix_product,
     matrix_tiles,
+    pairs,
     plain,
     product_plan,
 )
 from gptmanager.kernels.lanes import loop_named
-from gptmanager.kernels.matrix_tiles import has_fast_pairs, has_matrix_unit
+from gptmanager.kernels.matrix_tiles import has_matrix_unit
+from gptmanager.kernels.pairs import has_fast_pairs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 32), (1, 1), (7, 5), (33, 33), (96, 300), (130, 64), (256, 96))
@@ -230,8 +232,8 @@ def test_pairs_are_fast_on_processors_of_amd(
     monkeypatch: pytest.MonkeyPatch, has_them: bool, name: str, fast: bool
 ) -> None:
     features = {"avx512bf16": has_them}
-    monkeypatch.setattr(matrix_tiles.binding, "get_host_cpu_features", lambda: features)
-    monkeypatch.setattr(matrix_tiles.binding, "get_host_cpu_name", lambda: name)
+    monkeypatch.setattr(pairs.binding, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(pairs.binding, "get_host_cpu_name", lambda: name)
     assert has_fast_pairs.__wrapped__() is fast
 
 

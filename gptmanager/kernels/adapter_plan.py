@@ -22,8 +22,9 @@ from gptmanager.kernels.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.kernels.adapter_words import RANKS_OF_ONE, ROWS
 from gptmanager.kernels.adapters import BLOCK, AdapterTask, scratch_floats
 from gptmanager.kernels.dtypes import DTYPES
-from gptmanager.kernels.lanes import get_int, get_long, pointer_to, task_at
+from gptmanager.kernels.lanes import LANES, get_int, get_long, pointer_to, task_at
 from gptmanager.kernels.machine_code import compiled
+from gptmanager.kernels.pairs import has_fast_pairs
 from gptmanager.kernels.threads import Team, address_of, check_layout, task_fields
 
 RUNS_PER_THREAD = 2
@@ -147,8 +148,9 @@ class AdapterPlan:
             return None
         pool, table, max_rank = self._adapters.pool, self._adapters.table, self._adapters.max_rank
         fields, bits, work = _fields(modules)
+        width = modules[0].width
         h_stride = -(-max_rank // RANKS_OF_ONE) * RANKS_OF_ONE
-        scratch_bytes = 4 * scratch_floats(modules[0].width, len(modules), h_stride)
+        scratch_bytes = 4 * scratch_floats(width, len(modules), h_stride)
         task = AdapterTask(
             order=self._runs + 8 * 3 * len(self._adapters.rows),
             runs=self._runs,
@@ -156,12 +158,13 @@ class AdapterPlan:
             table=table.data_ptr(),
             modules=ctypes.addressof(fields),
             num_modules=len(modules),
-            width=modules[0].width,
+            width=width,
             slot_stride=table.stride(0),
             layer_stride=table.stride(1),
             h_stride=h_stride,
             pool_dtype=DTYPES[pool.dtype],
             scratch_bytes=scratch_bytes,
+            pairs=pool.dtype is torch.bfloat16 and width >= 2 * LANES and has_fast_pairs(),
         )
         num_tokens, num_runs = self._found[NUM_TOKENS], self._found[NUM_RUNS]
         return MatrixPlan(task, num_runs, scratch_bytes, bits, work * num_tokens)

@@ -24,13 +24,13 @@ from gptmanager.kernels.lanes import (
     VECTOR,
     at,
     call,
-    load_masked,
     long,
     multiply_add,
     nothing,
     spread,
     word,
 )
+from gptmanager.kernels.pairs import add_pairs
 from gptmanager.kernels.products import WIDE, repeat
 
 ROWS, RANKS = 2 * WIDE, 4  # of a tile of A x: as many sums as there are registers for
@@ -81,45 +81,45 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
     Its arguments: `(h, stride, x, a, width, last_row, last_rank, ahead)`; rows behind the last ones
     are those once more. The memory at `ahead`, as much as is read of A, is asked for. `x` is
     float32. `width`, of x and of A, is at least LANES. An element is sixteen chains along it, and
-    their sum. (Dot products of bfloat16 pairs were slower: one in two cycles on the Xeons tried.)
+    their sum. With `dtype` "bfloat16 pairs" x is bfloat16, too, and `width` at least 2 * LANES: a
+    chain takes two products at a time.
     """
+    kept = dtype.removesuffix(" pairs")
+    by_pairs = kept != dtype
+    x_kept, at_once = (kept, 2 * LANES) if by_pairs else ("float32", LANES)
+    read = at_once * ranks * itemsize(kept)
 
     @word(nothing, long, long, long, long, long, long, long, long)
     def product(
         builder: Any, h: Any, stride: Any, x: Any, a: Any, width: Any, last_row: Any,
         last_rank: Any, ahead: Any,
     ) -> None:  # fmt: skip
-        def start(address: Any, row: int, last: Any, size: int) -> Any:
-            is_there = builder.icmp_signed("<", _number(row), last)
-            place = builder.mul(builder.select(is_there, _number(row), last), width)
-            return builder.add(address, builder.mul(place, _number(size)))
-
-        def add(index: Any, count: Any, totals: Any) -> list[Any]:
-            pointers = [at(builder, left, index, VECTOR) for left in lefts]
-            tokens = [
-                builder.load(it, align=4) if count is None else load_masked(builder, it, count)
-                for it in pointers
-            ]
-            parts = [load_at(builder, dtype, right, index, count) for right in rights]
-            pairs = [(x, y) for x in tokens for y in parts]
+        def add(pairs: bool, index: Any, count: Any, totals: Any) -> list[Any]:
+            read_at, add_to = (_pairs_at, add_pairs) if pairs else (load_at, multiply_add)
+            tokens = [read_at(builder, x_kept, left, index, count) for left in lefts]
+            parts = [read_at(builder, kept, right, index, count) for right in rights]
+            factors = [(x, y) for x in tokens for y in parts]
             return [
-                multiply_add(builder, x, y, total)
-                for (x, y), total in zip(pairs, totals, strict=True)
+                add_to(builder, x, y, total) for (x, y), total in zip(factors, totals, strict=True)
             ]
 
         def step(index: Any, totals: Any) -> list[Any]:
             fetch(builder, builder.add(ahead, builder.mul(index, _number(read))), read)
-            return add(builder.mul(index, _number(LANES)), None, totals)
+            first = builder.mul(index, _number(at_once))
+            return add(by_pairs, first, None, totals)
 
-        read = LANES * ranks * itemsize(dtype)
-        lefts = [start(x, row, last_row, 4) for row in range(rows)]
-        rights = [start(a, rank, last_rank, itemsize(dtype)) for rank in range(ranks)]
+        lefts = _starts(builder, x, builder.mul(width, _number(itemsize(x_kept))), last_row, rows)
+        rights = _starts(builder, a, builder.mul(width, _number(itemsize(kept))), last_rank, ranks)
         zeros = [ir.Constant(VECTOR, None)] * (rows * ranks)
-        whole = builder.sdiv(width, _number(LANES))
+        whole = builder.sdiv(width, _number(at_once))
         totals = repeat(builder, whole, zeros, step)
-        end, before = builder.mul(whole, _number(LANES)), builder.block
+        end, before = builder.mul(whole, _number(at_once)), builder.block
         with builder.if_then(builder.icmp_signed("<", end, width)):
-            longer, after = add(end, builder.sub(width, end), totals), builder.block
+            longer = totals
+            for offset in range(0, at_once, LANES):
+                first = builder.add(end, _number(offset))
+                longer = add(False, first, builder.sub(width, first), longer)
+            after = builder.block
         ends = []
         for short, long_one in zip(totals, longer, strict=True):
             total = builder.phi(VECTOR)
@@ -133,6 +133,20 @@ def dots(rows: int, ranks: int, dtype: str) -> Any:
             builder.store(part, at(builder, h, place, part.type), align=4)
 
     return product
+
+
+def _starts(builder: Any, address: Any, num_bytes: Any, last: Any, count: int) -> list[Any]:
+    """Addresses of rows of so many bytes; behind the last one that one again."""
+    rows = [_number(row) for row in range(count)]
+    there = [builder.select(builder.icmp_signed("<", row, last), row, last) for row in rows]
+    return [builder.add(address, builder.mul(row, num_bytes)) for row in there]
+
+
+def _pairs_at(builder: Any, dtype: str, address: Any, index: Any, count: Any) -> Any:
+    """Sixteen pairs of bfloat16, as they are; all of them."""
+    assert dtype == "bfloat16" and count is None
+    start = builder.add(address, builder.mul(index, _number(2)))
+    return builder.load(builder.inttoptr(start, INDICES.as_pointer()), align=2)
 
 
 def _floats(builder: Any, value: Any) -> list[Any]:
@@ -153,13 +167,14 @@ _WIDEN: dict[str, Callable[[Any, Any], list[Any]]] = {
 
 def _turned(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
     """Vector k: what sixteen rows of B hold at k. Four bytes of a row are a lane."""
-    units = DEPTH * itemsize(dtype) // 4  # of four bytes, in a row
+    size = itemsize(dtype)
+    units = DEPTH * size // 4  # of four bytes, in a row
     part = ir.VectorType(INT, units)
 
     def load_row(row: int) -> Any:
-        place = builder.mul(builder.mul(rank, _number(row)), _number(itemsize(dtype)))
+        place = builder.mul(builder.mul(rank, _number(row)), _number(size))
         pointer = builder.inttoptr(builder.add(b, place), part.as_pointer())
-        return builder.load(pointer, align=itemsize(dtype))
+        return builder.load(pointer, align=size)
 
     def load_lanes(first: int) -> Any:
         """As after the exchanges of more than `units` lanes, which are none of memory."""

@@ -34,6 +34,7 @@ from gptmanager.kernels.lanes import (
     store,
     task_at,
 )
+from gptmanager.kernels.pairs import has_pairs
 from gptmanager.kernels.products import multiply, transpose
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 
@@ -53,12 +54,13 @@ class AdapterTask(ctypes.Structure):
     `order`: int64, the tokens that have adapters, each one's side by side. `runs`: int64
     `[num_parts, 3]`, where it begins in `order`, where the next one does, and the slot; at most
     BLOCK tokens each. `modules`: int64 `[num_modules, 4]`, as `AdapterModule`. `h_stride`: of a
-    token's h, at least its rank, and whole tiles. `dtype`: of `result`.
+    token's h, at least its rank, and whole tiles. `dtype`: of `result`. `pairs`: whether A is
+    bfloat16 and multiplied in pairs, by x that is bfloat16, too.
     """
 
     _fields_ = task_fields(
         "result x scratch layer dtype x_dtype columns order runs pool table modules num_modules"
-        " width slot_stride layer_stride h_stride pool_dtype scratch_bytes"
+        " width slot_stride layer_stride h_stride pool_dtype scratch_bytes pairs"
     )
 
 
@@ -70,6 +72,10 @@ _several_float32, _one_float32 = _several["float32"], _one["float32"]
 _several_bfloat16, _one_bfloat16 = _several["bfloat16"], _one["bfloat16"]
 _several_float16 = _several.get("float16", _several_bfloat16)  # no tensor of it comes
 _one_float16 = _one.get("float16", _one_bfloat16)
+_several_pairs, _one_pairs = _several_bfloat16, _one_bfloat16  # no task says `pairs`
+if has_pairs():
+    _several_pairs = dots(ROWS, RANKS, "bfloat16 pairs")
+    _one_pairs = dots(1, RANKS_OF_ONE, "bfloat16 pairs")
 _thirty_two_float32, _sixteen_float32 = expanded(2, "float32"), expanded(1, "float32")
 _thirty_two_bfloat16, _sixteen_bfloat16 = expanded(2, "bfloat16"), expanded(1, "bfloat16")
 
@@ -98,16 +104,16 @@ def _following(t: Any, slot: int, module: int) -> int:
 
 
 @loop
-def _rows_of(t: Any, to: int, place: int, rows: int) -> int:
-    """Address of x of these tokens, float32, one behind the other: where it is, or `to`."""
-    first, width = get_long(t.order, place), t.width
-    if t.x_dtype == FLOAT32 and get_long(t.order, place + rows - 1) - first == rows - 1:
-        return int(t.x + 4 * first * width)
+def _rows_of(t: Any, to: int, place: int, rows: int, dtype: int) -> int:
+    """Address of x of these tokens, in `dtype`, one behind the other: where it is, or `to`."""
+    first, width, size = get_long(t.order, place), t.width, 4 if dtype == FLOAT32 else 2
+    if t.x_dtype == dtype and get_long(t.order, place + rows - 1) - first == rows - 1:
+        return int(t.x + size * first * width)
     for row in range(rows):
         start = get_long(t.order, place + row) * width
         for i in range(0, width, LANES):
             value = load_as(t.x_dtype, t.x, start + i, width - i)
-            store(to, row * width + i, value)  # what is behind it comes next
+            store_as(dtype, to, row * width + i, value, width - i)
     return to
 
 
@@ -117,11 +123,12 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
     xs = scratch + 4 * FIXED
     hs, width, stride = xs + 4 * ROWS * (t.width + LANES), t.width, t.h_stride
     dtype, size, token = t.pool_dtype, 4 if t.pool_dtype == FLOAT32 else 2, first
+    pairs = t.pairs and t.x_dtype == BFLOAT16
     while token < stop:
         rows = min(ROWS, stop - token)
         if rows == 2 and ROWS > 2:
             rows = 1  # so few would be computed with copies of themselves
-        x = _rows_of(t, xs, token, rows)
+        x = _rows_of(t, xs, token, rows, BFLOAT16 if pairs else FLOAT32)
         for module in range(t.num_modules):
             offset, rank = _module(t, slot, module)
             h = hs + 4 * (module * BLOCK + token - first) * stride
@@ -130,12 +137,16 @@ def _shrink(t: Any, scratch: int, first: int, stop: int, slot: int) -> None:
                 a, to, last = t.pool + size * (offset + d * width), h + 4 * d, rank - d - 1
                 ahead = a + size * ranks * width if last >= ranks else behind
                 if rows == 1:
-                    if dtype == FLOAT32:
+                    if pairs:
+                        _one_pairs(to, stride, x, a, width, 0, last, ahead)
+                    elif dtype == FLOAT32:
                         _one_float32(to, stride, x, a, width, 0, last, ahead)
                     elif dtype == BFLOAT16:
                         _one_bfloat16(to, stride, x, a, width, 0, last, ahead)
                     else:
                         _one_float16(to, stride, x, a, width, 0, last, ahead)
+                elif pairs:
+                    _several_pairs(to, stride, x, a, width, rows - 1, last, ahead)
                 elif dtype == FLOAT32:
                     _several_float32(to, stride, x, a, width, rows - 1, last, ahead)
                 elif dtype == BFLOAT16:

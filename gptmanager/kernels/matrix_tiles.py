@@ -34,6 +34,7 @@ from gptmanager.kernels.lanes import (
     spread,
     word,
 )
+from gptmanager.kernels.pairs import add_pairs
 from gptmanager.kernels.products import WIDE, repeat
 
 PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
@@ -44,14 +45,6 @@ _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1
 _BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
 _HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
 _SHORTS = ir.VectorType(_SHORT, LANES)
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 class Format(NamedTuple):
@@ -89,31 +82,16 @@ def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
     return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
 
 
-def _add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Both products of a pair, to the sum of its lane."""
-    pairs = (builder.bitcast(value, _PAIRS) for value in (left, right))
-    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
-
-
 _FORMATS = {
     "float32": Format(VECTOR, lambda builder, value: (value,)),
     "bfloat16": Format(INDICES, _pairs),
-    "bfloat16 pairs": Format(INDICES, lambda builder, value: (value,), INT, _add_pairs),
+    "bfloat16 pairs": Format(INDICES, lambda builder, value: (value,), INT, add_pairs),
     "float16": Format(_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
     "int8": Format(
         _BYTES,
         lambda builder, value: (builder.sitofp(builder.sext(value, INDICES), VECTOR),),
     ),
 }
-
-
-@functools.cache
-def has_fast_pairs() -> bool:
-    """Whether dot products of bfloat16 pairs are twice as fast as multiply-adds of what is widened:
-    on AMD's processors. On Intel's, which have a matrix unit, they are slower.
-    """
-    has_them = bool(binding.get_host_cpu_features().get("avx512bf16"))
-    return has_them and binding.get_host_cpu_name().startswith("znver")
 
 
 def tile(rows: int, dtype: str, across: int) -> Any:

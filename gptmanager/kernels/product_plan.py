@@ -17,8 +17,9 @@ from gptmanager.kernels import matrix_product as bodies
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import ProductTask
-from gptmanager.kernels.matrix_tiles import PANELS, has_fast_pairs, has_matrix_unit
+from gptmanager.kernels.matrix_tiles import PANELS, has_matrix_unit
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, PackedMatrix
+from gptmanager.kernels.pairs import has_fast_pairs
 from gptmanager.lifecycle.log import logger
 
 FEW_ROWS = 4  # up to here a quantized matrix is read as fast as memory gives it, as float32
