@@ -16,6 +16,7 @@ from torch import Tensor
 from gptmanager.kernels import (
     CpuKernels,
     PackedMatrix,
+    integer_tiles,
     matrix_product,
     matrix_tiles,
     pairs,
@@ -100,12 +101,62 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
     for (outs, depth), num_rows in itertools.product(SHAPES, ROWS):
         weight, x = randn(outs, depth).to(dtype), randn(num_rows, depth, seed=2).to(dtype)
         matrix = packed(weight, quantized=True)
-        assert matrix.scales is not None
-        ints = matrix.values[..., 0].transpose(1, 2).flatten(0, 1)[:outs, :depth]
-        held = ints.double() * matrix.scales[:outs, None].double()
+        held = held_by(matrix)
         rounds = product_plan.has_matrix_unit() or product_plan.has_fast_pairs()
-        exact = x.bfloat16() if rounds and num_rows > product_plan.FEW_ROWS else x
+        exact = x.bfloat16() if rounds else x
+        if num_rows <= integer_tiles.FEW_ROWS:
+            exact = as_integers(x) if integer_tiles.has_integers() else x
         close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
+
+
+def as_integers(x: Tensor) -> Tensor:
+    """What few rows are as whole numbers of 16 bits, each stretch times its own factor."""
+    parts = []
+    for part in x.double().split(integer_tiles.MOST_POSITIONS, dim=1):
+        factor = part.abs().amax(dim=1, keepdim=True) / 32767
+        parts.append((part / factor).round() * factor)
+    return torch.cat(parts, dim=1)
+
+
+def held_by(matrix: PackedMatrix) -> Tensor:
+    """The quantized rows, in float64."""
+    assert matrix.scales is not None
+    (rows, depth), whole = matrix.shape, matrix.values.transpose(1, 2).flatten(0, 1).flatten(1)
+    return whole[:rows, :depth].double() * matrix.scales[:rows, None].double()
+
+
+@pytest.mark.skipif(not integer_tiles.has_integers(), reason="this processor has no AVX-512")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("depth", [32, 256, 257, 544, 1500])
+def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
+    dtype: torch.dtype, depth: int
+) -> None:
+    """Each stretch by its own largest number: a small one is not lost beside a large one."""
+    matrix = packed(randn(70, depth).to(dtype), quantized=True)
+    sizes = torch.logspace(-3, 3, -(-depth // 256)).repeat_interleave(256)[:depth]
+    for num_rows in (1, 2, 3, 4):
+        x = (randn(num_rows, depth, seed=2) * sizes).to(dtype)
+        wanted = as_integers(x) @ held_by(matrix).T
+        # some of what lies between two numbers goes the other way
+        step = x.double().abs() @ held_by(matrix).abs().T / 32767
+        allowed = 0.02 * step + torch.finfo(dtype).eps * wanted.abs() + 1e-6
+        found = CpuKernels().linear(x, matrix, None).double()
+        assert ((found - wanted).abs() <= allowed).all()
+
+
+def test_the_largest_whole_numbers_add_up() -> None:
+    """All of one sign, as large as they may be, for as long as a sum may be; and those that are
+    nothing, or next to it.
+    """
+    values = torch.full((16, 1024), 2.0)
+    values[1] = -2.0
+    matrix = packed(values, quantized=True)
+    x = torch.full((4, 1024), 3.0)
+    x[1], x[2], x[3] = -3.0, 0.0, 1e-38
+    found = CpuKernels().linear(x, matrix, None)
+    assert found[0, :2].tolist() == pytest.approx([6144.0, -6144.0], rel=1e-6)
+    assert found[1, :2].tolist() == pytest.approx([-6144.0, 6144.0], rel=1e-6)
+    assert found[2:].abs().max() < 1e-30
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["floats", "int8"])
@@ -137,6 +188,9 @@ def test_what_is_not_finite_stays_in_its_row(
     x[1, 39] = number
     found = products.linear(x, packed(weight), None)
     assert (found[[0, 2]] == 40).all()
+    assert not found[1].isfinite().any()
+    found = products.linear(x, packed(weight, quantized=True), None)
+    torch.testing.assert_close(found[[0, 2]], torch.full((2, 20), 40, dtype=dtype))
     assert not found[1].isfinite().any()
 
 
@@ -203,16 +257,16 @@ def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across:
     @loop_named(f"tile_of_{rows}_by_{across}")
     def product(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
-        steps: int, add: bool, rows: int,
+        steps: int, jump: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
-        own(c, a, a_stride, b0, b1, b2, b3, steps, add)
+        own(c, a, a_stride, b0, b1, b2, b3, steps, jump, add)
 
     panels, x = randn(4, 9, 16), randn(rows, 9, seed=1)
     found = []
     for one in (product, matrix_tiles.over_rows("float32")):
         sums = randn(rows, 4, 16, seed=2)
         addresses = sums.data_ptr(), x.data_ptr(), 4 * 9, *(panel.data_ptr() for panel in panels)
-        one(*addresses, 9, True, rows)
+        one(*addresses, 9, 0, True, rows)
         found.append(sums)
     assert torch.equal(*found)
     wanted = randn(rows, 4, 16, seed=2) + torch.einsum("rk,pkn->rpn", x, panels)

@@ -24,17 +24,12 @@ from gptmanager.kernels.adapters import add as adapters_body
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
 from gptmanager.kernels.dtypes import DTYPES
+from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import CHUNK_ROWS, ProductTask
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
-from gptmanager.kernels.product_plan import (
-    FEW_ROWS,
-    ProductPlan,
-    can_be_packed,
-    plan_product,
-    registers,
-)
+from gptmanager.kernels.product_plan import ProductPlan, can_be_packed, plan_product, registers
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.threads import Team, address_of, alike, check_layout
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
@@ -239,6 +234,7 @@ class CpuKernels(Kernels):
         task.x, task.result = x.data_ptr(), result.data_ptr()
         task.scratch, task.scratch_bytes = self._team.scratch(size * scratch_bytes), scratch_bytes
         task.full, task.tail = registers(16), registers(num_rows % 16)
+        task.num_threads = size
         self._team.run(body, task, size)
         return result
 

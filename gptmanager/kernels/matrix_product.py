@@ -13,6 +13,14 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.dtypes import store_as
+from gptmanager.kernels.integer_tiles import (
+    FEW_ROWS,
+    INTEGER_DEPTH,
+    MOST_POSITIONS,
+    has_integers,
+    integer_tile,
+    round_row,
+)
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
@@ -44,7 +52,8 @@ WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
 class ProductTask(ctypes.Structure):
     """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
 
-    `x` has `depth` elements a row, float32, or bfloat16 for pairs and the matrix unit.
+    `x` has `depth` elements a row, float32, or bfloat16 for pairs and the matrix unit; for whole
+    numbers it is of `dtype`.
     `group_panels`: how many panels of the result a group has; `second`: how far behind its first
     panel the third one lies. `silu`: the third and fourth are factors of the SiLU of the first and
     second. `dtype`: of `result`. `full`, `tail`: the matrix unit's configurations, for sixteen rows
@@ -53,7 +62,7 @@ class ProductTask(ctypes.Structure):
 
     _fields_ = task_fields(
         "x matrix bias scales result scratch scratch_bytes rows columns depth num_chunks num_panels"
-        " group_panels second silu position_bytes positions dtype full tail"
+        " group_panels second silu position_bytes positions dtype full tail num_threads"
     )
 
 
@@ -114,6 +123,14 @@ def _panels(t: Any, panel: int) -> Any:
 
 
 @loop
+def _jump(t: Any) -> int:
+    """From the end of a panel to where a thread is likely to go on reading: in its next group, or
+    in one beside it, which another thread reads on the same last cache.
+    """
+    return int((t.num_threads * t.group_panels - 1) * t.depth * t.position_bytes)
+
+
+@loop
 def _widened(t: Any, scratch: int, panel: int, held: int) -> Any:
     """The same of int8 as bfloat16, which they become behind the sums; `held`: they are already."""
     first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
@@ -140,20 +157,21 @@ def _share_by_lanes(dtype: str) -> Any:
             rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 4 * first * t.depth
             b0, b1, b2, b3 = _panels(t, panel)
             span, stride = BLOCK if rows > 6 else t.depth, 4 * t.depth
+            jump = _jump(t) if rows <= 6 else 0
             for k in range(0, t.depth, span):
                 a, at, count = x + 4 * k, k * t.position_bytes, min(span, t.depth - k)
                 if is_float32 or rows < WIDEN_FROM:
                     steps = count // t.positions
                     multiply_few(
                         *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
-                        *(steps, k > 0, rows),
+                        *(steps, jump, k > 0, rows),
                     )
                 else:
                     widen(w0, b0 + at, count)
                     widen(w1, b1 + at, count)
                     widen(w2, b2 + at, count)
                     widen(w3, b3 + at, count)
-                    multiply_many(scratch, a, stride, w0, w1, w2, w3, count, k > 0, rows)
+                    multiply_many(scratch, a, stride, w0, w1, w2, w3, count, 0, k > 0, rows)
             _finish(t, scratch, panel, first, rows)
             part = claim(address, NEXT_PART)
 
@@ -178,12 +196,50 @@ def _share_by_pairs(is_quantized: bool) -> Any:
             else:
                 b0, b1, b2, b3 = _panels(t, panel)
             span, stride = BLOCK if rows > 6 else t.depth, 2 * t.depth
+            jump = _jump(t) if rows <= 6 and not is_quantized else 0
             for k in range(0, t.depth, span):
                 a, at, steps = x + 2 * k, 2 * LANES * k, min(span, t.depth - k) // 2
                 multiply_rows(
-                    *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0, rows)
+                    *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
+                    *(steps, jump, k > 0, rows),
                 )
             _finish(t, scratch, panel, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+def _share_by_integers() -> Any:
+    """A thread's share, of few rows: they become whole numbers, each stretch by its largest."""
+    four, three, two, one = (integer_tile(rows) for rows in (4, 3, 2, 1))
+
+    @loop_named("share_int8_integers")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        depth, stride = t.depth, 2 * t.depth
+        x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MOST_POSITIONS + 1)
+        factors, jump = x + FEW_ROWS * stride, _jump(t)
+        for row in range(t.rows):
+            to = factors + row * factors_stride
+            round_row(t.dtype, t.x, row, depth, x + row * stride, to)
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            panel = part * t.group_panels
+            b0, b1, b2, b3 = _panels(t, panel)
+            for number, k in enumerate(range(0, depth, MOST_POSITIONS)):
+                steps = min(MOST_POSITIONS, depth - k) // INTEGER_DEPTH
+                a, by, at, more = x + 2 * k, factors + 4 * number, k * LANES, k > 0
+                c0, c1, c2, c3 = b0 + at, b1 + at, b2 + at, b3 + at
+                left, own = LANES * (depth - k), (scratch, a, stride, by, factors_stride)
+                if t.rows == 1:
+                    one(*own, c0, c1, c2, c3, steps, left, jump, more)
+                elif t.rows == 2:
+                    two(*own, c0, c1, c2, c3, steps, left, jump, more)
+                elif t.rows == 3:
+                    three(*own, c0, c1, c2, c3, steps, left, jump, more)
+                else:
+                    four(*own, c0, c1, c2, c3, steps, left, jump, more)
+            _finish(t, scratch, panel, 0, t.rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -192,6 +248,7 @@ def _share_by_pairs(is_quantized: bool) -> Any:
 _float32, _bfloat16 = _share_by_lanes("float32"), _share_by_lanes("bfloat16")
 _float16, _int8 = _share_by_lanes("float16"), _share_by_lanes("int8")
 _pairs, _int8_pairs = _share_by_pairs(False), _share_by_pairs(True)
+_int8_integers = _share_by_integers() if has_integers() else _int8
 
 
 def multiply_float32(address: int) -> None:
@@ -209,6 +266,11 @@ def multiply_float16(address: int) -> None:
 
 def multiply_int8(address: int) -> None:
     _int8(task_at(address, PRODUCT_TASK), address)
+
+
+def multiply_int8_integers(address: int) -> None:
+    """The same of int8 with few rows, by whole numbers."""
+    _int8_integers(task_at(address, PRODUCT_TASK), address)
 
 
 def multiply_pairs(address: int) -> None:

@@ -38,13 +38,15 @@ from gptmanager.kernels.pairs import add_pairs
 from gptmanager.kernels.products import WIDE, repeat
 
 PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
-AHEAD = 2048  # bytes of a panel: the processor itself looks less far ahead
+# Bytes of a panel: the processor itself looks less far ahead. AMD's have room for few lines on
+# their way to the first cache, but more to the second; Intel's were faster the other way.
+_IS_AMD = binding.get_host_cpu_name().startswith("znver")
+AHEAD, _NEAR = (1024, 2) if _IS_AMD else (2048, 3)
 # By the rows of a tile, of how many panels the sums fit into registers: into 32 of 512 bits, or 16
 # of 256, of which a vector takes two.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}
 _BYTE, _SHORT = ir.IntType(8), ir.IntType(16)
-_HALVES, _BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_BYTE, LANES)
-_SHORTS = ir.VectorType(_SHORT, LANES)
+_HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(_SHORT, LANES)
 
 
 class Format(NamedTuple):
@@ -60,15 +62,23 @@ class Format(NamedTuple):
 
     @property
     def bytes_read(self) -> int:
-        return LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _BYTES: 1}[self.kind]
+        return LANES * {VECTOR: 4, INDICES: 4, _HALVES: 2, _SHORTS: 2}[self.kind]
 
 
-def _fetch(builder: Any, address: Any) -> None:
-    """Ask for the line of memory that is read `AHEAD` bytes later."""
-    ahead = builder.add(address, ir.Constant(LONG, AHEAD))
-    to_read, to_stay, data = (ir.Constant(INT, n) for n in (0, 3, 1))
-    kind, pointer = ir.VoidType(), builder.inttoptr(ahead, FLOAT.as_pointer())
+def fetch_line(builder: Any, address: Any) -> None:
+    """Ask for the line of memory there."""
+    to_read, to_stay, data = (ir.Constant(INT, n) for n in (0, _NEAR, 1))
+    kind, pointer = ir.VoidType(), builder.inttoptr(address, FLOAT.as_pointer())
     call(builder, "llvm.prefetch.p0", kind, pointer, to_read, to_stay, data)
+
+
+def line_ahead(builder: Any, offset: Any, left: Any, jump: Any) -> Any:
+    """How far behind the start of a panel that line lies which is read `AHEAD` bytes after the one
+    at `offset`; `jump` further where the panel ends `left` bytes behind its start.
+    """
+    ahead = builder.add(offset, ir.Constant(LONG, AHEAD))
+    is_within = builder.icmp_signed("<", ahead, left)
+    return builder.select(is_within, ahead, builder.add(ahead, jump))
 
 
 def _all(value: int) -> Any:
@@ -82,15 +92,20 @@ def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
     return builder.bitcast(even, VECTOR), builder.bitcast(odd, VECTOR)
 
 
+def _bytes(builder: Any, value: Any) -> tuple[Any, ...]:
+    """Of two positions; the even one lies in the lower byte of a lane."""
+    eight = ir.Constant(_SHORTS, [8] * LANES)
+    even = builder.ashr(builder.shl(value, eight), eight)
+    odd = builder.ashr(value, eight)
+    return tuple(builder.sitofp(builder.sext(it, INDICES), VECTOR) for it in (even, odd))
+
+
 _FORMATS = {
     "float32": Format(VECTOR, lambda builder, value: (value,)),
     "bfloat16": Format(INDICES, _pairs),
     "bfloat16 pairs": Format(INDICES, lambda builder, value: (value,), INT, add_pairs),
     "float16": Format(_HALVES, lambda builder, value: (builder.fpext(value, VECTOR),)),
-    "int8": Format(
-        _BYTES,
-        lambda builder, value: (builder.sitofp(builder.sext(value, INDICES), VECTOR),),
-    ),
+    "int8": Format(_SHORTS, _bytes),
 }
 
 
@@ -98,17 +113,19 @@ def tile(rows: int, dtype: str, across: int) -> Any:
     """A word that computes `rows` x 64 elements of a product, or adds to them. The sums of `across`
     panels are in registers at a time.
 
-    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64, `a`
-    float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is read of
-    a panel at a time: two positions for bfloat16, one for others. `a_stride` in bytes.
+    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, jump, add)`. `c` float32 of stride 64,
+    `a` float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is
+    read of a panel at a time: two positions for bfloat16 and int8, one for others. `a_stride` in
+    bytes. `jump`: from what follows there on a panel to what is read next; see `line_ahead`.
     """
     own = _FORMATS[dtype]
 
-    @word(nothing, long, long, long, long, long, long, long, long, types.boolean)
+    @word(nothing, *[long] * 9, types.boolean)
     def product(
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
-        steps: Any, add: Any,
+        steps: Any, jump: Any, add: Any,
     ) -> None:  # fmt: skip
+        left_bytes = builder.mul(steps, ir.Constant(LONG, own.bytes_read))
         lefts = [
             builder.add(a, builder.mul(a_stride, ir.Constant(LONG, row))) for row in range(rows)
         ]
@@ -117,8 +134,9 @@ def tile(rows: int, dtype: str, across: int) -> Any:
             def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
                 offset = builder.mul(index, ir.Constant(LONG, own.bytes_read))
                 starts = [builder.add(panel, offset) for panel in panels]
-                for start in starts:
-                    _fetch(builder, start)
+                ahead = line_ahead(builder, offset, left_bytes, jump)
+                for panel in panels:
+                    fetch_line(builder, builder.add(panel, ahead))
                 pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
                 read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
                 depth = len(read[0])
@@ -159,7 +177,7 @@ def widen_panel(dtype: str) -> Any:
 
     @word(nothing, long, long, long)
     def widened(builder: Any, target: Any, source: Any, positions: Any) -> None:
-        depth = 2 if dtype == "bfloat16" else 1
+        depth = 2 if dtype in ("bfloat16", "int8") else 1
 
         def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
             start = builder.add(source, builder.mul(index, ir.Constant(LONG, own.bytes_read)))
@@ -184,22 +202,22 @@ def over_rows(dtype: str) -> Any:
     @loop_named(f"multiply_rows_{name}")
     def product(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
-        steps: int, add: bool, rows: int,
+        steps: int, jump: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
         row = 0
         while row < rows:
             to, left, rest = c + 256 * row, a + row * a_stride, rows - row
             if rest >= 6:
-                six(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                six(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
                 row += 6
             elif rest >= 4:
-                four(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                four(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
                 row += 4
             elif rest >= 2:
-                two(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                two(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
                 row += 2
             else:
-                one(to, left, a_stride, b0, b1, b2, b3, steps, add)
+                one(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
                 row += 1
 
     return product
@@ -266,7 +284,9 @@ def unit_tile(down: int) -> Any:
                     right, start = rights[n % len(rights)], builder.add(panel, block)
                     if down == 1:  # with more rows the unit is what takes the time
                         for offset in range(0, 1024, 64):
-                            _fetch(builder, builder.add(start, ir.Constant(LONG, offset)))
+                            fetch_line(
+                                builder, builder.add(start, ir.Constant(LONG, offset + AHEAD))
+                            )
                     _unit(builder, "tileloadd64", right, _byte(builder, start), line)
                     for m, left in enumerate(lefts):
                         _unit(builder, "tdpbf16ps", _register(m * across + n), left, right)
@@ -303,11 +323,7 @@ def unit_tile(down: int) -> Any:
 def widen_bytes(builder: Any, target: Any, source: Any) -> None:
     """Sixteen lanes of two positions of int8, as the matrix unit wants them in bfloat16: exact."""
 
-    def floats(offset: int) -> Any:
-        start = builder.add(source, ir.Constant(LONG, offset))
-        read = builder.load(builder.inttoptr(start, _BYTES.as_pointer()), align=1)
-        value = builder.sitofp(builder.sext(read, INDICES), VECTOR)
-        return builder.bitcast(value, INDICES)
-
-    both = builder.or_(builder.lshr(floats(0), _all(16)), floats(LANES))
+    read = builder.load(builder.inttoptr(source, _SHORTS.as_pointer()), align=1)
+    even, odd = (builder.bitcast(it, INDICES) for it in _bytes(builder, read))
+    both = builder.or_(builder.lshr(even, _all(16)), odd)
     builder.store(both, builder.inttoptr(target, INDICES.as_pointer()), align=4)

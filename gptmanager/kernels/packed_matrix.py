@@ -29,7 +29,7 @@ class PackedMatrix:
     ) -> None:
         self.shape, self.dtype = torch.Size((rows, columns)), dtype
         stored = torch.int8 if quantized else dtype
-        pair = 2 if stored is torch.bfloat16 else 1
+        pair = 2 if stored in (torch.bfloat16, torch.int8) else 1
         self.depth = columns
         if stored in (torch.bfloat16, torch.int8):
             self.depth = -(-columns // UNIT_DEPTH) * UNIT_DEPTH

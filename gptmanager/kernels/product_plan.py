@@ -15,6 +15,7 @@ from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.kernels import matrix_product as bodies
 from gptmanager.kernels.dtypes import DTYPES
+from gptmanager.kernels.integer_tiles import has_integers, integer_bytes
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import ProductTask
 from gptmanager.kernels.matrix_tiles import PANELS, has_matrix_unit
@@ -22,7 +23,6 @@ from gptmanager.kernels.packed_matrix import PANEL_ROWS, PackedMatrix
 from gptmanager.kernels.pairs import has_fast_pairs
 from gptmanager.lifecycle.log import logger
 
-FEW_ROWS = 4  # up to here a quantized matrix is read as fast as memory gives it, as float32
 _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {
     torch.float32: bodies.multiply_float32,
     torch.bfloat16: bodies.multiply_bfloat16,
@@ -81,10 +81,15 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
         return pairs, pairs
     wide_bytes = num_bytes + PANELS * bodies.WIDE_BYTES
     lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, wide_bytes)
-    if stored is not torch.int8 or by_pairs is None or deterministic:
-        return lanes, lanes
-    num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
-    return lanes, Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
+    few = many = lanes
+    if stored is torch.int8 and not deterministic:
+        if has_integers():
+            few_bytes = num_bytes + integer_bytes(matrix.depth)
+            few = Instructions(compiled(bodies.multiply_int8_integers), matrix.dtype, few_bytes)
+        if by_pairs is not None:
+            num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
+            many = Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
+    return few, many
 
 
 def _by_pairs(is_quantized: bool) -> Callable[[int], None] | None:
