@@ -137,9 +137,9 @@ def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
     for num_rows in (1, 2, 3, 4):
         x = (randn(num_rows, depth, seed=2) * sizes).to(dtype)
         wanted = as_integers(x) @ held_by(matrix).T
-        # some of what lies between two numbers goes the other way
-        step = x.double().abs() @ held_by(matrix).abs().T / 32767
-        allowed = 0.02 * step + torch.finfo(dtype).eps * wanted.abs() + 1e-6
+        # of what lies between two numbers one or two go the other way
+        step = x.double().abs().max() * held_by(matrix).abs().max() / 32767
+        allowed = 2 * step + torch.finfo(dtype).eps * wanted.abs()
         found = CpuKernels().linear(x, matrix, None).double()
         assert ((found - wanted).abs() <= allowed).all()
 
