@@ -27,11 +27,11 @@ from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
 from gptmanager.kernels.machine_code import compiled
-from gptmanager.kernels.matrix_product import CHUNK_ROWS, ProductTask
+from gptmanager.kernels.matrix_product import CHUNK_ROWS
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
 from gptmanager.kernels.product_plan import ProductPlan, can_be_packed, plan_product, registers
 from gptmanager.kernels.reference import Kernels
-from gptmanager.kernels.threads import Team, address_of, alike, check_layout
+from gptmanager.kernels.threads import Team, address_of, alike, check_layout, with_first
 from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
 
 Task = TypeVar("Task", RopeTask, AttentionTask)
@@ -220,21 +220,23 @@ class CpuKernels(Kernels):
         body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
         if x.dtype is not dtype or not x.is_contiguous():
             x = x.to(dtype).contiguous()
-        if plan.task.depth > x.shape[1]:
-            x = F.pad(x, (0, plan.task.depth - x.shape[1]))
-        task = ProductTask.from_buffer_copy(plan.task)
-        task.rows, task.num_chunks = num_rows, -(-num_rows // CHUNK_ROWS)
-        task.num_parts = task.num_chunks * plan.num_groups
+        if plan.depth > x.shape[1]:
+            x = F.pad(x, (0, plan.depth - x.shape[1]))
+        num_chunks = -(-num_rows // CHUNK_ROWS)
+        num_parts = num_chunks * plan.num_groups
         is_small = num_rows * plan.work < SMALL_PRODUCT
-        size = min(1 if is_small else self._team.max_size, task.num_parts)
+        size = min(1 if is_small else self._team.max_size, num_parts)
         result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
+        bias_address = bias_dtype = 0
         if bias is not None:
-            bias = bias.float().contiguous()
-            task.bias = bias.data_ptr()
-        task.x, task.result = x.data_ptr(), result.data_ptr()
-        task.scratch, task.scratch_bytes = self._team.scratch(size * scratch_bytes), scratch_bytes
-        task.full, task.tail = registers(16), registers(num_rows % 16)
-        task.num_threads = size
+            (bias,) = alike(bias)
+            bias_address, bias_dtype = bias.data_ptr(), DTYPES[bias.dtype]
+        task = with_first(
+            plan.task,
+            *(num_parts, x.data_ptr(), result.data_ptr(), bias_address, bias_dtype),
+            *(self._team.scratch(size * scratch_bytes), scratch_bytes, num_rows, num_chunks, size),
+            *(registers(16), registers(num_rows % 16)),
+        )
         self._team.run(body, task, size)
         return result
 

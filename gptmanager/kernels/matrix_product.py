@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.dtypes import store_as
+from gptmanager.kernels.dtypes import load_as, store_as
 from gptmanager.kernels.integer_tiles import (
     FEW_ROWS,
     INTEGER_DEPTH,
@@ -52,17 +52,18 @@ WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
 class ProductTask(ctypes.Structure):
     """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
 
-    `x` has `depth` elements a row, float32, or bfloat16 for pairs and the matrix unit; for whole
-    numbers it is of `dtype`.
-    `group_panels`: how many panels of the result a group has; `second`: how far behind its first
-    panel the third one lies. `silu`: the third and fourth are factors of the SiLU of the first and
-    second. `dtype`: of `result`. `full`, `tail`: the matrix unit's configurations, for sixteen rows
-    and for those that are left.
+    What is of one call comes first, up to `tail`. `x` has `depth` elements a row, float32, or
+    bfloat16 for pairs and the matrix unit; for whole numbers it is of `dtype`, which is that of
+    `result`. `group_panels`: how many panels of the result a group has; `second`: how far behind
+    its first panel the third one lies. `silu`: the third and fourth are factors of the SiLU of the
+    first and second. `full`, `tail`: the matrix unit's configurations, for sixteen rows and for
+    those that are left.
     """
 
     _fields_ = task_fields(
-        "x matrix bias scales result scratch scratch_bytes rows columns depth num_chunks num_panels"
-        " group_panels second silu position_bytes positions dtype full tail num_threads"
+        "x result bias bias_dtype scratch scratch_bytes rows num_chunks num_threads full tail"
+        " matrix scales columns depth num_panels group_panels second silu position_bytes positions"
+        " dtype"
     )
 
 
@@ -71,12 +72,14 @@ _thirty_two, _sixteen = unit_tile(2), unit_tile(1)
 
 
 @loop
-def _finished(c: int, index: int, scales: int, bias: int, column: int, count: int) -> Any:
+def _finished(
+    c: int, index: int, scales: int, bias: int, bias_dtype: int, column: int, count: int
+) -> Any:
     value = load(c, index)
     if scales:
         value = value * load_part(scales, column, count)
     if bias:
-        value = value + load_part(bias, column, count)
+        value = value + load_as(bias_dtype, bias, column, count)
     return value
 
 
@@ -85,7 +88,7 @@ def _finish(t: Any, c: int, panel: int, first_row: int, rows: int) -> None:
     """A chunk of a group on its way out of scratch."""
     # read once: for all that the compiler knows, a store may change the task
     scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
-    result, dtype = t.result, t.dtype
+    result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
     group, first = t.group_panels, LANES * panel
     for row in range(rows):
         start = (first_row + row) * columns
@@ -94,9 +97,9 @@ def _finish(t: Any, c: int, panel: int, first_row: int, rows: int) -> None:
             count, index = columns - column, LANES * (PANELS * row + n)
             if count <= 0:
                 break
-            value = _finished(c, index, scales, bias, column, count)
+            value = _finished(c, index, scales, bias, bias_dtype, column, count)
             if silu:
-                behind = index + 2 * LANES, scales, bias, columns + column
+                behind = index + 2 * LANES, scales, bias, bias_dtype, columns + column
                 value = value * logistic(value) * _finished(c, *behind, count)
             store_as(dtype, result, start + column, value, count)
 

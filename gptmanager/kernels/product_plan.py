@@ -43,6 +43,7 @@ class ProductPlan(NamedTuple):
 
     task: ProductTask  # but for the rows
     columns: int  # of the result
+    depth: int  # of the rows, with what fills them up
     num_groups: int
     work: int  # products of two numbers for each row
     for_few: Instructions  # up to `FEW_ROWS` rows
@@ -69,7 +70,7 @@ def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Pr
     few, many = _instructions(matrix, deterministic)
     num_groups = -(-columns // (PANEL_ROWS * group))
     work = num_panels * PANEL_ROWS * matrix.depth
-    return ProductPlan(task, columns, num_groups, work, few, many)
+    return ProductPlan(task, columns, matrix.depth, num_groups, work, few, many)
 
 
 def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:

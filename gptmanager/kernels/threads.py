@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gptmanager.kernels.dtypes import DTYPES
+
+Task = TypeVar("Task", bound=ctypes.Structure)
 
 NEXT_PART, NEXT_THREAD = 0, 1
 
@@ -28,6 +31,15 @@ def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
     """Fields of a task: its two counters, then int64 and float64 values by name."""
     names = ["next_part", "next_thread", "num_parts", *longs.split()]
     return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
+
+
+def with_first(task: Task, *values: int) -> Task:
+    """A copy of a task whose first fields behind its counters are these: at once, because a field
+    by its name takes as long.
+    """
+    made = type(task).from_buffer_copy(task)
+    struct.pack_into(f"{2 + len(values)}q", made, 0, 0, 0, *values)
+    return made
 
 
 def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:

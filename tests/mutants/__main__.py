@@ -64,6 +64,8 @@ def main(
             if not options.unchecked:
                 with console.status("tests without a mistake"):
                     check_tests(made[0], files, lambda file: covering_tests(root, file))
+                for tree in made[1:]:
+                    tree.take_cache(made[0])
             with bar(console) as progress:
                 task = progress.add_task("", total=len(pending))
                 for trial in try_all(made, pending, lambda file: covering_tests(root, file)):

@@ -218,3 +218,19 @@ def test_an_interrupted_command_reports_what_it_has(tmp_path):
     assert process.returncode == 130, said
     assert re.search(r"interrupted: \d of 3 were not tried", said) and report.exists()
     assert not list(tmp_path.glob("mutants-*"))
+
+
+def test_what_was_built_without_a_mistake_is_kept(project):
+    """A mistake's own is not: the next one would find it under the same name, or fill the disk."""
+    (project / "tests" / "test_double.py").write_text(
+        "import os, pathlib\nfrom gptmanager.kernels import double\n\ndef test_double():\n"
+        "    folder = pathlib.Path(os.environ['XDG_CACHE_HOME'])\n"
+        "    folder.mkdir(exist_ok=True)\n"
+        "    (folder / f'{double(2)}.so').touch()\n"
+    )
+    with trees(project, 2, limit_s=60) as made:
+        check_tests(made[0], ["any"], lambda file: ["tests/test_double.py"])
+        made[1].take_cache(made[0])
+        for tree in made:
+            assert tree.try_out(mistake("x + 5"), ["tests/test_double.py"]).verdict == SURVIVED
+            assert [path.name for path in (tree.folder.parent / "cache").iterdir()] == ["4.so"]

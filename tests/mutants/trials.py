@@ -61,15 +61,23 @@ class Tree:
 
     def try_out(self, mutant: Mutant, tests: Sequence[str]) -> Trial:
         path = self.folder / mutant.file
-        sound = path.read_text("utf-8")
+        sound, built = path.read_text("utf-8"), set(self._built())
         path.write_text(mutant.plant(sound), "utf-8")
         try:
             status, said = self.test(tests)
         finally:
             path.write_text(sound, "utf-8")
-            for built in self._cache.rglob("*.so"):  # of this mistake alone
-                built.unlink()
+            for own in set(self._built()) - built:  # of this mistake alone
+                own.unlink()
         return Trial(mutant, verdict(status, said), said)
+
+    def _built(self) -> Iterator[Path]:
+        return self._cache.rglob("*.so")
+
+    def take_cache(self, other: Tree) -> None:
+        """What was built for the tree without a mistake need not be built again."""
+        if other._cache.exists():
+            shutil.copytree(other._cache, self._cache, dirs_exist_ok=True)
 
     def test(self, tests: Sequence[str]) -> tuple[int | None, str]:
         """The status of pytest, None after `limit_s`, and what it printed.
