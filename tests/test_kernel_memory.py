@@ -71,12 +71,15 @@ def in_pages(tensor: Tensor, dtype: torch.dtype, token_major: bool) -> Tensor:
 
 @dtypes
 @pytest.mark.parametrize("token_major", [False, True])
-@pytest.mark.parametrize(("norms", "rotary"), [(False, 12), (True, 12), (True, None)])
+@pytest.mark.parametrize(
+    ("width", "norms", "rotary"),
+    [(WIDTH, False, 12), (WIDTH, True, 12), (WIDTH, True, None), (41, False, 38)],
+)
 @pytest.mark.usefixtures("guarded_results")
 def test_rotation_and_write_touch_nothing_behind_a_tensor(
-    dtype: torch.dtype, token_major: bool, norms: bool, rotary: int | None
+    dtype: torch.dtype, token_major: bool, width: int, norms: bool, rotary: int | None
 ) -> None:
-    arguments = rope_arguments(Sizes(2, 1, WIDTH, 3), rotary, norms, ROWS)
+    arguments = rope_arguments(Sizes(2, 1, width, 3), rotary, norms, ROWS)
     qkv, positions, cos_sin, q_norm, k_norm, eps, pages, rows = arguments
     own = (None if it is None else guarded(it.to(dtype)) for it in (qkv, q_norm, k_norm))
     qkv, q_norm, k_norm = own

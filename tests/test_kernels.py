@@ -556,6 +556,10 @@ def test_the_team_is_as_large_as_torch_says() -> None:
     assert Team().max_size == 2
 
 
+def test_what_attention_is_not_told() -> None:
+    assert AttentionShape(4, 2, 8, 0.5) == AttentionShape(4, 2, 8, 0.5, None, 0, 0.0, False)
+
+
 def test_a_body_compiles_where_no_folder_can_hold_its_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,7 +22,15 @@ def test_tokens_without_a_bit_are_minus_infinity(vocab_size, rows):
             if not word >> (token % 32) & 1:
                 expected[row, token] = -torch.inf
     index = np.array(rows, dtype=np.int64)
-    mask_logits(logits, index, masks)
-    mask_logits_reference(wanted, index, masks)
+    empty = sum(not mask.any() for mask in masks)
+    assert mask_logits(logits, index, masks) == empty == 0
+    assert mask_logits_reference(wanted, index, masks) == 0
     torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(wanted, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("mask", [mask_logits, mask_logits_reference])
+def test_rows_without_any_token_are_counted(mask):
+    masks = np.array([[0, 0], [1, 0], [0, 1], [0, 0], [-1, -1]], dtype=np.int32)
+    assert mask(torch.zeros(5, 64), np.arange(5), masks) == 2
+    assert mask(torch.zeros(5, 64), np.arange(1), masks[1:2]) == 0

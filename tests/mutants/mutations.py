@@ -47,7 +47,12 @@ _REPLACED = (  # kind, what, by what
     ("extreme", r"\bmax\(", "min("),
     ("extreme", r"\bmin\(", "max("),
     ("swapped", rf"({_OPERAND}) ([-/%]) ({_OPERAND})", r"\3 \2 \1"),
-    ("swapped", rf"(?<=\w\()({_OPERAND}), ({_OPERAND})(?=\))", r"\2, \1"),
+    # of two numbers that the larger is taken of, the order does not matter
+    (
+        "swapped",
+        rf"(?<=\w\()(?<!max\()(?<!min\()(?<!m..f\()({_OPERAND}), ({_OPERAND})(?=\))",
+        r"\2, \1",
+    ),
     ("swapped", r"(?<=\? )([^?:]+) : ([^?:;,)]+)(?=[;,)])", r"\2 : \1"),
     ("index", r"(?<=\w\[)([a-z]\w*)(?=\])", r"\1 + 1"),
     ("conversion", r"\b__float2(half|bfloat16)_rn\b", r"__float2\1_rz"),
@@ -167,11 +172,13 @@ def _of_python(text: str) -> Iterator[Change]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """But annotations, decorators, texts, and what is raised."""
+    """But annotations, decorators, texts, what is raised, and checks that lengths are equal."""
     skipped = ("annotation", "returns", "decorator_list")
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, (ast.Raise, ast.JoinedStr)) or name in skipped:
+                continue
+            if isinstance(child, ast.keyword) and child.arg == "strict":
                 continue
             if isinstance(child, ast.AST):
                 yield child

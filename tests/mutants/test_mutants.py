@@ -69,6 +69,8 @@ def test_mistakes_in_cuda():
         ("constant", "x[i] = max(x[i], 0.0f);"),
         ("swapped", "x[i] *= n > 3 ? i : 1.5f;"),
     } <= found
+    assert planted("cuda/f.cu", "x = f(a, b);") > {("swapped", "x = f(b, a);")}
+    assert ("swapped", "x = max(b, a);") not in planted("cuda/f.cu", "x = max(a, b);")
     lines = KERNEL.splitlines()
     assert all(mutant.line not in (1, 8) for mutant in mutants_of("cuda/f.cu", KERNEL))
     for mutant in mutants_of("cuda/f.cu", KERNEL):
@@ -87,6 +89,9 @@ def test_mistakes_in_python():
         ("constant", "x = (low + 2) * x"),
         ("dropped", "pass"),
         ("extreme", "return max(x, high)"),
+    }
+    assert not planted("f.py", "for a, b in zip(c, d, strict=True):\n    f(a, b)\n") - {
+        ("dropped", "pass")
     }
     for mutant in mutants_of("f.py", BODY):
         compile(mutant.plant(BODY), "f.py", "exec")
