@@ -82,8 +82,12 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
     ],
 )
 def test_compiled_kernels_do_so_too(family, options, tolerance):
-    given = source(family)
-    assert_equal(given, 2, 2, CpuKernels, tolerance, **options)
+    given, is_quantized = source(family), "weights_dtype" in options
+    # else few rows are rounded by the largest number of what a rank has of them
+    kernels = functools.partial(CpuKernels, deterministic=is_quantized)
+    assert_equal(given, 2, 2, kernels, tolerance, **options)
+    if is_quantized:
+        assert_equal(given, 2, 2, CpuKernels, 1e-3, **options)
 
 
 def test_each_rank_of_the_last_stage_may_have_the_logits():
@@ -164,13 +168,15 @@ def test_weights_are_replaced_in_place_out_of_whole_tensors(family, quantized):
     options = {"weights_dtype": "int8"} if quantized else {}
 
     def body(collectives):
-        model = load_model((config, old), collectives=collectives, **options)
+        kernels = CpuKernels(deterministic=quantized)
+        model = load_model((config, old), kernels=kernels, collectives=collectives, **options)
         model.weights.load(new)
         model.weights.load({n: t for n, t in new.items() if ".1." in n}, partial=True)
         assert model.weights.version == 3
         return run(model)
 
-    expected = run(load_model((config, new), **options))
+    kernels = CpuKernels(deterministic=quantized)  # else few rows are rounded, as above
+    expected = run(load_model((config, new), kernels=kernels, **options))
     for own, right in zip(World(2, 2).run(body)[0], expected, strict=True):
         torch.testing.assert_close(own, right, atol=1e-5, rtol=1e-5)
 
