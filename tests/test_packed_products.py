@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from llvmlite import binding
 from torch import Tensor
 
 from gptmanager.kernels import (
@@ -29,11 +28,12 @@ from gptmanager.kernels.pairs import has_fast_pairs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((64, 32), (1, 1), (7, 5), (33, 33), (96, 300), (130, 64), (256, 96))
-HAS_PAIRS = bool(binding.get_host_cpu_features().get("avx512bf16"))
 ROWS = (1, 2, 3, 5, 6, 7, 15, 16, 17, 31, 32, 33, 95, 96, 97, 130, 191, 192, 193, 225)
 PAIRS = pytest.param(
     "pairs",
-    marks=pytest.mark.skipif(not HAS_PAIRS, reason="this processor multiplies no bfloat16 pairs"),
+    marks=pytest.mark.skipif(
+        not pairs.has_pairs(), reason="this processor multiplies no bfloat16 pairs"
+    ),
 )
 UNIT = pytest.param(
     "unit",
@@ -125,7 +125,7 @@ def held_by(matrix: PackedMatrix) -> Tensor:
     return whole[:rows, :depth].double() * matrix.scales[:rows, None].double()
 
 
-@pytest.mark.skipif(not integer_tiles.has_integers(), reason="this processor has no AVX-512")
+@pytest.mark.skipif(not integer_tiles.has_integers(), reason="lanes multiply few rows: no AVX-512")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("depth", [32, 256, 257, 544, 1500])
 def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(

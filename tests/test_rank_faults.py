@@ -65,7 +65,7 @@ def test_when_one_rank_fails_the_others_end():
         check(record)
 
 
-@pytest.mark.skipif(FUZZ == 1, reason="make marathon")
+@pytest.mark.skipif(FUZZ == 1, reason="takes minutes: make marathon runs it")
 @pytest.mark.timeout(PATIENCE_S * FUZZ)
 def test_whatever_fails_at_whatever_moment(capsys):
     records = run(str(FUZZ), str(3 * FUZZ), timeout=PATIENCE_S * FUZZ)

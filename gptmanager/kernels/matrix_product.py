@@ -222,7 +222,7 @@ def _share_by_integers() -> Any:
         depth, stride = t.depth, 2 * t.depth
         x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MOST_POSITIONS + 1)
         factors, jump = x + FEW_ROWS * stride, _jump(t)
-        for row in range(t.rows):
+        for row in range(t.rows):  # by each thread, which takes less time than to wait for one
             to = factors + row * factors_stride
             round_row(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(address, NEXT_PART)

@@ -34,14 +34,13 @@ from gptmanager.kernels.lanes import (
     spread,
     word,
 )
-from gptmanager.kernels.pairs import add_pairs
+from gptmanager.kernels.pairs import add_pairs, is_amd
 from gptmanager.kernels.products import WIDE, repeat
 
 PANELS = 4  # that a tile spans: enough sums to hide the latency of an addition from one row on
 # Bytes of a panel: the processor itself looks less far ahead. AMD's have room for few lines on
 # their way to the first cache, but more to the second; Intel's were faster the other way.
-_IS_AMD = binding.get_host_cpu_name().startswith("znver")
-AHEAD, _NEAR = (1024, 2) if _IS_AMD else (2048, 3)
+AHEAD, _NEAR = (1024, 2) if is_amd() else (2048, 3)
 # By the rows of a tile, of how many panels the sums fit into registers: into 32 of 512 bits, or 16
 # of 256, of which a vector takes two.
 _ACROSS = dict.fromkeys((1, 2, 4, 6), PANELS) if WIDE > 1 else {1: 4, 2: 2, 4: 1, 6: 1}

@@ -34,9 +34,14 @@ def has_pairs() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
+def is_amd() -> bool:
+    """Whether the processor is one of AMD's, from Zen on."""
+    return bool(binding.get_host_cpu_name().startswith("znver"))
+
+
 @functools.cache
 def has_fast_pairs() -> bool:
     """Whether dot products of bfloat16 pairs are twice as fast as multiply-adds of what is widened:
     on AMD's processors. On Intel's, which have a matrix unit, they are slower.
     """
-    return has_pairs() and bool(binding.get_host_cpu_name().startswith("znver"))
+    return has_pairs() and is_amd()

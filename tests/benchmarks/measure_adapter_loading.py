@@ -24,15 +24,27 @@ from gptmanager.bench.load import SHAPES, random_llama
 from gptmanager.callbacks import RequestQueue
 from gptmanager.models.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
+from gptmanager.request.adapter import LoraModule
 
 RANK, REQUESTS, ADAPTERS, QUIET_S, LIMIT = 64, 16, 8, 2.0, 1.2
 LEAST_TURN = 0.001  # of an iteration: less is a look at the time
 LENGTH = 8192  # of each request: all outlast what is measured
 
 
+def all_modules(config: Any) -> dict[int, LoraModule]:
+    """But attn_qkv, whose parts are there."""
+    return {i: it for i, it in lora_modules(read_spec(config)).items() if i != 0}
+
+
+def num_elements(config: Any) -> int:
+    """Of an adapter, without the padding of its rows."""
+    return (
+        RANK * read_spec(config).num_layers * sum(it.width for it in all_modules(config).values())
+    )
+
+
 def adapter(config: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    spec = read_spec(config)
-    modules = {i: it for i, it in lora_modules(spec).items() if i != 0}  # not attn_qkv besides
+    spec, modules = read_spec(config), all_modules(config)
     rows = [[i, layer, RANK] for layer in range(spec.num_layers) for i in modules]
     width = RANK * max(it.width for it in modules.values())
     generator = torch.Generator().manual_seed(seed)
@@ -43,7 +55,7 @@ def main(shape: str = "small", dtype: str = "bfloat16") -> None:
     config = SHAPES[shape] | {"max_position_embeddings": LENGTH}
     state = random_llama(config, 0, dtype=getattr(torch, dtype))
     adapters = [adapter(config, seed) for seed in range(ADAPTERS)]
-    nbytes = adapters[0][0].numel() * getattr(torch, dtype).itemsize
+    nbytes = num_elements(config) * getattr(torch, dtype).itemsize
     ends: list[float] = []
     turns: dict[int, float] = {}  # seconds, by the index in `ends` of the iteration's end
     queue = RequestQueue(max_pending=None)
