@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -25,13 +24,12 @@ from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.lanes import LANES, get_int, get_long, pointer_to, task_at
 from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.pairs import has_fast_pairs
-from gptmanager.kernels.threads import Team, address_of, check_layout, task_fields
+from gptmanager.kernels.threads import Team, address_of, check_layout, task_fields, with_first
 
 RUNS_PER_THREAD = 2
 FEW_RANKS = 8  # an adapter has: what its work is guessed by
 NUM_TOKENS, NUM_RUNS, LAYERS = 0, 1, 2  # where they lie in what is found
 MOST_BITS = 62
-_FIRST_FIELDS = struct.Struct("10q")
 
 
 class PlanTask(ctypes.Structure):
@@ -101,11 +99,8 @@ class MatrixPlan(NamedTuple):
     work: int
 
     def begin(self, *values: int) -> AdapterTask:
-        """The task with what is of one layer, from `result` to `columns`: at once, because a field
-        by its name takes as long.
-        """
-        _FIRST_FIELDS.pack_into(self.task, 0, 0, 0, self.num_parts, *values)
-        return self.task
+        """The task with what is of one layer, from `result` to `columns`."""
+        return with_first(self.task, self.num_parts, *values)
 
 
 class AdapterPlan:
