@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gptmanager.kernels.adapter_arguments import StepAdapters
+from gptmanager.kernels.reference import StepRecorder
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model
 
@@ -217,6 +218,7 @@ class PagedDriver:
         self._token_table = torch.zeros(num_slots, spec.max_seq_len, dtype=torch.int32)
         self._lengths = [0] * num_slots
         self.adapters: StepAdapters | None = None  # `rows`: of each slot
+        self.recorder: StepRecorder | None = None  # for steps of one sampled token each
 
     def forward(
         self, rows: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None
@@ -245,6 +247,9 @@ class PagedDriver:
             num_context_rows=sum(len(tokens) > 1 for _, tokens in rows),
             adapters=self._adapters_of([slot for slot, tokens in rows for _ in tokens]),
         )
+        if self.recorder is not None and list(sample) == list(range(len(rows))) == row_of:
+            batch = replace(batch, all_sampled=True)
+            return self.model.forward_recorded(batch, self.pool, self.recorder)
         return self.model.forward(batch, self.pool)
 
     def _adapters_of(self, slots: Sequence[int]) -> StepAdapters | None:

@@ -82,11 +82,12 @@ kernels/                  every operation of a step in torch, and faster ones fo
     products              small matrix products in register tiles
     threads               compiled code in torch's own threads
     machine_code          a body as machine code that is kept on disk
+    recorded_step         the tasks of a generation step, recorded and run again
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations
     adapter_words         sums of A x and columns of B, in registers
     adapters              low-rank adapters on a step's tokens
     adapter_plan          which tokens adapters are computed for together, once a step
-    attention_task        what attention is told, and where its scratch lies
+    attention_task        what is told of pages and rows, and where scratch lies
     paged_attention       attention straight on the pages of the KV cache
     matrix_tiles          products with packed matrices in register tiles, by dtype
     integer_tiles         products of int8 matrices with few rows, by whole numbers

@@ -19,7 +19,7 @@ from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
-from gptmanager.models.model import Model
+from gptmanager.models.model import Model, RecordableModel
 from gptmanager.request.input_rows import HostRows
 from gptmanager.statistics import Memory
 
@@ -60,6 +60,8 @@ class Runner:
         self._has_adapters = False  # or had: any line
         self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
         self._scorer: PromptScorer | None = None  # until somebody asks
+        self._recordable = model if isinstance(model, RecordableModel) else None
+        self._recorder = None if self._recordable is None else self._recordable.new_recorder()
 
     def load(
         self,
@@ -121,6 +123,9 @@ class Runner:
         )
         if self._prompt_tables:
             batch = self._embed(batch, rows)
+        is_plain = all_sampled and adapters is None and batch.prompt_index is None
+        if is_plain and self._recordable is not None and self._recorder is not None:
+            return self._recordable.forward_recorded(batch, self.kv_pool, self._recorder)
         return self.model.forward(batch, self.kv_pool)
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""What attention is told: its task, and where a thread's scratch lies.
+"""What attention is told: its task, which pages it reads, and where a thread's scratch lies.
 
 Python and compiled code compute these sizes by the same functions. Nothing is read or written here.
 """
@@ -6,13 +6,18 @@ Python and compiled code compute these sizes by the same functions. Nothing is r
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import functools
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numba.extending import register_jitable
 
+from gptmanager.kernels.attention_arguments import Pages, RowSpans
+from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.lanes import LANES
-from gptmanager.kernels.threads import task_fields
+from gptmanager.kernels.threads import address_of, check_layout, task_fields
+from gptmanager.kernels.token_loops import RopeTask
 
 TILE_ROWS = 32
 SPAN = 64
@@ -82,3 +87,67 @@ def areas_at(t: Any, scratch: int) -> tuple[int, ...]:
     scores = shrink + 4 * room
     turned = scores + 4 * room * (padded(span_of(t.page_tokens)) + LANES)
     return scratch, mixed, sums, highest, risen, shrink, scores, turned
+
+
+Task = TypeVar("Task", RopeTask, AttentionTask)
+
+
+def on_pages(kind: type[Task], pages: Pages) -> Task:
+    """A task that knows its pages. They are looked at once: layers have the same in each step."""
+    keys, values, _ = pages
+    layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
+    known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
+    return kind.from_buffer_copy(known)
+
+
+@functools.lru_cache(maxsize=1024)
+def _page_fields(
+    kind: type[Task],
+    keys_address: int,
+    values_address: int,
+    shape: torch.Size,
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    key_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> Task:
+    """What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
+    apart, at equal distances for keys and values.
+    """
+    num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
+    block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")
+    values_of = 1, num_kv_heads, tokens_per_block, head_dim
+    value_block = torch.empty_strided(values_of, value_strides, dtype=dtype, device="meta")
+    if num_blocks > 1 and key_strides[0] != value_strides[0]:
+        strides = key_strides[0], value_strides[0]
+        raise TypeError(f"keys and values of equal strides expected, got {strides}")
+    token_major = not block.is_contiguous()
+    for tensor in (block.mT if token_major else block, value_block):
+        check_layout(tensor, dtype)
+    return kind(
+        keys=keys_address,
+        values=values_address,
+        page_dtype=DTYPES[dtype],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_block=tokens_per_block,
+        block_stride=key_strides[0],
+        token_major=token_major,
+    )
+
+
+def give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
+    task.row_starts = address_of(rows.row_starts, torch.int32)
+    task.kv_lengths = address_of(rows.kv_lengths, torch.int32)
+    task.slots = address_of(rows.slots, torch.int32)
+    task.block_tables = address_of(rows.block_tables, torch.int32)
+    task.table_width = rows.block_tables.shape[1]
+
+
+@functools.cache
+def page_sizes(
+    group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
+) -> tuple[int, int]:
+    """Positions that are read as one page, and bytes that a thread works in."""
+    page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
+    return page_tokens, 4 * scratch_floats(group, head_dim, page_tokens, token_major)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.kernels import paged_attention, token_loops
@@ -22,7 +21,7 @@ from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.adapter_plan import AdapterPlan, plan_runs
 from gptmanager.kernels.adapters import add as adapters_body
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
-from gptmanager.kernels.attention_task import AttentionTask, page_of, scratch_floats
+from gptmanager.kernels.attention_task import AttentionTask, give_rows, on_pages, page_sizes
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
@@ -30,77 +29,22 @@ from gptmanager.kernels.machine_code import compiled
 from gptmanager.kernels.matrix_product import CHUNK_ROWS
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
 from gptmanager.kernels.product_plan import ProductPlan, can_be_packed, plan_product, registers
+from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Kernels
-from gptmanager.kernels.threads import Team, address_of, alike, check_layout, with_first
-from gptmanager.kernels.token_loops import ActivationTask, NormTask, RopeTask
+from gptmanager.kernels.threads import Team, address_of, alike, with_first
+from gptmanager.kernels.token_loops import (
+    ActivationTask,
+    ConversionTask,
+    EmbeddingTask,
+    NormTask,
+    RopeTask,
+)
 
-Task = TypeVar("Task", RopeTask, AttentionTask)
 # Waking a second thread costs about as much as this many elements.
 SMALL = 1 << 15
 SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
 SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
 PARTS_PER_THREAD = 8
-
-
-def _on_pages(kind: type[Task], pages: Pages) -> Task:
-    """A task that knows its pages. They are looked at once: layers have the same in each step."""
-    keys, values, _ = pages
-    layout = keys.shape, keys.stride(), values.stride(), keys.dtype, values.dtype
-    known = _page_fields(kind, keys.data_ptr(), values.data_ptr(), *layout)
-    return kind.from_buffer_copy(known)
-
-
-@functools.lru_cache(maxsize=1024)
-def _page_fields(
-    kind: type[Task],
-    keys_address: int,
-    values_address: int,
-    shape: torch.Size,
-    key_strides: tuple[int, ...],
-    value_strides: tuple[int, ...],
-    key_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> Task:
-    """What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
-    apart, at equal distances for keys and values.
-    """
-    num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
-    block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")
-    values_of = 1, num_kv_heads, tokens_per_block, head_dim
-    value_block = torch.empty_strided(values_of, value_strides, dtype=dtype, device="meta")
-    if num_blocks > 1 and key_strides[0] != value_strides[0]:
-        strides = key_strides[0], value_strides[0]
-        raise TypeError(f"keys and values of equal strides expected, got {strides}")
-    token_major = not block.is_contiguous()
-    for tensor in (block.mT if token_major else block, value_block):
-        check_layout(tensor, dtype)
-    return kind(
-        keys=keys_address,
-        values=values_address,
-        page_dtype=DTYPES[dtype],
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        tokens_per_block=tokens_per_block,
-        block_stride=key_strides[0],
-        token_major=token_major,
-    )
-
-
-def _give_rows(task: RopeTask | AttentionTask, rows: RowSpans) -> None:
-    task.row_starts = address_of(rows.row_starts, torch.int32)
-    task.kv_lengths = address_of(rows.kv_lengths, torch.int32)
-    task.slots = address_of(rows.slots, torch.int32)
-    task.block_tables = address_of(rows.block_tables, torch.int32)
-    task.table_width = rows.block_tables.shape[1]
-
-
-@functools.cache
-def _page_sizes(
-    group: int, head_dim: int, tokens_per_block: int, token_major: bool, blocks_per_sequence: int
-) -> tuple[int, int]:
-    """Positions that are read as one page, and bytes that a thread works in."""
-    page_tokens = page_of(tokens_per_block, token_major, blocks_per_sequence)
-    return page_tokens, 4 * scratch_floats(group, head_dim, page_tokens, token_major)
 
 
 class CpuKernels(Kernels):
@@ -122,9 +66,15 @@ class CpuKernels(Kernels):
             token_loops.rope_and_write,
             token_loops.normalize,
             token_loops.activate,
+            token_loops.embed,
+            token_loops.convert,
             *of_adapters,
         ):
             compiled(body)
+
+    def new_recorder(self) -> StepRecorder | None:
+        """None for a subclass: who knows what its ops do besides."""
+        return StepRecorder(self._team) if type(self) is CpuKernels else None
 
     def new_matrix(
         self, rows: int, columns: int, dtype: torch.dtype, quantized: bool = False
@@ -201,12 +151,42 @@ class CpuKernels(Kernels):
         return result
 
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
-        if not isinstance(table, PackedMatrix):
+        if table.dtype not in DTYPES:
             return super().embedding(ids, table)
-        rows = table.values[ids // PANEL_ROWS, :, ids % PANEL_ROWS].flatten(1)
-        if table.scales is not None:
-            rows = (rows * table.scales[ids].unsqueeze(1)).to(table.dtype)
-        return rows[:, : table.shape[1]]
+        result = torch.empty(len(ids), table.shape[1], dtype=table.dtype)
+        self._embed(result, ids, table, adds=False)
+        return result
+
+    def add_embedding(self, embedded: Tensor, ids: Tensor, table: Tensor) -> None:
+        if table.dtype not in DTYPES or embedded.dtype is not table.dtype:
+            super().add_embedding(embedded, ids, table)
+        else:
+            self._embed(embedded, ids, table, adds=True)
+
+    def _embed(self, result: Tensor, ids: Tensor, table: Matrix, *, adds: bool) -> None:
+        num_rows, width = table.shape
+        if isinstance(table, PackedMatrix):
+            values, scales = table.values, table.scales
+            lanes, positions, panel = PANEL_ROWS, values.shape[3], PANEL_ROWS * table.depth
+        else:
+            values, scales, lanes, positions, panel = table, None, 1, 1, width
+        task = EmbeddingTask(
+            ids=address_of(ids, torch.int64),
+            table=address_of(values, values.dtype),
+            scales=address_of(scales, torch.float32),
+            wide=self._team.scratch(4 * width * self._team.max_size),
+            result=address_of(result, table.dtype),
+            num_tokens=len(ids),
+            num_rows=num_rows,
+            width=width,
+            lanes=lanes,
+            panel=panel,
+            positions=positions,
+            step=lanes * positions,
+            dtype=DTYPES[table.dtype],
+            adds=adds,
+        )
+        self._run(token_loops.embed, task, SCATTERED * result.numel())
 
     def _plan(self, matrix: PackedMatrix) -> tuple[ProductPlan, ProductPlan]:
         plans = matrix.plans.get(self.deterministic)
@@ -218,10 +198,8 @@ class CpuKernels(Kernels):
     def _multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, silu: bool) -> Tensor:
         plan, num_rows = self._plan(matrix)[silu], x.shape[0]
         body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
-        if x.dtype is not dtype or not x.is_contiguous():
-            x = x.to(dtype).contiguous()
-        if plan.depth > x.shape[1]:
-            x = F.pad(x, (0, plan.depth - x.shape[1]))
+        if x.dtype is not dtype or plan.depth > x.shape[1] or not x.is_contiguous():
+            x = self._converted(x, dtype, plan.depth)
         num_chunks = -(-num_rows // CHUNK_ROWS)
         num_parts = num_chunks * plan.num_groups
         is_small = num_rows * plan.work < SMALL_PRODUCT
@@ -238,6 +216,22 @@ class CpuKernels(Kernels):
             *(registers(16), registers(num_rows % 16)),
         )
         self._team.run(body, task, size)
+        return result
+
+    def _converted(self, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+        """Contiguous `[T, width]` of that dtype, with zeros behind what x has."""
+        (x,) = alike(x)
+        result = torch.empty(x.shape[0], width, dtype=dtype)
+        task = ConversionTask(
+            x=x.data_ptr(),
+            result=result.data_ptr(),
+            num_tokens=x.shape[0],
+            given=x.shape[1],
+            width=width,
+            x_dtype=DTYPES[x.dtype],
+            dtype=DTYPES[dtype],
+        )
+        self._run(token_loops.convert, task, result.numel())
         return result
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -341,8 +335,8 @@ class CpuKernels(Kernels):
         qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)
         q = pages.values.new_empty(num_tokens, num_heads, head_dim)
         turned = torch.empty(num_tokens, head_dim, dtype=torch.float32)
-        task = _on_pages(RopeTask, pages)
-        _give_rows(task, rows)
+        task = on_pages(RopeTask, pages)
+        give_rows(task, rows)
         task.qkv, task.dtype = qkv.data_ptr(), DTYPES[qkv.dtype]
         task.q, task.turned = q.data_ptr(), turned.data_ptr()
         task.positions = address_of(positions, torch.int64)
@@ -357,10 +351,10 @@ class CpuKernels(Kernels):
         if shape.softcap or pages.values.dtype not in DTYPES:
             return super().attention(q, pages, rows, shape)
         num_tokens, num_heads, head_dim = q.shape
-        (own,), size, task = alike(q), self._team.max_size, _on_pages(AttentionTask, pages)
-        _give_rows(task, rows)
+        (own,), size, task = alike(q), self._team.max_size, on_pages(AttentionTask, pages)
+        give_rows(task, rows)
         result: Tensor = own.new_empty(num_tokens, num_heads * head_dim)
-        task.page_tokens, scratch_bytes = _page_sizes(
+        task.page_tokens, scratch_bytes = page_sizes(
             num_heads // task.num_kv_heads,
             head_dim,
             task.tokens_per_block,

@@ -26,6 +26,7 @@ from gptmanager.kernels.lanes import (
     loop,
     nothing,
     put_int,
+    real,
     store_part,
     vector,
     word,
@@ -38,6 +39,7 @@ HAS_FLOAT16 = "sse2" not in _features or bool(_features.get("f16c"))
 if HAS_FLOAT16:  # without the instruction it would be a call into a library that is not linked
     DTYPES[torch.float16] = FLOAT16
 
+_BYTE = ir.IntType(8)
 _SHORT = ir.IntType(16)
 _SHORTS, _HALVES = ir.VectorType(_SHORT, LANES), ir.VectorType(ir.HalfType(), LANES)
 
@@ -137,6 +139,13 @@ def _get_short(builder: Any, address: Any, index: Any) -> Any:
 @word(nothing, long, long, long)
 def _put_short(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(builder.trunc(value, _SHORT), _pointer(builder, address, index, _SHORT, 2))
+
+
+@word(real, long, long)
+def get_byte(builder: Any, address: Any, index: Any) -> Any:
+    """An int8."""
+    byte = builder.load(_pointer(builder, address, index, _BYTE, 1))
+    return builder.sitofp(byte, ir.FloatType())
 
 
 if HAS_FLOAT16:

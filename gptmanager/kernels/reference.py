@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,23 @@ LINEAR_TILE = 32
 ALIGNMENT = 16
 
 Ints = npt.NDArray[np.int32]
+
+
+class StepRecorder(Protocol):
+    """Generation steps of one model over one KV cache, maybe run by what is recorded of them."""
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        constant: Tensor | None,
+        compute: Callable[[Sequence[Tensor]], Tensor],
+    ) -> Tensor:
+        """`compute(inputs)`.
+
+        `inputs`: all that differs from step to step, of shapes that depend on the first one's
+        length alone. `constant`: a tensor that recordings may read; another makes them stale.
+        """
+        ...
 
 
 class Kernels:
@@ -50,6 +67,10 @@ class Kernels:
         """Compile or load now whatever the first calls would otherwise wait for, those of
         `add_adapters` only if asked.
         """
+
+    def new_recorder(self) -> StepRecorder | None:
+        """None: each step runs op by op, as far as these kernels know."""
+        return None
 
     def plan(
         self,
@@ -161,6 +182,10 @@ class Kernels:
     def embedding(self, ids: Tensor, table: Matrix) -> Tensor:
         """Rows `ids [T]` (int64) of `table [V, C]` -> `[T, C]`."""
         return F.embedding(ids, plain(table))
+
+    def add_embedding(self, embedded: Tensor, ids: Tensor, table: Tensor) -> None:
+        """`embedded [T, C] += embedding(ids, table)`, in place."""
+        embedded += self.embedding(ids, table)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype."""

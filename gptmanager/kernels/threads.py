@@ -14,8 +14,9 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from gptmanager.kernels.dtypes import DTYPES
 Task = TypeVar("Task", bound=ctypes.Structure)
 
 NEXT_PART, NEXT_THREAD = 0, 1
+COUNTER_BYTES = 16
 
 
 def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
@@ -92,6 +94,21 @@ def compute_alone() -> None:
         set_number(1)
 
 
+class Recording(Protocol):
+    """Is told what a team runs, and where it works meanwhile."""
+
+    def add(self, body: int, task: ctypes.Structure, size: int) -> None: ...
+
+    def scratch(self, num_bytes: int) -> int: ...
+
+
+class _Own(threading.local):
+    """What each thread that calls has of a team."""
+
+    recording: Recording | None = None
+    size = -1  # bytes of scratch
+
+
 class Team:
     """Torch's threads; one thread, the caller's, where that runtime has no GNU entry point."""
 
@@ -107,7 +124,7 @@ class Team:
                 ctypes.c_uint,
                 ctypes.c_uint,
             )
-        self._own = threading.local()
+        self._own = _Own()
 
     @property
     def max_size(self) -> int:
@@ -117,18 +134,37 @@ class Team:
     def scratch(self, num_bytes: int) -> int:
         """Address of memory for one `run` of the calling thread, which stays its own."""
         own = self._own
-        if getattr(own, "size", -1) < num_bytes:
+        if own.recording is not None:
+            return own.recording.scratch(num_bytes)
+        if own.size < num_bytes:
             own.memory = torch.empty(num_bytes, dtype=torch.uint8)
             own.address, own.size = own.memory.data_ptr(), num_bytes
         return cast(int, own.address)
 
     def run(self, body: int, task: ctypes.Structure, size: int) -> None:
         """Calls `body(address of task)` in up to `size` threads; returns when all have."""
+        if self._own.recording is not None:
+            self._own.recording.add(body, task, size)
         address = ctypes.addressof(task)
         if size > 1 and self._parallel is not None:
             self._parallel(body, address, size, 0)
         else:
             _function(body)(address)
+
+    def call(self, body: int, address: int, size: int) -> tuple[Callable[..., None], Any]:
+        """What `run` would call, and with which arguments, for a task at `address`."""
+        if size > 1 and self._parallel is not None:
+            return self._parallel, (body, address, size, 0)
+        return _function(body), (address,)
+
+    @contextmanager
+    def recorded(self, recording: Recording) -> Iterator[None]:
+        """What the calling thread runs meanwhile is told to `recording`."""
+        self._own.recording = recording
+        try:
+            yield
+        finally:
+            self._own.recording = None
 
 
 @functools.cache

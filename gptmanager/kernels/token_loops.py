@@ -11,26 +11,28 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.dtypes import FLOAT32, load_as, move_item, store_as
+from gptmanager.kernels.dtypes import FLOAT32, get_byte, load_as, move_item, store_as
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
     exp2,
     fma,
+    get,
     get_int,
     get_long,
     keep_lanes,
     larger,
     load_part,
     loop,
+    put,
     splat,
     store_part,
     sum_lanes,
     task_at,
 )
-from gptmanager.kernels.threads import NEXT_PART, task_fields
+from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
+ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 SILU_MUL, GELU_TANH, GELU_ERF = 0, 1, 2
 # 2 * sqrt(2 / pi), which makes the tanh of GELU a logistic function, and that times 0.044715.
@@ -68,8 +70,29 @@ class ActivationTask(ctypes.Structure):
     _fields_ = task_fields("x factor result num_tokens width stride kind dtype")
 
 
+class ConversionTask(ctypes.Structure):
+    """`x` has `given` elements a token, and `result` has `width`, of another dtype perhaps."""
+
+    _fields_ = task_fields("x result num_tokens given width x_dtype dtype")
+
+
+class EmbeddingTask(ctypes.Structure):
+    """Addresses (`scales` 0: none), and where element k of row i lies in `table`: it is number
+    `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`.
+
+    `wide`: float32 `[width]` for each thread; `dtype`: of `result`, and of a table without scales.
+    `adds`: to what is in `result`, rows that lie in one piece.
+    """
+
+    _fields_ = task_fields(
+        "ids table scales wide result num_tokens num_rows width lanes panel positions step dtype"
+        " adds"
+    )
+
+
 ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
-ACTIVATION_TASK = np.dtype(ActivationTask)
+ACTIVATION_TASK, EMBEDDING_TASK = np.dtype(ActivationTask), np.dtype(EmbeddingTask)
+CONVERSION_TASK = np.dtype(ConversionTask)
 
 
 @loop
@@ -214,6 +237,57 @@ def _gelu_erf(x: Any) -> Any:
     """`x * Phi(x)` as `max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2))`."""
     size = larger(x, splat(ZERO) - x)
     return larger(x, splat(ZERO)) - size * splat(np.float32(0.5)) * _erfc(size * splat(HALF_ROOT))
+
+
+def convert(address: int) -> None:
+    """Tokens in another dtype, and zeros behind them."""
+    t = task_at(address, CONVERSION_TASK)
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in _share(t, part):
+            for i in range(0, t.width, LANES):
+                value = splat(ZERO)
+                if i < t.given:
+                    value = load_as(t.x_dtype, t.x, token * t.given + i, t.given - i)
+                store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
+        part = claim(address, NEXT_PART)
+
+
+@loop
+def _embed_token(t: Any, token: int, wide: int) -> None:
+    row, to, width, positions = get_long(t.ids, token), token * t.width, t.width, t.positions
+    if row < 0 or row >= t.num_rows:  # no row: nothing else is read, and it cannot pass unseen
+        for i in range(0, width, LANES):
+            store_as(t.dtype, t.result, to + i, splat(NAN), width - i)
+        return
+    first = row // t.lanes * t.panel + row % t.lanes * positions
+    if t.adds:
+        for i in range(0, width, LANES):
+            value = load_as(t.dtype, t.result, to + i, width - i)
+            value = value + load_as(t.dtype, t.table, first + i, width - i)
+            store_as(t.dtype, t.result, to + i, value, width - i)
+        return
+    if not t.scales:
+        for k in range(width):
+            index = first + k // positions * t.step + k % positions
+            move_item(t.dtype, t.result, to + k, t.table, index)
+        return
+    scale = get(t.scales, row)
+    for k in range(width):
+        put(wide, k, get_byte(t.table, first + k // positions * t.step + k % positions) * scale)
+    for i in range(0, width, LANES):
+        store_as(t.dtype, t.result, to + i, load_part(wide, i, width - i), width - i)
+
+
+def embed(address: int) -> None:
+    """Rows of an embedding table, by the ids of tokens; NaN for an id that it has not."""
+    t = task_at(address, EMBEDDING_TASK)
+    wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
+    part = claim(address, NEXT_PART)
+    while part < t.num_parts:
+        for token in _share(t, part):
+            _embed_token(t, token, wide)
+        part = claim(address, NEXT_PART)
 
 
 def activate(address: int) -> None:

@@ -6,6 +6,7 @@ Knows nothing of families, config files and tensor names in checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.packed_matrix import Matrix
-from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.kernels.reference import Ints, Kernels, StepRecorder
 from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
@@ -175,6 +176,31 @@ class CheckpointModel:
             hidden = self._feed_forward(layer, hidden, residual, adapters)
         return self._end(hidden, residual, len(batch.sample_index))
 
+    def new_recorder(self) -> StepRecorder | None:
+        """For `forward_recorded` over one KV cache; None where steps are not recorded."""
+        return None if self._collectives is not None else self._kernels.new_recorder()
+
+    @torch.inference_mode()
+    def forward_recorded(self, batch: Batch, kv_pool: KvPool, recorder: StepRecorder) -> Tensor:
+        """`forward` of rows that have one token each, all sampled; without embeddings of prompts,
+        adapters and a plan. `recorder`: of this model and pool, and of the batch's block tables.
+        """
+        inputs = batch.token_ids, batch.positions, batch.row_starts, batch.kv_lengths, batch.slots
+
+        def compute(own: Sequence[Tensor]) -> Tensor:
+            ids, positions, starts, lengths, slots = own
+            changed = replace(
+                batch,
+                token_ids=ids,
+                positions=positions,
+                row_starts=starts,
+                kv_lengths=lengths,
+                slots=slots,
+            )
+            return self.forward(changed, kv_pool)
+
+        return recorder.run(inputs, self._cos_sin, compute)
+
     def _begin(self, batch: Batch) -> Tensor:
         """The residual `[T, C]` that the first layer here takes: of the stage before, if any."""
         if self._embedding is not None:
@@ -205,7 +231,7 @@ class CheckpointModel:
             own = batch.prompt_embeddings.to(embedded)
             embedded = embedded.index_copy(0, batch.prompt_index, own)
         if self._positions is not None:
-            embedded += self._kernels.embedding(batch.positions, self._positions)
+            self._kernels.add_embedding(embedded, batch.positions, self._positions)
         return embedded
 
     def _look_up(self, ids: Tensor, table: Matrix) -> Tensor:

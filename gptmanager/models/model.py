@@ -18,7 +18,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.kernels.reference import Ints, Kernels, StepRecorder
 from gptmanager.memory.checkpoint_files import read_object, shown
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict
@@ -86,6 +86,19 @@ class PlanningModel(Model, Protocol):
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
         """What the batch of these rows has as `plan`; arguments as of `Kernels.plan`."""
+        ...
+
+
+@runtime_checkable
+class RecordableModel(Model, Protocol):
+    """A model whose generation steps may be recorded on the CPU, and run again for other rows."""
+
+    def new_recorder(self) -> StepRecorder | None:
+        """None where steps are not recorded."""
+        ...
+
+    def forward_recorded(self, batch: Batch, kv_pool: KvPool, recorder: StepRecorder) -> Tensor:
+        """`forward` of rows with one token each, all sampled, that have nothing but tokens."""
         ...
 
 

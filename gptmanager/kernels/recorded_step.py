@@ -1,0 +1,178 @@
+"""`StepRecorder`: generation steps whose tasks are recorded, and run again without their ops.
+
+A step of so many rows gives its threads the same tasks each time: only what its input tensors hold
+differs. So the ops run once for a number of rows, and from then on the list of tasks does, which
+saves the Python of every op: that is most of a small model's step. Memory is that of a CUDA
+graph's private pool: what an op has no more use for, a later one has, at the same address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptmanager.kernels.threads import COUNTER_BYTES, Team
+
+Compute = Callable[[Sequence[Tensor]], Tensor]
+
+MOST_RECORDINGS = 64
+TASK_ALIGNMENT = 64
+_aten = torch.ops.aten
+_NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default}
+
+
+class _Memory:
+    """Bytes for tensors; those of one that is gone are the next one's of that size."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    def bytes(self, size: int) -> Tensor:
+        """They stay taken."""
+        self._kept.append(torch.empty(size, dtype=torch.uint8))
+        return self._kept[-1]
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """As `like`, which is contiguous."""
+        size = max(1, like.nbytes)
+        free = self._free.setdefault(size, [])
+        own = free.pop() if free else self.bytes(size)
+        array = own.numpy()
+        # the tensor's storage has the array, and nobody else
+        weakref.finalize(array, free.append, own).atexit = False
+        tensor = torch.from_numpy(array)[: like.nbytes]
+        return tensor.view(like.dtype).view(like.shape)
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What runs in it is recorded. `is_whole`: torch itself has computed nothing."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tasks: list[tuple[int, ctypes.Structure, int]] = []
+        self.is_whole = True
+        self._memory = memory
+        self._scratch: Tensor | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _NEW:
+            like = func(*args, **(given | {"device": "meta"}))
+            if like.is_contiguous():
+                return self._memory.tensor(like)
+        self.is_whole &= func.is_view
+        return func(*args, **given)
+
+    def add(self, body: int, task: ctypes.Structure, size: int) -> None:
+        self.tasks.append((body, task, size))
+
+    def scratch(self, num_bytes: int) -> int:
+        if self._scratch is None or self._scratch.nbytes < num_bytes:
+            self._scratch = self._memory.bytes(num_bytes)
+        return self._scratch.data_ptr()
+
+
+class _RecordedStep:
+    """Tasks in one piece of memory, with the tensors that they read and write.
+
+    The last one writes the step's result, each time to another tensor.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        memory: _Memory,
+        tasks: Sequence[tuple[int, ctypes.Structure, int]],
+        inputs: Sequence[Tensor],
+        result: Tensor,
+    ) -> None:
+        self._memory, self._inputs = memory, inputs
+        self._shape, self._dtype = result.shape, result.dtype
+        sizes = [-(-ctypes.sizeof(task) // TASK_ALIGNMENT) * TASK_ALIGNMENT for _, task, _ in tasks]
+        self._fresh, self._tasks = memory.bytes(sum(sizes)), memory.bytes(sum(sizes))
+        self._fresh.zero_()
+        self._calls = []
+        offset, address, fresh = 0, self._tasks.data_ptr(), self._fresh.data_ptr()
+        for (body, task, size), num_bytes in zip(tasks, sizes, strict=True):
+            ctypes.memmove(fresh + offset, ctypes.addressof(task), ctypes.sizeof(task))
+            ctypes.memset(fresh + offset, 0, COUNTER_BYTES)
+            self._calls.append(team.call(body, address + offset, size))
+            offset += num_bytes
+        kind, start = type(tasks[-1][1]), fresh + offset - sizes[-1]
+        self._last: Any = kind.from_address(start)
+        self._copy = address, fresh, offset
+
+    def run(self, inputs: Sequence[Tensor]) -> Tensor:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        result = torch.empty(self._shape, dtype=self._dtype)
+        self._last.result = result.data_ptr()
+        ctypes.memmove(*self._copy)
+        for function, arguments in self._calls:
+            function(*arguments)
+        return result
+
+
+class StepRecorder:
+    """Steps recorded by their number of rows, the second time that a step has so many.
+
+    A step in which torch itself computes something is never one. Recordings are of one model's
+    steps over one KV cache, of which no two run at once; the least used one makes room.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._known: OrderedDict[tuple[int, int], _RecordedStep | None] = OrderedDict()
+        self._seen: set[tuple[int, int]] = set()
+        self._constant: Tensor | None = None
+
+    def run(self, inputs: Sequence[Tensor], constant: Tensor | None, compute: Compute) -> Tensor:
+        """`compute(inputs)`, or the same by a recording.
+
+        `inputs`: all that differs from step to step, of shapes that depend on the first one's
+        length alone. `constant`: a tensor that recordings may read; another makes them stale.
+        """
+        if constant is not self._constant:
+            self._known.clear()
+            self._constant = constant
+        key = len(inputs[0]), self._team.max_size
+        step = self._known.get(key)
+        if step is not None:
+            self._known.move_to_end(key)
+            return step.run(inputs)
+        if key in self._known:
+            return compute(inputs)
+        if key not in self._seen:
+            self._seen.add(key)
+            return compute(inputs)
+        return self._record(key, inputs, compute)
+
+    def _record(self, key: tuple[int, int], inputs: Sequence[Tensor], compute: Compute) -> Tensor:
+        memory, own = _Memory(), [given.clone() for given in inputs]
+        recording = _Recording(memory)
+        with self._team.recorded(recording), recording:
+            result = compute(own)
+        step, tasks = None, recording.tasks
+        if recording.is_whole and tasks:
+            last = getattr(tasks[-1][1], "result", None)
+            if last == result.data_ptr() and result.is_contiguous():
+                step = _RecordedStep(self._team, memory, tasks, own, result)
+        self._known[key] = step
+        if len(self._known) > MOST_RECORDINGS:
+            old, _ = self._known.popitem(last=False)
+            self._seen.discard(old)
+        return result.clone()  # where it lies an earlier op may write when the step runs again
