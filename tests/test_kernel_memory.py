@@ -64,6 +64,36 @@ def test_norms_and_activations_touch_nothing_behind_a_tensor(dtype: torch.dtype)
     CPU.gelu(x, "tanh")
 
 
+@dtypes
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.usefixtures("guarded_results")
+def test_embeddings_touch_nothing_behind_a_tensor(dtype: torch.dtype, quantized: bool) -> None:
+    """Nor a row that is not there: its token has NaN."""
+    table, matrix = guarded(randn(16, WIDTH).to(dtype)), PackedMatrix(16, WIDTH, dtype, quantized)
+    matrix.copy_(table)
+    matrix.values = guarded(matrix.values)
+    if matrix.scales is not None:
+        matrix.scales = guarded(matrix.scales)
+    ids = guarded(torch.tensor([15, 0, 15, 16, -1]))
+    for own, wanted in ((table, table), (matrix, matrix.unpacked())):
+        rows = CPU.embedding(ids, own)
+        assert torch.equal(rows[:3], wanted[ids[:3]]) and rows[3:].isnan().all()
+    embedded = guarded(randn(5, WIDTH, seed=3).to(dtype))
+    sums = embedded[:3] + table[ids[:3]]
+    CPU.add_embedding(embedded, ids, table)
+    assert torch.equal(embedded[:3], sums) and embedded[3:].isnan().all()
+
+
+@dtypes
+@pytest.mark.usefixtures("guarded_results")
+def test_rows_of_another_dtype_touch_nothing_behind_a_tensor(dtype: torch.dtype) -> None:
+    x = guarded(randn(3, WIDTH).to(dtype))
+    for other in (torch.float32, torch.bfloat16):
+        for width in (WIDTH, WIDTH + 1, 33, 64):
+            wide = CPU._converted(x, other, width)
+            assert torch.equal(wide[:, :WIDTH], x.to(other)) and not wide[:, WIDTH:].any()
+
+
 def in_pages(tensor: Tensor, dtype: torch.dtype, token_major: bool) -> Tensor:
     tensor = tensor.to(dtype)
     return guarded(tensor.mT).mT if token_major else guarded(tensor)

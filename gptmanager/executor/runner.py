@@ -19,7 +19,7 @@ from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
-from gptmanager.models.model import Model, RecordableModel
+from gptmanager.models.model import Model, recordable
 from gptmanager.request.input_rows import HostRows
 from gptmanager.statistics import Memory
 
@@ -60,7 +60,7 @@ class Runner:
         self._has_adapters = False  # or had: any line
         self._prompt_tables: dict[int, Array] = {}  # by line, of what has virtual tokens
         self._scorer: PromptScorer | None = None  # until somebody asks
-        self._recordable = model if isinstance(model, RecordableModel) else None
+        self._recordable = recordable(model)
         self._recorder = None if self._recordable is None else self._recordable.new_recorder()
 
     def load(

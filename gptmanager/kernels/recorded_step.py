@@ -2,8 +2,8 @@
 
 A step of so many rows gives its threads the same tasks each time: only what its input tensors hold
 differs. So the ops run once for a number of rows, and from then on the list of tasks does, which
-saves the Python of every op: that is most of a small model's step. Memory is that of a CUDA
-graph's private pool: what an op has no more use for, a later one has, at the same address.
+saves the Python of every op: that is half of a small model's step. Memory is as in the pool of
+CUDA graphs: what an op has no more use for a later one has, at the same address.
 """
 
 from __future__ import annotations
@@ -29,22 +29,33 @@ _NEW = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.def
 
 
 class _Memory:
-    """Bytes for tensors; those of one that is gone are the next one's of that size."""
+    """Tensors and scratch of recordings, of which one runs at a time: all of them share it.
+
+    Bytes of a tensor that is gone are the next one's which is about as large.
+    """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._kept: list[Tensor] = []
         self._free: dict[int, list[Tensor]] = {}
+        self._scratch: Tensor | None = None
 
-    def bytes(self, size: int) -> Tensor:
-        """They stay taken."""
+    def _bytes(self, size: int) -> Tensor:
+        """They stay where they are: recordings know their address."""
         self._kept.append(torch.empty(size, dtype=torch.uint8))
+        self.nbytes += size
         return self._kept[-1]
+
+    def scratch(self, num_bytes: int) -> int:
+        if self._scratch is None or self._scratch.nbytes < num_bytes:
+            self._scratch = self._bytes(num_bytes)
+        return self._scratch.data_ptr()
 
     def tensor(self, like: Tensor) -> Tensor:
         """As `like`, which is contiguous."""
-        size = max(1, like.nbytes)
+        size = max(1 << 6, 1 << (like.nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
-        own = free.pop() if free else self.bytes(size)
+        own = free.pop() if free else self._bytes(size)
         array = own.numpy()
         # the tensor's storage has the array, and nobody else
         weakref.finalize(array, free.append, own).atexit = False
@@ -59,8 +70,8 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tasks: list[tuple[int, ctypes.Structure, int]] = []
         self.is_whole = True
+        self.scratch = memory.scratch
         self._memory = memory
-        self._scratch: Tensor | None = None
 
     def __torch_dispatch__(
         self,
@@ -80,11 +91,6 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, body: int, task: ctypes.Structure, size: int) -> None:
         self.tasks.append((body, task, size))
 
-    def scratch(self, num_bytes: int) -> int:
-        if self._scratch is None or self._scratch.nbytes < num_bytes:
-            self._scratch = self._memory.bytes(num_bytes)
-        return self._scratch.data_ptr()
-
 
 class _RecordedStep:
     """Tasks in one piece of memory, with the tensors that they read and write.
@@ -103,8 +109,7 @@ class _RecordedStep:
         self._memory, self._inputs = memory, inputs
         self._shape, self._dtype = result.shape, result.dtype
         sizes = [-(-ctypes.sizeof(task) // TASK_ALIGNMENT) * TASK_ALIGNMENT for _, task, _ in tasks]
-        self._fresh, self._tasks = memory.bytes(sum(sizes)), memory.bytes(sum(sizes))
-        self._fresh.zero_()
+        self._fresh, self._tasks = torch.zeros(2, sum(sizes), dtype=torch.uint8)
         self._calls = []
         offset, address, fresh = 0, self._tasks.data_ptr(), self._fresh.data_ptr()
         for (body, task, size), num_bytes in zip(tasks, sizes, strict=True):
@@ -139,6 +144,7 @@ class StepRecorder:
         self._known: OrderedDict[tuple[int, int], _RecordedStep | None] = OrderedDict()
         self._seen: set[tuple[int, int]] = set()
         self._constant: Tensor | None = None
+        self._memory = _Memory()
 
     def run(self, inputs: Sequence[Tensor], constant: Tensor | None, compute: Compute) -> Tensor:
         """`compute(inputs)`, or the same by a recording.
@@ -148,7 +154,7 @@ class StepRecorder:
         """
         if constant is not self._constant:
             self._known.clear()
-            self._constant = constant
+            self._constant, self._memory = constant, _Memory()
         key = len(inputs[0]), self._team.max_size
         step = self._known.get(key)
         if step is not None:
@@ -162,15 +168,14 @@ class StepRecorder:
         return self._record(key, inputs, compute)
 
     def _record(self, key: tuple[int, int], inputs: Sequence[Tensor], compute: Compute) -> Tensor:
-        memory, own = _Memory(), [given.clone() for given in inputs]
-        recording = _Recording(memory)
+        recording, own = _Recording(self._memory), [given.clone() for given in inputs]
         with self._team.recorded(recording), recording:
             result = compute(own)
         step, tasks = None, recording.tasks
         if recording.is_whole and tasks:
             last = getattr(tasks[-1][1], "result", None)
             if last == result.data_ptr() and result.is_contiguous():
-                step = _RecordedStep(self._team, memory, tasks, own, result)
+                step = _RecordedStep(self._team, self._memory, tasks, own, result)
         self._known[key] = step
         if len(self._known) > MOST_RECORDINGS:
             old, _ = self._known.popitem(last=False)

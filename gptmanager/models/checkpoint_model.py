@@ -177,8 +177,11 @@ class CheckpointModel:
         return self._end(hidden, residual, len(batch.sample_index))
 
     def new_recorder(self) -> StepRecorder | None:
-        """For `forward_recorded` over one KV cache; None where steps are not recorded."""
-        return None if self._collectives is not None else self._kernels.new_recorder()
+        """For `forward_recorded` over one KV cache; None where steps are not recorded: with other
+        ranks, or where somebody has put another `forward` before this one.
+        """
+        is_own = type(self).forward is CheckpointModel.forward and "forward" not in vars(self)
+        return self._kernels.new_recorder() if is_own and self._collectives is None else None
 
     @torch.inference_mode()
     def forward_recorded(self, batch: Batch, kv_pool: KvPool, recorder: StepRecorder) -> Tensor:

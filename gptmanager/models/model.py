@@ -102,6 +102,15 @@ class RecordableModel(Model, Protocol):
         ...
 
 
+def recordable(model: Model) -> RecordableModel | None:
+    """The model, if its own class says so.
+
+    One that passes on what another has, by `__getattr__`, does something else in its `forward`.
+    """
+    is_own = hasattr(type(model), "forward_recorded")
+    return model if is_own and isinstance(model, RecordableModel) else None
+
+
 def load_model(
     source: Source,
     *,

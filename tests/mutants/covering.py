@@ -53,8 +53,9 @@ _CPU = {
     "pairs.py": "test_kernel_memory test_packed_products test_adapter_kernels",
     "product_plan.py": _PRODUCTS,
     "products.py": "test_kernel_memory test_kernels",
+    "recorded_step.py": "test_recorded_steps",
     "reference.py": "test_kernels test_adapter_kernels test_float64",
-    "threads.py": "test_kernels test_adapter_kernels",
+    "threads.py": "test_kernels test_adapter_kernels test_recorded_steps",
     "token_loops.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
