@@ -141,6 +141,51 @@ def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded() -> None:
     assert recordings(recorder) == [] and len(recorder._known) == 1
 
 
+def test_a_step_whose_last_task_does_not_write_its_result_is_never_recorded() -> None:
+    kernels, weight = CpuKernels(), torch.ones(16)
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        result = kernels.rms_norm(inputs[0], weight, 1e-5)
+        kernels.rms_norm(result, weight, 1e-5)
+        return result
+
+    for seed in range(4):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(recorder.run((x,), None, compute), compute((x,)))
+    assert recordings(recorder) == [] and len(recorder._known) == 1
+
+
+def test_new_tensors_of_a_recording_have_the_strides_that_torch_gives_them() -> None:
+    kernels, weight, strides = CpuKernels(), torch.ones(16), []
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        strides.append(torch.empty_like(inputs[0].t()).stride())
+        return kernels.rms_norm(inputs[0], weight, 1e-5)
+
+    for _ in range(3):
+        recorder.run((torch.ones(2, 16),), None, compute)
+    assert strides == [(1, 16)] * 3
+
+
+def test_tasks_of_a_recording_share_no_cache_line() -> None:
+    kernels, weight = CpuKernels(), torch.ones(16)
+    recorder = kernels.new_recorder()
+    assert recorder is not None
+
+    def compute(inputs: Sequence[Tensor]) -> Tensor:
+        return kernels.rms_norm(kernels.rms_norm(inputs[0], weight, 1e-5), weight, 1e-5)
+
+    for _ in range(2):
+        recorder.run((torch.ones(1, 16),), None, compute)
+    (step,) = recorder._known.values()
+    (_, (first,)), (_, (second,)) = step._calls  # of one thread: the task is all
+    assert first % 64 == second % 64 == 0 < second - first
+
+
 def test_the_least_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded_step, "MOST_RECORDINGS", 2)
     kernels, weight, calls = CpuKernels(), torch.ones(16), 0
