@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,6 +186,21 @@ def test_tasks_of_a_recording_share_no_cache_line() -> None:
     (step,) = recorder._known.values()
     (_, (first,)), (_, (second,)) = step._calls  # of one thread: the task is all
     assert first % 64 == second % 64 == 0 < second - first
+
+
+def test_the_first_recording_imports_nothing() -> None:
+    """Torch's compiler would be 800 modules, in the middle of a host's first request."""
+    program = """
+import sys, torch
+from gptmanager.kernels import CpuKernels
+kernels, weight = CpuKernels(), torch.ones(16)
+recorder, before = kernels.new_recorder(), set(sys.modules)
+for _ in range(3):
+    recorder.run((torch.ones(1, 16),), None, lambda x: kernels.rms_norm(x[0], weight, 1e-5))
+new = {name for name in set(sys.modules) - before if name.startswith(("torch", "sympy"))}
+assert list(recorder._known.values()) != [None] and not new, new
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def test_the_least_used_recording_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:

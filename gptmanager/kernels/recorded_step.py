@@ -73,23 +73,27 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.scratch = memory.scratch
         self._memory = memory
 
-    def __torch_dispatch__(
+    def see(
         self,
         func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        if func in _NEW:
-            like = func(*args, **(given | {"device": "meta"}))
-            if like.is_contiguous():
-                return self._memory.tensor(like)
+        """An operation of torch."""
+        made = func(*args, **(kwargs or {}))
+        # not on the meta device, whose first use imports for a quarter of a second
+        if func in _NEW and made.is_contiguous():
+            return self._memory.tensor(made)
         self.is_whole &= func.is_view
-        return func(*args, **given)
+        return made
 
     def add(self, body: int, task: ctypes.Structure, size: int) -> None:
         self.tasks.append((body, task, size))
+
+
+# In a class's body torch would wrap it, and import its compiler (a second) at the first call.
+_Recording.__torch_dispatch__ = _Recording.see  # type: ignore[assignment]
 
 
 class _RecordedStep:
