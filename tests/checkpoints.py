@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gptmanager.kernels.adapter_arguments import StepAdapters
-from gptmanager.kernels.reference import StepRecorder
+from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model
 

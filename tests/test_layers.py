@@ -72,10 +72,10 @@ scheduler/                who runs
 statistics                the statistics of an iteration
 step                      the values that pass between loop, executor and host
 kernels/                  every operation of a step in torch, and faster ones for CPUs
+    torch_operations      torch's operations, told one by one
     attention_arguments   what attention is given: pages, spans of rows, its shape
     adapter_arguments     which low-rank adapters a step's tokens have, and where they add
     packed_matrix         a weight in the order in which products read it
-    reference             every operation in torch: the specification
     lanes                 SIMD words for Numba
     dtypes                lanes of any dtype, widened and rounded on their way
     pairs                 dot products of bfloat16 pairs, and where they are fast
@@ -83,6 +83,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     threads               compiled code in torch's own threads
     machine_code          a body as machine code that is kept on disk
     recorded_step         the tasks of a generation step, recorded and run again
+    reference             every operation in torch: the specification
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations
     adapter_words         sums of A x and columns of B, in registers
     adapters              low-rank adapters on a step's tokens

@@ -7,12 +7,13 @@ are sampled from already, and mostly does neither.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptmanager.kernels.torch_operations import TorchOperations
 
 _HELD_CYCLES = 500_000_000  # of the device's clock: a quarter of a second
 _SETTLED_S = 0.02  # work that waits for no one has been done by then
@@ -44,22 +45,16 @@ def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
     return result, "changed the logits on another stream than the model's" if changed else ""
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchOperations):  # type: ignore[no-untyped-call]
     """Notes the first operation on tensors of `device` that runs on another stream than `own`."""
 
     def __init__(self, device: torch.device, own: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
         self._own = own
         self.elsewhere = ""
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def see(self, function: Any, result: Any) -> Any:
         if not self.elsewhere and torch.cuda.current_stream(self._device).cuda_stream != self._own:
             self.elsewhere = str(function)
-        return function(*args, **(kwargs or {}))
+        return result

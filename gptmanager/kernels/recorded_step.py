@@ -2,8 +2,8 @@
 
 A step of so many rows gives its threads the same tasks each time: only what its input tensors hold
 differs. So the ops run once for a number of rows, and from then on the list of tasks does, which
-saves the Python of every op: that is half of a small model's step. Memory is as in the pool of
-CUDA graphs: what an op has no more use for a later one has, at the same address.
+saves the Python of every op: that is a third to half of a small model's step. Memory is as in the
+pool of CUDA graphs: what an op has no more use for a later one has, at the same address.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptmanager.kernels.threads import COUNTER_BYTES, Team
+from gptmanager.kernels.torch_operations import TorchOperations
 
 Compute = Callable[[Sequence[Tensor]], Tensor]
 
@@ -63,37 +63,24 @@ class _Memory:
         return tensor.view(like.dtype).view(like.shape)
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recording(TorchOperations):  # type: ignore[no-untyped-call]
     """What runs in it is recorded. `is_whole`: torch itself has computed nothing."""
 
     def __init__(self, memory: _Memory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tasks: list[tuple[int, ctypes.Structure, int]] = []
         self.is_whole = True
         self.scratch = memory.scratch
         self._memory = memory
 
-    def see(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """An operation of torch."""
-        made = func(*args, **(kwargs or {}))
-        # not on the meta device, whose first use imports for a quarter of a second
-        if func in _NEW and made.is_contiguous():
-            return self._memory.tensor(made)
-        self.is_whole &= func.is_view
-        return made
+    def see(self, function: Any, result: Any) -> Any:
+        if function in _NEW and result.is_contiguous():
+            return self._memory.tensor(result)
+        self.is_whole &= function.is_view
+        return result
 
     def add(self, body: int, task: ctypes.Structure, size: int) -> None:
         self.tasks.append((body, task, size))
-
-
-# In a class's body torch would wrap it, and import its compiler (a second) at the first call.
-_Recording.__torch_dispatch__ = _Recording.see  # type: ignore[assignment]
 
 
 class _RecordedStep:

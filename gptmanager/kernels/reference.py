@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,28 +26,12 @@ from torch import Tensor
 from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.packed_matrix import Matrix, PackedMatrix, plain
+from gptmanager.kernels.recorded_step import StepRecorder
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
 
 Ints = npt.NDArray[np.int32]
-
-
-class StepRecorder(Protocol):
-    """Generation steps of one model over one KV cache, maybe run by what is recorded of them."""
-
-    def run(
-        self,
-        inputs: Sequence[Tensor],
-        constant: Tensor | None,
-        compute: Callable[[Sequence[Tensor]], Tensor],
-    ) -> Tensor:
-        """`compute(inputs)`.
-
-        `inputs`: all that differs from step to step, of shapes that depend on the first one's
-        length alone. `constant`: a tensor that recordings may read; another makes them stale.
-        """
-        ...
 
 
 class Kernels:

@@ -145,11 +145,8 @@ class Team:
         """Calls `body(address of task)` in up to `size` threads; returns when all have."""
         if self._own.recording is not None:
             self._own.recording.add(body, task, size)
-        address = ctypes.addressof(task)
-        if size > 1 and self._parallel is not None:
-            self._parallel(body, address, size, 0)
-        else:
-            _function(body)(address)
+        function, arguments = self.call(body, ctypes.addressof(task), size)
+        function(*arguments)
 
     def call(self, body: int, address: int, size: int) -> tuple[Callable[..., None], Any]:
         """What `run` would call, and with which arguments, for a task at `address`."""

@@ -17,7 +17,8 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.adapter_arguments import StepAdapters
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.packed_matrix import Matrix
-from gptmanager.kernels.reference import Ints, Kernels, StepRecorder
+from gptmanager.kernels.recorded_step import StepRecorder
+from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint_files import told
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights

@@ -18,7 +18,8 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.reference import Ints, Kernels, StepRecorder
+from gptmanager.kernels.recorded_step import StepRecorder
+from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint_files import read_object, shown
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.tensor_sources import SafetensorsFolder, StateDict

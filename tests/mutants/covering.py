@@ -56,6 +56,7 @@ _CPU = {
     "recorded_step.py": "test_recorded_steps",
     "reference.py": "test_kernels test_adapter_kernels test_float64",
     "threads.py": "test_kernels test_adapter_kernels test_recorded_steps",
+    "torch_operations.py": "test_torch_operations test_recorded_steps",
     "token_loops.py": "test_kernel_memory test_kernels",
     "token_masks.py": "test_token_masks",
 }
