@@ -92,6 +92,10 @@ def test_rows_of_another_dtype_touch_nothing_behind_a_tensor(dtype: torch.dtype)
         for width in (WIDTH, WIDTH + 1, 33, 64):
             wide = CPU._converted(x, other, width)
             assert torch.equal(wide[:, :WIDTH], x.to(other)) and not wide[:, WIDTH:].any()
+    for width in (32, 64, 96):
+        bytes_ = CPU._converted(x, torch.int8, width)
+        assert (bytes_[:, :WIDTH].abs().amax(dim=1) == 127).all()
+        assert not bytes_[:, WIDTH:width].any()
 
 
 def in_pages(tensor: Tensor, dtype: torch.dtype, token_major: bool) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gptmanager.kernels import (
     CpuKernels,
     PackedMatrix,
+    byte_tiles,
     integer_tiles,
     matrix_product,
     matrix_tiles,
@@ -39,6 +40,12 @@ UNIT = pytest.param(
     "unit",
     marks=pytest.mark.skipif(not has_matrix_unit(), reason="this processor has no matrix unit"),
 )
+BYTES = pytest.param(
+    "bytes",
+    marks=pytest.mark.skipif(
+        not byte_tiles.has_bytes(), reason="this processor adds no products of 8 bits by fours"
+    ),
+)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -51,10 +58,12 @@ def packed(values: Tensor, quantized: bool = False) -> PackedMatrix:
     return matrix
 
 
-@pytest.fixture(params=["lanes", PAIRS, UNIT])
+@pytest.fixture(params=["lanes", PAIRS, UNIT, BYTES])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CpuKernels:
+    """Of what is not quantized, bytes are as lanes; of what is, pairs are as lanes."""
     monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: request.param == "unit")
     monkeypatch.setattr(product_plan, "has_fast_pairs", lambda: request.param == "pairs")
+    monkeypatch.setattr(product_plan, "has_bytes", lambda: request.param == "bytes")
     return CpuKernels()
 
 
@@ -102,20 +111,31 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
         weight, x = randn(outs, depth).to(dtype), randn(num_rows, depth, seed=2).to(dtype)
         matrix = packed(weight, quantized=True)
         held = held_by(matrix)
-        rounds = product_plan.has_matrix_unit() or product_plan.has_fast_pairs()
-        exact = x.bfloat16() if rounds else x
+        exact = x.bfloat16() if product_plan.has_matrix_unit() else x
         if num_rows <= integer_tiles.FEW_ROWS:
             exact = as_integers(x) if integer_tiles.has_integers() else x
+        elif product_plan.has_bytes():
+            exact = as_bytes(x)
         close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
+
+
+def rounded(x: Tensor, positions: int, most: int) -> Tensor:
+    """To whole numbers, the largest of so many positions to `most`; as float32 computes it."""
+    parts, limit = [], torch.tensor(float(most))  # a number divided by a tensor is rounded twice
+    for part in x.float().split(positions, dim=1):
+        largest = part.abs().amax(dim=1, keepdim=True)
+        parts.append((part * (limit / largest)).round() * (largest / limit).double())
+    return torch.cat(parts, dim=1)
 
 
 def as_integers(x: Tensor) -> Tensor:
     """What few rows are as whole numbers of 16 bits, each stretch times its own factor."""
-    parts = []
-    for part in x.double().split(integer_tiles.MOST_POSITIONS, dim=1):
-        factor = part.abs().amax(dim=1, keepdim=True) / 32767
-        parts.append((part / factor).round() * factor)
-    return torch.cat(parts, dim=1)
+    return rounded(x, integer_tiles.MOST_POSITIONS, 32767)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """What many rows are as whole numbers of 8 bits."""
+    return rounded(x, byte_tiles.STRETCH, 127)
 
 
 def held_by(matrix: PackedMatrix) -> Tensor:
@@ -144,30 +164,53 @@ def test_few_rows_with_a_quantized_matrix_are_rounded_to_16_bits(
         assert ((found - wanted).abs() <= allowed).all()
 
 
-def test_the_largest_whole_numbers_add_up() -> None:
+@pytest.mark.parametrize("num_rows", [4, 5])
+def test_the_largest_whole_numbers_add_up(products: CpuKernels, num_rows: int) -> None:
     """All of one sign, as large as they may be, for as long as a sum may be; and those that are
     nothing, or next to it.
     """
     values = torch.full((16, 1024), 2.0)
     values[1] = -2.0
     matrix = packed(values, quantized=True)
-    x = torch.full((4, 1024), 3.0)
+    x = torch.full((num_rows, 1024), 3.0)
     x[1], x[2], x[3] = -3.0, 0.0, 1e-38
-    found = CpuKernels().linear(x, matrix, None)
+    found = products.linear(x, matrix, None)
     assert found[0, :2].tolist() == pytest.approx([6144.0, -6144.0], rel=1e-6)
     assert found[1, :2].tolist() == pytest.approx([-6144.0, 6144.0], rel=1e-6)
-    assert found[2:].abs().max() < 1e-30
+    assert found[2:4].abs().max() < 1e-30
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "int8"])
+@pytest.mark.skipif(not byte_tiles.has_bytes(), reason="this processor adds no products of 8 bits")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, quantized: bool) -> None:
-    # what is not quantized has one kind of instructions for any number of rows
-    products = CpuKernels(deterministic=quantized)
-    matrix = packed(randn(100, 330).to(dtype), quantized)
+@pytest.mark.parametrize("depth", [32, 64, 65, 97, 256, 300, 1500])
+def test_many_rows_with_a_quantized_matrix_are_rounded_to_8_bits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int
+) -> None:
+    """Each stretch by its own largest number: a small one is not lost beside a large one."""
+    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    matrix = packed(randn(70, depth).to(dtype), quantized=True)
+    sizes = torch.logspace(-3, 3, -(-depth // 64)).repeat_interleave(64)[:depth]
+    for num_rows in (5, 6, 7, 12):
+        x = (randn(num_rows, depth, seed=2) * sizes).to(dtype)
+        close_ends = x.double().abs().max() * depth**0.5 * 4e-6
+        wanted = as_bytes(x) @ held_by(matrix).T
+        allowed = wanted.abs() * torch.finfo(dtype).eps + close_ends
+        for own in (x, x.T.contiguous().T):
+            found = CpuKernels().linear(own, matrix, None).double()
+            assert ((found - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("kind", ["floats", "int8", "deterministic int8"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, kind: str) -> None:
+    """Only of int8 are products of few rows others than those of many, if not deterministic."""
+    products = CpuKernels(deterministic=kind.startswith("deterministic"))
+    matrix = packed(randn(100, 330).to(dtype), kind.endswith("int8"))
     x = randn(230, 330, seed=1).to(dtype)
     together = products.linear(x, matrix, None)
     for count, start in itertools.product((1, 2, 4, 5, 6, 7, 16, 17, 33, 192, 193), (0, 3, 33)):
+        if kind == "int8" and count <= integer_tiles.FEW_ROWS:
+            continue
         alone = products.linear(x[start : start + count], matrix, None)
         assert torch.equal(alone, together[start : start + count]), (count, start)
 
@@ -184,14 +227,15 @@ def test_threads_share_a_product(products: CpuKernels) -> None:
 def test_what_is_not_finite_stays_in_its_row(
     products: CpuKernels, dtype: torch.dtype, number: float
 ) -> None:
-    x, weight = torch.ones(3, 40, dtype=dtype), torch.ones(20, 40, dtype=dtype)
-    x[1, 39] = number
-    found = products.linear(x, packed(weight), None)
-    assert (found[[0, 2]] == 40).all()
-    assert not found[1].isfinite().any()
-    found = products.linear(x, packed(weight, quantized=True), None)
-    torch.testing.assert_close(found[[0, 2]], torch.full((2, 20), 40, dtype=dtype))
-    assert not found[1].isfinite().any()
+    for num_rows in (3, 6):
+        x, weight = torch.ones(num_rows, 40, dtype=dtype), torch.ones(20, 40, dtype=dtype)
+        x[1, 39] = number
+        found = products.linear(x, packed(weight), None)
+        assert (found[[0, 2]] == 40).all()
+        assert not found[1].isfinite().any()
+        found = products.linear(x, packed(weight, quantized=True), None)
+        torch.testing.assert_close(found[[0, 2]], torch.full((2, 20), 40, dtype=dtype))
+        assert not found[1].isfinite().any()
 
 
 @given(
@@ -245,8 +289,9 @@ def test_no_two_functions_have_one_name() -> None:
     rows = {matrix_tiles.over_rows(kind).__qualname__ for kind in kinds}
     lanes = [kind for kind in kinds if kind != "bfloat16 pairs"]
     shares = [matrix_product._share_by_lanes(kind) for kind in lanes]
-    shares += [matrix_product._share_by_pairs(is_quantized) for is_quantized in (False, True)]
-    assert len(rows) == len(kinds) and len({share.__qualname__ for share in shares}) == 6
+    shares += [matrix_product._share_by_pairs(), matrix_product._share_by_integers()]
+    shares.append(matrix_product._share_by_bytes())
+    assert len(rows) == len(kinds) and len({share.__qualname__ for share in shares}) == 7
     assert matrix_tiles.over_rows("bfloat16 pairs") is matrix_tiles.over_rows("bfloat16 pairs")
 
 

@@ -22,6 +22,7 @@ from gptmanager.kernels.adapter_plan import AdapterPlan, plan_runs
 from gptmanager.kernels.adapters import add as adapters_body
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, give_rows, on_pages, page_sizes
+from gptmanager.kernels.byte_tiles import round_rows, row_bytes
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
@@ -219,9 +220,13 @@ class CpuKernels(Kernels):
         return result
 
     def _converted(self, x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-        """Contiguous `[T, width]` of that dtype, with zeros behind what x has."""
+        """Contiguous `[T, width]` of that dtype, with zeros behind what x has; as int8 rounded
+        rows, which are longer.
+        """
         (x,) = alike(x)
-        result = torch.empty(x.shape[0], width, dtype=dtype)
+        is_rounded = dtype is torch.int8
+        size = row_bytes(width) if is_rounded else width
+        result = torch.empty(x.shape[0], size, dtype=dtype)
         task = ConversionTask(
             x=x.data_ptr(),
             result=result.data_ptr(),
@@ -229,9 +234,10 @@ class CpuKernels(Kernels):
             given=x.shape[1],
             width=width,
             x_dtype=DTYPES[x.dtype],
-            dtype=DTYPES[dtype],
+            dtype=DTYPES.get(dtype, 0),
         )
-        self._run(token_loops.convert, task, result.numel())
+        body = round_rows if is_rounded else token_loops.convert
+        self._run(body, task, result.numel())
         return result
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.byte_tiles import (
+    FOUR,
+    MARK_BYTES,
+    SPAN,
+    STRETCH,
+    byte_tile,
+    has_bytes,
+    lay_out,
+    row_size,
+)
 from gptmanager.kernels.dtypes import load_as, store_as
 from gptmanager.kernels.integer_tiles import (
     FEW_ROWS,
@@ -53,11 +63,11 @@ class ProductTask(ctypes.Structure):
     """Addresses (0: none), sizes (scratch in bytes), and how a group of panels is made.
 
     What is of one call comes first, up to `tail`. `x` has `depth` elements a row, float32, or
-    bfloat16 for pairs and the matrix unit; for whole numbers it is of `dtype`, which is that of
-    `result`. `group_panels`: how many panels of the result a group has; `second`: how far behind
-    its first panel the third one lies. `silu`: the third and fourth are factors of the SiLU of the
-    first and second. `full`, `tail`: the matrix unit's configurations, for sixteen rows and for
-    those that are left.
+    bfloat16 for pairs and the matrix unit; for whole numbers of 16 bits it is of `dtype`, which is
+    that of `result`, and for those of 8 bits it is rounded rows. `group_panels`: how many panels of
+    the result a group has; `second`: how far behind its first panel the third one lies. `silu`: the
+    third and fourth are factors of the SiLU of the first and second. `full`, `tail`: the matrix
+    unit's configurations, for sixteen rows and for those that are left.
     """
 
     _fields_ = task_fields(
@@ -181,31 +191,62 @@ def _share_by_lanes(dtype: str) -> Any:
     return share
 
 
-def _share_by_pairs(is_quantized: bool) -> Any:
-    """A thread's share, by dot products of pairs. What is quantized is widened before."""
+def _share_by_pairs() -> Any:
+    """A thread's share, by dot products of pairs."""
     multiply_rows = over_rows("bfloat16 pairs")
 
-    @loop_named("share_int8_pairs" if is_quantized else "share_bfloat16_pairs")
+    @loop_named("share_bfloat16_pairs")
     def share(t: Any, address: int) -> None:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
-        held = -1  # the group whose panels are widened
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
             panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
             rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 2 * first * t.depth
-            if is_quantized:
-                b0, b1, b2, b3 = _widened(t, scratch, panel, held)
-                held = panel
-            else:
-                b0, b1, b2, b3 = _panels(t, panel)
+            b0, b1, b2, b3 = _panels(t, panel)
             span, stride = BLOCK if rows > 6 else t.depth, 2 * t.depth
-            jump = _jump(t) if rows <= 6 and not is_quantized else 0
+            jump = _jump(t) if rows <= 6 else 0
             for k in range(0, t.depth, span):
                 a, at, steps = x + 2 * k, 2 * LANES * k, min(span, t.depth - k) // 2
                 multiply_rows(
                     *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
                     *(steps, jump, k > 0, rows),
                 )
+            _finish(t, scratch, panel, first, rows)
+            part = claim(address, NEXT_PART)
+
+    return share
+
+
+def _share_by_bytes() -> Any:
+    """A thread's share, by whole numbers of 8 bits; x are rounded rows."""
+    three, two, one = (byte_tile(rows) for rows in (3, 2, 1))
+
+    @loop_named("share_int8_bytes")
+    def share(t: Any, address: int) -> None:
+        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
+        depth, b, size = t.depth, scratch + SCRATCH_BYTES, LANES * SPAN
+        stride = row_size(depth)
+        part = claim(address, NEXT_PART)
+        while part < t.num_parts:
+            panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
+            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + first * stride
+            b0, b1, b2, b3 = _panels(t, panel)
+            for k in range(0, depth, SPAN):
+                fours, more, at = min(SPAN, depth - k) // FOUR, k > 0, k * LANES
+                lay_out(b, b0 + at, fours)
+                lay_out(b + size, b1 + at, fours)
+                lay_out(b + 2 * size, b2 + at, fours)
+                lay_out(b + 3 * size, b3 + at, fours)
+                marks = depth + MARK_BYTES * (k // STRETCH)
+                for row in range(0, rows - 2, 3):
+                    c, a = scratch + 256 * row, x + row * stride
+                    three(c, a + k, a + marks, stride, b, fours, more)
+                row = rows // 3 * 3
+                c, a = scratch + 256 * row, x + row * stride
+                if rows - row == 2:
+                    two(c, a + k, a + marks, stride, b, fours, more)
+                elif rows - row == 1:
+                    one(c, a + k, a + marks, stride, b, fours, more)
             _finish(t, scratch, panel, first, rows)
             part = claim(address, NEXT_PART)
 
@@ -250,8 +291,9 @@ def _share_by_integers() -> Any:
 
 _float32, _bfloat16 = _share_by_lanes("float32"), _share_by_lanes("bfloat16")
 _float16, _int8 = _share_by_lanes("float16"), _share_by_lanes("int8")
-_pairs, _int8_pairs = _share_by_pairs(False), _share_by_pairs(True)
+_pairs = _share_by_pairs()
 _int8_integers = _share_by_integers() if has_integers() else _int8
+_int8_bytes = _share_by_bytes() if has_bytes() else _int8
 
 
 def multiply_float32(address: int) -> None:
@@ -281,9 +323,9 @@ def multiply_pairs(address: int) -> None:
     _pairs(task_at(address, PRODUCT_TASK), address)
 
 
-def multiply_int8_pairs(address: int) -> None:
-    """The same of int8, by dot products of pairs."""
-    _int8_pairs(task_at(address, PRODUCT_TASK), address)
+def multiply_int8_bytes(address: int) -> None:
+    """The same of int8, by whole numbers of 8 bits."""
+    _int8_bytes(task_at(address, PRODUCT_TASK), address)
 
 
 @loop

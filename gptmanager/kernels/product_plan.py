@@ -14,6 +14,7 @@ import torch
 from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.kernels import matrix_product as bodies
+from gptmanager.kernels.byte_tiles import SPAN_BYTES, has_bytes, round_rows
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import has_integers, integer_bytes
 from gptmanager.kernels.machine_code import compiled
@@ -34,7 +35,7 @@ _kept: list[Any] = []  # what addresses lead to
 
 class Instructions(NamedTuple):
     body: int  # address of the machine code
-    dtype: torch.dtype  # in which it takes the rows
+    dtype: torch.dtype  # in which it takes the rows; int8: see `round_rows`
     scratch_bytes: int  # of a thread
 
 
@@ -76,9 +77,9 @@ def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Pr
 def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructions, Instructions]:
     """For few rows and for many."""
     stored, num_bytes = matrix.values.dtype, bodies.SCRATCH_BYTES
-    by_pairs = _by_pairs(stored is torch.int8)
-    if stored is torch.bfloat16 and by_pairs is not None:
-        pairs = Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
+    if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
+        body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
+        pairs = Instructions(compiled(body), torch.bfloat16, num_bytes)
         return pairs, pairs
     wide_bytes = num_bytes + PANELS * bodies.WIDE_BYTES
     lanes = Instructions(compiled(_BY_LANES[stored]), torch.float32, wide_bytes)
@@ -87,19 +88,14 @@ def _instructions(matrix: PackedMatrix, deterministic: bool) -> tuple[Instructio
         if has_integers():
             few_bytes = num_bytes + integer_bytes(matrix.depth)
             few = Instructions(compiled(bodies.multiply_int8_integers), matrix.dtype, few_bytes)
-        if by_pairs is not None:
+        if has_matrix_unit():
             num_bytes += PANELS * PANEL_ROWS * matrix.depth * torch.bfloat16.itemsize
-            many = Instructions(compiled(by_pairs), torch.bfloat16, num_bytes)
+            many = Instructions(compiled(bodies.multiply_int8_by_unit), torch.bfloat16, num_bytes)
+        elif has_bytes():
+            compiled(round_rows)  # not in somebody's first request
+            num_bytes += SPAN_BYTES
+            many = Instructions(compiled(bodies.multiply_int8_bytes), torch.int8, num_bytes)
     return few, many
-
-
-def _by_pairs(is_quantized: bool) -> Callable[[int], None] | None:
-    """What multiplies pairs of bfloat16 at once, if that is fast here."""
-    if has_matrix_unit():
-        return bodies.multiply_int8_by_unit if is_quantized else bodies.multiply_by_unit
-    if has_fast_pairs():
-        return bodies.multiply_int8_pairs if is_quantized else bodies.multiply_pairs
-    return None
 
 
 def can_be_packed(dtype: torch.dtype, quantized: bool) -> bool:

@@ -39,13 +39,13 @@ def repeat(builder: Any, count: Any, initial: Sequence[Any], step: Step) -> Sequ
     builder.position_at_end(body)
     index, values = builder.phi(LONG), [builder.phi(value.type) for value in initial]
     results = step(index, values)
-    following = builder.add(index, ir.Constant(LONG, 1))
+    following, last = builder.add(index, ir.Constant(LONG, 1)), builder.block
     after = builder.append_basic_block("after")
     builder.cbranch(builder.icmp_signed("<", following, count), body, after)
     starts, ends = [ir.Constant(LONG, 0), *initial], [following, *results]
     for phi, start, end in zip([index, *values], starts, ends, strict=True):
         phi.add_incoming(start, before)
-        phi.add_incoming(end, body)
+        phi.add_incoming(end, last)
     builder.position_at_end(after)
     return results
 

@@ -96,7 +96,7 @@ CONVERSION_TASK = np.dtype(ConversionTask)
 
 
 @loop
-def _share(t: Any, part: int) -> range:
+def share_of(t: Any, part: int) -> range:
     return range(t.num_tokens * part // t.num_parts, t.num_tokens * (part + 1) // t.num_parts)
 
 
@@ -164,7 +164,7 @@ def rope_and_write(address: int) -> None:
     part = claim(address, NEXT_PART)
     row = 0
     while part < t.num_parts:
-        for token in _share(t, part):
+        for token in share_of(t, part):
             while get_int(t.row_starts, row + 1) <= token:
                 row += 1
             position = get_int(t.kv_lengths, row) - get_int(t.row_starts, row + 1) + token
@@ -205,7 +205,7 @@ def normalize(address: int) -> None:
     width = t.width
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in _share(t, part):
+        for token in share_of(t, part):
             x, start = t.x, token * width
             if t.residual:
                 x = t.residual
@@ -244,7 +244,7 @@ def convert(address: int) -> None:
     t = task_at(address, CONVERSION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in _share(t, part):
+        for token in share_of(t, part):
             for i in range(0, t.width, LANES):
                 value = splat(ZERO)
                 if i < t.given:
@@ -285,7 +285,7 @@ def embed(address: int) -> None:
     wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in _share(t, part):
+        for token in share_of(t, part):
             _embed_token(t, token, wide)
         part = claim(address, NEXT_PART)
 
@@ -295,7 +295,7 @@ def activate(address: int) -> None:
     t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in _share(t, part):
+        for token in share_of(t, part):
             start = token * t.stride
             for i in range(0, t.width, LANES):
                 x = load_as(t.dtype, t.x, start + i, t.width - i)

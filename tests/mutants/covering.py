@@ -43,6 +43,7 @@ _CPU = {
     "adapters.py": "test_kernel_memory test_adapter_kernels",
     "attention_arguments.py": "test_kernel_memory test_kernels",
     "attention_task.py": "test_kernel_memory test_kernels",
+    "byte_tiles.py": _PRODUCTS,
     "integer_tiles.py": _PRODUCTS,
     "lanes.py": "test_kernel_memory test_kernels test_adapter_kernels",
     "machine_code.py": "test_kernels",
