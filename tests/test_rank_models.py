@@ -83,11 +83,11 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
 )
 def test_compiled_kernels_do_so_too(family, options, tolerance):
     given, is_quantized = source(family), "weights_dtype" in options
-    # else few rows are rounded by the largest number of what a rank has of them
+    # else rows are rounded, to 8 bits where they are many, by the largest numbers of what a rank has
     kernels = functools.partial(CpuKernels, deterministic=is_quantized)
     assert_equal(given, 2, 2, kernels, tolerance, **options)
     if is_quantized:
-        assert_equal(given, 2, 2, CpuKernels, 1e-3, **options)
+        assert_equal(given, 2, 2, CpuKernels, 0.1, **options)
 
 
 def test_each_rank_of_the_last_stage_may_have_the_logits():
