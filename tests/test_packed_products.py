@@ -302,16 +302,16 @@ def test_a_tile_is_the_same_bits_with_any_number_of_registers(rows: int, across:
     @loop_named(f"tile_of_{rows}_by_{across}")
     def product(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
-        steps: int, jump: int, add: bool, rows: int,
+        steps: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
-        own(c, a, a_stride, b0, b1, b2, b3, steps, jump, add)
+        own(c, a, a_stride, b0, b1, b2, b3, steps, add)
 
     panels, x = randn(4, 9, 16), randn(rows, 9, seed=1)
     found = []
     for one in (product, matrix_tiles.over_rows("float32")):
         sums = randn(rows, 4, 16, seed=2)
         addresses = sums.data_ptr(), x.data_ptr(), 4 * 9, *(panel.data_ptr() for panel in panels)
-        one(*addresses, 9, 0, True, rows)
+        one(*addresses, 9, True, rows)
         found.append(sums)
     assert torch.equal(*found)
     wanted = randn(rows, 4, 16, seed=2) + torch.einsum("rk,pkn->rpn", x, panels)

@@ -83,7 +83,7 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
 )
 def test_compiled_kernels_do_so_too(family, options, tolerance):
     given, is_quantized = source(family), "weights_dtype" in options
-    # else rows are rounded, to 8 bits where they are many, by the largest numbers of what a rank has
+    # else rows are rounded, many of them to 8 bits, by the largest of what a rank has
     kernels = functools.partial(CpuKernels, deterministic=is_quantized)
     assert_equal(given, 2, 2, kernels, tolerance, **options)
     if is_quantized:

@@ -44,7 +44,7 @@ from gptmanager.kernels.lanes import (
     vector,
     word,
 )
-from gptmanager.kernels.matrix_tiles import AHEAD, PANELS, fetch_line
+from gptmanager.kernels.matrix_tiles import PANELS, fetch_line
 from gptmanager.kernels.products import repeat
 from gptmanager.kernels.threads import NEXT_PART
 from gptmanager.kernels.token_loops import CONVERSION_TASK, share_of
@@ -142,7 +142,9 @@ def byte_tile(rows: int) -> Any:
 
 @word(nothing, long, long, long)
 def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
-    """A panel's positions by fours, 128 more each: `[fours, 16, 4]` of uint8."""
+    """A panel's positions by fours, 128 more each: `[fours, 16, 4]` of uint8. Asks for the next
+    ones of that panel meanwhile.
+    """
     kind = ir.VectorType(ir.IntType(8), 4 * LANES)
     order = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
     mask = ir.Constant(ir.VectorType(INT, 2 * LANES), order)
@@ -151,7 +153,7 @@ def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
         offset = builder.mul(index, ir.Constant(LONG, FOUR * LANES))
         start = builder.add(source, offset)
-        fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
+        fetch_line(builder, builder.add(start, ir.Constant(LONG, LANES * SPAN)))
         read = builder.load(builder.inttoptr(start, _SHORTS.as_pointer()), align=1)
         value = builder.shuffle_vector(read, ir.Constant(_SHORTS, ir.Undefined), mask)
         value = builder.bitcast(builder.xor(value, signs), kind)

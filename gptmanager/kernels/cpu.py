@@ -27,7 +27,7 @@ from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
 from gptmanager.kernels.machine_code import compiled
-from gptmanager.kernels.matrix_product import CHUNK_ROWS
+from gptmanager.kernels.matrix_product import CHUNK_ROWS, STREAMED_ROWS
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
 from gptmanager.kernels.product_plan import ProductPlan, can_be_packed, plan_product, registers
 from gptmanager.kernels.recorded_step import StepRecorder
@@ -46,6 +46,7 @@ SMALL = 1 << 15
 SMALL_PRODUCT = 1 << 18  # the same in products of two numbers
 SCATTERED = 8  # times as much as an element costs one that is written far from its neighbors
 PARTS_PER_THREAD = 8
+STREAMS_PER_THREAD = 4  # pieces of a matrix that is read as fast as memory gives it
 
 
 class CpuKernels(Kernels):
@@ -202,9 +203,12 @@ class CpuKernels(Kernels):
         if x.dtype is not dtype or plan.depth > x.shape[1] or not x.is_contiguous():
             x = self._converted(x, dtype, plan.depth)
         num_chunks = -(-num_rows // CHUNK_ROWS)
-        num_parts = num_chunks * plan.num_groups
         is_small = num_rows * plan.work < SMALL_PRODUCT
-        size = min(1 if is_small else self._team.max_size, num_parts)
+        size = min(1 if is_small else self._team.max_size, num_chunks * plan.num_groups)
+        part_groups = 1
+        if 0 < num_rows <= STREAMED_ROWS:
+            part_groups = max(1, plan.num_groups // (size * STREAMS_PER_THREAD))
+        num_parts = num_chunks * -(-plan.num_groups // part_groups)
         result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
         bias_address = bias_dtype = 0
         if bias is not None:
@@ -213,8 +217,8 @@ class CpuKernels(Kernels):
         task = with_first(
             plan.task,
             *(num_parts, x.data_ptr(), result.data_ptr(), bias_address, bias_dtype),
-            *(self._team.scratch(size * scratch_bytes), scratch_bytes, num_rows, num_chunks, size),
-            *(registers(16), registers(num_rows % 16)),
+            *(self._team.scratch(size * scratch_bytes), scratch_bytes, num_rows, num_chunks),
+            *(part_groups, registers(16), registers(num_rows % 16)),
         )
         self._team.run(body, task, size)
         return result

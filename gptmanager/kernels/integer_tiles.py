@@ -40,7 +40,7 @@ from gptmanager.kernels.lanes import (
     vector,
     word,
 )
-from gptmanager.kernels.matrix_tiles import PANELS, fetch_line, line_ahead
+from gptmanager.kernels.matrix_tiles import AHEAD, PANELS, fetch_line
 from gptmanager.kernels.products import repeat
 
 FEW_ROWS = 4  # up to here a matrix of int8 is read as fast as memory gives it
@@ -71,23 +71,21 @@ def _add_products(builder: Any, left: Any, right: Any, total: Any) -> Any:
 def integer_tile(rows: int) -> Any:
     """A word that adds to `rows` x 64 elements of a product, or begins with them.
 
-    Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, left, jump,
-    add)`: `left` bytes are left of a panel, see `line_ahead`. `c` float32 of stride 64; `a` int16,
-    strides in bytes; `b0` to `b3` the addresses of four panels of int8. A row's sums are whole
-    numbers, exact for up to `MOST_POSITIONS`, times its factor.
+    Its arguments: `(c, a, a_stride, factors, factors_stride, b0, b1, b2, b3, steps, add)`. `c`
+    float32 of stride 64; `a` int16, strides in bytes; `b0` to `b3` the addresses of four panels of
+    int8. A row's sums are whole numbers, exact for up to `MOST_POSITIONS`, times its factor.
     """
 
-    @word(nothing, *[long] * 12, types.boolean)
+    @word(nothing, *[long] * 10, types.boolean)
     def product(
         builder: Any, c: Any, a: Any, a_stride: Any, factors: Any, factors_stride: Any,
-        b0: Any, b1: Any, b2: Any, b3: Any, steps: Any, left: Any, jump: Any, add: Any,
+        b0: Any, b1: Any, b2: Any, b3: Any, steps: Any, add: Any,
     ) -> None:  # fmt: skip
         def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             offset = builder.mul(index, ir.Constant(LONG, INTEGER_DEPTH * LANES))
             starts = [builder.add(panel, offset) for panel in (b0, b1, b2, b3)]
-            ahead = line_ahead(builder, offset, left, jump)
-            for panel in (b0, b1, b2, b3):
-                fetch_line(builder, builder.add(panel, ahead))
+            for start in starts:
+                fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
             for pair in range(INTEGER_DEPTH // 2):
                 place = builder.add(
                     builder.mul(index, ir.Constant(LONG, INTEGER_DEPTH // 2)),

@@ -1,8 +1,9 @@
 """The product of tokens with a packed matrix, and what follows on its result at once.
 
-What one thread does of it. Parts are groups of four panels, for a chunk of rows each. A chunk's
-elements stay in scratch until their sums are whole; then they are scaled, biased, activated and
-rounded on their way out.
+What one thread does of it. Parts are groups of four panels, for a chunk of rows each. The panels of
+a group lie a quarter of the matrix apart, so that a thread with several groups in a row reads four
+long pieces of memory. A chunk's elements stay in scratch until their sums are whole; then they are
+scaled, biased, activated and rounded on their way out.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ CHUNK_ROWS = 192  # their elements of a group, float32, fit beside panels into t
 BLOCK = 256  # positions of four panels that stay in its first cache while rows pass
 SCRATCH_BYTES = 4 * CHUNK_ROWS * PANELS * LANES
 WIDE_BYTES = 4 * BLOCK * LANES  # of a panel's positions that are widened at a time
+STREAMED_ROWS = 6  # up to here the matrix is read once, in long pieces
 WIDEN_FROM = 32  # rows: for fewer it takes longer than it saves
 
 
@@ -64,15 +66,16 @@ class ProductTask(ctypes.Structure):
 
     What is of one call comes first, up to `tail`. `x` has `depth` elements a row, float32, or
     bfloat16 for pairs and the matrix unit; for whole numbers of 16 bits it is of `dtype`, which is
-    that of `result`, and for those of 8 bits it is rounded rows. `group_panels`: how many panels of
-    the result a group has; `second`: how far behind its first panel the third one lies. `silu`: the
+    that of `result`, and for those of 8 bits it is rounded rows. `part_groups`: how many groups a
+    part has. `num_groups`: of all, and how far the second panel of a group lies behind the first,
+    and the fourth behind the third; `second`: how far the third lies behind the first. `silu`: the
     third and fourth are factors of the SiLU of the first and second. `full`, `tail`: the matrix
     unit's configurations, for sixteen rows and for those that are left.
     """
 
     _fields_ = task_fields(
-        "x result bias bias_dtype scratch scratch_bytes rows num_chunks num_threads full tail"
-        " matrix scales columns depth num_panels group_panels second silu position_bytes positions"
+        "x result bias bias_dtype scratch scratch_bytes rows num_chunks part_groups full tail"
+        " matrix scales columns depth num_panels num_groups second silu position_bytes positions"
         " dtype"
     )
 
@@ -94,16 +97,16 @@ def _finished(
 
 
 @loop
-def _finish(t: Any, c: int, panel: int, first_row: int, rows: int) -> None:
+def _finish(t: Any, c: int, group: int, first_row: int, rows: int) -> None:
     """A chunk of a group on its way out of scratch."""
     # read once: for all that the compiler knows, a store may change the task
     scales, bias, silu, columns = t.scales, t.bias, t.silu, t.columns
     result, dtype, bias_dtype = t.result, t.dtype, t.bias_dtype
-    group, first = t.group_panels, LANES * panel
+    num_panels, apart = 2 if silu else PANELS, t.num_groups
     for row in range(rows):
         start = (first_row + row) * columns
-        for n in range(group):
-            column = first + LANES * n
+        for n in range(num_panels):
+            column = LANES * (group + n * apart)
             count, index = columns - column, LANES * (PANELS * row + n)
             if count <= 0:
                 break
@@ -129,27 +132,28 @@ def _widen(t: Any, target: int, source: int) -> None:
 
 
 @loop
-def _panels(t: Any, panel: int) -> Any:
+def _panels(t: Any, group: int) -> Any:
     """Addresses of the four of a group."""
-    first, second = _panel(t, panel), _panel(t, panel + 1)
-    return first, second, _panel(t, panel + t.second), _panel(t, panel + t.second + 1)
+    second, third = group + t.num_groups, group + t.second
+    return _panel(t, group), _panel(t, second), _panel(t, third), _panel(t, third + t.num_groups)
 
 
 @loop
-def _jump(t: Any) -> int:
-    """From the end of a panel to where a thread is likely to go on reading: in its next group, or
-    in one beside it, which another thread reads on the same last cache.
-    """
-    return int((t.num_threads * t.group_panels - 1) * t.depth * t.position_bytes)
+def _part(t: Any, part: int) -> Any:
+    """Its groups, and its rows."""
+    first = part // t.num_chunks * t.part_groups
+    groups = range(first, min(first + t.part_groups, t.num_groups))
+    first_row = part % t.num_chunks * CHUNK_ROWS
+    return groups, first_row, min(CHUNK_ROWS, t.rows - first_row)
 
 
 @loop
-def _widened(t: Any, scratch: int, panel: int, held: int) -> Any:
+def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
     """The same of int8 as bfloat16, which they become behind the sums; `held`: they are already."""
     first, size = scratch + SCRATCH_BYTES, 2 * LANES * t.depth
     wide = first, first + size, first + 2 * size, first + 3 * size
-    if held != panel:
-        for target, source in zip(wide, _panels(t, panel)):  # noqa: B905 - Numba has no strict
+    if held != group:
+        for target, source in zip(wide, _panels(t, group)):  # noqa: B905 - Numba has no strict
             _widen(t, target, source)
     return wide
 
@@ -166,26 +170,25 @@ def _share_by_lanes(dtype: str) -> Any:
         w1, w2, w3 = w0 + WIDE_BYTES, w0 + 2 * WIDE_BYTES, w0 + 3 * WIDE_BYTES
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 4 * first * t.depth
-            b0, b1, b2, b3 = _panels(t, panel)
-            span, stride = BLOCK if rows > 6 else t.depth, 4 * t.depth
-            jump = _jump(t) if rows <= 6 else 0
-            for k in range(0, t.depth, span):
-                a, at, count = x + 4 * k, k * t.position_bytes, min(span, t.depth - k)
-                if is_float32 or rows < WIDEN_FROM:
-                    steps = count // t.positions
-                    multiply_few(
-                        *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
-                        *(steps, jump, k > 0, rows),
-                    )
-                else:
-                    widen(w0, b0 + at, count)
-                    widen(w1, b1 + at, count)
-                    widen(w2, b2 + at, count)
-                    widen(w3, b3 + at, count)
-                    multiply_many(scratch, a, stride, w0, w1, w2, w3, count, 0, k > 0, rows)
-            _finish(t, scratch, panel, first, rows)
+            groups, first, rows = _part(t, part)
+            x, stride = t.x + 4 * first * t.depth, 4 * t.depth
+            span = BLOCK if rows > STREAMED_ROWS else t.depth
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for k in range(0, t.depth, span):
+                    a, at, count = x + 4 * k, k * t.position_bytes, min(span, t.depth - k)
+                    if is_float32 or rows < WIDEN_FROM:
+                        multiply_few(
+                            *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
+                            *(count // t.positions, k > 0, rows),
+                        )
+                    else:
+                        widen(w0, b0 + at, count)
+                        widen(w1, b1 + at, count)
+                        widen(w2, b2 + at, count)
+                        widen(w3, b3 + at, count)
+                        multiply_many(scratch, a, stride, w0, w1, w2, w3, count, k > 0, rows)
+                _finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -200,18 +203,18 @@ def _share_by_pairs() -> Any:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + 2 * first * t.depth
-            b0, b1, b2, b3 = _panels(t, panel)
-            span, stride = BLOCK if rows > 6 else t.depth, 2 * t.depth
-            jump = _jump(t) if rows <= 6 else 0
-            for k in range(0, t.depth, span):
-                a, at, steps = x + 2 * k, 2 * LANES * k, min(span, t.depth - k) // 2
-                multiply_rows(
-                    *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
-                    *(steps, jump, k > 0, rows),
-                )
-            _finish(t, scratch, panel, first, rows)
+            groups, first, rows = _part(t, part)
+            x, stride = t.x + 2 * first * t.depth, 2 * t.depth
+            span = BLOCK if rows > STREAMED_ROWS else t.depth
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for k in range(0, t.depth, span):
+                    a, at, steps = x + 2 * k, 2 * LANES * k, min(span, t.depth - k) // 2
+                    multiply_rows(
+                        *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
+                        *(steps, k > 0, rows),
+                    )
+                _finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -228,26 +231,27 @@ def _share_by_bytes() -> Any:
         stride = row_size(depth)
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-            rows, x = min(CHUNK_ROWS, t.rows - first), t.x + first * stride
-            b0, b1, b2, b3 = _panels(t, panel)
-            for k in range(0, depth, SPAN):
-                fours, more, at = min(SPAN, depth - k) // FOUR, k > 0, k * LANES
-                lay_out(b, b0 + at, fours)
-                lay_out(b + size, b1 + at, fours)
-                lay_out(b + 2 * size, b2 + at, fours)
-                lay_out(b + 3 * size, b3 + at, fours)
-                marks = depth + MARK_BYTES * (k // STRETCH)
-                for row in range(0, rows - 2, 3):
+            groups, first, rows = _part(t, part)
+            x = t.x + first * stride
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for k in range(0, depth, SPAN):
+                    fours, more, at = min(SPAN, depth - k) // FOUR, k > 0, k * LANES
+                    lay_out(b, b0 + at, fours)
+                    lay_out(b + size, b1 + at, fours)
+                    lay_out(b + 2 * size, b2 + at, fours)
+                    lay_out(b + 3 * size, b3 + at, fours)
+                    marks = depth + MARK_BYTES * (k // STRETCH)
+                    for row in range(0, rows - 2, 3):
+                        c, a = scratch + 256 * row, x + row * stride
+                        three(c, a + k, a + marks, stride, b, fours, more)
+                    row = rows // 3 * 3
                     c, a = scratch + 256 * row, x + row * stride
-                    three(c, a + k, a + marks, stride, b, fours, more)
-                row = rows // 3 * 3
-                c, a = scratch + 256 * row, x + row * stride
-                if rows - row == 2:
-                    two(c, a + k, a + marks, stride, b, fours, more)
-                elif rows - row == 1:
-                    one(c, a + k, a + marks, stride, b, fours, more)
-            _finish(t, scratch, panel, first, rows)
+                    if rows - row == 2:
+                        two(c, a + k, a + marks, stride, b, fours, more)
+                    elif rows - row == 1:
+                        one(c, a + k, a + marks, stride, b, fours, more)
+                _finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -262,28 +266,29 @@ def _share_by_integers() -> Any:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
         depth, stride = t.depth, 2 * t.depth
         x, factors_stride = scratch + SCRATCH_BYTES, 4 * ((depth - 1) // MOST_POSITIONS + 1)
-        factors, jump = x + FEW_ROWS * stride, _jump(t)
+        factors = x + FEW_ROWS * stride
         for row in range(t.rows):  # by each thread, which takes less time than to wait for one
             to = factors + row * factors_stride
             round_row(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
-            panel = part * t.group_panels
-            b0, b1, b2, b3 = _panels(t, panel)
-            for number, k in enumerate(range(0, depth, MOST_POSITIONS)):
-                steps = min(MOST_POSITIONS, depth - k) // INTEGER_DEPTH
-                a, by, at, more = x + 2 * k, factors + 4 * number, k * LANES, k > 0
-                c0, c1, c2, c3 = b0 + at, b1 + at, b2 + at, b3 + at
-                left, own = LANES * (depth - k), (scratch, a, stride, by, factors_stride)
-                if t.rows == 1:
-                    one(*own, c0, c1, c2, c3, steps, left, jump, more)
-                elif t.rows == 2:
-                    two(*own, c0, c1, c2, c3, steps, left, jump, more)
-                elif t.rows == 3:
-                    three(*own, c0, c1, c2, c3, steps, left, jump, more)
-                else:
-                    four(*own, c0, c1, c2, c3, steps, left, jump, more)
-            _finish(t, scratch, panel, 0, t.rows)
+            groups, _, rows = _part(t, part)
+            for group in groups:
+                b0, b1, b2, b3 = _panels(t, group)
+                for number, k in enumerate(range(0, depth, MOST_POSITIONS)):
+                    steps = min(MOST_POSITIONS, depth - k) // INTEGER_DEPTH
+                    a, by, at, more = x + 2 * k, factors + 4 * number, k * LANES, k > 0
+                    c0, c1, c2, c3 = b0 + at, b1 + at, b2 + at, b3 + at
+                    own = scratch, a, stride, by, factors_stride
+                    if rows == 1:
+                        one(*own, c0, c1, c2, c3, steps, more)
+                    elif rows == 2:
+                        two(*own, c0, c1, c2, c3, steps, more)
+                    elif rows == 3:
+                        three(*own, c0, c1, c2, c3, steps, more)
+                    else:
+                        four(*own, c0, c1, c2, c3, steps, more)
+                _finish(t, scratch, group, 0, rows)
             part = claim(address, NEXT_PART)
 
     return share
@@ -335,26 +340,26 @@ def _share_by_unit(t: Any, address: int, is_quantized: bool) -> None:
     held = -1  # the group whose panels are widened
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        panel, first = part // t.num_chunks * t.group_panels, part % t.num_chunks * CHUNK_ROWS
-        rows = min(CHUNK_ROWS, t.rows - first)
-        if is_quantized:
-            b0, b1, b2, b3 = _widened(t, scratch, panel, held)
-            held = panel
-        else:
-            b0, b1, b2, b3 = _panels(t, panel)
+        groups, first, rows = _part(t, part)
         span = BLOCK if rows >= 32 else t.depth
-        for k in range(0, t.depth, span):
-            steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
-            configure(t.full)
-            for row in range(0, rows - 31, 32):
-                c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
-                _thirty_two(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
-            for row in range(rows // 32 * 32, rows, 16):
-                if rows - row < 16:
-                    configure(t.tail)
-                c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
-                _sixteen(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
-        _finish(t, scratch, panel, first, rows)
+        for group in groups:
+            if is_quantized:
+                b0, b1, b2, b3 = _widened(t, scratch, group, held)
+                held = group
+            else:
+                b0, b1, b2, b3 = _panels(t, group)
+            for k in range(0, t.depth, span):
+                steps, at = min(span, t.depth - k) // 32, 2 * LANES * k
+                configure(t.full)
+                for row in range(0, rows - 31, 32):
+                    c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+                    _thirty_two(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+                for row in range(rows // 32 * 32, rows, 16):
+                    if rows - row < 16:
+                        configure(t.tail)
+                    c, x = scratch + 256 * row, t.x + 2 * ((first + row) * t.depth + k)
+                    _sixteen(c, x, t.depth, b0 + at, b1 + at, b2 + at, b3 + at, steps, k > 0)
+            _finish(t, scratch, group, first, rows)
         part = claim(address, NEXT_PART)
     release()
 

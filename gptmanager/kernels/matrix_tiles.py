@@ -71,15 +71,6 @@ def fetch_line(builder: Any, address: Any) -> None:
     call(builder, "llvm.prefetch.p0", kind, pointer, to_read, to_stay, data)
 
 
-def line_ahead(builder: Any, offset: Any, left: Any, jump: Any) -> Any:
-    """How far behind the start of a panel that line lies which is read `AHEAD` bytes after the one
-    at `offset`; `jump` further where the panel ends `left` bytes behind its start.
-    """
-    ahead = builder.add(offset, ir.Constant(LONG, AHEAD))
-    is_within = builder.icmp_signed("<", ahead, left)
-    return builder.select(is_within, ahead, builder.add(ahead, jump))
-
-
 def _all(value: int) -> Any:
     return ir.Constant(INDICES, [value] * LANES)
 
@@ -112,19 +103,18 @@ def tile(rows: int, dtype: str, across: int) -> Any:
     """A word that computes `rows` x 64 elements of a product, or adds to them. The sums of `across`
     panels are in registers at a time.
 
-    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, jump, add)`. `c` float32 of stride 64,
+    Its arguments: `(c, a, a_stride, b0, b1, b2, b3, steps, add)`. `c` float32 of stride 64,
     `a` float32, of pairs bfloat16, `b0` to `b3` the addresses of four panels; a step is what is
     read of a panel at a time: two positions for bfloat16 and int8, one for others. `a_stride` in
-    bytes. `jump`: from what follows there on a panel to what is read next; see `line_ahead`.
+    bytes.
     """
     own = _FORMATS[dtype]
 
-    @word(nothing, *[long] * 9, types.boolean)
+    @word(nothing, *[long] * 8, types.boolean)
     def product(
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
-        steps: Any, jump: Any, add: Any,
+        steps: Any, add: Any,
     ) -> None:  # fmt: skip
-        left_bytes = builder.mul(steps, ir.Constant(LONG, own.bytes_read))
         lefts = [
             builder.add(a, builder.mul(a_stride, ir.Constant(LONG, row))) for row in range(rows)
         ]
@@ -133,9 +123,8 @@ def tile(rows: int, dtype: str, across: int) -> Any:
             def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
                 offset = builder.mul(index, ir.Constant(LONG, own.bytes_read))
                 starts = [builder.add(panel, offset) for panel in panels]
-                ahead = line_ahead(builder, offset, left_bytes, jump)
-                for panel in panels:
-                    fetch_line(builder, builder.add(panel, ahead))
+                for start in starts:
+                    fetch_line(builder, builder.add(start, ir.Constant(LONG, AHEAD)))
                 pointers = [builder.inttoptr(start, own.kind.as_pointer()) for start in starts]
                 read = [own.widen(builder, builder.load(pointer, align=1)) for pointer in pointers]
                 depth = len(read[0])
@@ -201,22 +190,22 @@ def over_rows(dtype: str) -> Any:
     @loop_named(f"multiply_rows_{name}")
     def product(
         c: int, a: int, a_stride: int, b0: int, b1: int, b2: int, b3: int,
-        steps: int, jump: int, add: bool, rows: int,
+        steps: int, add: bool, rows: int,
     ) -> None:  # fmt: skip
         row = 0
         while row < rows:
             to, left, rest = c + 256 * row, a + row * a_stride, rows - row
             if rest >= 6:
-                six(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
+                six(to, left, a_stride, b0, b1, b2, b3, steps, add)
                 row += 6
             elif rest >= 4:
-                four(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
+                four(to, left, a_stride, b0, b1, b2, b3, steps, add)
                 row += 4
             elif rest >= 2:
-                two(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
+                two(to, left, a_stride, b0, b1, b2, b3, steps, add)
                 row += 2
             else:
-                one(to, left, a_stride, b0, b1, b2, b3, steps, jump, add)
+                one(to, left, a_stride, b0, b1, b2, b3, steps, add)
                 row += 1
 
     return product

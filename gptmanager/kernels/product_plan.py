@@ -54,22 +54,22 @@ class ProductPlan(NamedTuple):
 def plan_product(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> ProductPlan:
     """`deterministic`: the same instructions for any number of rows."""
     num_rows, num_panels = len(matrix), len(matrix.values)
-    columns, group = (num_rows // 2, PANELS // 2) if silu else (num_rows, PANELS)
+    columns = num_rows // 2 if silu else num_rows
+    num_groups = -(-columns // (PANEL_ROWS * (PANELS // 2 if silu else PANELS)))
     task = ProductTask(
         matrix=matrix.values.data_ptr(),
         scales=0 if matrix.scales is None else matrix.scales.data_ptr(),
         columns=columns,
         depth=matrix.depth,
         num_panels=num_panels,
-        group_panels=group,
-        second=num_panels // 2 if silu else 2,
+        num_groups=num_groups,
+        second=num_panels // 2 if silu else 2 * num_groups,
         silu=silu,
         position_bytes=matrix.values.itemsize * PANEL_ROWS,
         positions=matrix.values.shape[3],
         dtype=DTYPES[matrix.dtype],
     )
     few, many = _instructions(matrix, deterministic)
-    num_groups = -(-columns // (PANEL_ROWS * group))
     work = num_panels * PANEL_ROWS * matrix.depth
     return ProductPlan(task, columns, matrix.depth, num_groups, work, few, many)
 
