@@ -4,6 +4,7 @@ the depth is not full; by each kind of instructions that this machine has."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -215,11 +216,32 @@ def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype, kind: str) ->
         assert torch.equal(alone, together[start : start + count]), (count, start)
 
 
-def test_threads_share_a_product(products: CpuKernels) -> None:
-    weight, x = randn(2000, 200).bfloat16(), randn(200, 200, seed=1).bfloat16()
-    alone = products.linear(x, packed(weight), None)
-    torch.set_num_threads(2)
-    assert torch.equal(products.linear(x, packed(weight), None), alone)
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "int8"])
+@pytest.mark.parametrize("num_rows", [1, 4, 6, 7, 200])
+@pytest.mark.usefixtures("restored_threads")
+def test_threads_share_a_product(products: CpuKernels, num_rows: int, quantized: bool) -> None:
+    """In parts of several groups where rows are few, of which the last one has less."""
+    matrix = packed(randn(1952, 200).bfloat16(), quantized)
+    held = held_by(matrix) if quantized else matrix.unpacked().double()
+    x = randn(num_rows, 200, seed=1).bfloat16()
+    found = {}
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found[threads] = products.linear(x, matrix), products.linear_silu_mul(x, matrix)
+    gate, up = (x.double() @ held.T).chunk(2, dim=-1)
+    for own, wanted in zip(
+        found[1], (torch.cat((gate, up), dim=1), F.silu(gate) * up), strict=True
+    ):
+        assert (own.double() - wanted).norm() < 0.01 * wanted.norm()
+    for threads in (2, 3):
+        assert all(map(torch.equal, found[threads], found[1]))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
