@@ -148,7 +148,7 @@ def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
     kind = ir.VectorType(ir.IntType(8), 4 * LANES)
     order = [n // 2 + n % 2 * LANES for n in range(2 * LANES)]
     mask = ir.Constant(ir.VectorType(INT, 2 * LANES), order)
-    signs = ir.Constant(_SHORTS, [0x8080 - (1 << 16)] * (2 * LANES))
+    signs = ir.Constant(_SHORTS, [0x8080] * (2 * LANES))
 
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
         offset = builder.mul(index, ir.Constant(LONG, FOUR * LANES))
@@ -192,7 +192,7 @@ def _round_row(dtype: int, x: int, row: int, given: int, depth: int, to: int) ->
     for number, first in enumerate(range(0, depth, STRETCH)):
         end = min(first + STRETCH, depth)
         most, nans, total = splat(ZERO), splat(ZERO), splat(ZERO)
-        for k in range(first, min(end, given), LANES):
+        for k in range(first, end, LANES):
             value = load_as(dtype, x, row * given + k, given - k)
             most = larger(most, larger(value, splat(ZERO) - value))
             nans = mark_nan(nans, value)
@@ -203,9 +203,7 @@ def _round_row(dtype: int, x: int, row: int, given: int, depth: int, to: int) ->
             largest = ZERO
         put(marks, 2 * number, largest / np.float32(MOST) + sum_lanes(nans))
         for k in range(first, end, LANES):
-            value = splat(ZERO)
-            if k < given:
-                value = load_as(dtype, x, row * given + k, given - k)
+            value = load_as(dtype, x, row * given + k, given - k)
             total = _store_rounded(to, k, value * splat(by), total)
         put_int(marks, 2 * number + 1, -128 * _sum_ints(total))
 
