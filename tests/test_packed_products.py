@@ -120,12 +120,17 @@ def test_a_quantized_matrix_multiplies_as_what_it_holds(
         close(products.linear(x, matrix, None), exact.double() @ held.T, depth)
 
 
-def rounded(x: Tensor, positions: int, most: int) -> Tensor:
-    """To whole numbers, the largest of so many positions to `most`; as float32 computes it."""
+def rounded(x: Tensor, positions: int, most: int, outlier: float = torch.inf) -> Tensor:
+    """To whole numbers, the largest of so many positions to `most`; as float32 computes it. What
+    is left of them, too, where that one is `outlier` times their mean magnitude.
+    """
     parts, limit = [], torch.tensor(float(most))  # a number divided by a tensor is rounded twice
     for part in x.float().split(positions, dim=1):
         largest = part.abs().amax(dim=1, keepdim=True)
-        parts.append((part * (limit / largest)).round() * (largest / limit).double())
+        scaled, factor = part * (limit / largest), (largest / limit).double()
+        whole, left = scaled.round(), ((scaled - scaled.round()) * 254).round() / 254
+        far = largest > outlier * part.abs().mean(dim=1, keepdim=True)
+        parts.append((whole + left * far) * factor)
     return torch.cat(parts, dim=1)
 
 
@@ -136,7 +141,7 @@ def as_integers(x: Tensor) -> Tensor:
 
 def as_bytes(x: Tensor) -> Tensor:
     """What many rows are as whole numbers of 8 bits."""
-    return rounded(x, byte_tiles.STRETCH, 127)
+    return rounded(x, byte_tiles.STRETCH, 127, byte_tiles.OUTLIER)
 
 
 def held_by(matrix: PackedMatrix) -> Tensor:
@@ -199,6 +204,38 @@ def test_many_rows_with_a_quantized_matrix_are_rounded_to_8_bits(
         for own in (x, x.T.contiguous().T):
             found = CpuKernels().linear(own, matrix, None).double()
             assert ((found - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.skipif(not byte_tiles.has_bytes(), reason="this processor adds no products of 8 bits")
+@pytest.mark.parametrize("factor", [1, 30, 1000])
+@pytest.mark.parametrize("num_rows", [5, 33])
+def test_nothing_is_lost_beside_an_outlier(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, factor: float
+) -> None:
+    """Three channels are so many times as large in all tokens but one, and have no weight."""
+    monkeypatch.setattr(product_plan, "has_matrix_unit", lambda: False)
+    channels = [3, 70, 299]
+    weight, x = randn(70, 300), randn(num_rows, 300, seed=2)
+    weight[:, channels] = 0
+    x[:-1, channels] *= factor
+    matrix = packed(weight, quantized=True)
+    wanted = x.double() @ held_by(matrix).T
+    found = CpuKernels().linear(x, matrix)
+    assert (found - wanted).norm() < 0.012 * wanted.norm()
+
+
+def test_rows_of_whole_numbers_are_rows_as_others_are(products: CpuKernels) -> None:
+    matrix = packed(randn(40, 96), quantized=True)
+    x = torch.arange(-96, 96 * 9).reshape(10, 96) % 7
+    found = products.linear(x.to(torch.int8), matrix)
+    assert torch.equal(found, products.linear(x.float(), matrix))
+
+
+def test_a_matrix_without_rows_has_an_empty_product(products: CpuKernels) -> None:
+    for num_rows in (0, 1, 7):
+        for quantized in (False, True):
+            matrix = packed(randn(0, 64), quantized)
+            assert products.linear(randn(num_rows, 64), matrix).shape == (num_rows, 0)
 
 
 @pytest.mark.parametrize("kind", ["floats", "int8", "deterministic int8"])

@@ -1,9 +1,12 @@
 """Products of a packed int8 matrix with many rows, by whole numbers of 8 bits.
 
 The rows are rounded before, each stretch of a row by its largest number, as the matrix is by rows.
-Sums over a stretch are exact. The instruction wants factors of one side without a sign: the matrix
-gets 128 added to each, and its sums begin with what that is too much. It decides what an element
-comes to; how many rows there are is not seen in it.
+Where that one is far larger than the others, which would be lost beside it, what rounding left is
+rounded, too, and multiplied apart: activations of language models have such outliers, in the same
+few channels of all tokens (Dettmers et al., "LLM.int8()", 2022). Sums over a stretch are exact. The
+instruction wants factors of one side without a sign: the matrix gets 128 added to each, and its
+sums begin with what that is too much. It decides what an element comes to; how many rows there are
+is not seen in it.
 """
 
 # mypy: allow-untyped-calls
@@ -53,8 +56,10 @@ STRETCH = 64  # positions with one factor: a sum in their midst takes an eighth 
 SPAN = 256  # positions of four panels that stay in the first cache while rows pass
 SPAN_BYTES = PANELS * LANES * SPAN
 FOUR = 4  # positions of a step
-MARK_BYTES = 8  # of a stretch: its factor, and what its sums begin with
-MOST = 127.0
+MARK_BYTES = 16  # of a stretch: its factor, what its sums begin with; the same of what is left
+OUTLIER = 16.0  # times the mean magnitude of a stretch: what is left is looked at from here on
+MOST, FINER = 127.0, 254.0  # half a unit of what is rounded is 127 of what is left
+ROUND = np.float32(12582912.0)  # 1.5 * 2^23 leaves the nearest integer in the low bits of a sum
 LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tell apart
 ZERO = np.float32(0.0)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
@@ -67,8 +72,8 @@ def has_bytes() -> bool:
 
 
 def row_bytes(depth: int) -> int:
-    """Of a rounded row: its numbers, and then the marks of its stretches."""
-    return depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
+    """Of a rounded row: its numbers, what is left of them, and then the marks of its stretches."""
+    return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
 
 
 row_size = loop(row_bytes)  # for compiled callers
@@ -82,59 +87,78 @@ def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
 def byte_tile(rows: int) -> Any:
     """A word that adds to `rows` x 64 elements of a product, or begins with them.
 
-    Its arguments: `(c, a, marks, a_stride, b, fours, add)`. `c` float32 of stride 64; `a` and
-    `marks`: of rounded rows, from a stretch on; `b`: four panels as `lay_out` writes them, `SPAN`
-    positions apart; `fours` of positions, up to as many.
+    Its arguments: `(c, a, left, marks, a_stride, b, fours, add)`. `c` float32 of stride 64; `a`,
+    `left` and `marks`: of rounded rows, from a stretch on; `b`: four panels as `lay_out` writes
+    them, `SPAN` positions apart; `fours` of positions, up to as many.
     """
     per_stretch = ir.Constant(LONG, STRETCH // FOUR)
 
-    @word(nothing, *[long] * 6, types.boolean)
+    @word(nothing, *[long] * 7, types.boolean)
     def product(
-        builder: Any, c: Any, a: Any, marks: Any, a_stride: Any, b: Any, fours: Any, add: Any
-    ) -> None:
+        builder: Any, c: Any, a: Any, left: Any, marks: Any, a_stride: Any, b: Any, fours: Any,
+        add: Any,
+    ) -> None:  # fmt: skip
         def starts(first: Any) -> list[Any]:
             strides = (builder.mul(a_stride, ir.Constant(LONG, row)) for row in range(rows))
             return [builder.add(first, stride) for stride in strides]
 
-        lefts, marked = starts(a), starts(marks)
+        whole, rest, marked = starts(a), starts(left), starts(marks)
         panels = [builder.add(b, ir.Constant(LONG, LANES * SPAN * n)) for n in range(PANELS)]
+
+        def marks_at(number: Any, field: int, kind: Any) -> list[Any]:
+            place = builder.mul(number, ir.Constant(LONG, MARK_BYTES // 4))
+            place = builder.add(place, ir.Constant(LONG, field))
+            return [builder.load(at(builder, it, place, kind)) for it in marked]
 
         def stretch(number: Any, totals: Sequence[Any]) -> Sequence[Any]:
             first = builder.mul(number, per_stretch)
-            left = builder.sub(fours, first)
-            is_whole = builder.icmp_signed(">=", left, per_stretch)
-            count = builder.select(is_whole, per_stretch, left)
+            behind = builder.sub(fours, first)
+            is_whole = builder.icmp_signed(">=", behind, per_stretch)
+            count = builder.select(is_whole, per_stretch, behind)
 
-            def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-                place = builder.add(first, index)
-                offset = builder.mul(place, ir.Constant(LONG, LANES))
-                right = [builder.load(at(builder, it, offset, INDICES), align=4) for it in panels]
-                four = [spread(builder, builder.load(at(builder, it, place, INT))) for it in lefts]
+            def added(lefts: Sequence[Any], field: int, totals: Sequence[Any]) -> Sequence[Any]:
+                def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+                    place = builder.add(first, index)
+                    offset = builder.mul(place, ir.Constant(LONG, LANES))
+                    right = [builder.load(at(builder, p, offset, INDICES), align=4) for p in panels]
+                    four = [builder.load(at(builder, it, place, INT)) for it in lefts]
+                    four = [spread(builder, it) for it in four]
+                    return [
+                        _add_products(builder, right[n % PANELS], four[n // PANELS], total)
+                        for n, total in enumerate(sums)
+                    ]
+
+                begin = [spread(builder, it) for it in marks_at(number, field + 1, INT)]
+                begin = [begin[n // PANELS] for n in range(len(totals))]
+                sums = repeat(builder, count, begin, step)
+                factors = [spread(builder, it) for it in marks_at(number, field, FLOAT)]
                 return [
-                    _add_products(builder, right[n % PANELS], four[n // PANELS], total)
-                    for n, total in enumerate(sums)
+                    multiply_add(builder, factors[n // PANELS], builder.sitofp(it, VECTOR), total)
+                    for n, (it, total) in enumerate(zip(sums, totals, strict=True))
                 ]
 
-            place = builder.mul(number, ir.Constant(LONG, 2))
-            behind = builder.add(place, ir.Constant(LONG, 1))
-            begin = [spread(builder, builder.load(at(builder, m, behind, INT))) for m in marked]
-            sums = repeat(builder, count, [begin[n // PANELS] for n in range(len(totals))], step)
-            factors = [spread(builder, builder.load(at(builder, m, place, FLOAT))) for m in marked]
-            return [
-                multiply_add(builder, factors[n // PANELS], builder.sitofp(it, VECTOR), total)
-                for n, (it, total) in enumerate(zip(sums, totals, strict=True))
-            ]
+            totals, any_left = added(whole, 0, totals), ir.Constant(INT, 0)
+            for it in marks_at(number, 2, INT):
+                any_left = builder.or_(any_left, it)
+            has_left = builder.icmp_signed("!=", any_left, ir.Constant(INT, 0))
+            before = builder.block
+            with builder.if_then(has_left, likely=False):
+                more, inside = added(rest, 2, totals), builder.block
+            results = [builder.phi(VECTOR) for _ in totals]
+            for result, one, other in zip(results, totals, more, strict=True):
+                result.add_incoming(one, before)
+                result.add_incoming(other, inside)
+            return results
 
         targets = [
             at(builder, c, ir.Constant(LONG, LANES * n), VECTOR) for n in range(rows * PANELS)
         ]
         none = ir.Constant(VECTOR, None)
         initial = [builder.select(add, builder.load(it, align=4), none) for it in targets]
-        rest = builder.add(fours, ir.Constant(LONG, STRETCH // FOUR - 1))
-        stretches = builder.sdiv(rest, per_stretch)
-        for target, total in zip(
-            targets, repeat(builder, stretches, initial, stretch), strict=True
-        ):
+        rounded_up = builder.add(fours, ir.Constant(LONG, STRETCH // FOUR - 1))
+        stretches = builder.sdiv(rounded_up, per_stretch)
+        totals = repeat(builder, stretches, initial, stretch)
+        for target, total in zip(targets, totals, strict=True):
             builder.store(total, target, align=4)
 
     return product
@@ -169,8 +193,7 @@ def _store_rounded(builder: Any, address: Any, index: Any, value: Any, total: An
     """Sixteen numbers of at most 127 as int8, to the nearest, ties to even; returns the int32 that
     lie in `total`, and those added.
     """
-    # adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum
-    shifted = builder.fadd(value, ir.Constant(VECTOR, [12582912.0] * LANES))
+    shifted = builder.fadd(value, ir.Constant(VECTOR, [float(ROUND)] * LANES))
     lower = builder.trunc(builder.bitcast(shifted, INDICES), _BYTES)
     start = builder.add(address, index)
     builder.store(lower, builder.inttoptr(start, _BYTES.as_pointer()), align=1)
@@ -188,24 +211,36 @@ def _sum_ints(builder: Any, value: Any) -> Any:
 @loop
 def _round_row(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
     """A row of x, `given` elements and zeros up to `depth`; NaN stays NaN."""
-    marks = to + depth
+    left, marks = to + depth, to + 2 * depth
     for number, first in enumerate(range(0, depth, STRETCH)):
         end = min(first + STRETCH, depth)
-        most, nans, total = splat(ZERO), splat(ZERO), splat(ZERO)
+        most, size, nans, total = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
         for k in range(first, end, LANES):
             value = load_as(dtype, x, row * given + k, given - k)
-            most = larger(most, larger(value, splat(ZERO) - value))
-            nans = mark_nan(nans, value)
+            magnitude = larger(value, splat(ZERO) - value)
+            most, size, nans = larger(most, magnitude), size + magnitude, mark_nan(nans, value)
         largest, by = max_lanes(most), ZERO
         if largest >= np.float32(LEAST):
             by = np.float32(MOST) / largest
         else:
             largest = ZERO
-        put(marks, 2 * number, largest / np.float32(MOST) + sum_lanes(nans))
+        factor, at = largest / np.float32(MOST), MARK_BYTES // 4 * number
+        put(marks, at, factor + sum_lanes(nans))
         for k in range(first, end, LANES):
             value = load_as(dtype, x, row * given + k, given - k)
             total = _store_rounded(to, k, value * splat(by), total)
-        put_int(marks, 2 * number + 1, -128 * _sum_ints(total))
+        put_int(marks, at + 1, -128 * _sum_ints(total))
+        count = np.float32(min(end, given) - first)
+        if largest * count <= np.float32(OUTLIER) * sum_lanes(size):
+            put(marks, at + 2, ZERO)
+            continue
+        total = splat(ZERO)
+        for k in range(first, end, LANES):
+            value = load_as(dtype, x, row * given + k, given - k) * splat(by)
+            rest = value - ((value + splat(ROUND)) - splat(ROUND))
+            total = _store_rounded(left, k, rest * splat(np.float32(FINER)), total)
+        put(marks, at + 2, factor / np.float32(FINER))
+        put_int(marks, at + 3, -128 * _sum_ints(total))
 
 
 def round_rows(address: int) -> None:

@@ -199,17 +199,20 @@ class CpuKernels(Kernels):
 
     def _multiply(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, silu: bool) -> Tensor:
         plan, num_rows = self._plan(matrix)[silu], x.shape[0]
+        result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
+        if not result.numel():
+            return result
         body, dtype, scratch_bytes = plan.for_few if num_rows <= FEW_ROWS else plan.for_many
-        if x.dtype is not dtype or plan.depth > x.shape[1] or not x.is_contiguous():
+        is_ready = x.dtype is dtype and x.is_contiguous() and plan.depth == x.shape[1]
+        if dtype is torch.int8 or not is_ready:
             x = self._converted(x, dtype, plan.depth)
         num_chunks = -(-num_rows // CHUNK_ROWS)
         is_small = num_rows * plan.work < SMALL_PRODUCT
         size = min(1 if is_small else self._team.max_size, num_chunks * plan.num_groups)
         part_groups = 1
-        if 0 < num_rows <= STREAMED_ROWS:
+        if num_rows <= STREAMED_ROWS:
             part_groups = max(1, plan.num_groups // (size * STREAMS_PER_THREAD))
         num_parts = num_chunks * -(-plan.num_groups // part_groups)
-        result = torch.empty(num_rows, plan.columns, dtype=matrix.dtype)
         bias_address = bias_dtype = 0
         if bias is not None:
             (bias,) = alike(bias)

@@ -241,16 +241,16 @@ def _share_by_bytes() -> Any:
                     lay_out(b + size, b1 + at, fours)
                     lay_out(b + 2 * size, b2 + at, fours)
                     lay_out(b + 3 * size, b3 + at, fours)
-                    marks = depth + MARK_BYTES * (k // STRETCH)
+                    left, marks = depth + k, 2 * depth + MARK_BYTES * (k // STRETCH)
                     for row in range(0, rows - 2, 3):
                         c, a = scratch + 256 * row, x + row * stride
-                        three(c, a + k, a + marks, stride, b, fours, more)
+                        three(c, a + k, a + left, a + marks, stride, b, fours, more)
                     row = rows // 3 * 3
                     c, a = scratch + 256 * row, x + row * stride
                     if rows - row == 2:
-                        two(c, a + k, a + marks, stride, b, fours, more)
+                        two(c, a + k, a + left, a + marks, stride, b, fours, more)
                     elif rows - row == 1:
-                        one(c, a + k, a + marks, stride, b, fours, more)
+                        one(c, a + k, a + left, a + marks, stride, b, fours, more)
                 _finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
