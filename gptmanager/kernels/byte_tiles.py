@@ -13,8 +13,9 @@ is not seen in it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
@@ -84,6 +85,53 @@ def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
 
 
+class _Stretch(NamedTuple):
+    """Of a tile's rows, and where it lies: steps of four positions, `count` from `first` on."""
+
+    marks: Sequence[Any]  # addresses
+    panels: Sequence[Any]  # of the matrix
+    first: Any
+    count: Any
+
+    def mark(self, builder: Any, field: int, kind: Any) -> list[Any]:
+        return [builder.load(at(builder, it, ir.Constant(LONG, field), kind)) for it in self.marks]
+
+    def added(
+        self, builder: Any, rows: Sequence[Any], field: int, totals: Sequence[Any]
+    ) -> Sequence[Any]:
+        """To the totals, products with the bytes at `rows`, whose marks begin at `field`."""
+
+        def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
+            place = builder.add(self.first, index)
+            offset = builder.mul(place, ir.Constant(LONG, LANES))
+            right = [builder.load(at(builder, it, offset, INDICES), align=4) for it in self.panels]
+            four = [spread(builder, builder.load(at(builder, it, place, INT))) for it in rows]
+            return [
+                _add_products(builder, right[n % PANELS], four[n // PANELS], total)
+                for n, total in enumerate(sums)
+            ]
+
+        begin = [spread(builder, it) for it in self.mark(builder, field + 1, INT)]
+        sums = repeat(builder, self.count, [begin[n // PANELS] for n in range(len(totals))], step)
+        factors = [spread(builder, it) for it in self.mark(builder, field, FLOAT)]
+        return [
+            multiply_add(builder, factors[n // PANELS], builder.sitofp(it, VECTOR), total)
+            for n, (it, total) in enumerate(zip(sums, totals, strict=True))
+        ]
+
+    def with_left(self, builder: Any, left: Sequence[Any], totals: Sequence[Any]) -> Sequence[Any]:
+        """The same of what is left, if any of the rows has something."""
+        some = functools.reduce(builder.or_, self.mark(builder, 2, INT))
+        before = builder.block
+        with builder.if_then(builder.icmp_signed("!=", some, ir.Constant(INT, 0)), likely=False):
+            more, inside = self.added(builder, left, 2, totals), builder.block
+        results = [builder.phi(VECTOR) for _ in totals]
+        for result, one, other in zip(results, totals, more, strict=True):
+            result.add_incoming(one, before)
+            result.add_incoming(other, inside)
+        return results
+
+
 def byte_tile(rows: int) -> Any:
     """A word that adds to `rows` x 64 elements of a product, or begins with them.
 
@@ -98,66 +146,27 @@ def byte_tile(rows: int) -> Any:
         builder: Any, c: Any, a: Any, left: Any, marks: Any, a_stride: Any, b: Any, fours: Any,
         add: Any,
     ) -> None:  # fmt: skip
-        def starts(first: Any) -> list[Any]:
+        def of_rows(first: Any) -> list[Any]:
             strides = (builder.mul(a_stride, ir.Constant(LONG, row)) for row in range(rows))
             return [builder.add(first, stride) for stride in strides]
 
-        whole, rest, marked = starts(a), starts(left), starts(marks)
+        whole, rest = of_rows(a), of_rows(left)
         panels = [builder.add(b, ir.Constant(LONG, LANES * SPAN * n)) for n in range(PANELS)]
-
-        def marks_at(number: Any, field: int, kind: Any) -> list[Any]:
-            place = builder.mul(number, ir.Constant(LONG, MARK_BYTES // 4))
-            place = builder.add(place, ir.Constant(LONG, field))
-            return [builder.load(at(builder, it, place, kind)) for it in marked]
 
         def stretch(number: Any, totals: Sequence[Any]) -> Sequence[Any]:
             first = builder.mul(number, per_stretch)
             behind = builder.sub(fours, first)
             is_whole = builder.icmp_signed(">=", behind, per_stretch)
             count = builder.select(is_whole, per_stretch, behind)
+            marked = builder.add(marks, builder.mul(number, ir.Constant(LONG, MARK_BYTES)))
+            own = _Stretch(of_rows(marked), panels, first, count)
+            return own.with_left(builder, rest, own.added(builder, whole, 0, totals))
 
-            def added(lefts: Sequence[Any], field: int, totals: Sequence[Any]) -> Sequence[Any]:
-                def step(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
-                    place = builder.add(first, index)
-                    offset = builder.mul(place, ir.Constant(LONG, LANES))
-                    right = [builder.load(at(builder, p, offset, INDICES), align=4) for p in panels]
-                    four = [builder.load(at(builder, it, place, INT)) for it in lefts]
-                    four = [spread(builder, it) for it in four]
-                    return [
-                        _add_products(builder, right[n % PANELS], four[n // PANELS], total)
-                        for n, total in enumerate(sums)
-                    ]
-
-                begin = [spread(builder, it) for it in marks_at(number, field + 1, INT)]
-                begin = [begin[n // PANELS] for n in range(len(totals))]
-                sums = repeat(builder, count, begin, step)
-                factors = [spread(builder, it) for it in marks_at(number, field, FLOAT)]
-                return [
-                    multiply_add(builder, factors[n // PANELS], builder.sitofp(it, VECTOR), total)
-                    for n, (it, total) in enumerate(zip(sums, totals, strict=True))
-                ]
-
-            totals, any_left = added(whole, 0, totals), ir.Constant(INT, 0)
-            for it in marks_at(number, 2, INT):
-                any_left = builder.or_(any_left, it)
-            has_left = builder.icmp_signed("!=", any_left, ir.Constant(INT, 0))
-            before = builder.block
-            with builder.if_then(has_left, likely=False):
-                more, inside = added(rest, 2, totals), builder.block
-            results = [builder.phi(VECTOR) for _ in totals]
-            for result, one, other in zip(results, totals, more, strict=True):
-                result.add_incoming(one, before)
-                result.add_incoming(other, inside)
-            return results
-
-        targets = [
-            at(builder, c, ir.Constant(LONG, LANES * n), VECTOR) for n in range(rows * PANELS)
-        ]
-        none = ir.Constant(VECTOR, None)
+        places = [ir.Constant(LONG, LANES * n) for n in range(rows * PANELS)]
+        targets, none = [at(builder, c, n, VECTOR) for n in places], ir.Constant(VECTOR, None)
         initial = [builder.select(add, builder.load(it, align=4), none) for it in targets]
-        rounded_up = builder.add(fours, ir.Constant(LONG, STRETCH // FOUR - 1))
-        stretches = builder.sdiv(rounded_up, per_stretch)
-        totals = repeat(builder, stretches, initial, stretch)
+        up = builder.add(fours, ir.Constant(LONG, STRETCH // FOUR - 1))
+        totals = repeat(builder, builder.sdiv(up, per_stretch), initial, stretch)
         for target, total in zip(targets, totals, strict=True):
             builder.store(total, target, align=4)
 

@@ -2,8 +2,9 @@
 
 It decides which op is overridden and hands addresses to the compiled bodies, which widen what they
 read to float32 and round a result once; what is float64 is the reference's, too. Only tensors of
-several dtypes are converted before. Every op but `linear` is bitwise independent of the other
-tokens in the call, in both modes, and of the number of threads. float64 is so if deterministic.
+several dtypes are converted before. Every op but a product is bitwise independent of the other
+tokens in the call, in both modes, and all are of the number of threads. float64 is so if
+deterministic.
 """
 
 from __future__ import annotations
