@@ -40,6 +40,7 @@ def check_write(machine, dtype, head_dim, heads, kv_heads, rotary, norms, tokens
     tokens = len(positions)
     qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     qkv[3] = 0  # its root mean square is that of eps
+    qkv[4] *= 1e-3  # its mean square is about as large as eps
     angles = torch.arange(30).unsqueeze(1) * randn(1, (rotary or 0) // 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1) if rotary else None
     q_norm = randn(head_dim, dtype=dtype, seed=1) if norms else None

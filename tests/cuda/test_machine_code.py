@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from requirements import skip
 
-from gptmanager.cuda import compiler
+from gptmanager.cuda import compiler, norms
 from gptmanager.cuda.warpgroup_attention import PROGRAM
 from gptmanager.errors import ConfigError
 
@@ -111,6 +111,17 @@ def test_each_intrinsic_is_the_instruction_it_names(arch, tmp_path):
         assert len(kept) == len(expected), (name, kept)
         for whole, begin in zip(kept, expected, strict=True):
             assert whole == begin or whole.startswith(begin + " "), (name, whole)
+
+
+def test_norms_ask_for_their_weight_before_they_wait(tmp_path):
+    """For the kernel before: what that one does not write is on its way when it ends."""
+    disassembler()
+    name = "norm<__nv_bfloat16, 8, 1, true, true>"
+    code = compiler.compile(norms.PROGRAM.path, "sm_90", [name], cache=tmp_path / "cache").code
+    kinds = ("CCTL.E.PF2", "ACQBULK", "LDG")
+    found = [it.split()[0] for it in instructions(code, tmp_path)["norm"] if it.startswith(kinds)]
+    assert found[:3] == ["CCTL.E.PF2", "CCTL.E.PF2", "ACQBULK"]  # of the weight, and of the bias
+    assert all(it.startswith("LDG") for it in found[3:]) and len(found) > 3
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
