@@ -331,7 +331,8 @@ def test_no_schedule_shows_in_the_tokens(part):
 
 def test_a_block_copy_that_is_lost_would_show(monkeypatch):
     monkeypatch.setattr(KvPool, "copy", lambda self, copies: None)
-    with pytest.raises(AssertionError, match=r"scenario \d+, request \d+: Schedule\("):
+    shown = r"scenario \d+, request \d+: Schedule\(|LogitsError"  # memory may hold NaN instead
+    with pytest.raises(AssertionError, match=shown):
         for seed in range(100):
             check(seed, *run(seed, Counter()), Counter())
 
