@@ -173,7 +173,8 @@ def test_priorities_order_what_waits():
                     response = stream.next()
                     finals += [response.id] if response.is_final else []
         server.run(front.stop(0))
-    assert finals[1:] == ["high", "middle", "low"]
+    # the first one's last tokens may still wait for the reader when the next has ended
+    assert [id for id in finals if id in order] == ["high", "middle", "low"]
 
 
 def test_slow_readers_hold_up_themselves_alone(front, server, grpc, expected):
