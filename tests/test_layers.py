@@ -91,6 +91,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     attention_task        what is told of pages and rows, and where scratch lies
     paged_attention       attention straight on the pages of the KV cache
     matrix_tiles          products with packed matrices in register tiles, by dtype
+    rounded_rows          activations as whole numbers, by stretches of a row
     integer_tiles         products of int8 matrices with few rows, by whole numbers of 16 bits
     byte_tiles            products of int8 matrices with many rows, by whole numbers of 8 bits
     matrix_product        the product of tokens with a packed matrix

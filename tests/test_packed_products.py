@@ -23,6 +23,7 @@ from gptmanager.kernels import (
     pairs,
     plain,
     product_plan,
+    rounded_rows,
 )
 from gptmanager.kernels.lanes import loop_named
 from gptmanager.kernels.matrix_tiles import has_matrix_unit
@@ -136,12 +137,12 @@ def rounded(x: Tensor, positions: int, most: int, outlier: float = torch.inf) ->
 
 def as_integers(x: Tensor) -> Tensor:
     """What few rows are as whole numbers of 16 bits, each stretch times its own factor."""
-    return rounded(x, integer_tiles.MOST_POSITIONS, 32767)
+    return rounded(x, rounded_rows.MOST_POSITIONS, 32767)
 
 
 def as_bytes(x: Tensor) -> Tensor:
     """What many rows are as whole numbers of 8 bits."""
-    return rounded(x, byte_tiles.STRETCH, 127, byte_tiles.OUTLIER)
+    return rounded(x, rounded_rows.STRETCH, 127, rounded_rows.OUTLIER)
 
 
 def held_by(matrix: PackedMatrix) -> Tensor:
@@ -346,10 +347,8 @@ def test_no_two_functions_have_one_name() -> None:
     """Machine code is linked by names, also that of other processes, which count otherwise."""
     kinds = ("float32", "bfloat16", "bfloat16 pairs", "float16", "int8")
     rows = {matrix_tiles.over_rows(kind).__qualname__ for kind in kinds}
-    lanes = [kind for kind in kinds if kind != "bfloat16 pairs"]
-    shares = [matrix_product._share_by_lanes(kind) for kind in lanes]
-    shares += [matrix_product._share_by_pairs(), matrix_product._share_by_integers()]
-    shares.append(matrix_product._share_by_bytes())
+    shares = [matrix_product._share_by_lanes(kind) for kind in kinds]
+    shares += [matrix_product._share_by_integers(), matrix_product._share_by_bytes()]
     assert len(rows) == len(kinds) and len({share.__qualname__ for share in shares}) == 7
     assert matrix_tiles.over_rows("bfloat16 pairs") is matrix_tiles.over_rows("bfloat16 pairs")
 

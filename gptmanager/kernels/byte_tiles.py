@@ -1,9 +1,6 @@
 """Products of a packed int8 matrix with many rows, by whole numbers of 8 bits.
 
-The rows are rounded before, each stretch of a row by its largest number, as the matrix is by rows.
-Where that one is far larger than the others, which would be lost beside it, what rounding left is
-rounded, too, and multiplied apart: activations of language models have such outliers, in the same
-few channels of all tokens (Dettmers et al., "LLM.int8()", 2022). Sums over a stretch are exact. The
+The rows are rounded before, see `rounded_rows`, and sums over a stretch of them are exact. The
 instruction wants factors of one side without a sign: the matrix gets 128 added to each, and its
 sums begin with what that is too much. It decides what an element comes to; how many rows there are
 is not seen in it.
@@ -17,11 +14,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.kernels.dtypes import load_as
 from gptmanager.kernels.lanes import (
     FLOAT,
     INDICES,
@@ -31,53 +26,25 @@ from gptmanager.kernels.lanes import (
     VECTOR,
     at,
     call,
-    claim,
-    larger,
     long,
-    loop,
-    mark_nan,
-    max_lanes,
     multiply_add,
     nothing,
-    put,
-    put_int,
-    splat,
     spread,
-    sum_lanes,
-    task_at,
-    vector,
     word,
 )
 from gptmanager.kernels.matrix_tiles import PANELS, fetch_line
 from gptmanager.kernels.products import repeat
-from gptmanager.kernels.threads import NEXT_PART
-from gptmanager.kernels.token_loops import CONVERSION_TASK, share_of
+from gptmanager.kernels.rounded_rows import MARK_BYTES, STRETCH
 
-STRETCH = 64  # positions with one factor: a sum in their midst takes an eighth of the time
 SPAN = 256  # positions of four panels that stay in the first cache while rows pass
 SPAN_BYTES = PANELS * LANES * SPAN
 FOUR = 4  # positions of a step
-MARK_BYTES = 16  # of a stretch: its factor, what its sums begin with; the same of what is left
-OUTLIER = 16.0  # times the mean magnitude of a stretch: what is left is looked at from here on
-MOST, FINER = 127.0, 254.0  # half a unit of what is rounded is 127 of what is left
-ROUND = np.float32(12582912.0)  # 1.5 * 2^23 leaves the nearest integer in the low bits of a sum
-LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tell apart
-ZERO = np.float32(0.0)
-_BYTES = ir.VectorType(ir.IntType(8), LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def has_bytes() -> bool:
     """Whether there is an instruction that adds products of 8 bits by fours, for 512 bits."""
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
-
-
-def row_bytes(depth: int) -> int:
-    """Of a rounded row: its numbers, what is left of them, and then the marks of its stretches."""
-    return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
-
-
-row_size = loop(row_bytes)  # for compiled callers
 
 
 def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
@@ -195,69 +162,3 @@ def lay_out(builder: Any, target: Any, source: Any, fours: Any) -> None:
         return []
 
     repeat(builder, fours, [], step)
-
-
-@word(vector, long, long, vector, vector)
-def _store_rounded(builder: Any, address: Any, index: Any, value: Any, total: Any) -> Any:
-    """Sixteen numbers of at most 127 as int8, to the nearest, ties to even; returns the int32 that
-    lie in `total`, and those added.
-    """
-    shifted = builder.fadd(value, ir.Constant(VECTOR, [float(ROUND)] * LANES))
-    lower = builder.trunc(builder.bitcast(shifted, INDICES), _BYTES)
-    start = builder.add(address, index)
-    builder.store(lower, builder.inttoptr(start, _BYTES.as_pointer()), align=1)
-    added = builder.add(builder.bitcast(total, INDICES), builder.sext(lower, INDICES))
-    return builder.bitcast(added, VECTOR)
-
-
-@word(long, vector)
-def _sum_ints(builder: Any, value: Any) -> Any:
-    """Of the int32 that lie in it."""
-    name = "llvm.vector.reduce.add.v16i32"
-    return builder.sext(call(builder, name, INT, builder.bitcast(value, INDICES)), LONG)
-
-
-@loop
-def _round_row(dtype: int, x: int, row: int, given: int, depth: int, to: int) -> None:
-    """A row of x, `given` elements and zeros up to `depth`; NaN stays NaN."""
-    left, marks = to + depth, to + 2 * depth
-    for number, first in enumerate(range(0, depth, STRETCH)):
-        end = min(first + STRETCH, depth)
-        most, size, nans, total = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
-        for k in range(first, end, LANES):
-            value = load_as(dtype, x, row * given + k, given - k)
-            magnitude = larger(value, splat(ZERO) - value)
-            most, size, nans = larger(most, magnitude), size + magnitude, mark_nan(nans, value)
-        largest, by = max_lanes(most), ZERO
-        if largest >= np.float32(LEAST):
-            by = np.float32(MOST) / largest
-        else:
-            largest = ZERO
-        factor, at = largest / np.float32(MOST), MARK_BYTES // 4 * number
-        put(marks, at, factor + sum_lanes(nans))
-        for k in range(first, end, LANES):
-            value = load_as(dtype, x, row * given + k, given - k)
-            total = _store_rounded(to, k, value * splat(by), total)
-        put_int(marks, at + 1, -128 * _sum_ints(total))
-        count = np.float32(min(end, given) - first)
-        if largest * count <= np.float32(OUTLIER) * sum_lanes(size):
-            put(marks, at + 2, ZERO)
-            continue
-        total = splat(ZERO)
-        for k in range(first, end, LANES):
-            value = load_as(dtype, x, row * given + k, given - k) * splat(by)
-            rest = value - ((value + splat(ROUND)) - splat(ROUND))
-            total = _store_rounded(left, k, rest * splat(np.float32(FINER)), total)
-        put(marks, at + 2, factor / np.float32(FINER))
-        put_int(marks, at + 3, -128 * _sum_ints(total))
-
-
-def round_rows(address: int) -> None:
-    """Tokens as rounded rows; the task's own dtype is not looked at."""
-    t = task_at(address, CONVERSION_TASK)
-    size = row_size(t.width)
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        for token in share_of(t, part):
-            _round_row(t.x_dtype, t.x, token, t.given, t.width, t.result + token * size)
-        part = claim(address, NEXT_PART)

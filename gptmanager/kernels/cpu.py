@@ -23,7 +23,6 @@ from gptmanager.kernels.adapter_plan import AdapterPlan, plan_runs
 from gptmanager.kernels.adapters import add as adapters_body
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention_task import AttentionTask, give_rows, on_pages, page_sizes
-from gptmanager.kernels.byte_tiles import round_rows, row_bytes
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import FEW_ROWS
 from gptmanager.kernels.lanes import LANES
@@ -33,6 +32,7 @@ from gptmanager.kernels.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix
 from gptmanager.kernels.product_plan import ProductPlan, can_be_packed, plan_product, registers
 from gptmanager.kernels.recorded_step import StepRecorder
 from gptmanager.kernels.reference import Kernels
+from gptmanager.kernels.rounded_rows import round_rows, row_bytes
 from gptmanager.kernels.threads import Team, address_of, alike, with_first
 from gptmanager.kernels.token_loops import (
     ActivationTask,

@@ -1,8 +1,7 @@
 """Products of a packed int8 matrix with few rows, by whole numbers.
 
-The rows are rounded to 16 bits, each stretch of a row by its largest number, and sums are exact
-until they are multiplied with the stretch's factor. It decides what an element comes to; how many
-rows there are is not seen in it.
+The rows are rounded to 16 bits, see `rounded_rows`, and sums over a stretch of them are exact. It
+decides what an element comes to; how many rows there are is not seen in it.
 """
 
 # mypy: allow-untyped-calls
@@ -12,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.kernels.dtypes import load_as
 from gptmanager.kernels.lanes import (
     FLOAT,
     INDICES,
@@ -26,29 +23,18 @@ from gptmanager.kernels.lanes import (
     VECTOR,
     at,
     call,
-    larger,
     long,
-    loop,
-    mark_nan,
-    max_lanes,
     multiply_add,
     nothing,
-    put,
-    splat,
     spread,
-    sum_lanes,
-    vector,
     word,
 )
 from gptmanager.kernels.matrix_tiles import AHEAD, PANELS, fetch_line
 from gptmanager.kernels.products import repeat
+from gptmanager.kernels.rounded_rows import MOST_POSITIONS
 
 FEW_ROWS = 4  # up to here a matrix of int8 is read as fast as memory gives it
 INTEGER_DEPTH = 4  # positions of a step
-MOST_POSITIONS = 256  # of one sum: what 127 times 32,767 may add up to in 32 bits is twice that
-MOST_INTEGER = 32767.0
-LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tell apart
-_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _TWO_SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _TWO_BYTES = ir.VectorType(ir.IntType(8), 2 * LANES)
 
@@ -119,37 +105,6 @@ def integer_tile(rows: int) -> Any:
     return product
 
 
-@word(nothing, long, long, vector)
-def store_rounded(builder: Any, address: Any, index: Any, value: Any) -> None:
-    """Sixteen numbers of at most 2^15 as int16, to the nearest, ties to even."""
-    # adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum
-    shifted = builder.fadd(value, ir.Constant(VECTOR, [12582912.0] * LANES))
-    lower = builder.trunc(builder.bitcast(shifted, INDICES), _SHORTS)
-    start = builder.add(address, builder.mul(index, ir.Constant(LONG, 2)))
-    builder.store(lower, builder.inttoptr(start, _SHORTS.as_pointer()), align=2)
-
-
 def integer_bytes(depth: int) -> int:
     """Of a thread's scratch behind the sums: few rows of int16, and their factors."""
     return FEW_ROWS * (2 * depth + 4 * -(-depth // MOST_POSITIONS))
-
-
-@loop
-def round_row(dtype: int, x: int, row: int, depth: int, to: int, factors: int) -> None:
-    """A row of x as whole numbers, and what they are to be multiplied with; NaN stays NaN."""
-    for number, first in enumerate(range(0, depth, MOST_POSITIONS)):
-        end = min(first + MOST_POSITIONS, depth)
-        most, marks = splat(np.float32(0.0)), splat(np.float32(0.0))
-        for k in range(first, end, LANES):
-            value = load_as(dtype, x, row * depth + k, depth - k)
-            most = larger(most, larger(value, splat(np.float32(0.0)) - value))
-            marks = mark_nan(marks, value)
-        largest, by = max_lanes(most), np.float32(0.0)
-        if largest >= np.float32(LEAST):
-            by = np.float32(MOST_INTEGER) / largest
-        else:
-            largest = np.float32(0.0)
-        put(factors, number, largest / np.float32(MOST_INTEGER) + sum_lanes(marks))
-        for k in range(first, end, LANES):
-            value = load_as(dtype, x, row * depth + k, depth - k)
-            store_rounded(to, k, value * splat(by))

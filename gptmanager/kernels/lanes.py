@@ -26,6 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LANES = 16
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR, INDICES = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+ROUND = 12582912.0  # 1.5 * 2^23 leaves the nearest integer in the low bits of a sum
 EXP2_TERMS = (
     1.0,
     0.6931471824645996,
@@ -285,9 +286,8 @@ def exp2(builder: Any, x: Any) -> Any:
     """2^x to 7e-8 relative; x is brought into -126..127, NaN stays NaN."""
     x = builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(-126.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, _floats(127.0)), _floats(127.0), x)
-    # Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
-    shifted = builder.fadd(x, _floats(12582912.0))
-    rest = builder.fsub(x, builder.fsub(shifted, _floats(12582912.0)))
+    shifted = builder.fadd(x, _floats(ROUND))
+    rest = builder.fsub(x, builder.fsub(shifted, _floats(ROUND)))
     result = _floats(EXP2_TERMS[-1])
     for term in reversed(EXP2_TERMS[:-1]):
         result = multiply_add(builder, result, rest, _floats(term))

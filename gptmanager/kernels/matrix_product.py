@@ -13,25 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.byte_tiles import (
-    FOUR,
-    MARK_BYTES,
-    SPAN,
-    STRETCH,
-    byte_tile,
-    has_bytes,
-    lay_out,
-    row_size,
-)
+from gptmanager.kernels.byte_tiles import FOUR, SPAN, byte_tile, has_bytes, lay_out
 from gptmanager.kernels.dtypes import load_as, store_as
-from gptmanager.kernels.integer_tiles import (
-    FEW_ROWS,
-    INTEGER_DEPTH,
-    MOST_POSITIONS,
-    has_integers,
-    integer_tile,
-    round_row,
-)
+from gptmanager.kernels.integer_tiles import FEW_ROWS, INTEGER_DEPTH, has_integers, integer_tile
 from gptmanager.kernels.lanes import (
     LANES,
     claim,
@@ -49,6 +33,13 @@ from gptmanager.kernels.matrix_tiles import (
     unit_tile,
     widen_bytes,
     widen_panel,
+)
+from gptmanager.kernels.rounded_rows import (
+    MARK_BYTES,
+    MOST_POSITIONS,
+    STRETCH,
+    round_to_shorts,
+    row_size,
 )
 from gptmanager.kernels.threads import NEXT_PART, NEXT_THREAD, task_fields
 from gptmanager.kernels.token_loops import logistic
@@ -159,11 +150,15 @@ def _widened(t: Any, scratch: int, group: int, held: int) -> Any:
 
 
 def _share_by_lanes(dtype: str) -> Any:
-    """A thread's share. For many rows panels become float32 before: that is exact."""
-    multiply_few, multiply_many = over_rows(dtype), over_rows("float32")
-    is_float32, widen = dtype == "float32", widen_panel(dtype)
+    """A thread's share. For many rows panels become float32 before where they are not: exactly.
+    Pairs stay pairs, on either side.
+    """
+    is_pairs, name = dtype == "bfloat16 pairs", dtype.replace(" ", "_")
+    widens, item = not is_pairs and dtype != "float32", 2 if is_pairs else 4
+    multiply_few, widen = over_rows(dtype), widen_panel(dtype.removesuffix(" pairs"))
+    multiply_many = over_rows("float32") if widens else multiply_few
 
-    @loop_named(f"share_{dtype}")
+    @loop_named(f"share_{name}")
     def share(t: Any, address: int) -> None:
         scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
         w0 = scratch + SCRATCH_BYTES
@@ -171,49 +166,23 @@ def _share_by_lanes(dtype: str) -> Any:
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
             groups, first, rows = _part(t, part)
-            x, stride = t.x + 4 * first * t.depth, 4 * t.depth
+            x, stride = t.x + item * first * t.depth, item * t.depth
             span = BLOCK if rows > STREAMED_ROWS else t.depth
             for group in groups:
                 b0, b1, b2, b3 = _panels(t, group)
                 for k in range(0, t.depth, span):
-                    a, at, count = x + 4 * k, k * t.position_bytes, min(span, t.depth - k)
-                    if is_float32 or rows < WIDEN_FROM:
-                        multiply_few(
-                            *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
-                            *(count // t.positions, k > 0, rows),
-                        )
-                    else:
+                    a, at, count = x + item * k, k * t.position_bytes, min(span, t.depth - k)
+                    if widens and rows >= WIDEN_FROM:
                         widen(w0, b0 + at, count)
                         widen(w1, b1 + at, count)
                         widen(w2, b2 + at, count)
                         widen(w3, b3 + at, count)
                         multiply_many(scratch, a, stride, w0, w1, w2, w3, count, k > 0, rows)
-                _finish(t, scratch, group, first, rows)
-            part = claim(address, NEXT_PART)
-
-    return share
-
-
-def _share_by_pairs() -> Any:
-    """A thread's share, by dot products of pairs."""
-    multiply_rows = over_rows("bfloat16 pairs")
-
-    @loop_named("share_bfloat16_pairs")
-    def share(t: Any, address: int) -> None:
-        scratch = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes
-        part = claim(address, NEXT_PART)
-        while part < t.num_parts:
-            groups, first, rows = _part(t, part)
-            x, stride = t.x + 2 * first * t.depth, 2 * t.depth
-            span = BLOCK if rows > STREAMED_ROWS else t.depth
-            for group in groups:
-                b0, b1, b2, b3 = _panels(t, group)
-                for k in range(0, t.depth, span):
-                    a, at, steps = x + 2 * k, 2 * LANES * k, min(span, t.depth - k) // 2
-                    multiply_rows(
-                        *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
-                        *(steps, k > 0, rows),
-                    )
+                    else:
+                        multiply_few(
+                            *(scratch, a, stride, b0 + at, b1 + at, b2 + at, b3 + at),
+                            *(count // t.positions, k > 0, rows),
+                        )
                 _finish(t, scratch, group, first, rows)
             part = claim(address, NEXT_PART)
 
@@ -269,7 +238,7 @@ def _share_by_integers() -> Any:
         factors = x + FEW_ROWS * stride
         for row in range(t.rows):  # by each thread, which takes less time than to wait for one
             to = factors + row * factors_stride
-            round_row(t.dtype, t.x, row, depth, x + row * stride, to)
+            round_to_shorts(t.dtype, t.x, row, depth, x + row * stride, to)
         part = claim(address, NEXT_PART)
         while part < t.num_parts:
             groups, _, rows = _part(t, part)
@@ -296,7 +265,7 @@ def _share_by_integers() -> Any:
 
 _float32, _bfloat16 = _share_by_lanes("float32"), _share_by_lanes("bfloat16")
 _float16, _int8 = _share_by_lanes("float16"), _share_by_lanes("int8")
-_pairs = _share_by_pairs()
+_pairs = _share_by_lanes("bfloat16 pairs")
 _int8_integers = _share_by_integers() if has_integers() else _int8
 _int8_bytes = _share_by_bytes() if has_bytes() else _int8
 

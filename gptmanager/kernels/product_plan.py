@@ -14,7 +14,7 @@ import torch
 from llvmlite import binding  # type: ignore[import-untyped]
 
 from gptmanager.kernels import matrix_product as bodies
-from gptmanager.kernels.byte_tiles import SPAN_BYTES, has_bytes, round_rows
+from gptmanager.kernels.byte_tiles import SPAN_BYTES, has_bytes
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.integer_tiles import has_integers, integer_bytes
 from gptmanager.kernels.machine_code import compiled
@@ -22,6 +22,7 @@ from gptmanager.kernels.matrix_product import ProductTask
 from gptmanager.kernels.matrix_tiles import PANELS, has_matrix_unit
 from gptmanager.kernels.packed_matrix import PANEL_ROWS, PackedMatrix
 from gptmanager.kernels.pairs import has_fast_pairs
+from gptmanager.kernels.rounded_rows import round_rows
 from gptmanager.lifecycle.log import logger
 
 _BY_LANES: dict[torch.dtype, Callable[[int], None]] = {

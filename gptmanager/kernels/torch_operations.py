@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TorchOperations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
     """Enter it; a subclass says in `see` what it makes of an operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @abstractmethod
     def see(self, function: Any, result: Any) -> Any:
         """`function`, an overload, gave `result`. The caller gets what this returns."""
-        raise NotImplementedError
 
 
 def _run(

@@ -55,6 +55,7 @@ _CPU = {
     "product_plan.py": _PRODUCTS,
     "products.py": "test_kernel_memory test_kernels",
     "recorded_step.py": "test_recorded_steps",
+    "rounded_rows.py": _PRODUCTS,
     "reference.py": "test_kernels test_adapter_kernels test_float64",
     "threads.py": "test_kernels test_adapter_kernels test_recorded_steps",
     "torch_operations.py": "test_torch_operations test_recorded_steps",
