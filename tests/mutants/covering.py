@@ -35,6 +35,30 @@ _CUDA = {
     "token_masks.cu": "test_token_masks_kernel",
     "warpgroup_attention.cu": "test_context_attention test_far_pages",
 }
+# Beside a test of their own, which has their name: what launches kernels and plans for them.
+_LAUNCHES = {
+    "cache_folder.py": "test_cache_folder",
+    "compiler.py": "test_compiler test_cache_folder test_machine_code",
+    "context_attention.py": "test_context_attention test_attention_borders",
+    "dependent_launch.py": "test_launch test_dependent_kernels",
+    "downloads.py": "test_device_chooser test_device_executor",
+    "float_attention.py": "test_generation_attention test_context_attention",
+    "generation_attention.py": "test_generation_plan test_generation_attention",
+    "generation_plan.py": "test_generation_plan test_generation_attention",
+    "graphs.py": "test_device_executor test_step_launches",
+    "kernels.py": "test_step_launches test_product_choice test_device_executor",
+    "launch.py": "test_launch test_products test_sampling_kernel",
+    "matrix.py": "test_compiler",
+    "own_products.py": "test_product_choice test_products",
+    "paged_kernels.py": "test_cache_write test_generation_attention test_context_attention",
+    "sampling.py": "test_sampling_kernel test_device_chooser",
+    "streams.py": "test_streams test_device_executor test_raw_kernel_graphs",
+    "uploads.py": "test_device_executor test_step_launches",
+    "warpgroup_attention.py": "test_context_attention test_machine_code",
+}
+_EMULATOR = (
+    "test_emulator test_emulator_bugs test_launch test_context_attention test_sampling_kernel"
+)
 _PRODUCTS = "test_kernel_memory test_packed_products test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
@@ -69,24 +93,29 @@ _ANY_OF_CPU = (
 
 def files(root: Path) -> list[str]:
     """What mistakes are planted in."""
-    cuda = sorted(path.name for path in (root / "cuda").glob("*.cu*"))
-    kernels = sorted((root / "gptmanager" / "kernels").glob("*.py"))
+    folders = ("cuda", "cuda/emulator", "gptmanager/kernels")
+    left_out = ("intrinsics.cuh", "__init__.py")
     return [
-        *(f"cuda/{name}" for name in cuda if name != "intrinsics.cuh"),
-        *(f"gptmanager/kernels/{path.name}" for path in kernels if path.name != "__init__.py"),
+        f"{folder}/{path.name}"
+        for folder in folders
+        for path in sorted((root / folder).glob("*.*"))
+        if path.name not in left_out
     ]
 
 
 def covering_tests(root: Path, file: str) -> list[str]:
-    """Of CUDA C++ without an entry: those of the kernel's name, or of the files that include it.
+    """Of a file in cuda/ without an entry: those of its name, or of the files that include it.
 
     ValueError where there are none.
     """
     folder, _, name = file.rpartition("/")
+    if folder == "cuda/emulator":
+        return [f"tests/cuda/{test}.py" for test in _EMULATOR.split()]
     if folder != "cuda":
         return [f"tests/{test}.py" for test in _CPU.get(name, _ANY_OF_CPU).split()]
     stem = name.partition(".")[0]
-    own = _CUDA.get(name, f"test_{stem} test_{stem}_kernel").split()
+    entries = {**_CUDA, **_LAUNCHES}
+    own = entries.get(name, f"test_{stem} test_{stem}_kernel").split()
     found = [f"tests/cuda/{test}.py" for test in own]
     found = [test for test in found if (root / test).exists()] or _tests_of_users(root, name)
     if not found:
