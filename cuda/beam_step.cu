@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(THREADS, 2) best_of_rows(
     int wanted = min(counts[blockIdx.x], most), k = min(wanted, vocab_size);
     if (k <= 0) return;
     float temperature = params[slots[blockIdx.x]].temperature;
-    if (!(temperature > 0)) temperature = 1;
     ScaledRow<T, WIDTH> row{
         logits + size_t(blockIdx.x) * vocab_size, vocab_size, temperature, 3.402823466e38f};
     float own_best;

@@ -138,7 +138,7 @@ __device__ inline int keep(Few& kept, Few& found, int count, float kth, const Pa
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x;
         bool reaches = i < count && own.scaled(found.logits[i]) >= kth;
-        if (i < count && !reaches) found.ids[i] = NONE;
+        if (!reaches) found.ids[i] = NONE;  // there is room behind the last
         size += __syncthreads_count(reaches);
     }
     for (int i = threadIdx.x; i < count; i += THREADS) {

@@ -15,7 +15,6 @@ __global__ void __launch_bounds__(THREADS, 2) log_probs(
     int slot = slots[blockIdx.x], kind = slot < 0 ? 0 : wanted[slot];
     if (kind == 0) return;
     float temperature = params[slot].temperature;
-    if (!(temperature > 0)) temperature = 1;
     const T* own = logits + size_t(blockIdx.x) * vocab_size;
     values += size_t(blockIdx.x) * count;
     tokens += size_t(blockIdx.x) * count;

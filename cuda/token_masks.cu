@@ -1,7 +1,7 @@
 // -inf in rows of logits for each token that has no bit in the row's mask. Logits are not read.
 #include "intrinsics.cuh"
 
-constexpr int THREADS = 256, WORDS = 32;  // words that a warp takes at a time, one a lane
+constexpr int THREADS = 256, WORDS = 32;  // words that a warp takes, one a lane
 
 // Grid: (masks, stretches of the vocabulary).
 __global__ void __launch_bounds__(THREADS) mask_logits(
@@ -14,15 +14,13 @@ __global__ void __launch_bounds__(THREADS) mask_logits(
     if (row < 0) return;
     float* own = logits + size_t(row) * vocab_size;
     const unsigned* mask = masks + size_t(blockIdx.x) * num_words;
-    int warp = (blockIdx.y * THREADS + threadIdx.x) / 32, num_warps = gridDim.y * THREADS / 32;
-    for (int first = warp * WORDS; first * 32ll < vocab_size; first += num_warps * WORDS) {
-        unsigned bits = first + lane < num_words ? mask[first + lane] : 0;  // none behind the last
-        unsigned changed = __ballot_sync(~0u, bits != ~0u);
-        for (; changed; changed &= changed - 1) {
-            int word = __ffs(changed) - 1;
-            unsigned allowed = __shfl_sync(~0u, bits, word);
-            int token = (first + word) * 32 + lane;
-            if (token < vocab_size && !(allowed >> lane & 1)) own[token] = __int_as_float(0xFF800000);
-        }
+    int first = (blockIdx.y * THREADS + threadIdx.x) / 32 * WORDS;
+    unsigned bits = first + lane < num_words ? mask[first + lane] : 0;  // none behind the last
+    unsigned changed = __ballot_sync(~0u, bits != ~0u);
+    for (; changed; changed &= changed - 1) {
+        int word = __ffs(changed) - 1;
+        unsigned allowed = __shfl_sync(~0u, bits, word);
+        int token = (first + word) * 32 + lane;
+        if (token < vocab_size && !(allowed >> lane & 1)) own[token] = __int_as_float(0xFF800000);
     }
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 from gptmanager.cuda.launch import Argument, Launcher, Program, check_tensors, ints
 
 _THREADS = 256
-_STRETCH = 1024 * _THREADS // 32  # tokens that a block takes at a time
+_STRETCH = 1024 * _THREADS // 32  # tokens that a block takes
 PROGRAM = Program("token_masks.cu", ("mask_logits",), dependent=True)
 
 

@@ -33,7 +33,7 @@ _CUDA = {
     "product_sums.cuh": "test_products test_lora",
     "sampling.cu": "test_sampling_kernel",
     "token_masks.cu": "test_token_masks_kernel",
-    "warpgroup_attention.cu": "test_context_attention test_far_pages",
+    "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
 }
 # Beside a test of their own, which has their name: what launches kernels and plans for them.
 _LAUNCHES = {

@@ -32,6 +32,7 @@ Change = tuple[
     int, str, int, int, str
 ]  # line from 0, kind, first and last column, what comes there
 
+# Launch bounds are no code: a hint for registers, told by the table of docs/cuda_kernels.md.
 # Patterns are those of the project's format: operators with two operands have spaces around them,
 # and pointers, references and template arguments have not.
 _OPERATORS = {
@@ -47,10 +48,10 @@ _REPLACED = (  # kind, what, by what
     ("extreme", r"\bmax\(", "min("),
     ("extreme", r"\bmin\(", "max("),
     ("swapped", rf"({_OPERAND}) ([-/%]) ({_OPERAND})", r"\3 \2 \1"),
-    # of two numbers that the larger is taken of, the order does not matter
+    # of two numbers that the larger or the product is taken of, the order does not matter
     (
         "swapped",
-        rf"(?<=\w\()(?<!max\()(?<!min\()(?<!m..f\()({_OPERAND}), ({_OPERAND})(?=\))",
+        rf"(?<=\w\()(?<!max\()(?<!min\()(?<!m..f\()(?<!__umulhi\()({_OPERAND}), ({_OPERAND})(?=\))",
         r"\2, \1",
     ),
     ("swapped", r"(?<=\? )([^?:]+) : ([^?:;,)]+)(?=[;,)])", r"\2 : \1"),
@@ -67,7 +68,8 @@ _REPLACED = (  # kind, what, by what
 )
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 _NOT_CODE = re.compile(
-    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*',
+    r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+    r'|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*',
     re.DOTALL | re.MULTILINE,
 )
 
