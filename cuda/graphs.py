@@ -79,4 +79,4 @@ class GenerationGraphs:
 
 def ladder(most: int) -> tuple[int, ...]:
     """1, 2, 4, 8 and every eighth from there: so few rows are padding."""
-    return tuple(size for size in (1, 2, 4, *range(8, most + 8, 8)) if size < most + 8)
+    return (1, 2, 4, *range(8, most + 8, 8))

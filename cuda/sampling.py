@@ -142,5 +142,6 @@ def sample(
 
 def num_parts(launcher: Launcher, num_rows: int, vocab_size: int) -> int:
     """How many blocks share a row: as many as run at once, and each has work for all its warps."""
-    resident = launcher.num_multiprocessors // num_rows  # each has a multiprocessor for itself
+    # Each has a multiprocessor for itself: one that waited for a place would end its row no sooner.
+    resident = launcher.num_multiprocessors // num_rows
     return max(1, min(_MOST_PARTS, resident, -(-vocab_size // (_PIECE * _THREADS // 32))))

@@ -35,30 +35,34 @@ _CUDA = {
     "token_masks.cu": "test_token_masks_kernel",
     "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
 }
-# Beside a test of their own, which has their name: what launches kernels and plans for them.
+_CHOICES = "test_launch_choices test_dependent_kernels"  # which kernel is launched, and how
+# What launches kernels, plans for them and brings them what they read.
 _LAUNCHES = {
+    "adjustments.py": f"test_adjustments_kernel test_adjustments {_CHOICES}",
     "cache_folder.py": "test_cache_folder",
     "compiler.py": "test_compiler test_cache_folder test_machine_code",
-    "context_attention.py": "test_context_attention test_attention_borders",
+    "context_attention.py": f"test_context_attention test_attention_borders {_CHOICES}",
     "dependent_launch.py": "test_launch test_dependent_kernels",
+    "device.py": "test_device",
     "downloads.py": "test_device_chooser test_device_executor",
-    "float_attention.py": "test_generation_attention test_context_attention",
-    "generation_attention.py": "test_generation_plan test_generation_attention",
+    "float_attention.py": f"test_generation_attention test_context_attention {_CHOICES}",
+    "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
     "graphs.py": "test_device_executor test_step_launches",
     "kernels.py": "test_step_launches test_product_choice test_device_executor",
     "launch.py": "test_launch test_products test_sampling_kernel",
     "matrix.py": "test_compiler",
-    "own_products.py": "test_product_choice test_products",
+    "own_products.py": "test_product_choice test_products test_launch_choices",
     "paged_kernels.py": "test_cache_write test_generation_attention test_context_attention",
-    "sampling.py": "test_sampling_kernel test_device_chooser",
+    "product_choice.py": "test_product_choice",
+    "sampling.py": f"test_sampling_kernel test_sampling test_device_chooser {_CHOICES}",
     "streams.py": "test_streams test_device_executor test_raw_kernel_graphs",
     "uploads.py": "test_device_executor test_step_launches",
-    "warpgroup_attention.py": "test_context_attention test_machine_code",
+    "warpgroup_attention.py": f"test_context_attention test_machine_code {_CHOICES}",
 }
-_EMULATOR = (
-    "test_emulator test_emulator_bugs test_launch test_context_attention test_sampling_kernel"
-)
+_EMULATOR = "test_emulator test_emulator_bugs test_launch"
+_MATRICES = f"{_EMULATOR} test_products test_context_attention"
+_EMULATED = {"intrinsics_cpu.h": _MATRICES, "warp.h": _MATRICES, "warpgroup.cpp": _MATRICES}
 _PRODUCTS = "test_kernel_memory test_packed_products test_kernels"
 _CPU = {
     "adapter_arguments.py": "test_adapter_kernels",
@@ -110,14 +114,16 @@ def covering_tests(root: Path, file: str) -> list[str]:
     """
     folder, _, name = file.rpartition("/")
     if folder == "cuda/emulator":
-        return [f"tests/cuda/{test}.py" for test in _EMULATOR.split()]
+        return _paths(root, _EMULATED.get(name, _EMULATOR))
     if folder != "cuda":
-        return [f"tests/{test}.py" for test in _CPU.get(name, _ANY_OF_CPU).split()]
+        return _paths(root, _CPU.get(name, _ANY_OF_CPU))
     stem = name.partition(".")[0]
-    entries = {**_CUDA, **_LAUNCHES}
-    own = entries.get(name, f"test_{stem} test_{stem}_kernel").split()
-    found = [f"tests/cuda/{test}.py" for test in own]
-    found = [test for test in found if (root / test).exists()] or _tests_of_users(root, name)
+    own = f"test_{stem} test_{stem}_kernel"
+    if name.endswith(".py"):
+        own = _LAUNCHES.get(name, f"{own} {_CHOICES}")
+    else:
+        own = _CUDA.get(name, own)
+    found = _paths(root, own) or _tests_of_users(root, name)
     if not found:
         raise ValueError(f"{file} has no tests in tests/mutants/covering.py")
     return found
@@ -131,3 +137,9 @@ def _tests_of_users(root: Path, header: str) -> list[str]:
     ]
     tests = [test for user in users for test in covering_tests(root, f"cuda/{user}")]
     return [*dict.fromkeys(tests)]
+
+
+def _paths(root: Path, names: str) -> list[str]:
+    """Those that there are, wherever they stand."""
+    places = [f"tests/{folder}{name}.py" for name in names.split() for folder in ("", "cuda/")]
+    return [place for place in places if (root / place).exists()]

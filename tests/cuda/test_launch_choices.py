@@ -1,0 +1,140 @@
+"""Which kernel a card of 132 multiprocessors launches, and how many blocks: at the sizes of
+Llama-3.1-8B, and where another kernel is to be taken. All of them give the same results: tests of
+values do not see a choice that takes twice the time.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptmanager.cuda import activations, norms, products, sampling, token_masks
+from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
+from gptmanager.cuda.sampling import PARAMS
+from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
+
+BF16, FLOAT, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
+
+
+class Card:
+    """Keeps what is launched: the instantiation, its grid and its threads."""
+
+    num_multiprocessors, max_shared_mem = 132, 227 << 10
+    has_products = has_warpgroups = True
+
+    def __init__(self):
+        self.launched = []
+
+    def kernel(self, program, name, shared_mem=0):
+        assert name in program.kernels
+
+        def launch(grid, block, arguments, shared_mem=0):
+            self.launched.append((name.replace("__nv_bfloat16", "bf16"), grid, block[0]))
+
+        return launch
+
+
+@pytest.fixture
+def card():
+    return Card()
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "expected"),
+    [
+        (4096, BF16, ("norm<bf16, 8, 1, false, false>", 512)),  # whose weight comes early
+        (4104, BF16, ("norm<bf16, 8, 2, false, false>", 288)),
+        (8192, BF16, ("norm<bf16, 8, 2, false, false>", 512)),
+        (16384, BF16, ("norm<bf16, 8, 4, false, false>", 512)),
+        (4096, FLOAT, ("norm<float, 4, 2, false, false>", 512)),
+        (512, BF16, ("norm<bf16, 8, 1, false, false>", 64)),
+        (100, BF16, ("norm<bf16, 1, 1, false, false>", 128)),
+    ],
+)
+def test_a_norm_has_as_few_vectors_a_thread_as_512_threads_allow(card, width, dtype, expected):
+    x = empty(7, width, dtype=dtype)
+    norms.rms_norm(card, x, x, empty(width, dtype=dtype), 1e-5)
+    assert card.launched == [(expected[0], (7,), expected[1])]
+
+
+def test_an_activation_of_a_row_is_cut_into_blocks_of_128_vectors(card):
+    activations.silu_mul(card, empty(5, 14336), empty(5, 28672))
+    assert card.launched == [("silu_mul<bf16, 8>", (5, 14), 128)]
+
+
+@pytest.mark.parametrize(("heads", "tiles"), [(8, 1), (32, 1), (64, 1), (72, 2), (128, 2)], ids=str)
+def test_two_tiles_of_queries_from_nine_heads_a_kv_head_on(card, heads, tiles):
+    shape = AttentionShape(heads, 8, 128, 1.0)
+    queries = empty(3, heads, 128)
+    pages = Pages(empty(9, 8, 16, 128).transpose(2, 3), empty(9, 8, 16, 128))
+    numbers = {"row_starts": 4, "kv_lengths": 3, "slots": 3}
+    rows = RowSpans(
+        **{name: empty(n, dtype=INT) for name, n in numbers.items()},
+        block_tables=empty(3, 4, dtype=INT),
+    )
+    work = GenerationWork(
+        empty(11, 4, dtype=INT),
+        empty(50, dtype=INT),
+        empty(4, dtype=INT),
+        empty(11, heads, 128, dtype=FLOAT),
+        empty(11, heads, dtype=FLOAT),
+        empty(3, 8, dtype=INT),
+    )
+    generation_attention(card, queries, queries, pages, rows, work, shape)
+    assert card.launched == [(f"generation_attention<bf16, 128, {tiles}>", (49, 8), 128)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "expected"),
+    [
+        # four tiles of 8 weight rows, if three quarters of the card then have work
+        (1, 4096, BF16, ("multiply<bf16, 4, false>", 128)),
+        (16, 6144, BF16, ("multiply<bf16, 4, false>", 132)),
+        (16, 3136, BF16, ("multiply<bf16, 2, false>", 132)),
+        (1, 1024, BF16, ("multiply<bf16, 2, false>", 64)),
+        (17, 1024, BF16, ("multiply<bf16, 2, false>", 128)),
+        (8, 512, FLOAT, ("multiply<float, 2, false>", 32)),
+        (9, 512, FLOAT, ("multiply<float, 2, false>", 64)),
+    ],
+)
+def test_products_of_few_rows(card, rows, width, dtype, expected):
+    x, weight = empty(rows, 64, dtype=dtype), empty(width, 64, dtype=dtype)
+    products.multiply(card, empty(rows, width, dtype=dtype), x, weight)
+    assert card.launched == [(expected[0], (expected[1],), 512)]
+
+
+def test_gate_and_up_are_always_four_tiles(card):
+    products.multiply_silu(card, empty(2, 520), empty(2, 64), empty(1040, 64))
+    assert card.launched == [("multiply<bf16, 4, true>", (33,), 512)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "blocks"),
+    [
+        (1, 128_256, 8),
+        (16, 128_256, 16 * 8),
+        (17, 128_256, 17 * 7),
+        (66, 128_256, 66 * 2),  # as many as the card runs at a time
+        (67, 128_256, 67),
+        (256, 128_256, 256),
+        (1, 8_192, 1),  # has work for the warps of one block
+        (1, 8_200, 2),
+    ],
+)
+def test_how_many_blocks_share_rows_of_logits(card, rows, vocab_size, blocks):
+    numbers = empty(rows, dtype=INT), empty(rows, dtype=LONG)
+    tokens, params = empty(rows, dtype=INT), empty(9, PARAMS.itemsize, dtype=torch.uint8)
+    workspace = sampling.Workspace.of(card, torch.device("meta"))
+    logits = empty(rows, vocab_size)
+    sampling.sample(card, tokens, tokens, logits, params, *numbers, workspace)
+    assert card.launched == [("sample<bf16, 8>", (blocks,), 512)]
+
+
+def test_a_mask_is_cut_into_stretches_of_8192_tokens(card):
+    masks = empty(3, 4008, dtype=INT)
+    token_masks.mask_logits(card, empty(4, 128_256, dtype=FLOAT), empty(3, dtype=INT), masks)
+    assert card.launched == [("mask_logits", (3, 16), 256)]
