@@ -162,8 +162,8 @@ template <int N> __attribute__((noinline)) void warpgroup_fence(float (&d)[N][4]
     ::emulator::warpgroup_fence(&d[0][0], sizeof d, EMULATOR_RETURN);
 }
 EMULATED void warpgroup_commit() { ::emulator::warpgroup_commit(EMULATOR_RETURN); }
-template <int PENDING, int N> __attribute__((noinline)) void warpgroup_wait(float (&)[N][4]) {
-    ::emulator::warpgroup_wait(PENDING, EMULATOR_RETURN);
+template <int PENDING, int N> __attribute__((noinline)) void warpgroup_wait(float (&d)[N][4]) {
+    ::emulator::warpgroup_wait(PENDING, &d[0][0], EMULATOR_RETURN);
 }
 
 template <class T> float widened(unsigned bits) { return ::emulator::widen(bits, T()); }

@@ -81,7 +81,7 @@ struct Product {
 void warpgroup_product(Product product, Site site);
 void warpgroup_fence(float* d, size_t size, Site site);
 void warpgroup_commit(Site site);
-void warpgroup_wait(int pending_groups, Site site);
+void warpgroup_wait(int pending_groups, const float* d, Site site);
 void fence_proxy_async();
 unsigned shared_address(const void* pointer);  // of dynamic shared memory
 

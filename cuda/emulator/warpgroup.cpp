@@ -238,12 +238,25 @@ static void do_fence(void** operands, Site site) {
 }
 
 static void do_commit(void**, Site site) { join("wgmma.commit_group", site).group++; }
+
+// The compiler knows of `d` alone that it changes here: it may read others before.
+struct Waited {
+    int pending_groups;
+    const float* d;
+};
+
 static void do_wait(void** operands, Site site) {
+    char buffer[256];
     WarpProducts& own = join("wgmma.wait_group", site);
-    int until = own.group - *static_cast<int*>(operands[0]);
+    auto& first = *static_cast<Waited*>(operands[0]);
+    int until = own.group - first.pending_groups;
     size_t done = 0;
-    for (; done < own.pending.size() && own.pending[done].group < until; done++)
-        finish(own, own.pending[done]);
+    for (; done < own.pending.size() && own.pending[done].group < until; done++) {
+        const Pending& it = own.pending[done];
+        if (own.registers[it.d].of[0] != (const char*)first.d)
+            fail(site, "warpgroup_wait of other registers than wgmma has at %s", text(it.site, buffer));
+        finish(own, it);
+    }
     own.pending.erase(own.pending.begin(), own.pending.begin() + done);
     own.fenced = false;
 }
@@ -255,8 +268,9 @@ void warpgroup_fence(float* d, size_t size, Site site) {
 void warpgroup_commit(Site site) {
     warp_operation(do_commit, "wgmma.commit_group", ~0u, nullptr, site);
 }
-void warpgroup_wait(int pending_groups, Site site) {
-    warp_operation(do_wait, "wgmma.wait_group", ~0u, &pending_groups, site);
+void warpgroup_wait(int pending_groups, const float* d, Site site) {
+    Waited waited{pending_groups, d};
+    warp_operation(do_wait, "wgmma.wait_group", ~0u, &waited, site);
 }
 
 void check_registers(const char* address, size_t size, bool is_write, Site site) {

@@ -370,7 +370,8 @@ __global__ void rows_with_sync(float* x) { load_rows<true>(x); }
 
 enum Mistake {
     NONE, NO_FENCE, CHANGED_AFTER_FENCE, READ_EARLY, CHANGED_EARLY, OVERWRITTEN, NEVER_WAITED, THREE_WARPS,
-    NO_PROXY_FENCE, LATE_PROXY_FENCE, NO_BARRIER, MISPLACED, PARTED_DESCRIPTORS, ANOTHER_GROUP
+    NO_PROXY_FENCE, LATE_PROXY_FENCE, NO_BARRIER, MISPLACED, PARTED_DESCRIPTORS, ANOTHER_GROUP,
+    OTHER_REGISTERS
 };
 
 // A product of a warpgroup of 128 threads: [64, 16], whose first column is 4, with [16, 64], whose first
@@ -389,7 +390,7 @@ template <Mistake MISTAKE> __device__ void multiply_by_4(float* x) {
     if (MISTAKE == THREE_WARPS && warp == 3) return;
     unsigned a[4] = {}, four = 0x4080;
     if (lane % 4 == 0) a[0] = a[1] = four;
-    float d[8][4] = {};
+    float d[8][4] = {}, other[8][4] = {};
     unsigned long long b = ptx::matrix_descriptor(
         matrix + (MISTAKE == MISPLACED ? 64 : 0), MISTAKE == PARTED_DESCRIPTORS ? warp * 16 : 0, 1024);
     if (MISTAKE != NO_FENCE) ptx::warpgroup_fence(d);
@@ -400,7 +401,8 @@ template <Mistake MISTAKE> __device__ void multiply_by_4(float* x) {
     if (MISTAKE == CHANGED_EARLY) d[0][0] = 0;
     if (MISTAKE == OVERWRITTEN) matrix[threadIdx.x] = __float2bfloat16(5);
     if (MISTAKE == NEVER_WAITED) return;
-    ptx::warpgroup_wait<MISTAKE == ANOTHER_GROUP ? 1 : 0>(d);
+    if (MISTAKE == OTHER_REGISTERS) ptx::warpgroup_wait<0>(other);
+    else ptx::warpgroup_wait<MISTAKE == ANOTHER_GROUP ? 1 : 0>(d);
     for (int i = 0; threadIdx.x < 4 && i < 16; i++)
         x[i / 2 * 8 + threadIdx.x * 2 + i % 2] = d[i / 2][i % 2];
     if (MISTAKE == ANOTHER_GROUP) ptx::warpgroup_wait<0>(d);
@@ -411,6 +413,7 @@ __global__ void product_without_fence(float* x) { multiply_by_4<NO_FENCE>(x); }
 __global__ void product_changed_after_fence(float* x) { multiply_by_4<CHANGED_AFTER_FENCE>(x); }
 __global__ void product_read_early(float* x) { multiply_by_4<READ_EARLY>(x); }
 __global__ void product_of_another_group(float* x) { multiply_by_4<ANOTHER_GROUP>(x); }
+__global__ void product_of_other_registers(float* x) { multiply_by_4<OTHER_REGISTERS>(x); }
 __global__ void product_changed_early(float* x) { multiply_by_4<CHANGED_EARLY>(x); }
 __global__ void product_overwritten(float* x) { multiply_by_4<OVERWRITTEN>(x); }
 __global__ void product_never_waited(float* x) { multiply_by_4<NEVER_WAITED>(x); }

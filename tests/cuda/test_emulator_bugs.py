@@ -45,6 +45,7 @@ NAMED_IN_FAST_MODE |= {
     "product_changed_early": "that were changed before the wait",
     "product_overwritten": "wgmma of what was changed before the wait for it",
     "product_never_waited": r"wgmma that warp \d has never waited for",
+    "product_of_other_registers": "warpgroup_wait of other registers than wgmma has at",
     "product_of_three_warps": "wgmma.fence of a warpgroup, of which warp 3 never came to it",
     "product_misplaced": "wgmma descriptor of a pattern that begins at no 1024 bytes",
     "product_of_parted_descriptors": "wgmma with another descriptor than in another warp",

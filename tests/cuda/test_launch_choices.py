@@ -10,6 +10,7 @@ import torch
 
 from gptmanager.cuda import activations, norms, products, sampling, token_masks
 from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
+from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.sampling import PARAMS
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 
@@ -24,11 +25,13 @@ class Card:
 
     def __init__(self):
         self.launched = []
+        self.arguments = []
 
     def kernel(self, program, name, shared_mem=0):
         assert name in program.kernels
 
         def launch(grid, block, arguments, shared_mem=0):
+            self.arguments.append(arguments)
             self.launched.append((name.replace("__nv_bfloat16", "bf16"), grid, block[0]))
 
         return launch
@@ -110,6 +113,15 @@ def test_products_of_few_rows(card, rows, width, dtype, expected):
 def test_gate_and_up_are_always_four_tiles(card):
     products.multiply_silu(card, empty(2, 520), empty(2, 64), empty(1040, 64))
     assert card.launched == [("multiply<bf16, 4, true>", (33,), 512)]
+
+
+def test_all_products_of_tiles_have_the_same_counters(card):
+    """A recording has their address."""
+    own = OwnProducts(card)
+    for rows in (64, 200):
+        own.multiply(empty(rows, 4096), empty(rows, 4096), empty(4096, 4096), None)
+    first, second = (arguments[2] for arguments in card.arguments)
+    assert first is second and first.dtype is INT
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,20 @@ def test_against_float64(machine, vocab_size):
     close(got, textbook(logits, tokens, TEMPERATURES), absolute=1e-5)
 
 
-def test_what_slots_want(machine):
+def check_what_slots_want(machine):
     logits = randn(3, 40)
-    got = run(machine, logits, [3, 4, 5], [0.5] * 3, [NOTHING, LOGIT, LOG_PROB])
+    got = run(machine, logits, [3, 4, 5], [0.5] * 3, [NOTHING, LOG_PROB, LOGIT])
     assert got[0] == UNTOUCHED
-    assert got[1] == logits[1, 4] / 0.5
-    close(got[2:], textbook(logits[2:], [5], [0.5]))
+    close(got[1:2], textbook(logits[1:2], [4], [0.5]))
+    assert got[2] == logits[2, 5] / 0.5
+
+
+def test_what_slots_want(machine):
+    check_what_slots_want(machine)
+
+
+def test_nothing_is_touched_that_no_slot_wants(checked_machine):
+    check_what_slots_want(checked_machine)
 
 
 def test_a_row_without_a_slot(machine):

@@ -252,6 +252,14 @@ def test_bins_that_fit_together_and_by_one_do_not(machine, second):
     assert all(400 <= token < 500 + second for token in got)
 
 
+def test_bins_that_hold_just_as_many_as_top_k(machine):
+    """Behind them are empty ones, to which as many rank above."""
+    logits = torch.full((1, 3000), -3.0)
+    logits[:, :1050], logits[:, 1050:2100] = 0.0, -1.25 / 64
+    got = check(machine, logits.repeat(40, 1), drawing(40, top_k=2100))
+    assert all(token < 2100 for token in got)
+
+
 def test_the_border_of_a_bin(machine):
     """The lowest logit of the first bin is the k-th best, and many are the best of the second."""
     border = np.float32(-1 / 64)
@@ -326,7 +334,7 @@ def test_odd_logits(machine):
 def test_there_is_no_race(checked_machine):
     check(checked_machine, rows(2, 300), drawing(2, top_k=20, top_p=0.5, min_p=0.01))
     check(checked_machine, rows(1, 2300), drawing(1, top_k=520))
-    check(checked_machine, rows(1, 16_400), drawing(1, top_k=4), 100, shared(checked_machine))
+    check(checked_machine, rows(2, 8_200), drawing(2, top_k=4), 100, shared(checked_machine))
 
 
 def test_as_many_pieces_as_there_is_room_for(checked_machine):
