@@ -60,7 +60,7 @@ _LAUNCHES = {
     "uploads.py": "test_device_executor test_step_launches",
     "warpgroup_attention.py": f"test_context_attention test_machine_code {_CHOICES}",
 }
-_EMULATOR = "test_emulator test_emulator_bugs test_launch"
+_EMULATOR = "test_emulator test_emulator_bugs test_device_functions test_launch"
 _MATRICES = f"{_EMULATOR} test_products test_context_attention"
 _EMULATED = {"intrinsics_cpu.h": _MATRICES, "warp.h": _MATRICES, "warpgroup.cpp": _MATRICES}
 _PRODUCTS = "test_kernel_memory test_packed_products test_kernels"
