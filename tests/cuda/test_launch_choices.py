@@ -5,10 +5,12 @@ values do not see a choice that takes twice the time.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from gptmanager.cuda import activations, norms, products, sampling, token_masks
+from gptmanager.cuda.context_attention import plan_context
 from gptmanager.cuda.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.own_products import OwnProducts
 from gptmanager.cuda.sampling import PARAMS
@@ -89,6 +91,16 @@ def test_two_tiles_of_queries_from_nine_heads_a_kv_head_on(card, heads, tiles):
     )
     generation_attention(card, queries, queries, pages, rows, work, shape)
     assert card.launched == [(f"generation_attention<bf16, 128, {tiles}>", (49, 8), 128)]
+
+
+def test_items_of_contexts_begin_and_end_where_somebody_sees_something():
+    """The longest first: row, first packed query, first and last (excluded) position."""
+    num_new, kv_lengths = np.array([40, 0, 3], np.int32), np.array([140, 5, 3], np.int32)
+    whole = AttentionShape(8, 2, 128, 1.0)  # 32 tokens of 4 heads are an item
+    items = plan_context(num_new, kv_lengths, whole)
+    assert items.tolist() == [[0, 128, 0, 140], [0, 0, 0, 132], [2, 0, 0, 3]]
+    items = plan_context(num_new, kv_lengths, whole._replace(window=16))
+    assert items.tolist() == [[0, 0, 85, 132], [0, 128, 117, 140], [2, 0, 0, 3]]
 
 
 @pytest.mark.parametrize(

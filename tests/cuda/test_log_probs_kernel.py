@@ -42,6 +42,11 @@ def textbook(logits, tokens, temperatures):
     return scores[torch.arange(len(logits)), torch.tensor(tokens)]
 
 
+def test_one_row(machine):
+    logits = randn(1, 40)
+    close(run(machine, logits, [7], [0.5], [LOG_PROB]), textbook(logits, [7], [0.5]))
+
+
 @pytest.mark.parametrize("vocab_size", [1, 31, 1003, 2048, 9000])
 def test_against_float64(machine, vocab_size):
     logits = randn(4, vocab_size) * 5

@@ -8,6 +8,7 @@ import torch
 from kernel_values import randn
 
 from gptmanager.cuda import compiler, emulator
+from gptmanager.cuda.launch import EmulatorLauncher
 from gptmanager.cuda.sampling import PARAMS, Workspace, num_parts, pack, sample
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
@@ -355,6 +356,18 @@ template <int WIDTH> __global__ void find(
     if (threadIdx.x == 0) *token = found;
 }
 """
+
+
+def test_the_room_for_what_blocks_leave_for_each_other(toolchain):
+    source = """
+    #include "logits_row.cuh"
+    __global__ void size(int* bytes) { *bytes = sizeof(Pieces); }"""
+    options, bytes_ = [f"-I{compiler.FOLDER}"], emulator.empty(1, np.int32)
+    module = emulator.Module(source=source, name_expressions=["size"], options=options)
+    module.get_function("size")((1,), (1,), (bytes_,))
+    workspace = Workspace.of(EmulatorLauncher(), torch.device("cpu"))
+    assert len(workspace.arrived) == EmulatorLauncher.num_multiprocessors // 2
+    assert len(workspace.pieces) == len(workspace.arrived) * int(bytes_[0])
 
 
 def test_where_a_sum_passes_and_where_by_rounding_it_does_not(toolchain):

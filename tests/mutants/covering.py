@@ -49,7 +49,7 @@ _LAUNCHES = {
     "generation_attention.py": f"test_generation_plan test_generation_attention {_CHOICES}",
     "generation_plan.py": "test_generation_plan test_generation_attention",
     "graphs.py": "test_device_executor test_step_launches",
-    "kernels.py": "test_step_launches test_product_choice test_device_executor",
+    "kernels.py": "test_step_launches test_product_choice test_lora",
     "launch.py": "test_launch test_products test_sampling_kernel",
     "matrix.py": "test_compiler",
     "own_products.py": "test_product_choice test_products test_launch_choices",
