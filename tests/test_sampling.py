@@ -152,12 +152,13 @@ def test_end_id_comes_only_after_min_length_tokens(greedy: bool) -> None:
     assert (tokens == end).tolist() == [False] * 3 + [True] * 3
 
 
-def test_min_length_without_an_end_id_changes_nothing() -> None:
+@pytest.mark.parametrize("best", [0, 49])
+def test_min_length_without_an_end_id_changes_nothing(best: int) -> None:
     logits = torch.zeros(1, 50)
-    logits[0, 49] = 1.0
+    logits[0, best] = 1.0
     for end_id in (-1, 50):
         one = SamplingParams(min_length=3, end_id=end_id)
-        assert sampler_of([one], 50).sample(logits, np.array([0]), np.array([0])) == [49]
+        assert sampler_of([one], 50).sample(logits, np.array([0]), np.array([0])) == [best]
 
 
 def test_a_slot_taken_over_forgets_its_last_sequence() -> None:

@@ -39,9 +39,7 @@ VALUES = {  # of an expression, the 32 bits of its result
     "__float2int_rz(-2.7f)": -2,
     "__float2int_rd(-2.2f)": -3,
     "__float2int_ru(2.2f)": 3,
-    "__float2int_rn(3e9f)": 2**31 - 1,
     "__float2uint_rn(3.5f)": 4,
-    "__float2uint_rn(-3.0f)": 0,
     "__float_as_uint(1.0f)": 0x3F800000,
     "__float_as_int(__int_as_float(-7))": -7,
     "__float_as_uint(__uint_as_float(0x40490FDBu))": 0x40490FDB,
@@ -87,8 +85,10 @@ ATOMICS = {  # on a cell of 10: what it has then; each gives 10
     "atomicCAS(cell, 10u, 4u)": 4,
     "atomicCAS(cell, 9u, 4u)": 10,
 }
-REDUCTIONS = {"add": sum, "min": min, "max": max}
-REDUCTIONS |= {name: getattr(np, f"bitwise_{name}").reduce for name in ("and", "or", "xor")}
+REDUCTIONS = {
+    **{"add": sum, "min": min, "max": max},
+    **{name: getattr(np, f"bitwise_{name}").reduce for name in ("and", "or", "xor")},
+}
 
 
 def run(device, body, size, threads=1, check=False):
@@ -96,7 +96,8 @@ def run(device, body, size, threads=1, check=False):
     source = f'extern "C" __global__ void kernel(unsigned* out) {{\n{body}\n}}'
     values = np.full(size, 10, np.uint32)
     if there_is(device) == "cuda":
-        cupy = pytest.importorskip("cupy")
+        import cupy
+
         out = cupy.asarray(values)
         cupy.RawModule(code=source).get_function("kernel")((1,), (threads,), (out,))
         return out.get()
@@ -158,17 +159,3 @@ def test_reductions_of_a_warp(device, name):
     upper = [int(lane) - 20 if signed else int(lane) | 64 for lane in lanes[16:]]
     assert set(found[:32].tolist()) == {int(REDUCTIONS[name](lanes * 7 + 3))}
     assert set(found[48:].view(np.int32).tolist()) == {int(REDUCTIONS[name](upper))}
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_seed_shuffles_the_blocks(seed, toolchain):
-    source = """
-    __global__ void arrive(unsigned* next, unsigned* order) {
-        order[atomicAdd(next, 1u)] = blockIdx.x;
-    }"""
-    next_, order = emulator.asarray(np.zeros(1, np.uint32)), emulator.empty(40, np.uint32)
-    module = emulator.Module(source=source, name_expressions=["arrive"], order=seed)
-    module.get_function("arrive")((40,), (1,), (next_, order))
-    found = emulator.asnumpy(order).tolist()
-    assert sorted(found) == list(range(40))
-    assert found not in (list(range(40)), list(range(40))[::-1])

@@ -73,6 +73,20 @@ def test_a_kernel_from_a_string(check, order):
     assert np.array_equal(sums, [expected[:128].sum(), expected[128:].sum()])
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_seed_shuffles_the_blocks(seed):
+    source = """
+    __global__ void arrive(unsigned* next, unsigned* order) {
+        order[atomicAdd(next, 1u)] = blockIdx.x;
+    }"""
+    next_, order = emulator.asarray(np.zeros(1, np.uint32)), emulator.empty(40, np.uint32)
+    module = emulator.Module(source=source, name_expressions=["arrive"], order=seed)
+    module.get_function("arrive")((40,), (1,), (next_, order))
+    found = emulator.asnumpy(order).tolist()
+    assert sorted(found) == list(range(40))
+    assert found not in (list(range(40)), list(range(40))[::-1])
+
+
 def test_a_kernel_works_on_tensors_of_torch(scale):
     x, sums = torch.arange(64.0), torch.full((1,), torch.nan)
 

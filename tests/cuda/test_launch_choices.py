@@ -23,7 +23,6 @@ class Card:
     """Keeps what is launched: the instantiation, its grid and its threads."""
 
     num_multiprocessors, max_shared_mem = 132, 227 << 10
-    has_products = has_warpgroups = True
 
     def __init__(self):
         self.launched = []

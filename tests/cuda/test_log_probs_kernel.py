@@ -55,20 +55,12 @@ def test_against_float64(machine, vocab_size):
     close(got, textbook(logits, tokens, TEMPERATURES), absolute=1e-5)
 
 
-def check_what_slots_want(machine):
+def test_what_slots_want(machine):
     logits = randn(3, 40)
     got = run(machine, logits, [3, 4, 5], [0.5] * 3, [NOTHING, LOG_PROB, LOGIT])
     assert got[0] == UNTOUCHED
     close(got[1:2], textbook(logits[1:2], [4], [0.5]))
     assert got[2] == logits[2, 5] / 0.5
-
-
-def test_what_slots_want(machine):
-    check_what_slots_want(machine)
-
-
-def test_nothing_is_touched_that_no_slot_wants(checked_machine):
-    check_what_slots_want(checked_machine)
 
 
 def test_a_row_without_a_slot(machine):
@@ -131,6 +123,8 @@ def test_there_is_no_race(checked_machine):
     logits = randn(2, 3000)
     got = run(checked_machine, logits, [7, 8], [1.0, 0.5], [LOG_PROB] * 2)
     close(got, textbook(logits, [7, 8], [1.0, 0.5]))
+    got = run(checked_machine, logits, [7, 8], [1.0, 0.5], [LOGIT] * 2)
+    assert got.tolist() == [logits[0, 7], logits[1, 8] / 0.5]
 
 
 def test_tensors_that_do_not_fit(machine):

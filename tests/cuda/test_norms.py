@@ -41,7 +41,7 @@ def test_norms(machine, dtype, centered, add):
         check_norm(machine, dtype, tokens, width, centered, add)
 
 
-@pytest.mark.parametrize("width", [1, 63, 8191, 8192, 32768])
+@pytest.mark.parametrize("width", [1, 63, 4099, 8191, 8192, 14336, 32768])
 def test_rows_of_any_width(machine, width):
     check_norm(machine, torch.bfloat16, 2, width, centered=False, add=True)
 

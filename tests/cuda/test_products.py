@@ -50,6 +50,7 @@ def test_products(machine, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_have_no_race(checked_machine, dtype):
+    check_multiply(checked_machine, dtype, 9, 40, 136)
     check_multiply(checked_machine, dtype, 16, 96, 136)
     check_multiply_silu(checked_machine, dtype, 2, 20, 72)
 

@@ -335,6 +335,7 @@ def test_odd_logits(machine):
 def test_there_is_no_race(checked_machine):
     check(checked_machine, rows(2, 300), drawing(2, top_k=20, top_p=0.5, min_p=0.01))
     check(checked_machine, rows(1, 2300), drawing(1, top_k=520))
+    check(checked_machine, rows(1, 16_400), drawing(1, top_k=4), 100, shared(checked_machine))
     check(checked_machine, rows(2, 8_200), drawing(2, top_k=4), 100, shared(checked_machine))
 
 

@@ -32,7 +32,6 @@ Change = tuple[
     int, str, int, int, str
 ]  # line from 0, kind, first and last column, what comes there
 
-# Launch bounds are no code: a hint for registers, told by the table of docs/cuda_kernels.md.
 # Patterns are those of the project's format: operators with two operands have spaces around them,
 # and pointers, references and template arguments have not.
 _OPERATORS = {
@@ -67,6 +66,7 @@ _REPLACED = (  # kind, what, by what
     ("dropped", r"^ *\K[a-z][\w.\[\]\->]* [-+*/|&^]?= [^;]*;$", ";"),
 )
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
+# Launch bounds are a hint for registers, told by the table of docs/cuda_kernels.md.
 _NOT_CODE = re.compile(
     r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
     r'|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#[^\n]*(?:\\\n[^\n]*)*',

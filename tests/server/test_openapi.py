@@ -44,7 +44,9 @@ def test_a_lenient_server_says_so():
     "path", ["/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter"]
 )
 def test_bodies_made_up_from_the_document_are_answered(client, path):
-    schemathesis = pytest.importorskip("schemathesis", reason="it makes up the bodies")
+    schemathesis = pytest.importorskip(
+        "schemathesis", reason="needs schemathesis, which makes up the bodies"
+    )
     schema = schemathesis.openapi.from_dict(document())
 
     @settings(max_examples=8, deadline=None)
@@ -61,7 +63,9 @@ def test_bodies_made_up_from_the_document_are_answered(client, path):
 
 @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
 def test_tensors_made_up_from_the_document_are_answered(client, path):
-    schemathesis = pytest.importorskip("schemathesis", reason="it makes up the bodies")
+    schemathesis = pytest.importorskip(
+        "schemathesis", reason="needs schemathesis, which makes up the bodies"
+    )
     schema = schemathesis.openapi.from_dict(document())
     most = {"max_tokens": 1, "request_output_len": 1}
 
