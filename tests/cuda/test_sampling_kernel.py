@@ -35,7 +35,7 @@ def uniform(seed, position, draw):
 
 def textbook(logits, params, position):
     x = logits.astype(np.float32)
-    if position < PROMPT_LENGTH + params.min_length and params.end_id >= 0:
+    if position < PROMPT_LENGTH + params.min_length and 0 <= params.end_id < len(x):
         x[params.end_id] = -np.inf
     if not (x < np.inf).all():
         return NOT_FINITE
@@ -297,6 +297,14 @@ def test_quotients_tie_not_products_with_the_reciprocal(machine):
     for row, tied in enumerate([{0, 1, 2}, {0, 1}]):
         params = drawing(30, top_k=2, temperature=1.5)
         assert set(check(machine, logits[row].repeat(30, 1), params)) == tied
+
+
+@pytest.mark.parametrize("best", [0, 49])
+def test_no_token_is_forbidden_where_there_is_no_end(machine, best):
+    logits = torch.zeros(2, 50)
+    logits[:, best] = 50.0
+    params = [SamplingParams(min_length=3, end_id=end_id) for end_id in (-1, 50)]
+    assert check(machine, logits, params, PROMPT_LENGTH) == [best, best]
 
 
 def test_an_end_that_top_k_may_not_choose(machine):
