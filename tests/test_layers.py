@@ -353,6 +353,7 @@ server/                   a manager behind HTTP and gRPC
     extras                modules that need an extra (no torch)
     errors                a refusal as every client gets it
     model_card            what a server knows of its model beside the weights
+    warning_header        what a client should know about its answer (no torch)
     responses             JSON, errors as one object, server-sent events (no torch)
     keys                  who may use the server (no torch)
     fields                fields of JSON bodies, read and described (no torch)

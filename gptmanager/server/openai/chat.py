@@ -19,7 +19,6 @@ from gptmanager.server.models import check_model
 from gptmanager.server.openai.answer import Answer
 from gptmanager.server.openai.chat_answer import ChatAnswer
 from gptmanager.server.openai.chat_prompt import MESSAGES, OBJECTS, TEMPLATE_FIELDS, ChatPrompts
-from gptmanager.server.openai.completions import warning
 from gptmanager.server.openai.generation_fields import (
     IGNORED,
     MAX_TOP_LOG_PROBS,
@@ -33,6 +32,7 @@ from gptmanager.server.openai.sampling import Wanted, check
 from gptmanager.server.openai.tools import read_tools
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.warning_header import UNKNOWN, Warnings
 
 _MAX_TOKENS = Integer(1, 2**31 - 1)
 
@@ -77,22 +77,24 @@ class Chats:
     async def handle(self, request: Request) -> Response:
         body = await read_json(request)
         given, unknown = read_fields(body, FIELDS, lenient=self._is_lenient)
-        headers = warning(unknown)
+        warnings = Warnings()
+        warnings.add_ignored(unknown, UNKNOWN)
         check_model(self._engine, given.get("model"))
         if "top_logprobs" in given and not given.get("logprobs"):
             raise wrong("top_logprobs", "top_logprobs needs logprobs = true")
-        chat = await until_disconnected(request, self._begin(given))
+        chat = await until_disconnected(request, self._begin(given, warnings))
+        headers = warnings.headers()
         if given.get("stream"):
             return EventStream(await until_disconnected(request, begun(chat.frames())), headers)
         return json_response(await until_disconnected(request, chat.whole()), headers=headers)
 
-    async def _begin(self, given: dict[str, Any]) -> _Chat:
+    async def _begin(self, given: dict[str, Any], warnings: Warnings) -> _Chat:
         card = self._engine.card
         parallel = given.get("parallel_tool_calls", True)
         tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
-        processor = await self._processors.of(given, tools, prompt.tool_format)
+        processor = await self._processors.of(given, warnings, tools, prompt.tool_format)
         wanted = Wanted(given, num_top, given.get("prompt_logprobs"), processor)
         check(wanted, card)
         left = max(1, card.max_model_len - len(prompt.tokens))

@@ -43,6 +43,7 @@ from gptmanager.server.openai.processors import STRUCTURED, Processors
 from gptmanager.server.openai.sampling import Wanted, check
 from gptmanager.server.responses import DONE, EventStream, event, json_response
 from gptmanager.server.settings import ServerSettings
+from gptmanager.server.warning_header import UNKNOWN, Warnings
 
 _MAX_PROMPTS = 1024
 _MAX_TOKENS = 16  # if a request does not say
@@ -120,22 +121,24 @@ class Completions:
     async def handle(self, request: Request) -> Response:
         body = await read_json(request)
         given, unknown = read_fields(body, FIELDS, lenient=self._is_lenient)
-        headers = warning(unknown)
+        warnings = Warnings()
+        warnings.add_ignored(unknown, UNKNOWN)
         _check(given, self._engine)
-        completion = await until_disconnected(request, self._begin(given))
+        completion = await until_disconnected(request, self._begin(given, warnings))
+        headers = warnings.headers()
         if given.get("stream"):
             frames = await until_disconnected(request, begun(completion.frames()))
             return EventStream(frames, headers)
         return json_response(await until_disconnected(request, completion.whole()), headers=headers)
 
-    async def _begin(self, given: dict[str, Any]) -> _Completion:
+    async def _begin(self, given: dict[str, Any], warnings: Warnings) -> _Completion:
         card = self._engine.card
         num_top = given.get("logprobs")
         is_echo = given.get("echo", False)
         num_prompt_top = given.get("prompt_logprobs")
         if is_echo and num_top is not None:
             num_prompt_top = max(num_top, num_prompt_top or 0)
-        wanted = Wanted(given, num_top, num_prompt_top, await self._processors.of(given))
+        wanted = Wanted(given, num_top, num_prompt_top, await self._processors.of(given, warnings))
         check(wanted, card)
         prompts = [await self._prompt(prompt, given) for prompt in given["prompt"]]
         most = given.get("max_tokens")
@@ -182,15 +185,6 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
         raise wrong("best_of", f"best_of = {given['best_of']} is not supported, only that of n")
     if given.get("suffix"):
         raise wrong("suffix", "suffix is not supported: no model here fills in the middle")
-
-
-def warning(unknown: Sequence[str]) -> dict[str, str]:
-    """The header that names fields which `--lenient` has ignored."""
-    if not unknown:
-        return {}
-    names = ", ".join(shown(name) for name in unknown)
-    safe = names.encode("ascii", "replace").decode()[:500]
-    return {"Warning": f'299 gptmanager "unknown fields are ignored: {safe}"'}
 
 
 class _Completion:

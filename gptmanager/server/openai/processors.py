@@ -14,6 +14,7 @@ from gptmanager.server.openai.structured import (
     read_output_rule,
 )
 from gptmanager.server.openai.tools import ToolFormat, Tools
+from gptmanager.server.warning_header import Warnings
 
 _MAX_LETTERS = 8192  # of all bad words of a request
 _OBJECT = AsItIs({"type": "object"})
@@ -36,9 +37,16 @@ class Processors:
         self._texts = None if tokenizer is None else BannedTexts(tokenizer)
 
     async def of(
-        self, given: Mapping[str, Any], tools: Tools | None = None, form: ToolFormat | None = None
+        self,
+        given: Mapping[str, Any],
+        warnings: Warnings,
+        tools: Tools | None = None,
+        form: ToolFormat | None = None,
     ) -> Any:
-        """None: the model says what it likes. `tools` may be called, in `form`. ApiError 400."""
+        """Return the post-processor; None: the model says what it likes.
+
+        `tools` may be called, in `form`. `warnings` gets what is not enforced. ApiError 400.
+        """
         rule, bans = read_output_rule(given), await self._bans(given.get("bad_words"))
         grammar = None
         if tools is not None and form is not None:
