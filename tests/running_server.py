@@ -47,7 +47,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
 
 
 def settings_of(model: Path = MODEL, params: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Those of a small server; `params`: fields of the manager's OptionalParams.
+    """Those of a small server with Triton's protocol; `params`: fields of OptionalParams.
 
     Answers from different batches are compared, also where torch computes the products.
     """
@@ -56,7 +56,7 @@ def settings_of(model: Path = MODEL, params: dict[str, Any] | None = None, **fie
     for name, value in (params or {}).items():
         setattr(given, name, value)
     manager = ManagerOptions(ModelType.INFLIGHT_FUSED_BATCHING, SchedulerConfig(), given)
-    fields = {"port": 0, "max_beam_width": 4, **fields}
+    fields = {"port": 0, "max_beam_width": 4, "triton": True, **fields}
     return ServerSettings(model=model, manager=manager, **fields)
 
 

@@ -145,14 +145,15 @@ def test_an_id_alone_waits_for_the_request_of_the_same_get_that_brings_it(order)
     assert counts(driver).misses == 1
 
 
-def test_an_id_that_nobody_brought_is_an_error_that_names_what_is_cached():
+def test_an_id_that_nobody_brought_is_an_error_that_names_no_other_id():
     driver = driver_of()
     driver.submit(request(1, 7, size=1), request(2, 9))
     finish(driver)
     driver.submit(request(3, 8), request(4))
     finish(driver)
     assert error_of(driver, 2).startswith("AdapterError: lora_task_id 9 is not cached")
-    assert "cached: 7" in error_of(driver, 3)
+    assert "lora_task_id 8 is not cached" in error_of(driver, 3)
+    assert "7" not in error_of(driver, 3)
     assert not error_of(driver, 4)
 
 

@@ -15,8 +15,6 @@ from gptmanager.kv_cache.block import LedgerError
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, pack
 from gptmanager.peft_cache.pages import AdapterPages, CachedAdapter
 
-_MOST_SHOWN = 10
-
 
 class PageCopy(NamedTuple):
     """The first `num_elements` of a host page belong in a device page."""
@@ -267,12 +265,9 @@ class PeftCacheManager:
     def _cached(self, task_id: int) -> CachedAdapter:
         adapter = self._by_task.get(task_id)
         if adapter is None:
-            known = sorted(self._by_task)
-            shown = ", ".join(map(str, known[:_MOST_SHOWN])) or "none"
-            more = f" and {len(known) - _MOST_SHOWN} more" if len(known) > _MOST_SHOWN else ""
+            # which other ids there are is not for whoever asks: a request may come from anybody
             raise AdapterError(
-                f"lora_task_id {task_id} is not cached: give lora_weights and lora_config with it; "
-                f"cached: {shown}{more}"
+                f"lora_task_id {task_id} is not cached: give lora_weights and lora_config with it"
             )
         return adapter
 

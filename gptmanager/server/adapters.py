@@ -14,7 +14,10 @@ from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
 
-_FIRST_TASK = 1 << 32  # hosts that give ids of tasks themselves begin below
+# Ids of tasks from here on are the server's own. Clients of Triton's protocol choose theirs below
+# it, so that a client's weights never answer for the name of an adapter that the operator allows.
+# The range is small, because clients make ids by hashing names.
+FIRST_OWN_TASK = 2**64 - 2**32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,14 +33,14 @@ class Adapter:
 
 class Adapters:
     """By their names, of the model in the folder `model`. `root`: the folder below which adapters
-    must lie; None: anywhere.
+    must be; None: none is loaded.
     """
 
     def __init__(self, model: Path, root: Path | None) -> None:
         self._model = model
         self._root = None if root is None else root.resolve()
         self._by_name: dict[str, Adapter] = {}
-        self._task_ids = itertools.count(_FIRST_TASK)
+        self._task_ids = itertools.count(FIRST_OWN_TASK)
 
     def __iter__(self) -> Iterator[Adapter]:
         return iter(list(self._by_name.values()))
@@ -83,13 +86,15 @@ class Adapters:
             )
 
     def _folder(self, path: str) -> Path:
+        if self._root is None:
+            raise ApiError(403, "adapters are loaded only with --adapter-dir", param="lora_path")
         try:
-            folder = Path(self._root or "", path).resolve()
+            folder = Path(self._root, path).resolve()
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null character
             raise ApiError(
                 400, f"lora_path = {shown(path)} is no path: {error}", param="lora_path"
             ) from error
-        if self._root is not None and not folder.is_relative_to(self._root):
+        if not folder.is_relative_to(self._root):
             raise ApiError(
                 403,
                 f"lora_path = {shown(path)} is not below --adapter-dir",

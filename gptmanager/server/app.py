@@ -23,6 +23,12 @@ from gptmanager.server.settings import ServerSettings
 from gptmanager.server.triton import http as triton
 
 Routes = Callable[[Engine, ServerSettings], list[BaseRoute]]
+# paths that are served only if an option asks for them
+_ASKED_FOR = {
+    "/v2": "--triton",
+    "/v1/load_lora_adapter": "--adapter-dir",
+    "/v1/unload_lora_adapter": "--adapter-dir",
+}
 _FRONTS: Sequence[Routes] = (
     health.routes,
     metrics.routes,
@@ -74,12 +80,20 @@ def _refuse_http(request: Request, error: Exception) -> Response:
     """What the router itself refuses: 404 and 405."""
     assert isinstance(error, HTTPException)
     messages = {
-        404: f"there is nothing at {request.url.path}",
+        404: f"there is nothing at {request.url.path}{_hint(request)}",
         405: f"{request.method} is not allowed at {request.url.path}",
     }
     message = messages.get(error.status_code, error.detail)
     refusal = ApiError(error.status_code, message, headers=error.headers)
     return error_response(refusal, request.url.path)
+
+
+def _hint(request: Request) -> str:
+    """Which option of the server would serve what a client has asked for in vain."""
+    path, settings = request.url.path, request.app.state.settings
+    option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
+    is_on = settings.serves_triton if option == "--triton" else settings.adapter_dir is not None
+    return "" if option is None or is_on else f": the server was started without {option}"
 
 
 def _client_gone(request: Request, error: Exception) -> Response:

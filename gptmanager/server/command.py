@@ -69,13 +69,14 @@ def add_command(commands: Any) -> None:
     add("--request-timeout", type=seconds, metavar="S", help=told)
     told = "how long requests may go on after a signal (default %(default)g)"
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help=told)
-    told = "adapters are loaded from below it alone (default: from anywhere)"
+    told = "clients may load adapters from below it (default: they load none)"
     add("--adapter-dir", type=folder, metavar="DIR", help=told)
     add("--chat-template", type=Path, metavar="FILE", help="(default: the checkpoint's)")
     told = "a request may bring a chat template of its own"
     add("--trust-request-chat-template", action="store_true", help=told)
     add("--lenient", action="store_true", help="unknown fields are a warning, no error")
-    add("--grpc-port", type=natural, metavar="N", help="serve Triton's protocol over gRPC, too")
+    add("--triton", action="store_true", help="serve Triton's protocol below /v2, too")
+    add("--grpc-port", type=natural, metavar="N", help="the same over gRPC; implies --triton")
     told = "of the names of metrics (default %(default)s)"
     add("--metrics-prefix", default="gptmanager", metavar="NAME", help=told)
     add_manager_options(parser)

@@ -16,7 +16,7 @@ from gptmanager.callbacks import AsyncRequestQueue, Generation
 from gptmanager.errors import GptManagerError, ManagerDeadError
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.run.text_encoder import TextEncoder
-from gptmanager.server.adapters import Adapter, Adapters
+from gptmanager.server.adapters import FIRST_OWN_TASK, Adapter, Adapters
 from gptmanager.server.call import Call, EngineRequest
 from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.metrics import ServerMetrics, counts_of
@@ -91,6 +91,7 @@ class Engine:
             None if it.adapter is None else self.adapters.find(it.adapter) for it in requests
         ]
         for request in requests:
+            _check_task(request.by_name.get("lora_task_id", 0))
             if request.is_scoring:
                 self._check_scored(len(request.tokens))
             self.check_length(len(request.tokens), request.max_new_tokens)
@@ -288,6 +289,17 @@ class Engine:
             await asyncio.sleep(_LOOK_S)
         for call in list(self._calls):
             call.time_out()
+
+
+def _check_task(task_id: int) -> None:
+    """ApiError 400 for an id of the server's own, which a client must not bring."""
+    if task_id >= FIRST_OWN_TASK:
+        raise ApiError(
+            400,
+            f"lora_task_id = {task_id} is outside 0..{FIRST_OWN_TASK - 1}",
+            param="lora_task_id",
+            code="InvalidRequestError",
+        )
 
 
 async def beside(work: Callable[[], _T]) -> _T:

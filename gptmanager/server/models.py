@@ -27,7 +27,9 @@ UNLOAD = by_name([_NAME])
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    """/v1/models, /v1/models/{name}, /v1/load_lora_adapter, /v1/unload_lora_adapter."""
+    """/v1/models, /v1/models/{name}; /v1/load_lora_adapter and /v1/unload_lora_adapter only if the
+    settings name a folder of adapters.
+    """
 
     async def models(request: Request) -> Response:
         data = [_model(engine), *(_adapter(engine, it) for it in engine.adapters)]
@@ -55,9 +57,14 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
         engine.unload_adapter(name)
         return json_response({"id": name, "object": "model", "deleted": True})
 
-    return [
+    found: list[BaseRoute] = [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
+    ]
+    if settings.adapter_dir is None:
+        return found
+    return [
+        *found,
         Route("/v1/load_lora_adapter", load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
     ]

@@ -105,7 +105,12 @@ ENDPOINTS = (
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
-    found = document(has_key=settings.api_key is not None, lenient=settings.lenient)
+    found = document(
+        has_key=settings.api_key is not None,
+        lenient=settings.lenient,
+        loads_adapters=settings.adapter_dir is not None,
+        has_triton=settings.serves_triton,
+    )
 
     async def openapi(request: Request) -> Response:
         return json_response(found)
@@ -113,8 +118,15 @@ def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
     return [Route("/openapi.json", openapi)]
 
 
-def document(*, has_key: bool = False, lenient: bool = False) -> dict[str, Any]:
-    """The OpenAPI document, version 3.1."""
+def document(
+    *,
+    has_key: bool = False,
+    lenient: bool = False,
+    loads_adapters: bool = True,
+    has_triton: bool = True,
+) -> dict[str, Any]:
+    """Return the OpenAPI document, version 3.1, of a server with these options."""
+    endpoints = [it for it in ENDPOINTS if loads_adapters or "_lora_adapter" not in it.path]
     error = {
         "type": "object",
         "required": ["error"],
@@ -135,8 +147,8 @@ def document(*, has_key: bool = False, lenient: bool = False) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "gptmanager", "version": __version__},
         "paths": {
-            **{it.path: _path(it, closed=not lenient) for it in ENDPOINTS},
-            **described.paths(),
+            **{it.path: _path(it, closed=not lenient) for it in endpoints},
+            **(described.paths() if has_triton else {}),
         },
         "components": {"schemas": {"Error": error}},
     }

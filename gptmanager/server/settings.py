@@ -21,8 +21,9 @@ class ServerSettings:
     `served_model_name` None: the name of the model's folder. `max_concurrency`: requests that run
     at once, None: as many as make a batch. `max_queued_requests` and `max_queued_tokens` (of their
     prompts, None: any number): what may wait beyond those. `max_body_bytes`: of a request's body.
-    `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: adapters are
-    loaded from below it alone. `chat_template`: a file, instead of the checkpoint's.
+    `request_timeout`, `shutdown_timeout`: seconds, None: no limit. `adapter_dir`: clients load
+    adapters from below it; None: they load none. `triton`: /v2 is served, as it is with a
+    `grpc_port`. `chat_template`: a file, instead of the checkpoint's.
     `trust_request_chat_template`: a request may bring its own. `lenient`: unknown fields are a
     warning. `manager`: what the manager is constructed with.
     """
@@ -43,6 +44,7 @@ class ServerSettings:
     chat_template: Path | None = None
     trust_request_chat_template: bool = False
     lenient: bool = False
+    triton: bool = False
     grpc_port: int | None = None
     metrics_prefix: str = "gptmanager"
     manager: ManagerOptions = field(default_factory=_manager)
@@ -81,6 +83,11 @@ class ServerSettings:
             )
         if not self.name.strip() or not self.name.isprintable():
             raise ConfigError(f"served_model_name = {self.name!r} is no name of a model")
+
+    @property
+    def serves_triton(self) -> bool:
+        """Whether clients of Triton's protocol are answered at all."""
+        return self.triton or self.grpc_port is not None
 
     @property
     def name(self) -> str:

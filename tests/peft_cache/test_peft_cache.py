@@ -134,13 +134,11 @@ def test_a_request_that_comes_runs_and_ends():
     assert report.ok and report.host_owners == report.device_owners == {0: 7, 1: 7}
 
 
-def test_a_task_that_is_not_cached_is_told_with_those_that_are():
+def test_the_error_for_a_task_that_is_not_cached_names_no_other_task():
     it = cache(host=14, device=14)
-    with pytest.raises(AdapterError, match="lora_task_id 9 is not cached: .*cached: none$"):
-        it.use(0, 9)
     for task in range(12):
         put(it, task, task + 20)
-    with pytest.raises(AdapterError, match="cached: 20, 21, .*, 29 and 2 more$"):
+    with pytest.raises(AdapterError, match=r"^lora_task_id 9 is not cached: [^0-9]*$"):
         it.use(100, 9)
     with pytest.raises(AdapterError):
         it.determine_num_pages(9)

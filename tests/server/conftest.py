@@ -12,8 +12,8 @@ def one_torch_thread():
 
 
 @pytest.fixture(scope="package")
-def server(one_torch_thread):
-    with running_server(settings_of()) as running:
+def server(one_torch_thread, tmp_path_factory):
+    with running_server(settings_of(adapter_dir=tmp_path_factory.mktemp("adapters"))) as running:
         yield running
 
 

@@ -10,6 +10,7 @@ from running_server import running_server, settings_of
 from starlette.requests import Request
 
 from gptmanager.callbacks import load_peft_adapter
+from gptmanager.server.adapters import FIRST_OWN_TASK
 from gptmanager.server.call import EngineRequest
 from gptmanager.server.errors import ApiError
 from gptmanager.server.keys import bearer, is_key
@@ -140,6 +141,30 @@ def test_an_adapter_that_left_the_cache_is_sent_again(guarded, with_key):
     assert guarded.engine.metrics.requests.finished == finished
 
 
+def test_weights_of_a_client_never_answer_for_the_name_of_a_loaded_adapter(guarded, with_key):
+    an_adapter(guarded.settings.adapter_dir / "named", seed=6)
+    weights, config = load_peft_adapter(an_adapter(guarded.settings.adapter_dir / "foreign"))
+    assert load(with_key, "sei", "named").status_code == 200
+    before, task = greedy(guarded, "sei"), guarded.engine.adapters.find("sei").task_id
+    guarded.engine.manager.forget_adapter(task)  # as if its pages had been needed for others
+
+    async def as_a_client(task_id, tensors):
+        request = EngineRequest([5, 6, 7], 2, lora_task_id=task_id, **tensors)
+        async with guarded.engine.submit([request]) as call:
+            return await call.results()
+
+    for own in (task, FIRST_OWN_TASK, 2**64 - 1):
+        for tensors in ({}, {"lora_weights": weights, "lora_config": config}):
+            with pytest.raises(ApiError, match=f"lora_task_id = {own} is outside 0..") as caught:
+                guarded.run(as_a_client(own, tensors))
+            assert caught.value.status == 400 and caught.value.param == "lora_task_id"
+    assert guarded.run(
+        as_a_client(FIRST_OWN_TASK - 1, {"lora_weights": weights, "lora_config": config})
+    )
+    assert greedy(guarded, "sei") == before
+    guarded.wait_idle()
+
+
 def test_of_two_adapters_that_come_at_once_by_one_name_one_is_loaded(guarded):
     an_adapter(guarded.settings.adapter_dir / "twin", seed=3)
 
@@ -220,9 +245,11 @@ def test_a_manager_without_room_for_adapters_says_so(tmp_path):
     from gptmanager import PeftCacheManagerConfig
 
     config = PeftCacheManagerConfig(host_cache_size=0)
-    with running_server(settings_of(params={"peft_cache_manager_config": config})) as server:
+    params = {"peft_cache_manager_config": config}
+    an_adapter(tmp_path / "one")
+    with running_server(settings_of(params=params, adapter_dir=tmp_path)) as server:
         with httpx.Client(base_url=server.url) as client:
-            response = load(client, "uno", an_adapter(tmp_path / "one"))
+            response = load(client, "uno", "one")
             assert response.status_code == 501
             body = {"lora_name": "uno"}
             assert client.post("/v1/unload_lora_adapter", json=body).status_code == 501

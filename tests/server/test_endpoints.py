@@ -2,8 +2,19 @@
 
 import httpx
 import pytest
+from running_server import settings_of
+from starlette.testclient import TestClient
 
 import gptmanager
+from gptmanager.server.app import create_app
+
+
+@pytest.fixture(scope="module")
+def plain(server):
+    """A client of the same engine behind the options that nobody has changed."""
+    app = create_app(server.engine, settings_of(triton=False))
+    with TestClient(app) as client:
+        yield client
 
 
 def refusal(response, status):
@@ -36,6 +47,28 @@ def test_an_unknown_model_is_a_404(client):
 
 def test_an_unknown_path_is_a_404(client):
     assert "/nothing" in refusal(client.get("/nothing"), 404)["message"]
+
+
+@pytest.mark.parametrize(
+    "path, option",
+    [
+        ("/v2", "--triton"),
+        ("/v2/health/live", "--triton"),
+        ("/v2/models/ensemble/infer", "--triton"),
+        ("/v1/load_lora_adapter", "--adapter-dir"),
+        ("/v1/unload_lora_adapter", "--adapter-dir"),
+    ],
+)
+def test_what_the_operator_did_not_ask_for_is_a_404_that_names_the_option(plain, path, option):
+    for ask in (plain.get, plain.post):
+        assert f"without {option}" in ask(path).text
+        assert ask(path).status_code == 404
+    assert path not in plain.get("/openapi.json").json()["paths"]
+
+
+def test_grpc_implies_the_same_protocol_over_http():
+    assert settings_of(triton=False, grpc_port=0).serves_triton
+    assert not settings_of(triton=False).serves_triton
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "/health/", "/%00"])

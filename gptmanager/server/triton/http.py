@@ -46,6 +46,9 @@ NOT_HERE = {
 
 
 def routes(engine: Engine, settings: ServerSettings) -> list[BaseRoute]:
+    """None unless the settings ask for them."""
+    if not settings.serves_triton:
+        return []
     front = HttpFront(Inference.of(engine, settings), settings)
     found: list[BaseRoute] = [
         Route("/v2", front.server),
