@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba.core.caching import FunctionCache
 from torch import Tensor
 
-from gptmanager.kernels import CpuKernels, Kernels, machine_code
+from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.dtypes import DTYPES
 from gptmanager.kernels.threads import Team, end_threads_of_caller
@@ -558,43 +556,6 @@ def test_the_team_is_as_large_as_torch_says() -> None:
 
 def test_what_attention_is_not_told() -> None:
     assert AttentionShape(4, 2, 8, 0.5) == AttentionShape(4, 2, 8, 0.5, None, 0, 0.0, False)
-
-
-def test_a_body_compiles_where_no_folder_can_hold_its_cache(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def body(address: int) -> None: ...
-
-    monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])
-    assert machine_code.compiled(body)
-
-
-def test_a_body_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def body(address: int) -> None: ...
-
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
-    assert machine_code.compiled(body) and list(tmp_path.rglob("*.nbc"))
-
-
-def test_machine_code_of_other_sources_is_never_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def body(address: int) -> None: ...
-
-    monkeypatch.setattr(machine_code, "__file__", str(tmp_path / "machine_code.py"))
-    (tmp_path / "lanes.py").write_text("one")
-    first = machine_code._stamped(body).__qualname__
-    assert machine_code._stamped(body).__qualname__ == first
-    (tmp_path / "lanes.py").write_text("two")
-    assert machine_code._stamped(body).__qualname__ != first
-
-
-def test_machine_code_for_records_of_another_layout_is_never_loaded() -> None:
-    def body(address: int) -> None: ...
-
-    others = [FunctionType(body.__code__, {"TASK": np.dtype(kind)}) for kind in ("i4", "i8")]
-    names = {machine_code._stamped(own).__qualname__ for own in others}
-    assert len(names) == 2
 
 
 def test_memory_laid_out_otherwise_is_refused() -> None:

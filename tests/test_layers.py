@@ -81,7 +81,7 @@ kernels/                  every operation of a step in torch, and faster ones fo
     pairs                 dot products of bfloat16 pairs, and where they are fast
     products              small matrix products in register tiles
     threads               compiled code in torch's own threads
-    machine_code          a body as machine code that is kept on disk
+    machine_code          bodies as machine code that is kept on disk
     recorded_step         the tasks of a generation step, recorded and run again
     reference             every operation in torch: the specification
     token_loops           what takes tokens one by one: rotation and KV write, norms, activations

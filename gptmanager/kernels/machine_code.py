@@ -1,30 +1,56 @@
-"""A body, which runs in `Team`'s threads, as machine code that is kept on disk."""
+"""Bodies, which run in `Team`'s threads, as machine code that is kept on disk.
+
+The one place where Numba's cache is used. Its folder is Numba's choice: `NUMBA_CACHE_DIR`, else
+`__pycache__` beside the sources, else the user's cache. A kept file may be damaged, and there may
+be no folder at all: then the body is compiled, and the log says so once.
+"""
+
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import os
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+    UserWideCacheLocator,
+)
+from numba.core.ccallback import CFunc
+
+logger = logging.getLogger("gptmanager")
+
+Body = Callable[[int], None]
+
+_SIGNATURE = types.void(types.int64)
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @functools.cache
-def compiled(body: Callable[[int], None]) -> int:
-    """Address of the machine code, from Numba's cache on disk where a folder can be written."""
-    signature = types.void(types.int64)
-    try:
-        address = cfunc(signature, cache=True)(_stamped(body)).address
-    except (RuntimeError, OSError):  # no folder can be written, or the disk is full
-        address = cfunc(signature)(body).address
-    return cast(int, address)
+def compiled(body: Body) -> int:
+    """Return the address of the machine code, from the disk where it is kept there."""
+    function = CFunc(_stamped(body), (_SIGNATURE.args, _SIGNATURE.return_type), {}, {})
+    with suppress(_NoFolder):
+        function._cache = _Cache(function.__wrapped__)
+    function.compile()
+    return cast(int, function.address)
 
 
-def _stamped(body: Callable[[int], None]) -> FunctionType:
+def _stamped(body: Body) -> FunctionType:
     """The same function under a name that changes with any source in this folder and its own, and
     with the layout of records that it reads.
 
@@ -40,3 +66,81 @@ def _stamped(body: Callable[[int], None]) -> FunctionType:
     stamped = FunctionType(body.__code__, body.__globals__, name)
     stamped.__qualname__ = name
     return stamped
+
+
+class _NoFolder(Exception):
+    """No folder can hold the cache."""
+
+
+class _UserCacheLocator(UserWideCacheLocator):  # type: ignore[misc]
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        """None where nobody knows the home: Numba would make a folder named `~` right here."""
+        if "XDG_CACHE_HOME" not in os.environ and not Path("~").expanduser().is_absolute():
+            return None
+        return super().from_function(function, file)
+
+
+class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (UserProvidedCacheLocator, InTreeCacheLocator, _UserCacheLocator)
+
+
+class _SealedFile(IndexDataCacheFile):  # type: ignore[misc]
+    """Numba's files, with a digest before the data: damaged machine code could run."""
+
+    def _save_data(self, name: str, content: Any) -> None:
+        data = self._dump(content)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(hashlib.sha256(data).digest() + data)
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError(f"{name} does not match its digest")
+        return pickle.loads(data)
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of one function, whose faults are reported in the log and not raised."""
+
+    _impl_class = _CacheImpl
+
+    def __init__(self, function: FunctionType) -> None:
+        try:
+            super().__init__(function)
+        except (RuntimeError, OSError) as error:
+            _tell_that_nothing_is_kept(str(error).partition(":")[2].strip() or str(error))
+            raise _NoFolder from error
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = _SealedFile(self._cache_path, self._impl.filename_base, stamp)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        try:
+            return super().load_overload(signature, context)
+        except Exception as error:  # unpickling garbage raises anything
+            logger.debug("%s: %s: %s", self._name, type(error).__name__, error)
+            _tell_of_damage(self.cache_path)
+            with suppress(OSError):
+                self.flush()
+            return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        try:
+            super().save_overload(signature, data)
+        except Exception as error:  # the disk is full, or the index is damaged and must stay so
+            _tell_that_nothing_is_kept(f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def _tell_of_damage(folder: str) -> None:
+    logger.warning("kernels kept in %s are damaged: they are compiled anew", folder)
+
+
+@functools.cache
+def _tell_that_nothing_is_kept(reason: str) -> None:
+    logger.warning(
+        "compiled kernels cannot be kept, so that every start compiles them anew (%s); name a "
+        "folder that can be written to in the environment variable NUMBA_CACHE_DIR",
+        reason,
+    )

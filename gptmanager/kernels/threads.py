@@ -164,6 +164,11 @@ class Team:
             self._own.recording = None
 
 
+def run_alone(body: int, task: ctypes.Structure) -> None:
+    """Call `body(address of task)` on the calling thread."""
+    _function(body)(ctypes.addressof(task))
+
+
 @functools.cache
 def _function(body: int) -> Callable[[int], None]:
     return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(body)

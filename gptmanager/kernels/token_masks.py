@@ -4,19 +4,34 @@ A mask holds a bit for each token, the lowest of the first word for token 0, as 
 it. Decides nothing but how that is done on which device.
 """
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
-import numba
+import ctypes
+
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
+
+from gptmanager.kernels.lanes import pointer_to, task_at
+from gptmanager.kernels.machine_code import compiled
+from gptmanager.kernels.threads import address_of, run_alone, task_fields
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.int32]
 
 _NOTHING = np.float32(-np.inf)
+
+
+class MaskTask(ctypes.Structure):
+    _fields_ = task_fields("logits rows masks num_masks vocab_size num_rows num_words num_empty")
+
+
+TASK = np.dtype(MaskTask)
 
 
 def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
@@ -26,9 +41,20 @@ def mask_logits(logits: Tensor, rows: Ints, masks: Words) -> int:
     Tokens beyond the last word have no bit. On the CPU it is compiled by its first call, or loaded
     from Numba's cache.
     """
-    if logits.device.type == "cpu":
-        return int(_mask(logits.numpy(), rows, masks))
-    return mask_logits_reference(logits, rows, masks)
+    if logits.device.type != "cpu" or not logits.is_contiguous():
+        return mask_logits_reference(logits, rows, masks)
+    rows, masks = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(masks, np.int32)
+    task = MaskTask(
+        logits=address_of(logits, torch.float32),
+        rows=rows.ctypes.data,
+        masks=masks.ctypes.data,
+        num_masks=len(rows),
+        vocab_size=logits.shape[1],
+        num_rows=len(logits),
+        num_words=masks.shape[1],
+    )
+    run_alone(compiled(mask_rows), task)
+    return int(task.num_empty)
 
 
 def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> int:
@@ -42,14 +68,18 @@ def mask_logits_reference(logits: Tensor, rows: Ints, masks: Words) -> int:
     return len(masks) - int(masks.any(axis=1).sum())
 
 
-@numba.njit(cache=True)
-def _mask(logits: Floats, rows: Ints, masks: Words) -> int:
-    vocab_size = logits.shape[1]
-    whole = min(masks.shape[1], vocab_size // 32)
+def mask_rows(address: int) -> None:
+    """The mask `i` on the row `rows[i]`; masks without any bit are counted."""
+    t = task_at(address, TASK)
+    vocab_size, num_words = t.vocab_size, t.num_words
+    logits = carray(pointer_to(t.logits), (t.num_rows, vocab_size), np.float32)
+    rows = carray(pointer_to(t.rows), t.num_masks, np.int64)
+    masks = carray(pointer_to(t.masks), (t.num_masks, num_words), np.int32)
+    whole = min(num_words, vocab_size // 32)
     num_empty = 0
     for place in range(len(rows)):
         some = np.int32(0)
-        for word in range(masks.shape[1]):
+        for word in range(num_words):
             some |= masks[place, word]
         num_empty += some == 0
         row = logits[rows[place]]
@@ -64,6 +94,6 @@ def _mask(logits: Floats, rows: Ints, masks: Words) -> int:
                     row[word * 32 + bit] = old if bits >> np.int32(bit) & np.int32(1) else _NOTHING
         for token in range(whole * 32, vocab_size):
             word = token // 32
-            if word >= masks.shape[1] or not masks[place, word] >> (token - word * 32) & 1:
+            if word >= num_words or not masks[place, word] >> (token - word * 32) & 1:
                 row[token] = _NOTHING
-    return num_empty
+    t.num_empty = num_empty

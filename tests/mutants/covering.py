@@ -74,7 +74,7 @@ _CPU = {
     "byte_tiles.py": _PRODUCTS,
     "integer_tiles.py": _PRODUCTS,
     "lanes.py": "test_kernel_memory test_kernels test_adapter_kernels",
-    "machine_code.py": "test_kernels",
+    "machine_code.py": "test_kept_kernels",
     "matrix_product.py": _PRODUCTS,
     "matrix_tiles.py": _PRODUCTS,
     "packed_matrix.py": _PRODUCTS,

@@ -1,0 +1,144 @@
+"""Machine code on disk: it is kept, read again, and compiled anew where that cannot be."""
+
+import ctypes
+import logging
+from pathlib import Path
+from types import FunctionType
+
+import numpy as np
+import pytest
+from numba import carray
+
+from gptmanager.kernels import machine_code
+from gptmanager.kernels.lanes import pointer_to
+
+
+def body(address: int) -> None:
+    carray(pointer_to(address), 1, np.int64)[0] += 41
+
+
+def answer() -> int:
+    """What the body makes of 1, as a process would that starts now."""
+    machine_code.compiled.cache_clear()
+    number = ctypes.c_int64(1)
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(machine_code.compiled(body))(ctypes.addressof(number))
+    return number.value
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch, tmp_path, caplog):
+    """Nothing is compiled or reported yet, and the cache is in a folder of its own."""
+    caplog.set_level(logging.WARNING)
+    for told in (machine_code._tell_of_damage, machine_code._tell_that_nothing_is_kept):
+        told.cache_clear()
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    machine_code.compiled.cache_clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Appended to by each compilation."""
+    found = []
+    compile_it = machine_code.CFunc._compile_uncached
+    monkeypatch.setattr(
+        machine_code.CFunc,
+        "_compile_uncached",
+        lambda function: (found.append(function.__name__), compile_it(function))[1],
+    )
+    return found
+
+
+def files(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.rglob(f"*.{kind}"))
+
+
+def test_a_body_is_kept_and_read_again(tmp_path, compilations, caplog):
+    assert answer() == 42 and answer() == 42
+    assert len(compilations) == 1
+    assert [len(files(tmp_path, kind)) for kind in ("nbi", "nbc")] == [1, 1]
+    assert not caplog.records
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit of the machine code is another: it would still be loaded."""
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+DAMAGES = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "garbage": lambda content: bytes(range(256)) * 8,
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("kinds", [("nbi",), ("nbc",), ("nbi", "nbc")], ids="+".join)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_is_written_anew(tmp_path, compilations, caplog, kinds, damage):
+    assert answer() == 42
+    kept = [path for kind in kinds for path in files(tmp_path, kind)]
+    for path in kept:
+        path.write_bytes(damage(path.read_bytes()))
+    assert answer() == 42 and answer() == 42
+    assert len(compilations) == 2  # the third process reads what the second has written
+    assert [record.message for record in caplog.records] == [
+        f"kernels kept in {kept[0].parent} are damaged: they are compiled anew"
+    ]
+
+
+def test_machine_code_with_a_wrong_bit_is_never_run(tmp_path, compilations, caplog):
+    assert answer() == 42
+    (path,) = files(tmp_path, "nbc")
+    path.write_bytes(flipped(path.read_bytes()))
+    assert answer() == 42
+    assert len(compilations) == 2 and "damaged" in caplog.text
+
+
+def test_damaged_files_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch, caplog):
+    assert answer() == 42
+    for path in files(tmp_path, "nbi"):
+        path.write_bytes(b"")
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(machine_code.IndexDataCacheFile, "_open_for_write", refuse)
+    assert answer() == 42 and answer() == 42
+    assert len(caplog.records) == 2 and "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_a_body_compiles_where_no_folder_can_hold_its_cache(monkeypatch, compilations, caplog):
+    monkeypatch.setattr(machine_code._CacheImpl, "_locator_classes", ())
+    assert answer() == 42 and answer() == 42
+    assert len(compilations) == 2
+    (record,) = caplog.records
+    assert "no locator available" in record.message and "NUMBA_CACHE_DIR" in record.message
+
+
+def test_no_folder_named_like_a_home_is_made_where_there_is_no_home(monkeypatch, tmp_path):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        machine_code._CacheImpl, "_locator_classes", (machine_code._UserCacheLocator,)
+    )
+    assert answer() == 42
+    assert not list(tmp_path.iterdir())
+
+
+def test_machine_code_of_other_sources_is_never_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine_code, "__file__", str(tmp_path / "machine_code.py"))
+    (tmp_path / "lanes.py").write_text("one")
+    first = machine_code._stamped(body).__qualname__
+    assert machine_code._stamped(body).__qualname__ == first
+    (tmp_path / "lanes.py").write_text("two")
+    assert machine_code._stamped(body).__qualname__ != first
+
+
+def test_machine_code_for_records_of_another_layout_is_never_loaded():
+    others = [FunctionType(body.__code__, {"TASK": np.dtype(kind)}) for kind in ("i4", "i8")]
+    names = {machine_code._stamped(own).__qualname__ for own in others}
+    assert len(names) == 2
