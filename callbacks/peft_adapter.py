@@ -80,7 +80,7 @@ def load_peft_adapter(
 
     ConfigError, which names what was found, for anything but plain LoRA (DoRA, biases, embeddings,
     saved modules, other methods), other modules, and files that are broken or contradict each
-    other. Patterns of the config are regular expressions, run on the names of modules.
+    other. Patterns of the config are regular expressions, matched in a bounded number of steps.
     """
     path = Path(folder)
     if not path.is_dir():

@@ -1,17 +1,19 @@
 """`PeftConfig`: what an `adapter_config.json` of PEFT says of a plain LoRA adapter.
 
 Decides which of them are plain, and rank and scale of a module by its name, as PEFT does. Knows
-nothing of tensors. Patterns are regular expressions of whoever wrote the file.
+nothing of tensors. Patterns are regular expressions of whoever wrote the file, so they are matched
+in a bounded number of steps.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gptmanager.callbacks.name_pattern import NamePattern, PatternError, Steps
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint_files import read_object, shown, shown_path
 
@@ -32,6 +34,8 @@ _READ = frozenset(
 )
 # These leave the base model as it is; others subtract the first A and B from it.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+_MAX_STEPS = 5_000_000  # of all matches of a file, at most some seconds; 500 names need 250,000
+_FIRST_NUMBER = re.compile(r"[^.]*\.(?:[^.]*\.)+?(\d+)\.")  # after at least two parts of the name
 _Value = TypeVar("_Value")
 
 
@@ -49,19 +53,18 @@ class PeftConfig:
         self._alpha = self._read_alpha("lora_alpha", self._fields.get("lora_alpha", 8))
         self._root = self._flag("use_rslora")
         self._flag("fan_in_fan_out")  # how the base matrix lies; A and B lie the same either way
-        ranks = self._patterns("rank_pattern")
-        alphas = self._patterns("alpha_pattern")
+        ranks = self._object("rank_pattern")
+        alphas = self._object("alpha_pattern")
         self._ranks = {p: self._read_rank("rank_pattern", rank) for p, rank in ranks.items()}
         self._alphas = {p: self._read_alpha("alpha_pattern", a) for p, a in alphas.items()}
+        self._steps = Steps(_MAX_STEPS)
+        self._patterns: dict[str, NamePattern] = {}
         self._targets = self._names("target_modules")
         if isinstance(self._targets, str) and self._targets.lower() == "all-linear":
             self._targets = None
         self._excluded = self._names("exclude_modules")
         self._layers = self._read_layers()
-        layers_pattern = self._names("layers_pattern") or []
-        self._layers_pattern = (
-            [layers_pattern] if isinstance(layers_pattern, str) else layers_pattern
-        )
+        self._layers_before = self._read_layers_pattern()
 
     def rank(self, module: str) -> int:
         """The rank of A and B of a module, by its name in the base model."""
@@ -129,53 +132,86 @@ class PeftConfig:
             raise self.error(field, "true or false is needed")
         return value
 
-    def _patterns(self, field: str) -> Mapping[str, Any]:
+    def _object(self, field: str) -> Mapping[str, Any]:
         value = self._fields.get(field, {})
         if not isinstance(value, dict):
             raise self.error(field, "an object is needed")
         return value
 
-    def _names(self, field: str) -> str | list[str] | None:
+    def _names(self, field: str) -> str | frozenset[str] | None:
         value = self._fields.get(field)
         if value is None or isinstance(value, str):
             return value
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self.error(field, "a text or a list of texts is needed")
-        return value
+        return frozenset(value)
 
-    def _read_layers(self) -> list[int]:
+    def _read_layers(self) -> frozenset[int]:
         value = self._fields.get("layers_to_transform", [])
         layers = value if isinstance(value, list) else [value]
         if not all(type(layer) is int for layer in layers):
             raise self.error("layers_to_transform", "an integer or a list of integers is needed")
-        return layers
+        return frozenset(layers)
+
+    def _read_layers_pattern(self) -> re.Pattern[str] | None:
+        names = self._names("layers_pattern") or ()
+        listed = [names] if isinstance(names, str) else sorted(names)
+        for name in listed:
+            if not re.fullmatch(r"\w+(\.\w+)*", name):
+                raise self.error("layers_pattern", f"{shown(name)} must be a name such as 'layers'")
+        alternatives = "|".join(re.escape(name) for name in listed)
+        return re.compile(rf"(?:^|\.)(?:{alternatives})\.(\d+)\.") if listed else None
 
     def _by_pattern(self, field: str, values: Mapping[str, _Value], module: str) -> _Value | None:
         """The value of the first pattern, as the file lists them, that is the end of the name."""
         for pattern, value in values.items():
-            if self._match(field, rf"(.*\.)?({pattern})$", module):
+            if self._is_end(field, pattern, module):
                 return value
         return None
 
-    def _is_named(self, field: str, names: str | list[str], module: str) -> bool:
+    def _is_end(self, field: str, pattern: str, module: str) -> bool:
+        """Whether a pattern matches the end of a name, whole or after a dot."""
+        if re.fullmatch(r"[\w.]*", pattern):  # the usual one, which needs no matcher
+            self._take_step(field)
+            end = f".{module}"[-len(pattern) - 1 :]
+            letters = zip(pattern, end[1:], strict=False)
+            is_long_enough = len(end) > len(pattern) and end[0] == "."
+            return is_long_enough and all(own in (".", letter) for own, letter in letters)
+        return self._match(field, rf"(.*\.)?({pattern})$", module)
+
+    def _is_named(self, field: str, names: str | frozenset[str], module: str) -> bool:
         """By a pattern for the whole name, or by one of several ends of it."""
         if isinstance(names, str):
-            return self._match(field, names, module, whole=True) is not None
-        return any(module == name or module.endswith(f".{name}") for name in names)
+            return self._match(field, names, module)
+        return any(end in names for end in _ends(module))
 
     def _layer_of(self, module: str) -> int | None:
         """The first number of the name, after one of `layers_pattern` or any but its first part."""
-        patterns = [rf"(?:^|.*?\.){pattern}" for pattern in self._layers_pattern]
-        for pattern in patterns or [r".*?\.[^.]*"]:
-            found = self._match("layers_pattern", rf"{pattern}\.(?P<idx>\d+)\.", module)
-            if found is not None:
-                return int(found["idx"])
-        return None
+        if self._layers_before is not None:
+            found = self._layers_before.search(module)
+        else:
+            found = _FIRST_NUMBER.match(module)
+        return None if found is None else int(found[1])
 
-    def _match(
-        self, field: str, pattern: str, module: str, whole: bool = False
-    ) -> re.Match[str] | None:
+    def _match(self, field: str, pattern: str, module: str) -> bool:
         try:
-            return (re.fullmatch if whole else re.match)(pattern, module)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise self.error(field, f"no regular expression: {error}") from None
+            compiled = self._patterns.get(pattern)
+            if compiled is None:
+                compiled = self._patterns[pattern] = NamePattern(pattern, self._steps)
+            return compiled.matches(module)
+        except PatternError as error:
+            raise self.error(field, f"{shown(pattern)}: {error}") from None
+
+    def _take_step(self, field: str) -> None:
+        try:
+            self._steps.take()
+        except PatternError as error:
+            raise self.error(field, str(error)) from None
+
+
+def _ends(module: str) -> Iterator[str]:
+    """A name, whole and after each of its dots."""
+    yield module
+    while "." in module:
+        module = module.partition(".")[2]
+        yield module

@@ -291,6 +291,7 @@ callbacks/                ready-made callbacks that any host could have written
     token_bytes           the bytes that each token adds to a text (no torch)
     banned_texts          words that a text never contains, in whatever tokens
     guided_decoding       grammars for a checkpoint's tokenizer
+    name_pattern          regular expressions of configs, in a bounded number of steps (no torch)
     peft_config           what PEFT says of an adapter that it saved
     peft_adapter          such an adapter, as tensors of a request
     start                 generate(): the three-line start

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from adapter_folders import save_adapter
+from fuzz import FUZZ
 from safetensors.torch import save_file
 
 from gptmanager.callbacks import load_peft_adapter
+from gptmanager.callbacks.name_pattern import NamePattern, Steps
 from gptmanager.errors import ConfigError
 
 Q, K = "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
@@ -83,6 +86,14 @@ def test_any_float_dtype_becomes_float32_before_the_scale_is_in_it(tmp_path, dty
         ({"target_modules": [Q, K], "layers_to_transform": 7}, [2.0, 2.0]),
         ({"exclude_modules": ["v_proj"], "fan_in_fan_out": True}, [2.0, 2.0]),
         ({"init_lora_weights": "gaussian", "target_parameters": []}, [2.0, 2.0]),
+        (
+            {"target_modules": r"^(?!.*vision).*layers\.\d{1,2}\.(?:self_attn)\.(?P<n>[qk]_proj)$"},
+            [2] * 2,
+        ),
+        ({"alpha_pattern": {"layers.0.self_attn.k_proj": 8}}, [1.0, 2.0]),
+        ({"alpha_pattern": {"layers.[^1]+.k.proj": 8}}, [1.0, 2.0]),
+        ({"alpha_pattern": {"self_attn.k.proj": 8}}, [1.0, 2.0]),  # a dot is any letter
+        ({"alpha_pattern": {"ayers.0.self_attn.k_proj": 8, "": 8}}, [2.0, 2.0]),
     ],
 )
 def test_scales_and_targets_are_those_of_peft(tmp_path, fields, expected):
@@ -124,7 +135,17 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"lora_alpha": math.nan}, "lora_alpha = nan: nan is no finite number"),
         ({"lora_alpha": 10**400}, "is no finite number"),
         ({"use_rslora": 1}, "use_rslora = 1: true or false"),
-        ({"alpha_pattern": {"(": 3}}, "alpha_pattern = {'(': 3}: no regular expression"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern = {'(': 3}: '(.*\\\\.)?(()$': missing ')'"),
+        ({"target_modules": r"(\w)\1.*"}, "is not supported"),
+        ({"target_modules": "(?i)Q_PROJ"}, "'(?i)Q_PR' at position 0 is not supported"),
+        ({"target_modules": "(?<=a)b"}, "is not supported"),
+        ({"target_modules": "a**"}, "'**' at position 1 is not supported"),
+        ({"target_modules": "a{2,1}"}, "{2,1} is not a repeat"),
+        ({"target_modules": "[z-a]"}, "bad character range"),
+        ({"target_modules": "a)"}, "unbalanced ')' at position 1"),
+        ({"target_modules": "(" * 60 + ")" * 60}, "more than 50 groups are nested"),
+        ({"target_modules": "a" * 10_001}, "it has 10001 characters, 10000 are allowed"),
+        ({"layers_to_transform": [1], "layers_pattern": "(a*)*"}, "must be a name such as"),
         ({"target_modules": ["v_proj", "proj"]}, "the file has tensors of model.layers.1.self"),
         ({"target_modules": "q_proj"}, "target_modules = 'q_proj': the file has tensors"),
         ({"target_modules": [3]}, "target_modules = [3]"),
@@ -209,3 +230,57 @@ def test_the_widths_of_a_model_are_compared_where_it_is_given(tmp_path):
         told = rf"{Q} takes {inputs} inputs and gives {outputs} outputs.* are 128 and 128"
         with pytest.raises(ConfigError, match=told):
             load_peft_adapter(tmp_path, model=model)
+
+
+# Patterns in a bounded number of steps ------------------------------------------------------------
+
+SLOW = "(?:(?!(?:(?!(?:(?!(?:a|.)*x)a|.)*y)a|.)*z).)*x"  # nested look-aheads: a power of the length
+
+
+@pytest.mark.parametrize("pattern", [r"(.*a)*(.*b)*(.*)*!", "((((a|.)*)*)*)*!", "(.|..)*!"])
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_a_pattern_that_backtracking_never_ends_is_decided_at_once(tmp_path, field, pattern):
+    save_adapter(tmp_path, {Q: pair()}, **{field: {pattern: 4} if "rank" in field else pattern})
+    if field == "target_modules":
+        with pytest.raises(ConfigError, match="the file has tensors of"):
+            load_peft_adapter(tmp_path)
+    else:
+        assert load_peft_adapter(tmp_path)[1].tolist() == [[1, 1, 8]]
+
+
+def test_the_steps_of_a_file_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("gptmanager.callbacks.peft_config._MAX_STEPS", 3000)
+    told = "the patterns of the file take more than 3000 steps"
+    for fields in (
+        {"target_modules": SLOW},
+        {"rank_pattern": {f"name_{i}": 4 for i in range(4000)}},
+        {"alpha_pattern": {f"x*{i:0100}": 4 for i in range(40)}},
+    ):
+        save_adapter(tmp_path, {Q: pair()}, **fields)
+        with pytest.raises(ConfigError, match=told):
+            load_peft_adapter(tmp_path)
+
+
+def random_pattern(chance, depth=4):
+    kind = chance.random()
+    if not depth or kind < 0.4:
+        return chance.choice(["a", "b", r"\.", ".", "[ab]", "[^a]", r"\w", "^", "$", r"\d", "c"])
+    inner = random_pattern(chance, depth - 1)
+    if kind < 0.55:
+        return f"({inner}|{random_pattern(chance, depth - 1)})"
+    if kind < 0.7:
+        repeats = ["*", "+", "?", "{2}", "{1,3}", "*?", "{,2}", "{2,}"]
+        return f"(?:{inner}){chance.choice(repeats)}"
+    if kind < 0.8:
+        return f"{chance.choice(['(?=', '(?!'])}{inner})"
+    return inner + random_pattern(chance, depth - 1)
+
+
+def test_random_patterns_match_as_those_of_python():
+    chance = random.Random(1)
+    names = ["".join(chance.choices("ab.1", k=chance.randrange(5))) for _ in range(300)]
+    for _ in range(200 * FUZZ):
+        pattern = random_pattern(chance)
+        own = NamePattern(pattern, Steps(100_000))
+        for name in chance.sample(names, 20):
+            assert own.matches(name) == bool(re.fullmatch(pattern, name)), (pattern, name)

@@ -1,0 +1,224 @@
+"""`NamePattern`: a regular expression of an adapter's config, matched in a bounded number of steps.
+
+Reads the forms that PEFT and its users write. A backtracking matcher takes exponential time for
+some patterns and holds the interpreter meanwhile. This one keeps the set of places that it may have
+reached, as the bits of an integer, and counts its steps. Knows nothing of configs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+_MAX_LENGTH = 10_000
+_MAX_DEPTH = 50
+_FOREVER = 1 << 31
+_TOKEN = re.compile(
+    r"(?P<one>\\[dDwWsS]|\\[^0-9A-Za-z]|\[\^?\]?(?:\\.|[^\\\]])*\]|[^\\()\[{}*+?|^$])"
+    r"|(?P<begin>\^|\\A)|(?P<end>\$|\\Z)|(?P<bar>\|)|(?P<close>\))"
+    r"|(?P<open>\((?:\?(?:[:=!]|P<\w+>))?)(?!\?)",
+    re.DOTALL,
+)
+_REPEAT = re.compile(
+    r"(?:(?P<sign>[*+?])|\{(?P<low>\d{0,9})(?P<comma>,(?P<high>\d{0,9}))?\})\??(?![*+?{])"
+)
+_SIGNS = {"*": (0, _FOREVER), "+": (1, _FOREVER), "?": (0, 1)}
+
+
+class PatternError(ValueError):
+    """The pattern is wrong, not supported, or takes too many steps; says which."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """How many steps may be taken together; a usual match takes some dozens, a second a million."""
+
+    limit: int
+    taken: int = 0
+
+    def take(self, count: int = 1) -> None:
+        """Count `count` steps; PatternError beyond the limit."""
+        self.taken += count
+        if self.taken > self.limit:
+            raise PatternError(f"the patterns of the file take more than {self.limit} steps")
+
+
+@dataclass(slots=True)
+class _Name:
+    """The text that is matched. Places are the bits of an integer: bit i is before letter i."""
+
+    text: str
+    steps: Steps
+    _letters: dict[re.Pattern[str], int] = field(default_factory=dict)
+
+    def letters(self, one: re.Pattern[str]) -> int:
+        """The places before a letter that `one` matches."""
+        found = self._letters.get(one)
+        if found is None:
+            found = sum(1 << at for at, letter in enumerate(self.text) if one.fullmatch(letter))
+            self._letters[one] = found
+        return found
+
+
+_Step = Callable[[_Name, int], int]  # from the places reached so far to those after it
+
+
+class NamePattern:
+    """A compiled pattern. Raises PatternError for one that is wrong or not supported.
+
+    `steps`: what compiling and matching may take, together with other patterns.
+
+    Supported are letters, classes, groups, alternatives, repeats, `^`, `$` and look-ahead; not
+    backreferences, look-behind, flags, and atomic groups. `matches` agrees with `re.fullmatch`.
+    """
+
+    def __init__(self, pattern: str, steps: Steps) -> None:
+        if len(pattern) > _MAX_LENGTH:
+            raise PatternError(f"it has {len(pattern)} characters, {_MAX_LENGTH} are allowed")
+        steps.take(len(pattern))
+        reader = _Reader(pattern)
+        self._steps = steps
+        self._step = reader.read_alternatives()
+        reader.check_end()
+
+    def matches(self, name: str) -> bool:
+        """Whether the whole of `name` fits. Raises PatternError beyond the limit of steps."""
+        return bool(self._step(_Name(name, self._steps), 1) >> len(name) & 1)
+
+
+class _Reader:
+    """Reads a pattern from left to right into steps."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+        self._at = 0
+        self._depth = 0
+
+    def check_end(self) -> None:
+        if self._at < len(self._pattern):
+            raise PatternError(f"unbalanced ')' at position {self._at}")
+
+    def read_alternatives(self) -> _Step:
+        """Up to the end, or up to the bracket that closes the group."""
+        sequences = [self._read_sequence()]
+        while self._pattern.startswith("|", self._at):
+            self._at += 1
+            sequences.append(self._read_sequence())
+        return sequences[0] if len(sequences) == 1 else _any_of(sequences)
+
+    def _read_sequence(self) -> _Step:
+        steps: list[_Step] = []
+        while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
+            steps.append(self._read_repeated())
+        return _in_turn(steps)
+
+    def _read_repeated(self) -> _Step:
+        step = self._read_one()
+        found = _REPEAT.match(self._pattern, self._at)
+        if found is None:
+            return step
+        self._at = found.end()
+        if found["sign"]:
+            return _repeated(step, *_SIGNS[found["sign"]])
+        low = int(found["low"] or 0)
+        high = int(found["high"] or _FOREVER) if found["comma"] else low
+        if low > high or not (found["low"] or found["high"]):
+            raise PatternError(f"{found[0]} is not a repeat such as {{1,3}}")
+        return _repeated(step, low, high)
+
+    def _read_one(self) -> _Step:
+        start = self._at
+        found = _TOKEN.match(self._pattern, start)
+        if found is None:
+            raise PatternError(
+                f"{self._pattern[start : start + 8]!r} at position {start} is not supported"
+            )
+        self._at = found.end()
+        if found["one"]:
+            try:
+                return _letter(re.compile(found["one"], re.ASCII))
+            except re.error as error:
+                raise PatternError(f"{error}") from None
+        if found["begin"]:
+            return lambda name, places: places & 1
+        if found["end"]:
+            return lambda name, places: places & (1 << len(name.text))
+        return self._read_group(found["open"], start)
+
+    def _read_group(self, opening: str, start: int) -> _Step:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise PatternError(f"more than {_MAX_DEPTH} groups are nested")
+        inner = self.read_alternatives()
+        if not self._pattern.startswith(")", self._at):
+            raise PatternError(f"missing ')' for the group at position {start}")
+        self._at += 1
+        self._depth -= 1
+        if opening in ("(?=", "(?!"):
+            return _ahead(inner, is_wanted=opening == "(?=")
+        return inner
+
+
+def _letter(one: re.Pattern[str]) -> _Step:
+    def step(name: _Name, places: int) -> int:
+        name.steps.take()
+        return (places & name.letters(one)) << 1
+
+    return step
+
+
+def _in_turn(steps: Sequence[_Step]) -> _Step:
+    def step(name: _Name, places: int) -> int:
+        for one in steps:
+            if not places:
+                break
+            places = one(name, places)
+        return places
+
+    return step
+
+
+def _any_of(steps: Sequence[_Step]) -> _Step:
+    def step(name: _Name, places: int) -> int:
+        found = 0
+        for one in steps:
+            found |= one(name, places)
+        return found
+
+    return step
+
+
+def _repeated(inner: _Step, low: int, high: int) -> _Step:
+    def step(name: _Name, places: int) -> int:
+        for _ in range(low):
+            before, places = places, inner(name, places)
+            name.steps.take()
+            if places == before:  # and so it stays
+                break
+        found = new = places
+        for _ in range(high - low):
+            if not new:
+                break
+            name.steps.take()
+            new = inner(name, new) & ~found
+            found |= new
+        return found
+
+    return step
+
+
+def _ahead(inner: _Step, *, is_wanted: bool) -> _Step:
+    """A look-ahead: the places from which `inner` leads anywhere, or nowhere."""
+
+    def step(name: _Name, places: int) -> int:
+        found = 0
+        while places:
+            lowest = places & -places
+            places -= lowest
+            name.steps.take()
+            if bool(inner(name, lowest)) == is_wanted:
+                found |= lowest
+        return found
+
+    return step
