@@ -1,4 +1,4 @@
-"""What changes one row of logits before a token is chosen: bias, penalties, bans. Compiled.
+"""Bias, penalties and bans: compiled code that adjusts a row of logits before sampling.
 
 The order is fixed: embedding bias, repetition, frequency and presence, bad words, n-grams,
 min_length. A row's arithmetic depends on its own logits, parameters and history alone, and a row

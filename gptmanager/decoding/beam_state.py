@@ -24,7 +24,7 @@ class BeamNodeState(NamedTuple):
 
 
 class BeamEndState(NamedTuple):
-    """Of a beam that has ended; `beam`: which one, where each is a text of its own, else -1."""
+    """The state of a beam that has ended. `beam`: its index if each beam is a text, else -1."""
 
     node: int
     reason: FinishReason

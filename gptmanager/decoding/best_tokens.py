@@ -31,7 +31,7 @@ def best_tokens(scores: Tensor, count: int) -> tuple[Ids, Floats]:
 
 
 def best_ids(scores: Tensor, count: int) -> Ids:
-    """As `best_tokens`, and of those that are -inf the lowest ids, too."""
+    """Return the ids of `best_tokens`; where too few are possible, the lowest impossible ids."""
     ids, values = best_tokens(scores, count)
     for index in np.flatnonzero(values[:, -1:] == -np.inf):
         missing = int((values[index] == -np.inf).sum())

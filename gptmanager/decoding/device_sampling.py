@@ -25,10 +25,10 @@ _ADJUSTED_AT_ONCE = 128  # rows: they fill a device, and marks take 4 bytes a to
 
 
 class Choice(NamedTuple):
-    """What is chosen for S rows, on the device.
+    """The tokens chosen for S rows, on the device.
 
-    `tokens` int32 `[S]`. `log_probs` float32 `[S]`, of meaning where a line wants them; None:
-    nowhere; `[S, 1 + n]` where those of the n best continuations follow.
+    `tokens` int32 `[S]`. `log_probs` float32 `[S]`, meaningful for lines that asked for them; None
+    if no line did; `[S, 1 + n]` if the log probabilities of the n best tokens follow.
     `best_tokens` int32 and `best_log_probs` float32 `[S, most]`: the best continuations of beams.
     """
 

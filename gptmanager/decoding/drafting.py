@@ -19,7 +19,7 @@ _START = 4  # tokens proposed first; doubled when all were right
 
 
 class DrafterState(NamedTuple):
-    """What became of the drafts so far; see `Drafter`. Its n-grams follow from the tokens."""
+    """The state of a `Drafter`: how its drafts fared. Its n-grams follow from the tokens."""
 
     length: int
     wrong: int

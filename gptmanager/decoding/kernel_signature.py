@@ -1,7 +1,8 @@
-"""What a kernel over rows of logits is passed: the compiler is asked whether it takes that.
+"""The parameters of a kernel over rows of logits, checked by the compiler.
 
-A launch passes bytes: a parameter too few or of another type would be read from what lies there.
-Knows nothing of compilers but that they say which `static_assert` failed.
+A launch passes bytes: with a missing parameter, or one of another type, the kernel would read
+whatever is in that place. All this module knows of compilers is that they report which
+`static_assert` failed.
 """
 
 from __future__ import annotations
@@ -75,9 +76,7 @@ def with_signature(source: str, kernel_name: str) -> str:
 
 
 def difference(log: str, source: str, kernel_name: str) -> str:
-    """What the kernel declares otherwise than it is passed, if a compiler's `log` says so;
-    else empty.
-    """
+    """Return how the kernel's parameters differ from those passed, by a compiler's `log`, or ''."""
     failed = [int(number) for number in _FAILED.findall(log)]
     if not failed:
         return ""

@@ -236,7 +236,7 @@ class PostProcessing:
 
     @staticmethod
     def _told(error: BaseException, shared: Any) -> BaseException:
-        """What ends a request: without the frames of the error, which would be kept alive."""
+        """Return the error that ends a request, without frames: they would be kept alive."""
         text = f"logits_post_processor {name_of(shared)}"
         if isinstance(error, _Misuse):
             return CallbackError(f"{text} {error}")
@@ -278,7 +278,7 @@ class _Misuse(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """What a step hands to processors. `sequences` by row."""
+    """The arguments of a step's processors. `sequences` has an entry for each row."""
 
     logits: Tensor
     bounds: Sequence[int]  # row r has the beams bounds[r] to bounds[r + 1]

@@ -85,7 +85,7 @@ class RawKernelLogitsPostProcessor(RowProcessor):
         self._compiled: dict[str, Future[Launch]] = {}  # by device
 
     def bind(self, **params: Any) -> BoundKernel:
-        """What a request brings: a value for each field. Raises TypeError, ValueError."""
+        """Bind a request's values, one for each field. Raises TypeError, ValueError."""
         fields = self.params_dtype.names or ()
         if params.keys() != set(fields):
             given = ", ".join(params) or "nothing"
@@ -214,7 +214,7 @@ class _Session(RowSession):
         self._launch((num_blocks,), (self._block,), arguments)
 
     def _place_params(self) -> None:
-        """Of all that have started, in one copy."""
+        """Upload the parameters of all sequences that have started, in one copy."""
         lines, records = np.array([*self._started]), np.array([*self._started.values()])
         self._started.clear()
         if self._uploads is None:

@@ -20,10 +20,10 @@ ACCEPTANCE_DRAW, REPLACEMENT_DRAW = 1 << 30, (1 << 30) + 1
 
 
 def truncated(log_probs: npt.NDArray[np.float32], params: SamplingParams) -> Floats:
-    """What top-k, top-p and min-p leave of a distribution `[vocab]`, normalized.
+    """Truncate a distribution `[vocab]` by top-k, top-p and min-p, and normalize it.
 
     `log_probs`: after the temperature. top_k keeps ties, top_p the shortest ranking whose mass
-    reaches p, min_p a share of the best probability; the best token is always kept: there is one.
+    reaches p, min_p a share of the best probability. The best token is always kept.
     """
     p: Floats = np.exp(log_probs.astype(np.float64))
     if 0 < params.top_k < len(p):

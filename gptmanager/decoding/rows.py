@@ -1,6 +1,6 @@
-"""What a step gives to logits post-processors: rows, histories, and the stream.
+"""The inputs of logits post-processors in a step: rows, histories, and the stream.
 
-Knows nothing of who is called, and of what is done to the logits.
+This module does not know which processors are called, or what they do to the logits.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ Errors = Mapping[int, BaseException]  # by index in `Rows.index`
 
 
 class RowSession(ABC):
-    """What a `RowProcessor` keeps in one manager."""
+    """The state of a `RowProcessor` in one manager."""
 
     @abstractmethod
     def load(self, line: int, bound: Any) -> None:

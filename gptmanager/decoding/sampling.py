@@ -71,7 +71,10 @@ _TASK = np.dtype(SampleTask)
 
 @loop
 def _log_prob(p: Any, wanted: int, x: int, token: int, top: Any, total: float) -> Any:
-    """Of a token, or its logit; after the temperature. What is infinitely likely has all mass."""
+    """Return a token's log probability or logit, after the temperature.
+
+    A logit of +inf takes all probability mass.
+    """
     scaled, highest = get(x, token) / p.temperature, top / p.temperature
     if wanted == LOGIT:
         return np.float64(scaled)
@@ -210,9 +213,10 @@ class Sampler:
         return bool(self._adjustments["adjusts"][lines].any())
 
     def log_probs(self, logits: Tensor, lines: Ints, positions: Ints) -> Tensor:
-        """What beams are searched by, float32 `[S, vocab_size]`; arguments as of `sample`.
+        """Return the scores that beam search ranks by, float32 `[S, vocab_size]`.
 
-        The log-softmax after adjustments and temperature. NaN throughout a row that holds NaN or
+        The arguments are those of `sample`. The scores are the log-softmax after adjustments and
+        temperature. NaN throughout a row that holds NaN or
         +inf; one of nothing but -inf stays that.
         """
         logits = self._run(logits, lines, positions, None, None)
@@ -231,10 +235,10 @@ class Sampler:
         tokens: npt.NDArray[np.int32],
         log_probs: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.float32]:
-        """Of the tokens `ids` `[S, k]`, by what `sample` has left: float32 `[S, k]`.
+        """Return log probabilities of the tokens `ids` `[S, k]` after `sample`: float32 `[S, k]`.
 
-        These are its `logits`, changed, the `tokens` `[S]` that it has chosen, and their
-        `log_probs`. NaN in a row that has no token.
+        `logits` are those that `sample` changed, `tokens` `[S]` the ones it chose, and `log_probs`
+        theirs. NaN in a row without a token.
         """
         temperatures = self._choices["temperature"][lines][:, None]
         chosen = np.maximum(tokens, 0).astype(np.int64)[:, None]

@@ -81,7 +81,7 @@ class StopWords:
             self._matched[state] = self._matched[state] or self._matched[suffix]
 
     def _distances(self, ends_word: Sequence[bool]) -> list[int]:
-        """Of each state the fewest tokens in which a word may end that begins with its own."""
+        """Return for each state the fewest tokens after which a word through it can end."""
         least = [_NEVER] * len(self._next)
         for state in reversed(range(len(least))):  # children have higher numbers
             for child in self._next[state].values():

@@ -20,11 +20,11 @@ _SETTLED_S = 0.02  # work that waits for no one has been done by then
 
 
 def watched(call: Callable[[], Any], logits: Tensor) -> tuple[Any, str]:
-    """What `call`, which is given logits, returns, and what it did on another stream, if anything.
+    """Call `call`; return its result, and a description of work it did on another stream, or ''.
 
-    torch's operations are looked at one by one. Other libraries', as launches of CuPy, are found by
-    what they do: the model's stream is kept busy, so what changes the logits ran elsewhere. On the
-    CPU there is nothing to find.
+    torch's operations are inspected one by one. Those of other libraries (CuPy) are
+    found by their effect: the model's stream is kept busy meanwhile, so whatever changes the logits
+    ran on another stream. On the CPU there is nothing to find.
     """
     device = logits.device
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What `Kernels.add_adapters` is given beside its tensors: `StepAdapters`.
+"""`StepAdapters`: what `Kernels.add_adapters` takes in addition to its tensors.
 
 Knows nothing of how anything is computed from them.
 """

@@ -90,7 +90,10 @@ def plan_runs(address: int) -> None:
 
 
 class MatrixPlan(NamedTuple):
-    """Of a matrix of each layer. `modules`: as bits. `work`: products of two numbers."""
+    """The plan for one matrix of each layer.
+
+    `modules`: the modules that have an adapter, as bits. `work`: multiplications, a count.
+    """
 
     task: AdapterTask
     num_parts: int
@@ -104,7 +107,7 @@ class MatrixPlan(NamedTuple):
 
 
 class AdapterPlan:
-    """Of a step. Made for tensors that stay as they are until it is over."""
+    """The plan of one step. Its tensors must not change until the step is over."""
 
     def __init__(self, adapters: StepAdapters, team: Team) -> None:
         """TypeError for another layout of memory, KeyError for a dtype that has no name."""

@@ -177,7 +177,7 @@ def _turned(builder: Any, dtype: str, b: Any, rank: Any) -> list[Any]:
         return builder.load(pointer, align=size)
 
     def load_lanes(first: int) -> Any:
-        """As after the exchanges of more than `units` lanes, which are none of memory."""
+        """Load lanes already exchanged by more than `units` lanes: loading does it for free."""
         parts = [load_row(first + units * n) for n in range(LANES // units)]
         while len(parts) > 1:
             every = range(2 * parts[0].type.count)

@@ -81,7 +81,7 @@ _thirty_two_bfloat16, _sixteen_bfloat16 = expanded(2, "bfloat16"), expanded(1, "
 
 
 def scratch_floats(width: int, num_modules: int, h_stride: int) -> int:
-    """Of a thread; the last are room for one token more."""
+    """Return how many float32 of scratch a thread needs; the last ones hold one spare token."""
     return FIXED + ROWS * (width + LANES) + (num_modules * BLOCK + 1) * h_stride
 
 

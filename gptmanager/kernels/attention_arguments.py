@@ -1,4 +1,4 @@
-"""What attention is given beside its queries: `Pages`, `RowSpans` and an `AttentionShape`.
+"""The arguments of attention besides queries: `Pages`, `RowSpans` and `AttentionShape`.
 
 Letters as in `reference`. Knows nothing of how anything is computed from them.
 """
@@ -38,11 +38,11 @@ class RowSpans(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """What the attention of one layer computes.
+    """The attention that one layer computes.
 
-    Token i of a row with n new tokens and KV length m stands at position m - n + i and sees the
+    Token i of a row with n new tokens and KV length m is at position m - n + i and sees the
     positions 0 to there. With `window` it sees only the last `window` of them, its own included,
-    and the first `sink`. A score is a product times `scale`; with `softcap` it becomes
+    and the first `sink`. A score is a dot product times `scale`; with `softcap` it becomes
     softcap * tanh(score / softcap). `fp8`: pages are of 8-bit floats.
     """
 

@@ -1,4 +1,4 @@
-"""What attention is told: its task, which pages it reads, and where a thread's scratch lies.
+"""The task of attention: its fields, the pages it reads, and the layout of a thread's scratch.
 
 Python and compiled code compute these sizes by the same functions. Nothing is read or written here.
 """
@@ -67,7 +67,7 @@ def span_of(page_tokens: int) -> int:
 
 
 def scratch_floats(group: int, head_dim: int, page_tokens: int, token_major: bool) -> int:
-    """What `areas_at` lays out."""
+    """Return how many float32 of scratch a thread needs for the areas of `areas_at`."""
     row = 2 * padded(head_dim) + LANES + padded(span_of(page_tokens)) + LANES + 3
     keys = padded(head_dim) * padded(page_tokens) + LANES * LANES if token_major else 0
     return padded(tile_tokens(group) * group) * row + keys
@@ -111,8 +111,10 @@ def _page_fields(
     key_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> Task:
-    """What one block holds must be contiguous, of keys perhaps as `[K, B, D]`; the blocks may lie
-    apart, at equal distances for keys and values.
+    """Return a task with the fields that describe pages. TypeError for a layout it cannot read.
+
+    The contents of one block must be contiguous; keys may be `[K, B, D]`. Blocks may be apart from
+    each other, with the same stride for keys and values.
     """
     num_blocks, num_kv_heads, head_dim, tokens_per_block = shape
     block = torch.empty_strided((1, *shape[1:]), key_strides, dtype=key_dtype, device="meta")

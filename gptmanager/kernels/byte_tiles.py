@@ -53,7 +53,7 @@ def _add_products(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
 
 
 class _Stretch(NamedTuple):
-    """Of a tile's rows, and where it lies: steps of four positions, `count` from `first` on."""
+    """A stretch of a tile's rows: `count` steps of four positions, from step `first` on."""
 
     marks: Sequence[Any]  # addresses
     panels: Sequence[Any]  # of the matrix

@@ -106,5 +106,5 @@ def integer_tile(rows: int) -> Any:
 
 
 def integer_bytes(depth: int) -> int:
-    """Of a thread's scratch behind the sums: few rows of int16, and their factors."""
+    """Return the bytes of a thread's scratch behind the sums: a few int16 rows and their scales."""
     return FEW_ROWS * (2 * depth + 4 * -(-depth // MOST_POSITIONS))

@@ -83,7 +83,7 @@ def _pairs(builder: Any, value: Any) -> tuple[Any, ...]:
 
 
 def _bytes(builder: Any, value: Any) -> tuple[Any, ...]:
-    """Of two positions; the even one lies in the lower byte of a lane."""
+    """Widen the int8 values of two positions; the even one is in the lower byte of a lane."""
     eight = ir.Constant(_SHORTS, [8] * LANES)
     even = builder.ashr(builder.shl(value, eight), eight)
     odd = builder.ashr(value, eight)

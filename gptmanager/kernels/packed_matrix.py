@@ -99,7 +99,7 @@ Matrix = Tensor | PackedMatrix
 
 
 def plain(matrix: Matrix) -> Tensor:
-    """As a tensor: itself, or a copy of what is packed."""
+    """Return the matrix as a tensor: itself, or an unpacked copy."""
     return matrix.unpacked() if isinstance(matrix, PackedMatrix) else matrix
 
 

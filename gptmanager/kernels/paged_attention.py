@@ -204,7 +204,10 @@ def _mix(
     kv_head: int,
     until: int,
 ) -> None:
-    """What rows from `position` on see of the positions `seen_from` to `end`. `until`: `_seen`."""
+    """Add what rows from `position` on see of the positions `seen_from` to `end`.
+
+    `until` is the number of positions that `_seen` returned.
+    """
     compact()
     queries, mixed, scores, turned = areas[0], areas[1], areas[6], areas[7]
     dim, size, wide = t.head_dim, t.page_tokens, padded(t.head_dim)
@@ -261,7 +264,7 @@ def _attend(
 
 @loop
 def _tile_at(t: Any, row: int, token: int) -> tuple[int, int, int]:
-    """Of the tile of `row` from packed `token` on: position, end, and the cost of a KV head."""
+    """Return position, end, and cost per KV head of the tile of `row` at packed `token`."""
     group = t.num_heads // t.num_kv_heads
     row_stop = get_int(t.row_starts, row + 1)
     count = min(tile_tokens(group), row_stop - token)

@@ -52,7 +52,7 @@ class _Memory:
         return self._scratch.data_ptr()
 
     def tensor(self, like: Tensor) -> Tensor:
-        """As `like`, which is contiguous."""
+        """Return an uninitialized tensor of the shape and dtype of `like`, which is contiguous."""
         size = max(1 << 6, 1 << (like.nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
         own = free.pop() if free else self._bytes(size)
@@ -64,7 +64,7 @@ class _Memory:
 
 
 class _Recording(TorchOperations):  # type: ignore[no-untyped-call]
-    """What runs in it is recorded. `is_whole`: torch itself has computed nothing."""
+    """Records what runs inside it. `is_whole`: torch itself has computed nothing."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()

@@ -64,12 +64,13 @@ class Kernels:
         num_context_rows: int,
         fixed: bool = False,
     ) -> tuple[Ints, ...]:
-        """What else the ops need to know of a step's rows: int32 arrays, for `begin`.
+        """Return what else the ops need to know of a step's rows: int32 arrays, for `begin`.
 
-        `shapes`: of all layers, equal ones once. The numbers are those of the batch, in NumPy,
-        before anything runs. The first `num_context_rows` rows may have several tokens. `fixed`:
-        the number of arrays and their sizes depend on the number of rows alone, where each row has
-        at most one token. What was recorded for one batch can then be run for another.
+        `shapes`: the attention shapes of all layers, each distinct one once. `row_starts` and
+        `kv_lengths` are those of the batch, in NumPy, before anything runs. The first
+        `num_context_rows` rows may have several tokens. With `fixed`, the number of arrays and
+        their sizes depend on the number of rows alone, if each row has at most one token: what
+        was recorded for one batch can then run for another.
         """
         return ()
 
@@ -281,7 +282,7 @@ class Kernels:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """As arithmetic takes it."""
+    """Widen to the dtype that arithmetic uses: float64 stays, all else becomes float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 

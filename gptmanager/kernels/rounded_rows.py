@@ -54,7 +54,7 @@ LEAST = 1e-30  # of a stretch's largest number: below it there is nothing to tel
 
 
 def row_bytes(depth: int) -> int:
-    """Of a row of 8 bits: its numbers, what is left of them, and the marks of its stretches."""
+    """Return the bytes of an int8 row: its values, their remainders, the marks of its stretches."""
     return 2 * depth + MARK_BYTES * ((depth - 1) // STRETCH + 1)
 
 
@@ -92,15 +92,17 @@ def _store_bytes(builder: Any, address: Any, index: Any, value: Any, total: Any)
 
 @word(long, vector)
 def _sum_ints(builder: Any, value: Any) -> Any:
-    """Of the int32 that lie in it."""
+    """Return the sum of the int32 lanes of `value`, as int64."""
     name = "llvm.vector.reduce.add.v16i32"
     return builder.sext(call(builder, name, INT, builder.bitcast(value, INDICES)), LONG)
 
 
 @loop
 def _measured(dtype: int, x: int, start: int, positions: int, count: int) -> Any:
-    """Of so many positions, `count` of which there are: the largest magnitude, 0 next to nothing;
-    what all add up to; and NaN if there is one, else 0.
+    """Return the largest magnitude, the sum of magnitudes, and NaN if there is one (else 0).
+
+    Reads `positions` values from `start` on, of which `count` exist. A largest magnitude below
+    `LEAST` is returned as 0.
     """
     most, size, nans = splat(ZERO), splat(ZERO), splat(ZERO)
     for k in range(0, positions, LANES):

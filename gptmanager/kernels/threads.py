@@ -45,7 +45,10 @@ def with_first(task: Task, *values: int) -> Task:
 
 
 def address_of(tensor: Tensor | None, dtype: torch.dtype) -> int:
-    """Of the first element, 0 for None. The bodies trust it: TypeError for any other layout."""
+    """Return the address of the first element, 0 for None.
+
+    Compiled bodies trust the address, so any other dtype or layout is a TypeError.
+    """
     if tensor is None:
         return 0
     check_layout(tensor, dtype)
@@ -103,7 +106,7 @@ class Recording(Protocol):
 
 
 class _Own(threading.local):
-    """What each thread that calls has of a team."""
+    """The state of a team that each calling thread has for itself."""
 
     recording: Recording | None = None
     size = -1  # bytes of scratch
@@ -149,14 +152,14 @@ class Team:
         function(*arguments)
 
     def call(self, body: int, address: int, size: int) -> tuple[Callable[..., None], Any]:
-        """What `run` would call, and with which arguments, for a task at `address`."""
+        """Return the function that `run` would call for a task at `address`, and its arguments."""
         if size > 1 and self._parallel is not None:
             return self._parallel, (body, address, size, 0)
         return _function(body), (address,)
 
     @contextmanager
     def recorded(self, recording: Recording) -> Iterator[None]:
-        """What the calling thread runs meanwhile is told to `recording`."""
+        """Report to `recording` all that the calling thread runs in the `with` block."""
         self._own.recording = recording
         try:
             yield

@@ -68,7 +68,7 @@ class AdapterPool:
         self._lock = Lock()  # of the two above
 
     def kept(self, adapter: Adapter) -> list[Tensor]:
-        """Of each of its rows what `put` writes; of a layer that is not kept, no element."""
+        """Return the part of each row that `put` writes; nothing of a layer that is not kept."""
         rows, share = adapter.rows.values(), self._share
         if share is None:
             return [row.values for row in rows]
@@ -84,7 +84,7 @@ class AdapterPool:
         packing: Packing,
         weights: Sequence[Tensor],
     ) -> None:
-        """As `put_in_pieces`, at once."""
+        """Write an adapter's rows at once; see `put_in_pieces`."""
         whole(self.put_in_pieces(host_pages, rows, packing, weights))
 
     def put_in_pieces(
@@ -114,7 +114,7 @@ class AdapterPool:
             yield from _copy(pages[page][offset : offset + len(weight)], weight)
 
     def copy(self, copies: Iterable[PageCopy]) -> None:
-        """As `copy_in_pieces`, at once."""
+        """Copy pages at once; see `copy_in_pieces`."""
         whole(self.copy_in_pieces(copies))
 
     def copy_in_pieces(self, copies: Iterable[PageCopy]) -> Pieces[None]:
@@ -153,7 +153,7 @@ class AdapterPool:
         return step
 
     def _layout_for(self, slots: npt.NDArray[np.int32]) -> Layout:
-        """Of the modules that these adapters have."""
+        """Return the layout of the modules that these adapters have."""
         needed: npt.NDArray[np.bool_] = np.logical_or.reduce(
             self._has_modules[np.unique(slots[slots >= 0])], axis=0
         )
@@ -180,7 +180,7 @@ class AdapterPool:
 
     @property
     def host_nbytes(self) -> int:
-        """Of the blocks that are allocated now."""
+        """Return the bytes of the blocks that are allocated now."""
         with self._lock:
             return sum(block.nbytes for block in self._blocks.values())
 

@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
 
 
 def told(error: BaseException) -> str:
-    """What another library's error says, which may quote a whole file."""
+    """Return another library's error text on one line, shortened: it may quote a whole file."""
     return _cut(" ".join(str(error).split()), _MAX_TOLD)
 
 
@@ -95,7 +95,7 @@ def check_depth(where: str, value: Any) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """As it is, if it can be printed."""
+    """Return the path as it is if it is printable and short, else quoted."""
     text = os.fspath(path)
     return text if text.isprintable() and len(text) < 4096 else shown(text)
 

@@ -30,7 +30,10 @@ def give_back() -> None:
 
 
 def _free_in_container() -> float:
-    """What its limit leaves; pages of files, such as a checkpoint's, make room when asked."""
+    """Return the bytes free below the container's limit.
+
+    Pages of files, such as a checkpoint's, count as free: the system drops them when needed.
+    """
     try:
         limit = (_GROUP / "memory.max").read_text(encoding="ascii").strip()
         if limit == "max":

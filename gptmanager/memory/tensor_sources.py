@@ -25,7 +25,7 @@ _MAX_TENSORS = 200_000  # of 10,000 layers
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor before it is read; `dtype` as torch names it."""
+    """The shape and dtype of a tensor, known before it is read; `dtype` as torch names it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -185,5 +185,5 @@ def _read_index(folder: Path, single: str) -> dict[str, str] | None:
 
 
 def tensor_name(tensor: str) -> str:
-    """As it is, unless it is no name that a checkpoint of ours could have."""
+    """Return the name as it is if it is printable and short, else quoted."""
     return tensor if tensor.isprintable() and len(tensor) <= 200 else shown(tensor)

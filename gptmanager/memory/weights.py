@@ -56,14 +56,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a parameter: rows, one range behind the other, and of those some columns."""
+    """The part of a parameter that is kept: ranges of rows, and some columns of these rows."""
 
     rows: tuple[range, ...]
     columns: range | None = None  # None: the parameter has none
 
 
 class _Part(NamedTuple):
-    """Of a tensor that is a place's these rows are kept, from `row` of the storage on."""
+    """The rows of a tensor that are kept; they start at `row` of the storage."""
 
     rows: range
     row: int
@@ -211,7 +211,7 @@ class Weights:
                             on_progress("weights", done, total)
 
     def _parts(self, place: Place) -> list[_Part]:
-        """What of a tensor is kept."""
+        """Return the parts of a tensor that are kept."""
         if place.parameter not in self._cuts:
             return []
         first, found, row = place.first_row, [], 0
@@ -226,7 +226,7 @@ class Weights:
         return found
 
     def _nbytes(self, name: str, part: _Part) -> int:
-        """Of what is kept."""
+        """Return the bytes of the part that is kept."""
         parameter = self._places[name].parameter
         columns = self._cuts[parameter].columns
         num_columns = 1 if columns is None else len(columns)

@@ -127,12 +127,12 @@ class CheckpointModel:
 
     @property
     def adapter_modules(self) -> dict[int, LoraModule]:
-        """What adapters may change in each layer, by module id; see `lora_modules`."""
+        """Return the modules of a layer that adapters may change, by id; see `lora_modules`."""
         return lora_modules(self.whole_spec)
 
     @property
     def adapter_share(self) -> AdapterShare | None:
-        """What this rank keeps of adapters; None: all."""
+        """Return the part of adapters that this rank keeps; None: all of them."""
         if self._collectives is None:
             return None
         return adapter_share(self.whole_spec, self._collectives.layout)

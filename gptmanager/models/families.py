@@ -19,13 +19,13 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one `model_type` apart.
+    """The properties that set one `model_type` apart.
 
-    `prefix`: of tensor names, which a checkpoint may leave out. `tensors`: module of the
-    checkpoint -> ours, and its part where several are fused. `ignored`: tensors without a meaning.
-    `spellings`: our name of a config field -> theirs. `defaults`: by our names. `*_bias`: always,
-    never, or as a field says. `windows`: which layers a sliding window concerns. `transposed`:
-    layers hold their matrices as [in, out].
+    `prefix`: the prefix of tensor names, which a checkpoint may leave out. `tensors`: the
+    checkpoint's module -> ours, and the part of it if several are fused. `ignored`: tensors that
+    are not used. `spellings`: our name of a config field -> theirs. `defaults`: by our names.
+    `*_bias`: always, never, or the field that decides. `windows`: which layers have a sliding
+    window. `transposed`: layers store their matrices as [in, out].
     """
 
     prefix: str

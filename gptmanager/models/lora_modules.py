@@ -36,7 +36,7 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
 
 
 def adapter_share(spec: ModelSpec, layout: RankLayout) -> AdapterShare:
-    """What a rank has of the modules of this network: what it has of the matrices they add to."""
+    """Return a rank's part of adapters: its part of each matrix that an adapter adds to."""
     shares = Shares(spec, layout)
     cuts = {module_id: _cut(module, shares) for module_id, module in lora_modules(spec).items()}
     own = lora_modules(rank_spec(spec, layout))

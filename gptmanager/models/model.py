@@ -37,7 +37,7 @@ Source = str | PathLike[str] | tuple[Mapping[str, Any], Mapping[str, Tensor]]
 
 
 class Dimensions(Protocol):
-    """What a manager must know of a model; `ModelSpec` has it among other things."""
+    """The sizes that a manager must know of a model; a `ModelSpec` has them."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -86,7 +86,7 @@ class PlanningModel(Model, Protocol):
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: bool = False
     ) -> tuple[Ints, ...]:
-        """What the batch of these rows has as `plan`; arguments as of `Kernels.plan`."""
+        """Return the `plan` of a batch of these rows; the arguments are those of `Kernels.plan`."""
         ...
 
 
@@ -201,7 +201,7 @@ def _check_weights_dtype(
 def _check_float64(
     dtype: torch.dtype, weights_dtype: str | None, kernels: Kernels, device: torch.device | str
 ) -> None:
-    """What the checkpoint may ask for as well as the argument."""
+    """ConfigError where float64, asked for by argument or checkpoint, is not supported."""
     if dtype is not torch.float64:
         return
     refused = ""

@@ -53,7 +53,7 @@ class ModelSpec:
     first_layer: int = 0
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        """What the attention of a layer computes."""
+        """Return the shape of a layer's attention."""
         return AttentionShape(
             self.num_heads,
             self.num_kv_heads,

@@ -40,9 +40,9 @@ SPLITS = {
 
 
 class Shares:
-    """What each of the words in `SPLITS` stands for: how much there is, and which of it a rank has.
+    """The ranges that each word in `SPLITS` stands for: the total, and a rank's part of it.
 
-    ConfigError where a network cannot be split so.
+    ConfigError if the network cannot be split this way.
     """
 
     def __init__(self, spec: ModelSpec, layout: RankLayout) -> None:
@@ -65,7 +65,7 @@ class Shares:
         }
 
     def rows(self, split: Split) -> tuple[range, ...]:
-        """Of a weight's rows, those that this rank has."""
+        """Return the ranges of a weight's rows that this rank has."""
         found, first = [], 0
         for word in split.rows:
             count, own = self._by_word[word]
@@ -116,7 +116,7 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
 
 
 def rank_spec(spec: ModelSpec, layout: RankLayout) -> ModelSpec:
-    """What a rank has of a network. Errors as of `check`."""
+    """Return the spec of a rank's part of a network. Raises what `check` raises."""
     shares = Shares(spec, layout)
     return replace(
         spec,
@@ -136,7 +136,7 @@ def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[
 
 
 def rank_cuts(spec: ModelSpec, layout: RankLayout) -> dict[str, Cut]:
-    """What a rank keeps of each parameter, and of which ones. Errors as of `check`."""
+    """Return the part that a rank keeps, by parameter. Raises what `check` raises."""
     shares = Shares(spec, layout)
     modules = _modules(spec, layout, shares.layers)
     cuts: dict[str, Cut] = {}
