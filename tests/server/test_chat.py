@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import copy
 from typing import Literal
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -242,6 +243,7 @@ def scripted(tmp_path_factory, template, tags=(), **fields):
             fields = {"messages": ADD, "tools": TOOLS, **fields}
             return client.chat.completions.create(model="scripted", **fields)
 
+        ask.post = lambda path, **given: httpx.post(server.url + path, timeout=30, **given)
         yield ask
 
 
@@ -334,6 +336,41 @@ def test_a_call_that_has_begun_becomes_a_right_one(request, form):
 def test_a_call_that_is_cut_off_says_so(qwen):
     (choice,) = qwen(CALLS, max_tokens=40).choices
     assert choice.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ends", [{"max_tokens": 40}, {"stop": ["days"]}])
+def test_after_a_call_that_was_cut_off_the_chat_goes_on(qwen, ends):
+    """A client's loop sends back what it got, with whatever result."""
+    (choice,) = qwen(CALLS, **ends).choices
+    assert choice.finish_reason == ("length" if "max_tokens" in ends else "stop")
+    ((_, arguments),) = calls_of(choice)
+    with pytest.raises(ValueError):
+        json.loads(arguments)
+    call = choice.message.tool_calls[0]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "no JSON: try again"}
+    messages = [*ADD, choice.message.model_dump(), result]
+    assert qwen("Sorry.", messages=messages).choices[0].message.content == "Sorry."
+    tokenized = {"messages": messages, "tools": TOOLS}
+    ids = qwen.post("/tokenize", json=tokenized).json()["tokens"]
+    prompt = qwen.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert f'"arguments": {arguments}' in prompt
+
+
+def test_llama_3_which_takes_one_call_in_a_message_gets_one(llama3):
+    call = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'
+    loose = {"type": "object", "pattern": 5}  # so that nothing guides the calls
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": loose}}]
+    (choice,) = llama3(f"{call}; {call}", tools=tools).choices
+    assert len(calls_of(choice)) == 1 and choice.finish_reason == "tool_calls"
+    two = [{"id": name, "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+           for name in "ab"]  # fmt: skip
+    results = [{"role": "tool", "tool_call_id": name, "content": f"saw {name}"} for name in "ba"]
+    messages = [*ADD, {"role": "assistant", "content": None, "tool_calls": two}, *results]
+    for given in (TOOLS, []):
+        assert llama3("Done.", messages=messages, tools=given).choices[0].message.content == "Done."
+    ids = llama3.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    prompt = llama3.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert prompt.count('"name": "stop"') == 2 and prompt.index("saw a") < prompt.index("saw b")
 
 
 def test_no_calls_where_none_are_wanted(qwen):

@@ -48,6 +48,31 @@ def test_deltas_joined_are_the_message(size):
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": "St', "stop"),
+        (f'{TEXT}\n<tool_call>\n{{"name": "add", "arguments": {{"a"', "stop"),
+        ('<tool_call>\n{"name": "ad', "stop"),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}', "tool_calls"),
+        (TEXT, "tool_calls"),
+    ],
+)
+def test_a_call_that_was_cut_off_is_no_reason_to_run_it(text, reason):
+    answer = ChatAnswer(read_tools(TOOLS, "auto"), HERMES)
+    answer.push(text)
+    answer.flush()
+    assert answer.finish_reason("stop") == reason
+    assert answer.finish_reason("length") == "length"
+
+
+def test_a_call_that_is_left_out_does_not_count_as_cut_off():
+    answer = ChatAnswer(read_tools(TOOLS, "auto", parallel_tool_calls=False), HERMES)
+    answer.push(f'{TEXT}\n<tool_call>\n{{"name": "add", "arguments": {{"a"')
+    answer.flush()
+    assert answer.finish_reason("stop") == "tool_calls"
+
+
 def test_one_call_where_one_is_wanted():
     answer = ChatAnswer(read_tools(TOOLS, "auto", parallel_tool_calls=False), HERMES)
     answer.push(TEXT)

@@ -1,11 +1,12 @@
 """Messages of a chat: what clients send, as templates want it; and what is refused by name."""
 
 import jsonschema
+import orjson
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from gptmanager.server.errors import ApiError
-from gptmanager.server.openai.messages import MESSAGES_SCHEMA, read_messages
+from gptmanager.server.openai.messages import MESSAGES_SCHEMA, one_call_each, read_messages
 
 
 def user(content="Hi", **more):
@@ -39,6 +40,90 @@ def test_arguments_of_calls_become_objects():
     assert read_messages([user(), tool]) == [user(), tool]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"city": "Ro', "[1]", "5", "[" * 10**5, '{"a": NaN}', '{"a": "\\ud800"}',
+     f'{{"a": {10**30}}}', '{"a": ' + "[" * 300 + "]" * 300 + "}", "9" * 5000],
+)  # fmt: skip
+def test_arguments_that_are_no_object_stay_texts(text):
+    """A call that was cut off, or that a model got wrong, must not make later turns a 400."""
+    (read,) = read_messages([assistant(call(text))])
+    assert read["tool_calls"][0]["function"] == {"name": "add", "arguments": text}
+    orjson.dumps(read)  # so it reaches the template's process
+
+
+def test_a_content_may_be_null_where_a_model_or_a_tool_said_nothing():
+    for role in ("assistant", "tool"):
+        for message in ({"role": role}, {"role": role, "content": None}):
+            assert read_messages([message]) == [{"role": role, "content": ""}]
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    assert read_messages([refused]) == [{"role": "assistant", "content": "No."}]
+
+
+def test_keys_that_other_servers_and_clients_add_are_ignored():
+    odd = {
+        "parsed": {"a": 1},
+        "thinking_blocks": [{"type": "thinking", "thinking": "Hm."}],
+        "provider_specific_fields": {"a": None},
+        "reasoning_details": [{"type": "reasoning.text"}],
+        "cache_control": {"type": "ephemeral"},
+        "id": "m1",
+        "type": "text",
+        "opts": {},
+        "audio": {"id": "a1"},
+        "annotations": [{"type": "url_citation"}],
+        "reasoning": {"effort": "low"},
+        "x" * 1000: None,
+    }
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}, "id": 1}
+    assert read_messages([{**odd, **user()}]) == [user()] == read_messages([user([part])])
+    one = {**call("{}"), "index": 0, "provider_specific_fields": {}, "extra_content": {}}
+    one["function"]["parsed_arguments"] = {}
+    assert read_messages([{**odd, **assistant(one)}]) == [assistant(call({}), content="")]
+
+
+def test_parts_of_an_assistant():
+    parts = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+        {"type": "output_text", "text": "One"},
+        {"type": "refusal", "refusal": "No."},
+    ]
+    (read,) = read_messages([{"role": "assistant", "content": parts, "reasoning": "Hm."}])
+    assert read == {"role": "assistant", "content": "One\nNo.", "reasoning_content": "Hm."}
+
+
+def test_deprecated_calls_become_calls_of_tools():
+    messages = [
+        {"role": "assistant", "content": None,
+         "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "add", "content": "3"},
+    ]  # fmt: skip
+    asked, answered = read_messages(messages)
+    (one,) = asked["tool_calls"]
+    assert one["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert answered == {
+        "role": "tool", "content": "3", "name": "add", "tool_call_id": one["id"],
+    }  # fmt: skip
+
+
+def test_messages_with_one_call_each():
+    calls = [{**call({}), "id": name} for name in "abc"]
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in "bxa"]
+    messages = [user(), assistant(*calls, content="I look."), *results, user()]
+    found = one_call_each(messages)
+    assert found == [
+        user(),
+        assistant(calls[0], content="I look."),
+        results[2],
+        assistant(calls[1], content=""),
+        results[0],
+        assistant(calls[2], content=""),
+        results[1],
+        user(),
+    ]
+    assert one_call_each(found) == found
+
+
 def test_an_answer_of_the_client_library_can_be_sent_back():
     answer = ChatCompletionMessage(role="assistant", content="Hi", annotations=[], tool_calls=None)
     assert read_messages([answer.model_dump()]) == [{"role": "assistant", "content": "Hi"}]
@@ -61,7 +146,8 @@ def test_the_document_tells_what_messages_are():
         ([user(), {"role": "robot", "content": ""}], "messages[1].role", "'robot' is none of"),
         ([{"content": "Hi"}], "messages[0].role", "None is none of"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
-        ([{"role": "assistant", "content": None}], "messages[0].content", "is missing"),
+        ([user(None)], "messages[0].content", "is missing"),
+        ([{"role": "system", "content": None}], "messages[0].content", "is missing"),
         ([user(5)], "messages[0].content", "5 is neither"),
         ([user(["Hi"])], "messages[0].content[0]", "no part"),
         ([user([{"type": "text"}])], "messages[0].content[0].text", "None is no text"),
@@ -71,17 +157,26 @@ def test_the_document_tells_what_messages_are():
             "reads text only",
         ),
         ([user(name=5)], "messages[0].name", "5 is no text"),
-        ([user(contents="x")], "messages[0].contents", "is unknown"),
-        ([user(audio={"id": "a"})], "messages[0].audio", "not supported"),
+        ([user([{"type": "thinking"}])], "messages[0].content[0].type", "reads text only"),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "text": "No."}]}],
+            "messages[0].content[0].refusal",
+            "None is no text",
+        ),
         ([user(tool_calls=[call("{}")])], "messages[0].tool_calls", "role user"),
         ([assistant("add")], "messages[0].tool_calls[0].function", "no object"),
-        ([assistant(call("{"))], "messages[0].tool_calls[0].function.arguments", "is no JSON"),
         (
-            [assistant(call("[" * 10**5))],
+            [assistant(call([]))],
             "messages[0].tool_calls[0].function.arguments",
-            "is no JSON",
+            "[] is no object",
         ),
-        ([assistant(call("[]"))], "messages[0].tool_calls[0].function.arguments", "[] is no"),
+        ([assistant(call(5))], "messages[0].tool_calls[0].function.arguments", "5 is no object"),
+        (
+            [{"role": "assistant", "tool_calls": {}, "function_call": "f"}],
+            "messages[0].function_call",
+            "no object",
+        ),
+        ([{"role": "assistant", "tool_calls": "f"}], "messages[0].tool_calls", "no list"),
         ([assistant(call("{}", name=1))], "messages[0].tool_calls[0].function", "no object"),
     ],
 )
@@ -90,7 +185,3 @@ def test_what_is_wrong_is_named_with_its_place(messages, param, told):
         read_messages(messages)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.message.startswith(f"{param}: ") and told in refused.value.message
-
-
-def test_unknown_keys_may_be_left_out():
-    assert read_messages([user(contents="x")], lenient=True) == [user()]

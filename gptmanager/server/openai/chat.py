@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -93,6 +94,8 @@ class Chats:
         parallel = given.get("parallel_tool_calls", True)
         tools = read_tools(given.get("tools"), given.get("tool_choice"), parallel)
         prompt = await self._prompts.read(given, tools)
+        if tools is not None and prompt.one_call:  # so that the answer can be sent back
+            tools = replace(tools, parallel=False)
         num_top = given.get("top_logprobs", 0) if given.get("logprobs") else None
         processor = await self._processors.of(given, warnings, tools, prompt.tool_format)
         wanted = Wanted(given, num_top, given.get("prompt_logprobs"), processor)

@@ -54,8 +54,21 @@ class ChatAnswer:
         return message
 
     def finish_reason(self, reason: str) -> str:
-        """`reason` is that of the text; an answer that ends by itself with calls says so."""
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        """Return the reason that clients are told; `reason` is that of the text.
+
+        An answer that ends by itself with calls says so, unless its last call was cut off: a client
+        runs calls whose reason is `tool_calls`.
+        """
+        is_call = bool(self._calls) and reason == "stop" and not self._is_cut
+        return "tool_calls" if is_call else reason
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the arguments of the last call that the client is told have not ended."""
+        parser = self._parser
+        return (
+            parser is not None and parser.is_in_arguments and parser.num_calls == len(self._calls)
+        )
 
     def _deltas(self, found: list[Found]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []

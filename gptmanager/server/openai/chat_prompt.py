@@ -14,7 +14,7 @@ from typing import Any
 from gptmanager.server.engine import Engine, beside
 from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import AsItIs, Field, Flag, ListOf, Object, Text
-from gptmanager.server.openai.messages import MESSAGES_SCHEMA, read_messages
+from gptmanager.server.openai.messages import MESSAGES_SCHEMA, one_call_each, read_messages
 from gptmanager.server.openai.template_program import TemplateError
 from gptmanager.server.openai.templates import (
     TemplateProcess,
@@ -26,6 +26,7 @@ from gptmanager.server.openai.tools import ToolFormat, Tools, format_of
 from gptmanager.server.settings import ServerSettings
 
 OBJECTS = AsItIs({"type": "array", "items": {"type": "object"}})
+_MOST_TRIED = 32  # templates: with --trust-request-chat-template each request may bring another
 _MANY = 500  # messages that take milliseconds to read
 MESSAGES = AsItIs(MESSAGES_SCHEMA)
 # of every request that has messages
@@ -42,10 +43,14 @@ _FIELDS = ("messages", "tools", "documents", "add_generation_prompt")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """`tool_format`: how the template's model writes calls; None: nobody asks, or nobody knows."""
+    """`tool_format`: how the template's model writes calls; None: nobody asks, or nobody knows.
+
+    `one_call`: the template refuses a message with two calls, so that an answer must have one.
+    """
 
     tokens: list[int]
     tool_format: ToolFormat | None
+    one_call: bool = False
 
 
 class ChatPrompts:
@@ -62,13 +67,14 @@ class ChatPrompts:
             self._templates = read_template_file(settings.chat_template)
         else:
             self._templates = read_chat_templates(engine.card.folder)
+        self._one_call: dict[str, bool] = {}  # of templates that have been tried
         self._process = TemplateProcess()
         self._process_of_requests = TemplateProcess()
 
     async def read(self, body: Mapping[str, Any], tools: Tools | None) -> ChatPrompt:
         """ApiError (400) for wrong messages, without a template, and where it refuses."""
         given = body.get("messages")
-        reading = functools.partial(read_messages, given, lenient=self._settings.lenient)
+        reading = functools.partial(read_messages, given)
         is_long = isinstance(given, list) and len(given) > _MANY
         messages = await beside(reading) if is_long else reading()
         template, process = self._template(body, tools is not None)
@@ -77,10 +83,42 @@ class ChatPrompts:
             messages = [
                 {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
             ]
+        has_calls = tools is not None or any(len(one.get("tool_calls", ())) > 1 for one in messages)
+        one_call = has_calls and await self._takes_one_call(template, process)
+        if one_call:
+            messages = one_call_each(messages)
         text = await self._filled_in(template, process, messages, body, tools)
         special = body.get("add_special_tokens", False)  # the template has them
         tokens = await self._engine.encode("messages", text, special=special)
-        return ChatPrompt(tokens, form)
+        return ChatPrompt(tokens, form, one_call)
+
+    async def _takes_one_call(self, template: str, process: TemplateProcess) -> bool:
+        """Return whether a template takes a message with one call and refuses one with two.
+
+        A template is tried once: what it refuses cannot be read from its text.
+        """
+        if template not in self._one_call:
+            takes = [await self._takes(template, process, number) for number in (1, 2)]
+            if not takes[0]:  # it says nothing of two
+                return False
+            if len(self._one_call) >= _MOST_TRIED:
+                self._one_call.clear()
+            self._one_call[template] = not takes[1]
+        return self._one_call[template]
+
+    async def _takes(self, template: str, process: TemplateProcess, num_calls: int) -> bool:
+        messages, tools = _trial(num_calls)
+        variables = {
+            **self._engine.card.special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            await process.fill_in(template, messages, variables)
+        except TemplateError:
+            return False
+        return True
 
     def _template(self, body: Mapping[str, Any], has_tools: bool) -> tuple[str, TemplateProcess]:
         given = body.get("chat_template")
@@ -131,6 +169,19 @@ class ChatPrompts:
             )
         except TemplateError as error:
             raise ApiError(400, f"messages: the chat template: {error}", param="messages") from None
+
+
+def _trial(num_calls: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return messages, one of them with calls of the same tool, and the list of that tool."""
+    ids = [f"call{index:05}" for index in range(num_calls)]  # nine characters, as Mistral's
+    function = {"name": "look", "arguments": {"at": "it"}}
+    calls = [{"id": one, "type": "function", "function": function} for one in ids]
+    results = [{"role": "tool", "content": "seen", "tool_call_id": one} for one in ids]
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    tool = {"name": "look", "description": "", "parameters": parameters}
+    asks = {"role": "user", "content": "Look!"}
+    answers = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [asks, answers, *results], [{"type": "function", "function": tool}]
 
 
 def _own_variables(given: Any) -> Mapping[str, Any]:

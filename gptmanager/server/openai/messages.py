@@ -1,6 +1,7 @@
 """Messages of a chat, as a client sends them and as chat templates want them.
 
-Decides what a message may hold. Knows nothing of templates.
+Decides what a message may hold: clients send back all that they were told by whatever server, so
+that unknown keys are ignored. Knows nothing of templates.
 """
 
 from __future__ import annotations
@@ -9,22 +10,25 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from gptmanager.memory.checkpoint_files import shown
 from gptmanager.server.errors import ApiError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
-# what answers hold that a client sends back, and this server has no use for; null or empty
-_UNUSED = ("refusal", "annotations", "audio", "function_call")
-_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", *_UNUSED)
+_MAY_BE_EMPTY = ("assistant", "tool", "function")  # a content that is null
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that a model is not told again
+_FUNCTION_CALL = "function_call"  # the id of a call that has none, since its kind is deprecated
 
 _TEXT = {"type": "string"}
 _PART = {
     "type": "object",
     "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "properties": {"type": {"enum": list(_TEXT_PARTS[:3])}, "text": _TEXT},
 }
-# what the OpenAPI document tells of them; beside calls an assistant's content may be absent
+# what the OpenAPI document tells of them; an assistant's content may be absent
 MESSAGES_SCHEMA: Mapping[str, Any] = {
     "type": "array",
     "minItems": 1,
@@ -42,88 +46,123 @@ MESSAGES_SCHEMA: Mapping[str, Any] = {
 }
 
 
-def read_messages(messages: Any, *, lenient: bool = False) -> list[dict[str, Any]]:
-    """The messages with their contents as texts, and the arguments of calls as objects.
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages with their contents as texts, and the arguments of calls as objects.
 
-    Parts of type "text" are joined by line breaks. ApiError (400) names what is wrong, and where.
-    `lenient`: unknown keys of a message are left out.
+    Text parts are joined by line breaks. Arguments that are not a JSON object, such as those of a
+    call that was cut off, stay texts. The deprecated `function_call` and role "function" become
+    `tool_calls` and "tool". ApiError (400) names what is wrong, and where.
     """
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", f"{shown(messages)} is no list of one or more messages")
-    return [_read(one, f"messages[{index}]", lenient) for index, one in enumerate(messages)]
+    return [_read(one, f"messages[{index}]") for index, one in enumerate(messages)]
 
 
-def _read(message: Any, where: str, lenient: bool) -> dict[str, Any]:
+def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with at most one call in each, for templates that refuse more.
+
+    The results of a message's calls, which follow it, are moved to behind their calls.
+    """
+    found: list[dict[str, Any]] = []
+    moved: dict[Any, list[dict[str, Any]]] = {}  # results by the ids of their calls
+    rest = list(messages)[::-1]
+    while rest:
+        message = rest.pop()
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        while rest and rest[-1]["role"] == "tool":
+            moved.setdefault(rest[-1].get("tool_call_id"), []).append(rest.pop())
+        for call in calls:
+            found.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"], "content": ""}  # the rest is said once
+            found += moved.pop(call.get("id"), ())
+        found += [result for results in moved.values() for result in results]
+        moved.clear()
+    return found
+
+
+def _read(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(where, f"{shown(message)} is no object with role and content")
-    given = {key: value for key, value in message.items() if value is not None}
-    role = given.get("role")
+    role = message.get("role")
     if role not in ROLES:
         raise _wrong(f"{where}.role", f"{shown(role)} is none of {', '.join(ROLES)}")
-    for key, value in given.items():
-        if key not in _KEYS and not lenient:
-            raise _wrong(f"{where}.{key}", f"is unknown: a message has {', '.join(_KEYS[:6])}")
-        if key in _UNUSED and value:
-            raise _wrong(f"{where}.{key}", f"{shown(value)} is not supported")
     read: dict[str, Any] = {"role": role}
-    calls = given.get("tool_calls")
+    calls = _calls_of(message, where)
     if calls:
         if role != "assistant":
             raise _wrong(f"{where}.tool_calls", f"stands in a message of role {role}")
-        read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
-    read["content"] = _content(given, f"{where}.content", bool(calls))
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if key in given:
-            if not isinstance(given[key], str):
-                raise _wrong(f"{where}.{key}", f"{shown(given[key])} is no text")
-            read[key] = given[key]
+        read["tool_calls"] = calls
+    read["content"] = _content(message, role, f"{where}.content")
+    for key in ("name", "tool_call_id"):
+        value = message.get(key)
+        if value is not None:
+            if not isinstance(value, str):
+                raise _wrong(f"{where}.{key}", f"{shown(value)} is no text")
+            read[key] = value
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(thoughts, str):  # some send an object, which no template knows
+        read["reasoning_content"] = thoughts
+    if role == "function":
+        read.update(role="tool", tool_call_id=_FUNCTION_CALL)
     return read
 
 
-def _content(message: Mapping[str, Any], where: str, has_calls: bool) -> str:
+def _content(message: Mapping[str, Any], role: str, where: str) -> str:
     content = message.get("content")
+    if content is None and role == "assistant":
+        content = message.get("refusal")  # what it said instead
     if isinstance(content, str):
         return content
     if content is None:
-        if has_calls:
+        if role in _MAY_BE_EMPTY:
             return ""
         raise _wrong(where, "is missing: a text, or a list of parts of type text, is needed")
     if not isinstance(content, list):
         raise _wrong(where, f"{shown(content)} is neither a text nor a list of parts")
-    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    parts = (_part(part, role, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(part for part in parts if part is not None)
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, role: str, where: str) -> str | None:
+    """Return the text of a part; None for one that is not shown to the model."""
     if not isinstance(part, Mapping):
         raise _wrong(where, f"{shown(part)} is no part such as {{'type': 'text', 'text': ...}}")
     kind = part.get("type")
-    if kind != "text":
+    if role == "assistant" and kind in _THOUGHTS:
+        return None
+    if kind not in _TEXT_PARTS:
         raise _wrong(f"{where}.type", f"{shown(kind)} is not supported: the model reads text only")
-    if not isinstance(part.get("text"), str):
-        raise _wrong(f"{where}.text", f"{shown(part.get('text'))} is no text")
-    return str(part["text"])
+    key = "refusal" if kind == "refusal" else "text"
+    text = part.get(key)
+    if not isinstance(text, str):
+        raise _wrong(f"{where}.{key}", f"{shown(text)} is no text")
+    return text
 
 
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise _wrong(where, f"{shown(calls)} is no list of calls")
-    return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+def _calls_of(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    calls, legacy = message.get("tool_calls"), message.get("function_call")
+    if calls:
+        where = f"{where}.tool_calls"
+        if not isinstance(calls, list):
+            raise _wrong(where, f"{shown(calls)} is no list of calls")
+        return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+    if legacy:
+        call = {"id": _FUNCTION_CALL, "function": legacy}
+        return [_call(call, f"{where}.function_call", legacy=True)]
+    return []
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str, *, legacy: bool = False) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
+    inner = where if legacy else f"{where}.function"
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise _wrong(f"{where}.function", f"{shown(function)} is no object with name, arguments")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise _wrong(f"{where}.function.arguments", f"is no JSON: {error}") from None
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise _wrong(f"{where}.function.arguments", f"{shown(arguments)} is no object")
+        raise _wrong(inner, f"{shown(function)} is no object with name, arguments")
+    arguments = _arguments(function.get("arguments"))
+    if not isinstance(arguments, Mapping | str):
+        raise _wrong(f"{inner}.arguments", f"{shown(arguments)} is no object")
     read: dict[str, Any] = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
@@ -131,6 +170,27 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(call.get("id"), str):
         read["id"] = call["id"]
     return read
+
+
+def _arguments(given: Any) -> Any:
+    """Return the object that the text says, or the text: a model may have written anything."""
+    if given is None:
+        return {}
+    if not isinstance(given, str):
+        return given
+    try:
+        found = json.loads(given or "{}", parse_constant=_no_json)
+        # numbers and depths that cannot be sent on to the template's process
+        orjson.dumps([[[[[[[[found]]]]]]]])
+    except (ValueError, TypeError, RecursionError):
+        return given
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else given
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _wrong(where: str, what: str) -> ApiError:

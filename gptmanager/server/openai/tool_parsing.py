@@ -87,6 +87,11 @@ class ToolCallParser:
         self._arguments = _ObjectScan()  # the same from there on
         self.num_calls = 0
 
+    @property
+    def is_in_arguments(self) -> bool:
+        """Whether the last call's arguments have begun and not ended."""
+        return self._state is _State.ARGUMENTS
+
     def push(self, text: str) -> list[Found]:
         """What is known now."""
         self._text += text
