@@ -1,10 +1,12 @@
 """Where what was compiled is kept: the user's cache folder, or a private one where that cannot be.
 
-It knows nothing of what lies there.
+What is kept ends with its digest, because a damaged library would run. It knows nothing else of
+what is kept.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import tempfile
@@ -34,6 +36,24 @@ def cache_folder(name: str) -> Path:
             error,
         )
     return folder
+
+
+def seal(content: bytes) -> bytes:
+    """`content` with its digest behind it. What loads an ELF file does not mind."""
+    return content + hashlib.sha256(content).digest()
+
+
+def unseal(path: Path) -> bytes | None:
+    """What was sealed; None, and a warning in the log, for a damaged file; None without one."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    if hashlib.sha256(content[:-size]).digest() == content[-size:]:
+        return content[:-size]
+    logger.warning("%s is damaged: it is compiled anew", path)
+    return None
 
 
 def _user_cache() -> Path:

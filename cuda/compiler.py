@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gptmanager.cuda.cache_folder import cache_folder
+from gptmanager.cuda.cache_folder import cache_folder, seal, unseal
 from gptmanager.errors import ConfigError, GptManagerError
 
 FOLDER = Path(__file__).resolve().parent
@@ -30,7 +31,7 @@ _WHEELS = {  # of CUDA's headers, and where they lie in them
 }
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 _FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?(\w+)'?")
-_KEPT = "2"  # the form of what is kept; in the first, cubins had no last byte
+_KEPT = "3"  # the form of what is kept; in the second, nothing was sealed
 _FIGURES = {
     "registers": re.compile(r"Used (\d+) registers"),
     "shared_memory": re.compile(r"(\d+) bytes smem"),
@@ -101,16 +102,16 @@ def compile(
     keyed = [_KEPT, str(nvrtc.getVersion()), file, *_texts(text, folder), *flags, *names]
     key = hashlib.sha256("\0".join(keyed).encode()).hexdigest()[:32]
     kept = (cache or cache_folder("cubins")) / key
-    if not (kept / "cubin").exists():
+    described, code = unseal(kept / "kernels.json"), unseal(kept / "cubin")
+    if described is None or code is None:
         includes = (f"-I{folder}", f"-I{FOLDER}", *_cuda_includes())
         made = _compile(nvrtc, text, file, names, (*flags, *includes))
         with contextlib.suppress(OSError):  # where nothing can be kept it is compiled each time
             _keep(kept, made)
         return made
-    described = json.loads((kept / "kernels.json").read_text("utf-8"))
-    figures = {name: Figures(**values) for name, values in described["figures"].items()}
-    code = (kept / "cubin").read_bytes()
-    return Cubin(code, described["lowered"], figures, described["log"])
+    found = json.loads(described)
+    figures = {name: Figures(**values) for name, values in found["figures"].items()}
+    return Cubin(code, found["lowered"], figures, found["log"])
 
 
 def _compile(
@@ -206,10 +207,8 @@ def _keep(folder: Path, cubin: Cubin) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
-        (made / "kernels.json").write_text(json.dumps(described), "utf-8")
-        (made / "cubin").write_bytes(cubin.code)
-        try:
+        (made / "kernels.json").write_bytes(seal(json.dumps(described).encode()))
+        (made / "cubin").write_bytes(seal(cubin.code))
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        with contextlib.suppress(OSError):  # another process has just put it there
             made.rename(folder)
-        except OSError:  # it is there already
-            if not (folder / "cubin").exists():
-                raise

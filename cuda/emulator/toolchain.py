@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gptmanager.cuda.cache_folder import cache_folder
+from gptmanager.cuda.cache_folder import cache_folder, seal, unseal
 from gptmanager.cuda.emulator.reports import EmulatorError
 from gptmanager.errors import ConfigError
 
@@ -44,6 +44,7 @@ _INSTALL_HEADERS = (
     "NVIDIA's headers are not installed: pip install 'nvidia-cuda-runtime==13.0.*' "
     "'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
 )
+_SEALED = "1"  # the form of what is kept; before, nothing was sealed
 _STDIN = re.compile(r'^(# \d+ )"<stdin>"', re.MULTILINE)
 
 
@@ -87,7 +88,7 @@ class Toolchain:
         """A shared library of preprocessed `text` and the machine that runs its kernels."""
         flags = [*_FLAGS, *(CHECKED if checked else FAST)]
         runtime = self._runtime()
-        key = self._key([text, runtime.name, *flags])
+        key = self._key([_SEALED, text, runtime.name, *flags])
         return self._kept(f"{key}.so", lambda target: self._compile(text, name, flags, target))
 
     def _compile(self, text: str, name: str, flags: list[str], target: Path) -> None:
@@ -104,7 +105,7 @@ class Toolchain:
         text = "".join(f'#include "{FOLDER / source}"\n' for source in _RUNTIME)
         flags = [*_FLAGS, "-O2", "-c", "-x", "c++", "-"]
         return self._kept(
-            f"{self._key([*texts, *flags])}.machine",
+            f"{self._key([_SEALED, *texts, *flags])}.machine",
             lambda target: self._run([*flags, "-o", str(target)], text, "the emulator"),
         )
 
@@ -113,11 +114,12 @@ class Toolchain:
 
     def _kept(self, name: str, make: Callable[[Path], object]) -> Path:
         path = self.cache / name
-        if not path.exists():
+        if unseal(path) is None:
             self.cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.cache) as folder:
                 made = Path(folder) / name
                 make(made)
+                made.write_bytes(seal(made.read_bytes()))
                 made.rename(path)
         return path
 

@@ -73,6 +73,22 @@ def test_a_folder_in_which_nothing_can_be_kept(tmp_path):
     assert compiler.compile(SOURCE, "sm_80", ["add<32>"], cache=cache).code[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("name", ["cubin", "kernels.json"])
+def test_a_damaged_cubin_is_compiled_anew(tmp_path, caplog, name):
+    made = compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path)
+    (kept,) = tmp_path.glob(f"*/{name}")
+    for content in (
+        b"",
+        kept.read_bytes()[:-40],
+        kept.read_bytes().replace(b"\0\0", b"\0\1") + b"x",
+    ):
+        kept.write_bytes(content)
+        assert compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path).code == made.code
+    assert caplog.text.count("is damaged: it is compiled anew") == 3
+    assert compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path).code == made.code
+    assert caplog.text.count("is damaged") == 3
+
+
 def test_spills_are_seen(tmp_path):
     source = """
     __global__ void __launch_bounds__(1024) wide(float* x) {

@@ -418,6 +418,25 @@ def test_a_library_is_built_once(tmp_path, monkeypatch):
     assert len(list(kept[0].parent.iterdir())) == 3
 
 
+@pytest.mark.parametrize("kind", ["so", "machine"])
+def test_a_damaged_library_is_built_anew(tmp_path, caplog, kind):
+    chain = emulator.Toolchain(tmp_path)
+
+    def build():
+        return emulator.Module(source=SCALE, name_expressions=NAMES, toolchain=chain)
+
+    build()
+    (path,) = tmp_path.glob(f"*.{kind}")
+    content = path.read_bytes()
+    path.unlink()  # the file that is loaded stays whole
+    path.write_bytes(content[:-1000])
+    assert build().get_function("fill") is not None
+    assert f"{path} is damaged: it is compiled anew" in caplog.text
+    caplog.clear()
+    build()
+    assert not caplog.records
+
+
 def test_a_kernel_runs_where_the_cache_cannot_be_written_to(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
