@@ -1,4 +1,4 @@
-"""What a host configures: enums, and plain mutable dataclasses.
+"""The configuration of a manager: enums, and plain mutable dataclasses.
 
 The camelCase names of TensorRT-LLM's optional parameters exist here as snake_case fields with
 their documented defaults; a name that is no field raises AttributeError where it is set.

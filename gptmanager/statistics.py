@@ -43,9 +43,9 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What one iteration ran and left behind. `sampled`: rows that yielded a token.
+    """The counts of one iteration. `sampled`: rows for which a token was sampled.
 
-    `recomputed_tokens`: of the context tokens those of requests that had been paused.
+    `recomputed_tokens`: the context tokens of requests that had been paused.
 
     `logits_errors`: requests that a LogitsError has ended, since the start.
     """
@@ -89,7 +89,7 @@ class StatisticsReport:
     def attach(
         self, memory: Memory, is_lock_step: bool, take_gil_wait_us: Callable[[], int]
     ) -> None:
-        """What an executor tells: its `memory`, and the wait of the step before the call.
+        """Take from an executor its `memory`, and the wait of the step before the call.
 
         `is_lock_step`: the batches are those of V1.
         """
@@ -108,7 +108,7 @@ class StatisticsReport:
             self._num_slots = counts.context + counts.generation
 
     def record(self, counts: Counts, phase_times: PhaseTimes) -> str:
-        """Of the iteration that was noted last."""
+        """Return the record of the iteration that ends, as JSON."""
         return self._record(counts, phase_times.microseconds(), self._take_gil_wait_us())
 
     def so_far(self) -> str:
@@ -153,7 +153,7 @@ class StatisticsReport:
         ).decode()
 
     def _scheme_keys(self, counts: Counts) -> dict[str, int]:
-        """What is reported of one batching scheme alone."""
+        """Return the keys that only one batching scheme has."""
         if not self._is_lock_step:
             return {
                 "Generation Requests": counts.generation,

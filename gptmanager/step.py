@@ -1,4 +1,4 @@
-"""What passes between the loop, its executor and its host, and the protocols of these two.
+"""The values between the loop, its executor and its host, and the protocols of these two.
 
 All values are frozen. `Intake` is the one door through which anything that is not deterministic
 enters: a recording of the intakes replays a run.
@@ -35,11 +35,11 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What the world says before one iteration. `now` is in seconds of a monotonic clock.
+    """All input of one iteration. `now` is in seconds of a monotonic clock.
 
-    `ready`: requests whose logits post-processor they need not wait for any more. `clears_cache`:
-    what the KV cache has kept so far was computed with other weights. `adapters`: work on adapters
-    that has ended. `forgotten_adapters`: ids of tasks whose adapter was replaced.
+    `ready`: requests whose logits post-processor has become ready. `clears_cache`: the content of
+    the KV cache was computed with other weights. `adapters`: work on adapters that has ended.
+    `forgotten_adapters`: ids of tasks whose adapter was replaced.
     """
 
     now: float
@@ -205,9 +205,9 @@ class PromptLogProbs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What some rows of a step were to yield besides tokens, on the CPU.
+    """The outputs of a step besides tokens, on the CPU.
 
-    `log_probs` float32 `[rows, n]` as `StepResult.tokens`, of meaning where the row's
+    `log_probs` float32 `[rows, n]` as `StepResult.tokens`, meaningful where the row's
     `OutputConfig` says so. `generation_logits`: indices of rows, each with float32 `[n, vocab]`.
     """
 
@@ -220,15 +220,15 @@ class Extras:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step yielded, a row for each of `Schedule.sampling_rows`.
+    """The result of a step, with a row for each of `Schedule.sampling_rows`.
 
-    `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]` says how many of the n count, None:
-    all; the last of these may be NO_TOKEN or NOT_FINITE. `now`: when the result was there, in
-    seconds of the clock of `Intake.now`. `beams`: one for each row of several beams, whose token
-    does not count. `failures`: requests whose logits post-processor failed, or whose rows could
-    not be run; none of the tokens of their rows count.
-    `stale`: something was not computed that blocks now stand for. `extras` is not recorded: a
-    replay has none.
+    `tokens` int32 `[rows, n]`; `num_tokens` int32 `[rows]`: how many of the n count, None: all;
+    the last of these may be NO_TOKEN or NOT_FINITE. `now`: the time of the result, in seconds of
+    the clock of `Intake.now`. `beams`: one entry for each row with several beams; the token of
+    such a row does not count. `failures`: requests whose logits post-processor failed, or whose
+    rows could not run; the tokens of their rows do not count.
+    `stale`: some blocks were not computed although they are marked as if they were. `extras` is
+    not recorded: a replay has none.
     """
 
     tokens: np.ndarray
@@ -244,7 +244,7 @@ class Host(Protocol):
     """The world around the loop. No method raises because a callback did."""
 
     def fetch(self, room: int | None, num_active: int) -> Intake:
-        """What has come in; `room` requests may be asked for, None: any number."""
+        """Return the input of an iteration. Get may return `room` requests, None: any number."""
 
     def respond(
         self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str

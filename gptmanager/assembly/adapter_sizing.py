@@ -38,7 +38,7 @@ class AdapterSizes(NamedTuple):
 
     @property
     def limits(self) -> AdapterLimits:
-        """What a request's adapter may be."""
+        """Return the limits of a request's adapter."""
         modules, highest = dict(self.modules), self.cache.max_adapter_size
         widths = dict(self.widths)
         return AdapterLimits(modules, self.num_layers, self.torch_dtype, highest, widths)

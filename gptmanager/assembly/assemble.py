@@ -32,7 +32,7 @@ ConnectRanks = Callable[[Any, SchedulerConfig, ModelType, int], Ranks | None]
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """What a loop stands on. `device`: its name. `weights_version` changes with the weights."""
+    """The parts below a loop. `device`: its name. `weights_version` changes with the weights."""
 
     blueprint: Blueprint
     executor: TorchExecutor | RankExecutor
@@ -131,7 +131,7 @@ def _sizes(
     room: Room,
     ranks: Ranks | None,
 ) -> tuple[Sizes, AdapterSizes | None]:
-    """Of the KV cache and of the cache of adapters, the same on all ranks."""
+    """Return the sizes of the KV cache and of the adapter cache, the same on all ranks."""
     if ranks is not None:
         room = ranks.share(room)
     adapters = adapter_sizes(asked[0].peft_cache_manager_config, model, room.free_bytes)

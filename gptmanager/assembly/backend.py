@@ -248,7 +248,7 @@ class DeviceBackend(Backend):
     def _parts(
         self, model: Model, sizes: Sizes, options: StepOptions, graph_sizes: Sequence[int]
     ) -> tuple[DeviceRunner, DeviceChooser]:
-        """What runs steps; all that they keep on the device is allocated here."""
+        """Build the parts that run steps, and allocate all that they keep on the device."""
         lines, stream, vocab_size = options.lines, self.stream, model.spec.vocab_size
         pool = DeviceKvPool(
             stream.launcher,
@@ -321,7 +321,7 @@ def _stepping(
 
 
 def _shape(spec: Dimensions, sizes: Sizes) -> tuple[int, int, int, int, int]:
-    """What a `KvPool` is made of."""
+    """Return the shape arguments of a `KvPool`."""
     blocks = sizes.num_blocks, sizes.tokens_per_block
     return (spec.num_layers, *blocks, spec.num_kv_heads, spec.head_dim)
 
@@ -333,7 +333,7 @@ def _reserve(model: Model, num_positions: int) -> None:
 
 
 def _refuse_for_models(params: OptionalParams) -> None:
-    """What only a model that is loaded here can have."""
+    """ConfigError for options that need a model loaded by the manager."""
     if params.kv_cache_config.max_attention_window is not None:
         raise ConfigError(
             "KvCacheConfig.max_attention_window has no effect on a Model object: its own "

@@ -302,7 +302,7 @@ def _settle_dtypes(params: OptionalParams) -> None:
 def check_arguments(
     model_type: Any, max_beam_width: Any, params: OptionalParams, scheduler_config: SchedulerConfig
 ) -> None:
-    """What can be told about the constructor's arguments before a model is loaded."""
+    """Check the constructor's arguments as far as possible before a model is loaded."""
     if not isinstance(model_type, ModelType):
         raise ConfigError(f"model_type = {model_type!r} is not a ModelType")
     if model_type is ModelType.V1:

@@ -1,6 +1,4 @@
-"""What the managers of all ranks agree on before they run: that they are to do the same, with what
-all of them have room for.
-"""
+"""The agreement of all ranks before they run: equal options, sizes that fit everywhere."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ class Ranks(NamedTuple):
         self.links.close()
 
     def place(self, params: OptionalParams) -> RankPlace:
-        """What its executor must know."""
+        """Return what the executor of this rank must know."""
         config = params.parallel_config
         assert config is not None
         return RankPlace(
@@ -85,7 +83,7 @@ class Ranks(NamedTuple):
         )
 
     def share(self, room: Room) -> Room:
-        """What each rank has for its KV cache, so that all come to the same sizes."""
+        """Return the memory that every rank has for its KV cache, so that all sizes are equal."""
         free = room.free_bytes / (self.num_local if room.shared else 1)
         return room._replace(free_bytes=self._least(int(free))[0])
 
@@ -103,7 +101,7 @@ class Ranks(NamedTuple):
                 self.links.blame(rank, why)
 
     def _least(self, *numbers: int) -> list[int]:
-        """Of each number the least that any rank has given."""
+        """Return the minimum over all ranks of each number."""
         given = [orjson.loads(it) for it in self.links.exchange(orjson.dumps(numbers))]
         return [min(column) for column in zip(*given, strict=True)]
 
@@ -194,7 +192,7 @@ def _keep(collectives: Collectives, seconds: float) -> None:
 
 
 class Results:
-    """What steps yielded, from rank 0 to the others: a `ResultLink`."""
+    """Sends results of steps from rank 0 to the others: a `ResultLink`."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -313,7 +311,7 @@ def _versions(params: OptionalParams) -> dict[str, Any]:
 
 
 def _fields(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
-    """Of a configuration, however deep, as JSON values; code by its name."""
+    """Return a configuration's fields, nested ones included, as JSON values; code by its name."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

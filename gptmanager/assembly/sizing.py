@@ -143,7 +143,7 @@ def asked_seq_len(params: OptionalParams, spec: Dimensions) -> int:
 
 
 def _cut_seq_len(max_seq_len: int, num_blocks: int, tokens_per_block: int) -> int:
-    """What one sequence can hold in the pool."""
+    """Return max_seq_len, lowered to what one sequence can hold in the pool."""
     in_pool = (num_blocks - 1) * tokens_per_block + 1
     if in_pool < 2:
         raise ConfigError(

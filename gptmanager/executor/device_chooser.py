@@ -121,7 +121,7 @@ class DeviceChooser(TokenChooser):
         return receive
 
     def _bring(self, rows: SamplingRows, chosen: Tensor) -> PendingTokens:
-        """What `choose_recorded` has chosen."""
+        """Download the tokens that `choose_recorded` has chosen."""
         with torch.inference_mode():
             download = self._downloads.send((chosen,))
         if self._drawn.by_slot:
@@ -197,7 +197,7 @@ def _put(
     best_tokens: np.ndarray | None,
     best_log_probs: np.ndarray | None,
 ) -> None:
-    """Of the best tokens their log probabilities; of beams those that they are searched by."""
+    """Store the best tokens' log probabilities; for beams, the ones that the search ranks by."""
     assert best_tokens is not None and best_log_probs is not None
     ids = best_tokens[:, : top.most]
     searched = best_log_probs[:, : top.most]

@@ -32,7 +32,7 @@ from gptmanager.statistics import Memory
 
 
 class RecordedChooser(Protocol):
-    """As of `DeviceChooser`."""
+    """The part of `DeviceChooser` that recorded steps need."""
 
     def is_plain(self, lines: Array) -> bool: ...
 
@@ -172,12 +172,14 @@ class DeviceRunner(Runner):
         return Computed(logits[:num_rows], inputs)
 
     def _step(self, tensors: Sequence[Tensor], adapter_slots: Tensor | None = None) -> Tensor:
-        """What is recorded: a step without context rows. All recordings share their logits and
-        tokens, for which the first one, of the most rows, makes room when it is tried.
+        """Run the part of a step that is recorded: one without context rows.
 
-        Of the choice what most steps need is recorded. What others need is launched: which of its
-        kernels run, on which copy of the logits, and what is brought to the CPU before, differs by
-        what the requests of a step ask for. Then the recorded choice has no lines.
+        All recordings share their logits and tokens; the first one, which has the most rows,
+        allocates them when it is tried.
+
+        The recording contains the sampling that most steps need. Other sampling is launched
+        separately, because its kernels, their copy of the logits, and what is downloaded first
+        depend on what the requests of a step ask for. The recorded sampling then has no lines.
         """
         chosen, positions, cells, *others = tensors
         adapters = None

@@ -37,11 +37,11 @@ class ContextPart(NamedTuple):
 
 
 class GatheredLogits:
-    """What each slot's sequence wants, since its start.
+    """The logits and log probabilities that each slot's sequence asks for, set at its start.
 
-    `any_context`, `any_generation`, `any_log_probs`, `any_top`: whether one of them wants such;
-    where none does, nothing must be asked. Who wants top log probabilities wants those of chosen
-    tokens.
+    `any_context`, `any_generation`, `any_log_probs`, `any_top`: whether at least one sequence asks
+    for them; if none does, nothing needs to be looked up. A sequence that asks for top log
+    probabilities also asks for those of the chosen tokens.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -68,7 +68,7 @@ class GatheredLogits:
         self.any_top = bool(self._num_top.any())
 
     def config(self, slot: int) -> OutputConfig:
-        """What the sequence there wants."""
+        """Return the outputs that the sequence in `slot` asks for."""
         return self._configs[slot]
 
     def context_parts(self, context_rows: Sequence[Row]) -> list[ContextPart]:
@@ -122,7 +122,7 @@ class GatheredLogits:
         return self.any_generation and bool(self._generation[slots].any())
 
     def num_top(self, slots: np.ndarray) -> np.ndarray:
-        """Of how many of the best tokens each of them wants log probabilities, int32."""
+        """Return for each slot how many top log probabilities it asks for, int32."""
         counts: np.ndarray = self._num_top[slots]
         return counts
 

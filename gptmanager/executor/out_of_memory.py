@@ -27,9 +27,9 @@ class Cuts:
         self._count = 0
 
     def run(self, rows: PackedRows, reason: str, run: Callable[[PackedRows], Computed]) -> Computed:
-        """What `run` computes of the parts, as if of the whole, which failed for `reason`.
+        """Run the rows in parts, after the whole failed for `reason`, and join the results.
 
-        NaN of a single token: there is no smaller part.
+        A single token that does not fit has NaN logits: there is no smaller part.
         """
         parts = halves(rows)
         if not parts:
@@ -54,7 +54,7 @@ class Cuts:
 
 
 def joined(results: Sequence[Computed]) -> Computed:
-    """What batches yield that ran one after the other."""
+    """Join the results of batches that ran one after the other."""
     lost = tuple(line for computed in results for line in computed.lost)
     return Computed(torch.cat([computed.logits for computed in results]), lost=lost)
 

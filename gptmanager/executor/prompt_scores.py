@@ -36,10 +36,10 @@ class PromptScorer:
             self._sampler.load(line, _PLAIN, 0, config)
 
     def score(self, logits: Tensor, targets: Ints, count: int, *, normalized: bool) -> Scores:
-        """Of the tokens `targets` `[n]`, and of the `count` best, by `logits` `[n, vocab]`.
+        """Score the tokens `targets` `[n]` and the `count` best ones, by `logits` `[n, vocab]`.
 
-        float32, float32 and int32, on the CPU; `normalized` False: logits. NaN for a row that holds
-        NaN or +inf, or nothing above -inf.
+        Returns float32, float32 and int32 arrays on the CPU: log probabilities, or logits if
+        `normalized` is False. NaN for a row that holds NaN or +inf, or nothing above -inf.
         """
         num_rows = len(targets)
         lines = np.full(num_rows, int(normalized), dtype=np.int64)
@@ -71,8 +71,10 @@ class DevicePromptScorer:
     def score(
         self, logits: Tensor, targets: Ints, count: int, *, normalized: bool
     ) -> tuple[Tensor, Tensor]:
-        """As of `PromptScorer`, on the device: all log probabilities `[n, 1 + count]`, those of
-        `targets` first, and the best tokens `[n, count]`.
+        """Score like `PromptScorer.score`, on the device.
+
+        Returns all log probabilities `[n, 1 + count]`, those of `targets` first, and the best
+        tokens `[n, count]`.
         """
         num_rows, device = len(targets), logits.device
         line = np.full(num_rows, int(normalized), dtype=np.int32)

@@ -65,8 +65,10 @@ class RankStep:
 
 
 class RankExecutor(ABC):
-    """What rank 0 and the others do alike. `share`: of a stage whose next forward may be enqueued
-    before its tokens are known on the CPU; None: there is no such.
+    """The part of a rank's executor that is the same on rank 0 and on the others.
+
+    `share`: the share of a stage whose next forward may be enqueued before its tokens are known
+    on the CPU; None if there is no such stage.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class RankExecutor(ABC):
 
 
 def _cells(rows: SamplingRows, result: StepResult) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of all tokens of a result: their lines and positions, int64, and themselves."""
+    """Return lines and positions (int64) of all tokens of a result, and the tokens."""
     heads, width = rows.firsts[:-1], result.tokens.shape[1]
     positions = (rows.positions[heads][:, None] + np.arange(width)).ravel()
     return rows.lines[heads].repeat(width), positions, result.tokens.ravel()
@@ -257,7 +259,7 @@ class FollowingExecutor(RankExecutor):
 
 
 def _check_alike(step: RankStep, own: StepResult, leading: StepResult) -> None:
-    """What was chosen here and on rank 0, but for rows whose sequence has ended meanwhile."""
+    """RankError unless this rank and rank 0 chose the same, in rows that have not ended since."""
     rows = step.computed().rows.rows
     for row, here, there in zip(rows, _chosen(own), _chosen(leading), strict=True):
         if here != there and row.beam_width == 1:
@@ -277,9 +279,10 @@ def _chosen(result: StepResult) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """What makes an executor that of a rank. `share`: of its stage, where ranks are on devices.
+    """The values that make an executor the executor of a rank.
 
-    `replicates`: each rank that has logits calls its own host's post-processors, and chooses.
+    `share`: the share of its stage, if ranks are on devices. `replicates`: each rank that has
+    logits calls its own host's post-processors, and samples.
     """
 
     layout: RankLayout

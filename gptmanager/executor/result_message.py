@@ -37,7 +37,7 @@ _CLASSES = {
 
 
 def pack(iteration: int, result: StepResult, *, with_extras: bool = False) -> bytes:
-    """Of the schedule with this number. `with_extras`: of log probabilities and logits, too."""
+    """Pack the result of schedule `iteration`; `with_extras`: with log probabilities and logits."""
     rows, columns = result.tokens.shape
     flags = _STALE if result.stale else 0
     arrays = [_bytes(result.tokens, _INT32)]
@@ -88,7 +88,7 @@ class _Reader:
         self._at = start
 
     def before(self, num_bytes: int) -> memoryview:
-        """What stands before the next array."""
+        """Return the `num_bytes` before the next array."""
         if self._at > len(self._message):
             raise ValueError("it is cut off")
         return memoryview(self._message)[self._at - num_bytes : self._at]

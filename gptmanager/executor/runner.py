@@ -25,9 +25,9 @@ from gptmanager.statistics import Memory
 
 
 class Computed(NamedTuple):
-    """What a batch yields: `logits` `[S, vocab]`, float32 or, on a device, in the model's dtype.
+    """The result of a batch: `logits` `[S, vocab]`, float32 or, on a device, of the model's dtype.
 
-    `inputs`: the S as the device knows them already, where that is so. `lost`: lines of sequences
+    `inputs`: the S rows as they are on the device already, if they are. `lost`: lines of sequences
     for which there was no memory, and why; their logits are NaN.
     """
 
@@ -91,7 +91,7 @@ class Runner:
         return logits
 
     def score(self, logits: Tensor, targets: Array, count: int, normalized: bool) -> Scores:
-        """As of `PromptScorer`, there as what `bring` gives is."""
+        """Score prompt tokens, see `PromptScorer.score`; the result is where that of `bring` is."""
         if self._scorer is None:
             self._scorer = PromptScorer(logits.shape[1])
         return self._scorer.score(logits, targets, count, normalized=normalized)
@@ -129,7 +129,7 @@ class Runner:
         return self.model.forward(batch, self.kv_pool)
 
     def _arrays(self, rows: PackedRows) -> tuple[Array, ...]:
-        """What `_batch` is made of."""
+        """Return the arrays that `_batch` is made of."""
         return (
             self._inputs(rows),
             rows.lines.astype(np.int32),
@@ -149,7 +149,7 @@ class Runner:
         return [torch.from_numpy(array) for array in arrays]
 
     def _batch(self, tensors: Sequence[Tensor], num_context_rows: int, **given: Any) -> Batch:
-        """Of the tensors of `_arrays`, and those that the model has planned; `given`: the rest."""
+        """Make a batch of the tensors of `_arrays` and the model's plan; `given`: other fields."""
         token_ids, lines, positions, starts, lengths, index, sample_rows, *plan = tensors
         return Batch(
             *(token_ids, positions, starts, lengths, lines),

@@ -24,7 +24,7 @@ from gptmanager.step import Schedule, SequenceStart, StepResult
 
 
 class NoChooser:
-    """Of an executor whose tokens are chosen elsewhere."""
+    """The chooser of an executor whose tokens another rank chooses."""
 
     def __init__(self, lines: Lines) -> None:
         self.lines = lines
@@ -78,11 +78,11 @@ class StagedExecutor:
         return self.executor.result(computed)
 
     def close(self, timeout_s: float) -> bool:
-        """As of `ForwardThread`."""
+        """End the forward thread; see `ForwardThread.close`."""
         return self._forwards.close(timeout_s)
 
     def mark(self) -> threading.Event:
-        """As of `ForwardThread`."""
+        """Return an event that is set when all submitted forwards have run."""
         return self._forwards.mark()
 
     @property

@@ -60,11 +60,11 @@ class ChoiceInputs(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """What was chosen for the rows of a step.
+    """The tokens chosen for the rows of a step.
 
     `tokens` int32 and `log_probs` float32 `[rows, n]`; `counts` int32 `[rows]`: how many of the n
-    count, None: all. `failed`, by row: what ended its logits post-processor. `generation_logits`:
-    rows that want them, each with float32 `[n, vocab]`.
+    count, None: all. `failed`: the error of the logits post-processor, by row.
+    `generation_logits`: the rows that ask for them, each with float32 `[n, vocab]`.
     """
 
     tokens: np.ndarray
@@ -100,9 +100,9 @@ class StepInFlight:
 def accepted(
     rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Of choices `[S]` what `ChosenTokens` has: tokens, counts and log probabilities.
+    """Return tokens, counts and log probabilities, as in `ChosenTokens`, of choices `[S]`.
 
-    Of a row with drafts as many count as agree with what is chosen, and the choice behind them.
+    In a row with drafts, the drafts that agree with the choices count, and the choice behind them.
     """
     drafts = {drafts.slot: drafts.tokens for drafts in rows.drafts}
     shape = len(rows.rows), 1 + max((row.num_drafts for row in rows.rows), default=0)

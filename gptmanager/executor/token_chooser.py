@@ -53,7 +53,7 @@ class _Picked(NamedTuple):
 
 
 class Chooser(Protocol):
-    """What an executor has tokens chosen by. `gathered`: what sequences want of the logits."""
+    """Chooses an executor's tokens. `gathered`: the logits that sequences ask for."""
 
     lines: Lines
     gathered: GatheredLogits
@@ -202,7 +202,7 @@ class TokenChooser:
     def _by_row(
         rows: SamplingRows, tokens: np.ndarray, log_probs: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Of choices for all S tokens, counts and log probabilities as in `ChosenTokens`."""
+        """Return tokens, counts and log probabilities by row, as in `ChosenTokens`."""
         if rows.drafts:
             return accepted(rows, tokens, log_probs)
         heads = rows.firsts[:-1]

@@ -11,9 +11,9 @@ from gptmanager.step import TopLogProbs
 
 
 class TopTokens:
-    """Of S choices: `wanted` int32 `[S]` of the best tokens of each, `most` at most.
+    """The top tokens of S choices: `wanted` int32 `[S]` for each, the largest of which is `most`.
 
-    `counts` int32 `[rows]`: how many each row wants.
+    `counts` int32 `[rows]`: the number that each row asks for.
     """
 
     def __init__(self, rows: SamplingRows, counts: np.ndarray) -> None:
@@ -25,7 +25,7 @@ class TopTokens:
         self._ids = np.zeros((len(self.wanted), self.most), dtype=np.int32)
 
     def put(self, choices: np.ndarray, log_probs: np.ndarray, ids: np.ndarray) -> None:
-        """Of these, `[n, most]`, best first."""
+        """Store log probabilities and ids, `[n, most]`, best first, of these choices."""
         self._log_probs[choices], self._ids[choices] = log_probs, ids
 
     def by_row(self) -> tuple[TopLogProbs, ...]:

@@ -184,7 +184,7 @@ class TorchExecutor:
         )
 
     def _told(self, part: ContextPart, logits: Tensor) -> Iterator[ContextLogits | PromptLogProbs]:
-        """What hosts want to know of a part of a prompt, by its logits."""
+        """Yield the logits and log probabilities that hosts ask for, of a part of a prompt."""
         row = part.row
         name = row.request_id, row.epoch, row.position
         if part.num_logits:
@@ -284,9 +284,9 @@ def _sampling_rows(schedule: Schedule, lines: np.ndarray, positions: np.ndarray)
 
 
 def _pieces(row: Row, window: AttentionWindow) -> Iterator[tuple[Row, bool]]:
-    """What of a context can run at once, and whether it is the end of the row.
+    """Yield the pieces of a context that can run at once, and whether each ends the row.
 
-    None writes over what its own tokens still see. Only the last runs with other rows.
+    No piece overwrites what its own tokens still see. Only the last runs with other rows.
     """
     *early, last = window.pieces(row.position, row.position + row.num_tokens)
     for first, end in early:

@@ -36,7 +36,7 @@ class AttentionWindow:
 
     @property
     def num_tokens(self) -> int:
-        """So long a sequence lies there whole."""
+        """Return the length up to which the blocks hold a sequence whole."""
         return self.num_blocks * self.tokens_per_block
 
     def index(self, block: int) -> int:

@@ -33,13 +33,13 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BlockTables:
-    """What one request holds: a block table for each beam, all of the same length.
+    """The blocks of one request: a block table for each beam, all of the same length.
 
     `num_slots` counts positions stored, padding of the sink tokens included; past the attention
     window it goes on counting although nothing grows. A block is due at `grows_at` slots.
     `peak_slots` is the most that there were at any rewind so far, 0 before one.
     `total_blocks` is the need of a whole life of `life_tokens` tokens and `remaining_blocks` what
-    is not held of it; with beams `life_tokens` is NEVER, and both are without meaning.
+    is not held of it; with beams `life_tokens` is NEVER, and both are meaningless.
     `may_share`: other sequences may hold its full blocks; its first `num_cached` tokens were found.
     """
 
@@ -165,11 +165,11 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheReport:
-    """Who holds what at one moment. `owners` maps each held block to the ids that hold it.
+    """The owners of blocks at one moment: `owners` maps each held block to the ids that hold it.
 
     `cached` counts the blocks, held or free, whose content can be found again. `problem` is the
-    first contradiction in the accounts, None when they prove right. A host block is free, or used:
-    it holds something cached.
+    first contradiction in the accounts, None if they are consistent. A host block is either free
+    or used: a used one holds cached content.
     """
 
     total: int

@@ -64,10 +64,10 @@ class Lookup:
 
 
 class Answer(NamedTuple):
-    """What was found for several requests, while the tree and they are as they were.
+    """The lookups of several requests, valid until the tree or one of the requests changes.
 
-    Of each the number of its first missing block, None if there is none, and how many blocks are
-    cached before it; None and 0 of those that take no part.
+    For each request: the number of its first missing block (None if none is missing), and how many
+    blocks are cached before it. None and 0 for requests that do not reuse blocks.
     """
 
     version: int
@@ -105,7 +105,7 @@ class Lookups:
             self._last = _NOTHING  # which may name the request
 
     def find(self, request: LlmRequest) -> Lookup:
-        """What is cached of the prompt."""
+        """Return which part of the prompt is cached."""
         known = self._lookups.get(request.request_id)
         if known is not None and known.stands(request, self._tree):
             return known
@@ -134,7 +134,7 @@ class Lookups:
         ]
 
     def find_all(self, requests: Sequence[LlmRequest]) -> Answer:
-        """What was found for each, in one go: most have waited before."""
+        """Look up all requests in one call: most of them have waited before."""
         tree, last = self._tree, self._last
         lengths = [request.prompt_len for request in requests]
         bounded = self.max_tokens < UNBOUNDED

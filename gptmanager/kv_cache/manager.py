@@ -174,9 +174,9 @@ class KvCacheManager:
         self._sequences.remove(request_id, store)
 
     def withdraw(self, request_id: int) -> None:
-        """What the sequence holds is not to be found, neither now nor when it has ended.
+        """Make the blocks of a sequence impossible to find, now and after its end.
 
-        Nor does any other that shares some of it leave anything.
+        The same holds for every sequence that shares some of them.
         """
         self._sequences.withdraw(request_id)
 
@@ -290,7 +290,10 @@ class KvCacheManager:
         self._what_if = WhatIf(self._sequences.pool)
 
     def scheduling_remove_sequence(self, request_id: int) -> None:
-        """As if it were removed: what only it held is free. Who holds nothing frees nothing."""
+        """Count the blocks that only this sequence holds as free, in the what-if accounts.
+
+        A sequence that holds nothing frees nothing.
+        """
         sequence = self._sequences.live.get(request_id)
         if sequence is not None:
             self._what_if.remove(sequence)
@@ -303,7 +306,7 @@ class KvCacheManager:
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:
-        """As if it had started, as far as it shares what a live sequence holds."""
+        """Count the blocks of live sequences that the request would share as held by it, too."""
         if self._lookups is not None:
             self._what_if.share(self._held_prefix(request, self._what_if.is_held))
 

@@ -36,10 +36,10 @@ UNBOUNDED = 1 << 62  # more than there are blocks
 
 
 class Match(NamedTuple):
-    """What is cached of a beginning: full `blocks`, then `num_partial` tokens of one more.
+    """The cached part of a prefix: full `blocks`, then `num_partial` tokens of one more block.
 
-    `partial` is the block that holds those, NO_BLOCK if `num_partial` is 0. `end`: the index in
-    the tree behind the full blocks, None if not even the root is there.
+    `partial` is the block that holds those tokens, NO_BLOCK if `num_partial` is 0. `end`: the node
+    of the tree behind the full blocks, None if there is not even a root.
     """
 
     blocks: list[int]
@@ -154,8 +154,11 @@ class PrefixTree:
         *,
         whole_only: bool = False,
     ) -> Match:
-        """What is cached of `tokens[:end]`. `may_be_partial` says which blocks may be the partial
-        one, None: no block may. `whole_only`: only one of which all that is cached is wanted."""
+        """Find the cached part of `tokens[:end]`.
+
+        `may_be_partial` decides which blocks may be the partial one; None: no block may.
+        `whole_only`: only a partial block whose whole content matches.
+        """
         blocks, node = self.full_blocks(root_key, tokens, end)
         if may_be_partial is not None and node is not None and node.ordered:
             start = len(blocks) * self.tokens_per_block
@@ -211,7 +214,7 @@ class PrefixTree:
         return replaced
 
     def move(self, block: int, destination: int) -> None:
-        """What `block` holds lies in `destination` from now on, and there alone."""
+        """Record that the content of `block` is now in `destination`, and only there."""
         node = self._nodes.pop(block)
         self._touch(node.parent)
         node.block = destination

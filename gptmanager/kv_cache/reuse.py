@@ -37,16 +37,16 @@ class ReuseCounts(NamedTuple):
 
 
 class ReuseOptions(NamedTuple):
-    """What is reused.
+    """The options of block reuse.
 
-    `partial`: the beginning of a block may be reused, and not only all that is stored in a partial
-    one. Either is then private, taken over if nobody holds it and nothing lies behind it, and
-    copied otherwise, which `copies` permits.
+    `partial`: the beginning of a block may be reused, not only the whole content of a partial
+    block. Either way the sequence gets a private block: the cached one if no sequence holds it and
+    no block follows it, else a copy, if `copies` permits.
 
-    `num_host_blocks`: what has to leave the pool moves to as many blocks of the host tier, if it
-    has `min_offload_tokens` and `min_offload_priority`. With `onboards` what lies there is found,
-    and full blocks move back; the beginning of one is copied, whatever `copies` says. Without, it
-    is not found.
+    `num_host_blocks`: the size of the host tier. Content evicted from the pool moves there if it
+    has at least `min_offload_tokens` and `min_offload_priority`. With `onboards` it is found there:
+    full blocks move back, and the beginning of a block is copied whatever `copies` says. Without
+    `onboards` it is not found.
     """
 
     partial: bool
@@ -196,7 +196,7 @@ class BlockReuse:
         sequence.may_share = False
 
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
-        """What it holds, and so what lies behind that, is in doubt; `sequences`: all live ones."""
+        """Forget all blocks of a sequence, and all that follow them; `sequences`: all live ones."""
         held = {block for table in sequence.tables for block in table}
         for block in held:
             self.pool.forget(block)

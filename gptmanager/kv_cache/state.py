@@ -39,7 +39,7 @@ _read_sequence = attrgetter(*SequenceState._fields)
 
 
 class RootState(NamedTuple):
-    """What the blocks below have in common; `digest`: of a request's own embeddings."""
+    """The key that blocks below a root share; `digest`: that of a request's own embeddings."""
 
     adapter_key: int | str | None = None
     salt: Salt = None

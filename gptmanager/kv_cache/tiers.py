@@ -54,7 +54,7 @@ class HostTier:
         self.evictable = self.queue.blocks
 
     def drop(self, block: int) -> None:
-        """What the block holds is not cached any more."""
+        """Free a block: its content is no longer cached."""
         self.evictable.pop(block, None)
         self.free[block] = None
 
@@ -119,7 +119,7 @@ class CachingBlockPool(BlockPool):
         self.ref_counts[block] = references
 
     def share(self, blocks: Iterable[int], references: int = 1) -> None:
-        """So many holders more for each, free ones among them."""
+        """Add `references` holders to each block; a block may be free before."""
         ref_counts = self.ref_counts
         for block in blocks:
             if not ref_counts[block]:
@@ -134,7 +134,7 @@ class CachingBlockPool(BlockPool):
                 self._unheld(block).add(block)
 
     def forget(self, block: int) -> None:
-        """What the block holds cannot be found any more, nor what lies behind it."""
+        """Forget the content of a block and of all blocks that follow it in the tree."""
         for gone in sorted(self.tree.forget(block)):
             if self.host is not None and gone >= self.num_blocks:
                 self.host.drop(gone)

@@ -1,1 +1,1 @@
-"""What is known of a request before it runs."""
+"""A request before it runs: its tensors, checked, and its options."""

@@ -54,8 +54,8 @@ class LoraModule(NamedTuple):
 
 
 class LoraCut(NamedTuple):
-    """What one of several processes keeps of a module: of its input, and of its columns, ranges
-    one behind the other.
+    """The part of a module that one of several processes keeps: a range of its input, and ranges
+    of its columns, concatenated.
     """
 
     inputs: range
@@ -63,21 +63,22 @@ class LoraCut(NamedTuple):
 
     @property
     def width(self) -> int:
-        """As `LoraModule.width`, of what is kept."""
+        """Return the width of the part that is kept; see `LoraModule.width`."""
         return len(self.inputs) + sum(map(len, self.columns))
 
     def of(self, row: AdapterRow) -> Tensor:
-        """What is kept of its values, a copy: A and then B, flattened."""
+        """Return a copy of the values that are kept: A and then B, flattened."""
         a = row.a[:, self.inputs.start : self.inputs.stop]
         parts = [row.b[own.start : own.stop] for own in self.columns]
         return torch.cat([part.reshape(-1) for part in (a, *parts)])
 
 
 class AdapterShare(NamedTuple):
-    """What one of several processes has of a model that takes adapters, and keeps of these.
+    """The part of a model, and of its adapters, that one of several processes has.
 
-    `modules`: as it computes them; `cuts`: of which parts of the whole ones; both by id. `layers`:
-    which of the whole model's, whose stages but the first begin at `first_layers`.
+    `modules`: the modules as this process computes them; `cuts`: the parts of the whole modules;
+    both by id. `layers`: the layers of the whole model that it has; all stages except the first
+    begin at `first_layers`.
     """
 
     modules: Mapping[int, LoraModule]
@@ -88,9 +89,11 @@ class AdapterShare(NamedTuple):
 
 
 class AdapterLimits(NamedTuple):
-    """What a model takes: `modules` by id, the same in each layer; ranks up to max_adapter_size.
+    """The adapters that a model accepts: `modules` by id, the same in each layer.
 
-    `widths`: of those of which less than the whole is kept.
+    Their LoRA ranks are at most `max_adapter_size`.
+
+    `widths`: the kept width of each module that is not kept whole.
     """
 
     modules: Mapping[int, LoraModule]
@@ -101,7 +104,7 @@ class AdapterLimits(NamedTuple):
 
 
 class AdapterRow(NamedTuple):
-    """What an adapter has for one module of one layer; `values` holds A and then B, flattened."""
+    """An adapter's matrices for one module of one layer; `values` holds A and then B, flattened."""
 
     layer: int
     module_id: int
@@ -194,7 +197,7 @@ class AdapterTensors:
         return type(given) in (torch.Tensor, torch.nn.Parameter) and given.is_cpu
 
     def read(self) -> Adapter:
-        """As `read_in_pieces`, at once."""
+        """Read the adapter at once; see `read_in_pieces`."""
         return whole(self.read_in_pieces())
 
     def read_in_pieces(self) -> Pieces[Adapter]:
@@ -214,7 +217,7 @@ class AdapterTensors:
 
 
 class LoraInputs(NamedTuple):
-    """What a request says of its adapter; `tensors` None: the id alone, of one that is cached."""
+    """A request's adapter; `tensors` None: only the id, of an adapter that is cached."""
 
     task_id: int
     tensors: AdapterTensors | None

@@ -1,7 +1,7 @@
-"""What a host hands over and gets back: `InferenceRequest`, `NamedTensor`, callback signatures.
+"""The values between host and manager: `InferenceRequest`, `NamedTensor`, callback signatures.
 
 Setting a tensor never validates: a request is checked as a whole when Get has returned it, and
-what is wrong with it is answered through SendResponse. Only an unknown property or keyword and an
+errors are answered through SendResponse. Only an unknown property or keyword and an
 impossible id raise in the host's own line.
 """
 

@@ -43,7 +43,7 @@ class HostRows:
         return HostRows(self.numbers[:count])
 
     def without_numbers(self) -> HostRows:
-        """What a recording knows of them."""
+        """Return the rows as a recording keeps them: the digest and the count alone."""
         return HostRows(None, self.digest, self.count)
 
     def __eq__(self, other: object) -> bool:
@@ -57,7 +57,7 @@ class HostRows:
 
 
 def token_bias(tokens: Sequence[int] | Array, values: Sequence[float] | Array) -> HostRows | None:
-    """What is added to the logits of `tokens`; None for no tokens."""
+    """Return the rows that add `values` to the logits of `tokens`; None for no tokens."""
     if not len(tokens):
         return None
     numbers = np.empty(len(tokens), dtype=TOKEN_BIAS)

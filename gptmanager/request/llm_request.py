@@ -186,7 +186,7 @@ class LlmRequest:
 
     @property
     def adapter_key(self) -> int | str | None:
-        """Of its adapter, where cached blocks are looked for: equal keys, equal adapters."""
+        """Return the adapter's key for block reuse: equal keys mean equal adapters."""
         return self.lora_task_id
 
     @property

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 
 class OutputConfig(NamedTuple):
-    """What a request is told besides its tokens. `normalized`: log probabilities, not logits.
+    """The outputs of a request besides its tokens. `normalized`: log probabilities, not logits.
 
-    `num_top_log_probs`: of so many of the best tokens at each output position. Of the prompt's
-    tokens their own log probabilities and `num_prompt_log_probs` of the best; -1: nothing.
+    `num_top_log_probs`: how many of the best tokens at each output position.
+    `num_prompt_log_probs`: how many of the best tokens at each position of the prompt, in addition
+    to the prompt token's own log probability; -1: neither.
     """
 
     log_probs: bool = False
@@ -32,7 +33,7 @@ class OutputConfig(NamedTuple):
 
     @property
     def without_prompt(self) -> OutputConfig:
-        """What is left when that of the prompt is known."""
+        """Return the outputs that remain once those of the prompt are known."""
         return self._replace(context_logits=False, num_prompt_log_probs=-1)
 
 

@@ -58,7 +58,7 @@ class RequestProcessor:
 
 
 def read_post_processor(value: Any) -> RequestProcessor | None:
-    """What a request brought; raises InvalidRequestError for what nobody could call."""
+    """Return a request's post-processor; InvalidRequestError if it cannot be called."""
     if value is None:
         return None
     if not is_post_processor(value):

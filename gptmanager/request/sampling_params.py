@@ -33,6 +33,6 @@ class SamplingParams:
     embedding_bias: HostRows | None = None
 
     def without_numbers(self) -> SamplingParams:
-        """What a recording knows of them."""
+        """Return the parameters as a recording keeps them: rows of numbers by digest alone."""
         bias = self.embedding_bias
         return self if bias is None else replace(self, embedding_bias=bias.without_numbers())
